@@ -1,0 +1,77 @@
+# `make help` lists what there is. tools/setup.sh does the set-up and says what it needs.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check bench format lint native-tests sanitize clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/.tensorstow
+
+# Folders are listed too: their times change when a file is added or removed.
+NATIVE := $(shell find csrc) CMakeLists.txt pyproject.toml
+CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h')
+PYTHON_DIRS := src tests $(wildcard benchmarks)
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+demo: $(DONE)/demo ## Set everything up and run the demonstration (about three minutes)
+	$(BIN)/tensorstow demo
+
+test: $(DONE)/test native-tests ## Set everything up and run every test
+	$(BIN)/python -m pytest
+
+check: lint sanitize ## Run formatters, linters, types, layers and the native tests' sanitizers
+
+bench: $(DONE)/bench ## Measure, print and save the figures
+	$(BIN)/python benchmarks/run.py
+
+lint: $(DONE)/dev
+	$(BIN)/ruff format --check $(PYTHON_DIRS)
+	$(BIN)/ruff check $(PYTHON_DIRS)
+	$(BIN)/mypy --strict src
+	PYTHONPATH=src $(BIN)/lint-imports --no-logo
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(DONE)/dev ## Rewrite Python and C++ in the house's format
+	$(BIN)/ruff format $(PYTHON_DIRS)
+	$(BIN)/ruff check --fix $(PYTHON_DIRS)
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+# The native core alone, without Python: fast to build, and sanitizers see all of the process.
+CMAKE_TESTS = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+  -DSTOW_PYTHON=OFF -DSTOW_TESTS=ON -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
+CTEST = $(BIN)/ctest --output-on-failure --no-tests=error
+# Thread sanitizer of older compilers stops at addresses that newer kernels hand out at random.
+FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+native-tests: $(DONE)/python
+	$(CMAKE_TESTS) -B build/native -DCMAKE_BUILD_TYPE=Release
+	$(BIN)/cmake --build build/native
+	$(CTEST) --test-dir build/native
+
+sanitize: $(DONE)/python
+	$(CMAKE_TESTS) -B build/asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSTOW_SANITIZE=address,undefined
+	$(BIN)/cmake --build build/asan
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(CTEST) --test-dir build/asan
+	$(CMAKE_TESTS) -B build/tsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSTOW_SANITIZE=thread
+	$(BIN)/cmake --build build/tsan
+	TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) $(CTEST) --test-dir build/tsan
+
+# Set-up, one file per finished step, so that nothing is done twice.
+$(DONE)/python: tools/setup.sh
+	tools/setup.sh python
+	@mkdir -p $(DONE) && touch $@
+
+$(DONE)/native: $(DONE)/python $(NATIVE)
+	tools/setup.sh native
+	@touch $@
+
+$(DONE)/demo $(DONE)/test $(DONE)/dev $(DONE)/bench: pyproject.toml | $(DONE)/native
+	tools/setup.sh extra $(@F)
+	@touch $@
+
+clean: ## Remove what was built; .venv stays, its native part is built again
+	rm -rf build dist tensorstow-demo $(DONE)/native
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

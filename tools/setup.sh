@@ -1,0 +1,175 @@
+#!/bin/sh
+# Makes .venv ready for tensorstow: a fitting torch, the build tools, the native core, extras.
+#
+#   tools/setup.sh python         check the machine, make .venv, install torch and build tools
+#   tools/setup.sh native         build the native core and install tensorstow (editable)
+#   tools/setup.sh extra NAME     install what tensorstow[NAME] needs: demo, bench, test, dev, peers
+#
+# `make` calls these in order and remembers what is done. Two variables change what happens:
+#
+#   TENSORSTOW_PYTHON=/path/to/python   make .venv with this Python, and see the packages it
+#                                       already has (an image with its own torch, or no index)
+#   TENSORSTOW_TORCH="torch --index-url URL"   give pip this for torch (ROCm, XPU, nightly)
+#
+# An existing .venv that works is kept: remove it for a change of these to count.
+set -eu
+
+TORCH_VERSION=2.13.0 # what continuous integration runs; torch has wheels for NEWEST_PYTHON
+NEWEST_PYTHON=3.14
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+VENV=.venv
+
+cd "$(dirname "$0")/.."
+
+say() { echo "tensorstow: $*" >&2; }
+die() {
+  say "$*"
+  exit 1
+}
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+# --- what only the system can give: each missing piece is one line with its package -------------
+
+# Run, not looked up: pyenv and others leave commands that exist and only print an error.
+is_python() {
+  "$1" -c "import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= ($2))" 2>/dev/null
+}
+
+find_python() {
+  if [ -n "${TENSORSTOW_PYTHON:-}" ]; then
+    is_python "$TENSORSTOW_PYTHON" 3,99 ||
+      die "TENSORSTOW_PYTHON=$TENSORSTOW_PYTHON is not a Python 3.11 or newer: name another one"
+    echo "$TENSORSTOW_PYTHON"
+    return
+  fi
+  # The user's own choice first. Outside an active .venv, which may be about to be replaced.
+  for name in python3 python3.13 python3.12 python3.11 python3.14; do
+    is_python "$name" "$(echo "$NEWEST_PYTHON" | tr . ,)" && echo "$name" && return
+  done
+  die "no Python 3.11 to $NEWEST_PYTHON found: install one (Debian/Ubuntu: apt-get install" \
+    "python3 python3-venv python3-dev), or name it in TENSORSTOW_PYTHON"
+}
+
+check_python_parts() {
+  "$1" -c 'import venv, ensurepip' 2>/dev/null ||
+    die "$1 cannot make virtual environments: install its venv module" \
+      "(Debian/Ubuntu: apt-get install python3-venv)"
+  header=$("$1" -c 'import sysconfig; print(sysconfig.get_path("include") + "/Python.h")')
+  [ -f "$header" ] ||
+    die "no $header, which the native core is built with: install Python's headers" \
+      "(Debian/Ubuntu: apt-get install python3-dev)"
+}
+
+# Succeeds if compiler $1 compiles the C++20 program on standard input.
+compiles() { "$1" -std=c++20 -fsyntax-only -x c++ - 2>/dev/null; }
+
+# The one that CMake will take: $CXX, else the first of these.
+find_compiler() {
+  for compiler in ${CXX:-c++ g++ clang++}; do
+    command -v "$compiler" && return
+  done
+  die "no C++ compiler found: install one (Debian/Ubuntu: apt-get install g++)"
+}
+
+check_compiler() {
+  compiler=$(find_compiler)
+  echo '#include <bit>
+        #include <concepts>
+        #include <span>
+        int main() { return std::popcount(0u); }' | compiles "$compiler" ||
+    die "$compiler does not compile C++20: install a newer one, GCC 11 or Clang 14 at least" \
+      "(Debian/Ubuntu: apt-get install g++), or name one in CXX"
+  echo '#include <linux/io_uring.h>' | compiles "$compiler" ||
+    die "no linux/io_uring.h found: install the kernel's headers for programs" \
+      "(Debian/Ubuntu: apt-get install linux-libc-dev)"
+}
+
+# --- .venv and torch ----------------------------------------------------------------------------
+
+make_venv() {
+  # An existing one is kept if it works: it may be somebody's own.
+  if is_python "$VENV/bin/python" 3,99 && pip --version >/dev/null 2>&1; then
+    python=$VENV/bin/python
+    check_python_parts "$python"
+    return
+  fi
+  python=$(find_python)
+  check_python_parts "$python"
+  say "making $VENV with $("$python" --version)"
+  "$python" -m venv --clear ${TENSORSTOW_PYTHON:+--system-site-packages} "$VENV"
+}
+
+has_torch() {
+  "$VENV/bin/python" - 2>/dev/null <<'PYTHON'
+import sys
+from importlib.metadata import version
+
+major, minor = map(int, version("torch").split(".")[:2])
+sys.exit((major, minor) < (2, 11))
+PYTHON
+}
+
+has_nvidia() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
+
+install_torch() {
+  if [ -n "${TENSORSTOW_TORCH:-}" ]; then
+    # shellcheck disable=SC2086  # several arguments on purpose
+    pip install $TENSORSTOW_TORCH
+  elif has_torch; then
+    say "torch is already there"
+  elif has_nvidia; then
+    say "NVIDIA accelerator found: installing torch with CUDA"
+    pip install "torch>=2.11"
+  else
+    [ ! -e /dev/kfd ] ||
+      say "AMD accelerator found: for ROCm set TENSORSTOW_TORCH" \
+        "(see https://pytorch.org/get-started), this installs torch for the CPU"
+    install_cpu_torch
+  fi
+}
+
+# PyPI's torch for Linux brings gigabytes of CUDA. The suffix +cpu asks for the other build by
+# name: PyPI cannot have it, so pip finds it in the machine's own mirrors, then in torch's index.
+install_cpu_torch() {
+  say "no NVIDIA accelerator found: installing torch $TORCH_VERSION for the CPU"
+  pip install "torch==$TORCH_VERSION+cpu" 2>/dev/null && return
+  pip install --extra-index-url "$CPU_INDEX" "torch==$TORCH_VERSION+cpu" && return
+  say "no CPU build of torch $TORCH_VERSION can be reached: taking the one the index has"
+  pip install "torch==$TORCH_VERSION"
+}
+
+install_build_tools() {
+  # Without build isolation pip takes these from .venv, so an incremental build stays one.
+  "$VENV/bin/python" - <<'PYTHON' | pip install --quiet -r /dev/stdin
+import tomllib
+
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["build-system"]["requires"], "cmake", "ninja", sep="\n")
+PYTHON
+}
+
+# --- the three steps ----------------------------------------------------------------------------
+
+case "${1:-}" in
+  python)
+    [ "$(uname -s)" = Linux ] || die "this is $(uname -s); only Linux works so far"
+    make_venv
+    check_compiler
+    install_torch
+    install_build_tools
+    ;;
+  native)
+    check_compiler
+    say "building the native core"
+    pip install --quiet --no-build-isolation --no-deps --editable .
+    ;;
+  extra)
+    # tensorstow itself is installed: pip only adds what the extra names.
+    say "installing what tensorstow[$2] needs"
+    pip install --quiet "tensorstow[$2]"
+    ;;
+  *)
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+    exit 2
+    ;;
+esac
