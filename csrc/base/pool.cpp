@@ -1,0 +1,173 @@
+#include "base/pool.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace stow {
+namespace {
+
+// About 30 us of polling: longer than the gap between two kernels of one update, shorter than
+// anyone else on the core would notice.
+constexpr int kSpins = 1000;
+
+void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Polls until `value` differs from `seen`, then sleeps until it does.
+std::uint32_t wait_for_change(const std::atomic<std::uint32_t>& value, std::uint32_t seen) {
+  for (int spin = 0; spin < kSpins; ++spin) {
+    const std::uint32_t now = value.load(std::memory_order_acquire);
+    if (now != seen) return now;
+    pause();
+  }
+  value.wait(seen, std::memory_order_acquire);
+  return value.load(std::memory_order_acquire);
+}
+
+}  // namespace
+
+// [Note: The gate] `gate` is the open bit plus the number of workers inside. A worker enters by
+// adding one and belongs to the job only if it found the bit set; otherwise it takes its one back
+// without having looked at the job. The caller fills in the job while nobody is inside, sets the
+// bit, works, clears the bit and waits for zero. So a job that is over before a sleeping worker
+// wakes up does not wait for it.
+struct Pool::State {
+  static constexpr std::uint32_t kOpen = 1u << 31;
+
+  std::mutex turn;  // held by the caller whose job runs
+  std::atomic<std::uint32_t> gate{0};
+  std::atomic<std::uint32_t> epoch{0};  // counts jobs; what idle workers watch
+  std::atomic<std::int64_t> next{0};
+  std::int64_t blocks = 0;
+  const std::function<void(std::int64_t)>* body = nullptr;
+  std::atomic<bool> stopping{false};
+  std::atomic<int> threads{1};
+  std::vector<std::thread> workers;
+
+  void work() noexcept {
+    for (;;) {
+      const std::int64_t block = next.fetch_add(1, std::memory_order_relaxed);
+      if (block >= blocks) return;
+      (*body)(block);
+    }
+  }
+
+  void leave() {
+    if (gate.fetch_sub(1, std::memory_order_acq_rel) == 1) gate.notify_one();
+  }
+
+  void serve() {
+    std::uint32_t seen = 0;
+    for (;;) {
+      seen = wait_for_change(epoch, seen);
+      if (stopping.load(std::memory_order_acquire)) return;
+      if (gate.fetch_add(1, std::memory_order_acq_rel) & kOpen) work();
+      leave();
+    }
+  }
+
+  void announce() {
+    epoch.fetch_add(1, std::memory_order_acq_rel);
+    epoch.notify_all();
+  }
+
+  void start(int count) {
+    stopping.store(false, std::memory_order_relaxed);
+    epoch.store(0, std::memory_order_relaxed);
+    try {
+      for (int i = 1; i < count; ++i) workers.emplace_back([this] { serve(); });
+    } catch (...) {  // no more threads to be had: leave none behind
+      stop();
+      threads.store(1, std::memory_order_relaxed);
+      throw;
+    }
+    threads.store(count, std::memory_order_relaxed);
+  }
+
+  void stop() {
+    stopping.store(true, std::memory_order_release);
+    announce();
+    for (std::thread& worker : workers) worker.join();
+    workers.clear();
+  }
+};
+
+Pool::Pool(int threads) : state_(std::make_unique<State>()) { state_->start(std::max(1, threads)); }
+
+Pool::~Pool() { state_->stop(); }
+
+int Pool::threads() const { return state_->threads.load(std::memory_order_relaxed); }
+
+void Pool::resize(int threads) {
+  const std::lock_guard<std::mutex> lock(state_->turn);
+  threads = std::max(1, threads);
+  if (threads == this->threads()) return;
+  state_->stop();
+  state_->start(threads);
+}
+
+void Pool::run(std::int64_t blocks, const std::function<void(std::int64_t)>& body) {
+  State& s = *state_;
+  const std::lock_guard<std::mutex> lock(s.turn);
+  s.blocks = blocks;
+  s.body = &body;
+  s.next.store(0, std::memory_order_relaxed);
+  if (s.workers.empty() || blocks <= 1) {
+    s.work();
+    return;
+  }
+  s.gate.fetch_or(State::kOpen, std::memory_order_acq_rel);
+  s.announce();
+  s.work();
+  std::uint32_t inside = s.gate.fetch_and(~State::kOpen, std::memory_order_acq_rel) & ~State::kOpen;
+  while (inside != 0) inside = wait_for_change(s.gate, inside);
+}
+
+namespace {
+
+// No lock guards these two: a fork could copy it locked.
+struct Owned {
+  pid_t pid;
+  Pool pool;
+};
+std::atomic<Owned*> g_owned{nullptr};
+std::atomic<int> g_threads{1};
+
+}  // namespace
+
+Pool& pool() {
+  const pid_t pid = getpid();
+  const int threads = g_threads.load(std::memory_order_relaxed);
+  Owned* owned = g_owned.load(std::memory_order_acquire);
+  if (owned == nullptr || owned->pid != pid) {
+    // The parent's object is left as it is: its threads and the state of its locks stayed behind.
+    auto* fresh = new Owned{pid, Pool(threads)};
+    if (g_owned.compare_exchange_strong(owned, fresh, std::memory_order_acq_rel)) {
+      owned = fresh;
+    } else {
+      delete fresh;
+    }
+  }
+  if (owned->pool.threads() != threads) owned->pool.resize(threads);
+  return owned->pool;
+}
+
+void set_pool_threads(int threads) {
+  g_threads.store(std::max(1, threads), std::memory_order_relaxed);
+}
+
+}  // namespace stow

@@ -1,0 +1,98 @@
+// The backend that always works: threads that block in pread and pwrite.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <thread>
+
+#include "io/engine.h"
+
+namespace stow {
+namespace {
+
+std::int64_t attempt(const Block& block, const FaultEffect& fault) {
+  if (fault.delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(fault.delay_us));
+  if (fault.error != 0) return -fault.error;
+  std::int64_t length = block.length - block.settled;
+  if (fault.max_bytes > 0) length = std::min(length, fault.max_bytes);
+  char* data = block.data + block.settled;
+  const off_t offset = block.offset + block.settled;
+  const ssize_t moved = block.op == Op::read ? pread(block.fd, data, length, offset)
+                                             : pwrite(block.fd, data, length, offset);
+  return moved < 0 ? -errno : moved;
+}
+
+// A file that refuses O_DIRECT goes through the page cache; what was moved is not left there.
+void drop_cache(const Block& block) {
+  if (block.op == Op::write) {
+    sync_file_range(block.fd, block.offset, block.length,
+                    SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+  }
+  posix_fadvise(block.fd, block.offset, block.length, POSIX_FADV_DONTNEED);
+}
+
+class ThreadsEngine final : public Engine {
+ public:
+  ThreadsEngine(const EngineOptions& options, int workers)
+      : Engine(options), bounce_(workers, options.block_bytes) {
+    threads_.reserve(workers);
+    for (int i = 0; i < workers; ++i) threads_.emplace_back([this, i] { work(bounce_.at(i)); });
+  }
+
+  ~ThreadsEngine() override {
+    drain();
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    queued_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  const char* backend() const override { return "threads"; }
+
+ protected:
+  void wake() override { queued_.notify_all(); }
+
+ private:
+  void work(char* bounce) {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      queued_.wait(lock, [this] { return stopping_ || queued(); });
+      Block block;
+      if (!take(&block, bounce)) return;  // stopping
+      lock.unlock();
+      fill(block);
+      lock.lock();
+      Transfer* finished = nullptr;
+      bool over = false;
+      while (!over) {
+        lock.unlock();
+        const std::int64_t result = attempt(block, faults_.next(block.op));
+        empty(block, result);
+        if (block.drop_cache) drop_cache(block);
+        lock.lock();
+        over = settle(&block, result, &finished);
+      }
+      lock.unlock();
+      tell(finished);
+      lock.lock();
+    }
+  }
+
+  BounceBuffers bounce_;
+  std::condition_variable queued_;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Engine> make_threads_engine(const EngineOptions& options) {
+  // Past eight a disk gains nothing from more threads here, and each costs a stack and a bounce buffer.
+  return std::make_unique<ThreadsEngine>(options, std::min(options.depth, 8));
+}
+
+}  // namespace stow

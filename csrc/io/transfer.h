@@ -1,0 +1,33 @@
+// One read or write of any length between memory and a file.
+#pragma once
+
+#include <cstdint>
+
+namespace stow {
+
+enum class Op : std::uint8_t { read, write };
+
+// The caller owns a Transfer and keeps it, and the memory it names, until `done` has been called. `done` runs on a
+// thread of the engine after the completion queue was read; it must be short and must not submit.
+struct Transfer {
+  int file = -1;
+  Op op = Op::read;
+  char* data = nullptr;
+  std::int64_t length = 0;
+  std::int64_t offset = 0;
+  void (*done)(Transfer*) = nullptr;
+  void* context = nullptr;
+
+  // What was found, valid in and after `done`. `error` is an errno; the first block that failed names its place.
+  int error = 0;
+  std::int64_t error_offset = 0;
+  std::int64_t error_length = 0;
+  std::int64_t moved = 0;
+
+  // The engine's.
+  std::int64_t cut = 0;  // bytes handed out as blocks so far
+  int in_flight = 0;     // blocks handed out and not settled
+  Transfer* next = nullptr;
+};
+
+}  // namespace stow

@@ -1,0 +1,86 @@
+// The update kernels: one pass over memory, the same bits on every instruction set.
+//
+// [Note: The Adam rule] Every operation below is one IEEE-754 binary32 operation, rounded to
+// nearest even; nothing is fused (no FMA), nothing is reassociated. With the scalars of `AdamHyper`
+// (computed in binary64 by the caller, rounded once to binary32) and w = master, or the fp32
+// parameter itself:
+//
+// clang-format off
+//   g = grad_factor * float(grad)          unscales and clips in one; negative when maximizing
+//   g = g + l2 * w                         only where l2 != 0 (Adam's L2 penalty)
+//   w = w * decay                          1 unless AdamW's decoupled decay
+//   m = m + beta1_weight * (g - m)         where beta1_weight < 0.5, else, as torch.lerp,
+//   m = g - (1 - beta1_weight) * (g - m)   so that beta1 = 0 makes m exactly g
+//   v = v * beta2 + (beta2_weight * g) * g
+//   u = amsgrad ? max(vmax, v) : v         stored to vmax; vmax where it is greater or NaN, else v
+//   w = w - (step_size * m) / (sqrt(u) * denom_scale + eps)
+//   param = round_to_nearest_even(w)       where the parameter is 16-bit
+// clang-format on
+//
+// Order and operands follow torch.optim.AdamW(foreach=False, fused=False), except that dividing by
+// sqrt(bias_correction2) is multiplying by its reciprocal. NaN stays NaN; which NaN is not
+// specified. The caller's rounding mode and flushing of denormals are set aside while a kernel
+// runs.
+#pragma once
+
+#include <cstdint>
+
+namespace stow {
+
+enum class DType : std::uint8_t { f32, bf16, f16 };
+enum class Isa : std::uint8_t { scalar, avx2, avx512 };
+
+struct AdamHyper {
+  float beta1_weight;  // 1 - beta1
+  float beta2;
+  float beta2_weight;  // 1 - beta2
+  float decay;         // 1 - lr * weight_decay for AdamW, else 1
+  float l2;            // weight_decay for Adam, else 0
+  float step_size;     // lr / (1 - beta1^t)
+  float denom_scale;   // 1 / sqrt(1 - beta2^t)
+  float eps;
+  float grad_factor;
+};
+
+// Arrays of n elements; all distinct. `master` is null exactly where the parameter is fp32; `vmax`
+// is null exactly where amsgrad is off. `seed_master` sets master = float(param) before the update.
+struct AdamArgs {
+  void* param;
+  const void* grad;
+  float* master;
+  float* m;
+  float* v;
+  float* vmax;
+  std::int64_t n;
+  DType param_dtype;
+  DType grad_dtype;
+  bool seed_master;
+  AdamHyper hyper;
+};
+
+Isa best_isa();  // what this CPU runs; TENSORSTOW_ISA is not read here
+bool isa_supported(Isa isa);
+const char* isa_name(Isa isa);
+
+// Runs on the calling thread. Cutting a range into several calls changes no bit. Throws
+// std::invalid_argument where this CPU has not got `isa`.
+void adam_update(const AdamArgs& args, Isa isa);
+
+// [Note: The norm tree] Sum of squares in binary64. A parameter is cut into blocks of kNormBlock
+// elements from its start; inside a block, element i goes to lane i % 16, each lane adds in order
+// (square exact in binary64, then one add), lanes are added as a fixed binary tree (0+8, 1+9, ...
+// then 0+4 ... then 0+2, 1+3, then 0+1); blocks are added in order. So the result depends neither
+// on the instruction set nor on threads. It is finite exactly when every element is.
+inline constexpr std::int64_t kNormBlock = 1 << 16;
+double squared_norm_block(const void* grad, DType dtype, std::int64_t n,
+                          Isa isa);  // n <= kNormBlock
+
+// The bandwidth probe: the four reads and three writes of a fp32 Adam with almost no arithmetic.
+// p += g; m += g; v += g (28 bytes per element).
+void seven_streams(float* p, const float* g, float* m, float* v, std::int64_t n, Isa isa);
+// The same for bf16 gradients and weights: reads g(2) w m v, writes w m v and p16(2): 28 bytes per
+// element.
+void mixed_streams(std::uint16_t* p16, const std::uint16_t* g16, float* w, float* m, float* v,
+                   std::int64_t n, Isa isa);
+
+}  // namespace stow

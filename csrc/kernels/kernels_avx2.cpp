@@ -1,0 +1,14 @@
+#include "kernels/adam_loop.h"
+#include "kernels/norm_loop.h"
+#include "kernels/simd_avx2.h"
+
+namespace stow {
+
+const KernelTable kAvx2Kernels = {
+    adam_of<Avx2F32>,
+    squared_norm_of<Avx2F32>,
+    seven_streams_of<Avx2F32>,
+    mixed_streams_of<Avx2F32>,
+};
+
+}  // namespace stow

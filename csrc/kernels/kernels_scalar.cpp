@@ -1,0 +1,14 @@
+#include "kernels/adam_loop.h"
+#include "kernels/norm_loop.h"
+#include "kernels/simd_scalar.h"
+
+namespace stow {
+
+const KernelTable kScalarKernels = {
+    adam_of<ScalarF32>,
+    squared_norm_of<ScalarF32>,
+    seven_streams_of<ScalarF32>,
+    mixed_streams_of<ScalarF32>,
+};
+
+}  // namespace stow
