@@ -1,0 +1,1 @@
+"""The floor: errors, sizes, cores and directories. Knows neither torch nor the native core."""

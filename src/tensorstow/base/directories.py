@@ -1,0 +1,166 @@
+"""Which directory can hold states: what kind of filesystem it is on, and whether it will do.
+
+RAM that looks like a disk (tmpfs, ramfs, zram) is the trap: it takes direct I/O and every
+byte "offloaded" there stays in memory, so it is never chosen and never accepted.
+"""
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tensorstow.base.errors import DirectoryError
+from tensorstow.base.sizes import format_bytes
+
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+_MEMORY_DEVICES = ("/dev/zram", "/dev/ram")
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryFacts:
+    """What was found out about one directory."""
+
+    path: Path
+    """Absolute, symbolic links resolved."""
+    filesystem: str
+    """The kind as the kernel names it: ext4, xfs, overlay, tmpfs ..."""
+    device: str
+    """What is mounted there: /dev/nvme0n1p2, a network share, or a plain word."""
+    is_memory_backed: bool
+    """Bytes written here stay in RAM."""
+    is_writable: bool
+    """A file could be created here just now."""
+    free_bytes: int
+    """What an unprivileged user may still write."""
+
+
+class _Mount(NamedTuple):
+    point: str
+    filesystem: str
+    device: str
+
+
+def inspect_directory(
+    path: str | os.PathLike[str], *, mountinfo: Path = _MOUNTINFO
+) -> DirectoryFacts:
+    """Find out about ``path``, or raise DirectoryError where there is no such directory."""
+    resolved = Path(path).expanduser().resolve()
+    try:
+        if not resolved.is_dir():
+            found = "is not a directory" if resolved.exists() else "does not exist"
+            message = f"Directory {resolved} was asked for but {found}. Create it or name another."
+            raise DirectoryError(message)
+        space = os.statvfs(resolved)
+    except PermissionError as error:
+        message = (
+            f"Directory {resolved} was asked for but cannot be looked at: {error.strerror}."
+            " Allow this user in, or name another."
+        )
+        raise DirectoryError(message) from error
+    mount = _mount_of(resolved, mountinfo)
+    return DirectoryFacts(
+        path=resolved,
+        filesystem=mount.filesystem,
+        device=mount.device,
+        is_memory_backed=_is_memory(mount),
+        is_writable=_can_create_file(resolved),
+        free_bytes=space.f_bavail * space.f_frsize,
+    )
+
+
+def check_directory(
+    path: str | os.PathLike[str], needed_bytes: int = 0, *, mountinfo: Path = _MOUNTINFO
+) -> DirectoryFacts:
+    """Return the facts about ``path``, or raise DirectoryError if states cannot live there."""
+    facts = inspect_directory(path, mountinfo=mountinfo)
+    objection = _objection(facts, needed_bytes)
+    if objection is not None:
+        message = f"Directory {facts.path} was asked for but {objection}. Name another directory."
+        raise DirectoryError(message)
+    return facts
+
+
+def choose_directory(
+    needed_bytes: int = 0,
+    candidates: Iterable[Path] | None = None,
+    *,
+    mountinfo: Path = _MOUNTINFO,
+) -> DirectoryFacts:
+    """Return the first candidate that is on a real disk, writable and large enough.
+
+    Without ``candidates``: $TMPDIR, /var/tmp, ~/.cache, and the working directory.
+    """
+    refused = []
+    for candidate in default_candidates() if candidates is None else candidates:
+        try:
+            return check_directory(candidate, needed_bytes, mountinfo=mountinfo)
+        except DirectoryError as error:
+            refused.append(f"  {error}")
+    asked = (
+        f"No directory can hold {format_bytes(needed_bytes)} of states. Name one that is on a"
+        " real disk, writable and large enough. These were tried:"
+    )
+    raise DirectoryError("\n".join([asked, *(refused or ["  none at all"])]))
+
+
+def default_candidates(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """List where scratch files usually may go, the user's own choice first."""
+    chosen = [Path(environ["TMPDIR"])] if environ.get("TMPDIR") else []
+    home = [Path(environ["HOME"], ".cache")] if environ.get("HOME") else []
+    return [*chosen, Path("/var/tmp"), *home, Path.cwd()]  # noqa: S108  # files are unlinked
+
+
+def _objection(facts: DirectoryFacts, needed_bytes: int) -> str | None:
+    if facts.is_memory_backed:
+        return f"is {facts.filesystem} on {facts.device}: what is written there stays in RAM"
+    if not facts.is_writable:
+        return "no file can be created in it (read-only, or not this user's)"
+    if facts.free_bytes < needed_bytes:
+        free, needed = format_bytes(facts.free_bytes), format_bytes(needed_bytes)
+        return f"has {free} free where {needed} are needed"
+    return None
+
+
+def _can_create_file(path: Path) -> bool:
+    # Tried, not asked: root passes every permission check, also on a read-only filesystem.
+    # The file never has a name where the filesystem can do that, and loses it at once elsewhere.
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+def _is_memory(mount: _Mount) -> bool:
+    return mount.filesystem in _MEMORY_FILESYSTEMS or mount.device.startswith(_MEMORY_DEVICES)
+
+
+def _mount_of(path: Path, mountinfo: Path) -> _Mount:
+    """Return the mount that ``path`` lies on: the longest that is a parent, the latest of equals.
+
+    The kernel's own list is read because statfs has only numbers, which Python does not expose.
+    """
+    try:
+        lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        lines = []
+    mounts = [mount for line in lines if path.is_relative_to((mount := _parse_mount(line)).point)]
+    # max() keeps the first of equals, and a later mount on the same point hides the earlier.
+    unknown = _Mount("/", "unknown", "unknown")
+    return max(reversed(mounts), key=lambda mount: len(mount.point), default=unknown)
+
+
+def _parse_mount(line: str) -> _Mount:
+    """Read one line: ``36 35 98:0 /root /point options [tags] - filesystem device options``."""
+    before, _, after = line.partition(" - ")
+    filesystem, device = after.split(" ")[:2]
+    return _Mount(_unescape(before.split(" ")[4]), filesystem, _unescape(device))
+
+
+def _unescape(text: str) -> str:
+    r"""Undo the kernel's escapes: a space in a path is written as ``\040``."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,129 @@
+"""Every error that tensorstow raises on purpose.
+
+::
+
+    StowError
+    ├── OptionError (ValueError)     an argument that cannot be used
+    ├── DTypeError (TypeError)       a dtype, layout or device that no kernel takes
+    ├── BudgetError (ValueError)     a budget too small for what was asked
+    ├── DirectoryError (OSError)     a directory that is missing, read-only, full or in RAM
+    ├── TransferError (OSError)      a read or write that the system refused
+    ├── ForkError (RuntimeError)     an object used in a process that inherited it by fork
+    └── PoisonedError (RuntimeError) an object used after a failure that left it half done
+
+Each is also the builtin that a caller would catch without knowing this module. A message
+says three things: what was asked, what was found, what to do.
+"""
+
+import errno as codes
+import os
+
+_ADVICE = {
+    0: "The file ended early: something else truncated or replaced it. Start from fresh files.",
+    codes.ENOSPC: "Free some space on that filesystem, or name a directory on a larger one.",
+    codes.EDQUOT: "The disk quota is used up: free some space, or name another directory.",
+    codes.EIO: "The device reported a failure: look at `dmesg` and the drive's health before"
+    " using this directory again.",
+    codes.EACCES: "Give this user read and write permission there, or name another directory.",
+    codes.EPERM: "The system forbids it here (a container's policy, or an immutable file):"
+    " name another directory.",
+    codes.EROFS: "The filesystem is mounted read-only: name a directory on a writable one.",
+    codes.ENOENT: "The directory or file is gone: create the directory again and start over.",
+    codes.EINVAL: "The filesystem refused the size, offset or address, mostly an alignment that"
+    " direct I/O does not take there: name a directory on another filesystem.",
+    codes.EOPNOTSUPP: "The filesystem cannot do this: name a directory on another one.",
+    codes.ENOMEM: "The system is out of memory, or of locked memory (`ulimit -l`): lower the"
+    " RAM budget or raise the limit.",
+    codes.EFBIG: "The file would pass the size limit: raise `ulimit -f`, or name a filesystem"
+    " that takes larger files.",
+    codes.EMFILE: "Too many open files in this process: raise `ulimit -n`.",
+    codes.ENFILE: "Too many open files on this machine: raise `fs.file-max`.",
+    codes.EAGAIN: "The system is short of resources for the moment: try again with less in flight.",
+    codes.EBADF: "The file was closed while a transfer was in flight: keep it open until"
+    " everything has completed.",
+    codes.ESTALE: "The network filesystem lost the file: name a local directory.",
+}
+_NO_ADVICE = "Look at `dmesg`, or name another directory."
+
+
+class StowError(Exception):
+    """The root: catch this to catch every error of tensorstow."""
+
+
+class OptionError(StowError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class DTypeError(StowError, TypeError):
+    """A tensor has a dtype, layout or device that no kernel here takes."""
+
+
+class BudgetError(StowError, ValueError):
+    """A budget is smaller than the least that the work needs."""
+
+
+class DirectoryError(StowError, OSError):
+    """A directory is missing, read-only, full, or held in RAM."""
+
+
+class ForkError(StowError, RuntimeError):
+    """An object was used in a child process that inherited it by fork."""
+
+
+class PoisonedError(StowError, RuntimeError):
+    """An object was used after a failure that left its contents half updated."""
+
+
+class TransferError(StowError, OSError):
+    """A read or write failed in the system, or moved fewer bytes than were asked for.
+
+    ``errno`` 0 stands for an end of file in the middle of the range: no system call failed,
+    yet the bytes are not there.
+    """
+
+    path: str
+    operation: str
+    offset: int
+    length: int
+    errno: int
+    advice: str
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        operation: str,
+        *,
+        offset: int,
+        length: int,
+        errno: int,
+    ) -> None:
+        """Describe ``operation`` ("read", "write", "open" ...) on bytes of the file ``path``."""
+        self.path = os.fspath(path)
+        self.operation = operation
+        self.offset = offset
+        self.length = length
+        self.advice = _ADVICE.get(errno, _NO_ADVICE)
+        found = f"{_name_of(errno)}, {os.strerror(errno)}" if errno else "the end of the file"
+        message = (
+            f"{operation} of {length} bytes at offset {offset} of {self.path}"
+            f" met {found}. {self.advice}"
+        )
+        super().__init__(errno, message, self.path)
+
+    def __str__(self) -> str:
+        """Return the sentence alone: OSError would put the number before it and the path behind."""
+        return str(self.strerror)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by what was observed: OSError would replay three positional arguments."""
+        return _transfer_error, (self.path, self.operation, self.offset, self.length, self.errno)
+
+
+def _transfer_error(
+    path: str, operation: str, offset: int, length: int, errno: int
+) -> TransferError:
+    return TransferError(path, operation, offset=offset, length=length, errno=errno)
+
+
+def _name_of(errno: int) -> str:
+    return codes.errorcode.get(errno, f"errno {errno}")

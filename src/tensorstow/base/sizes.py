@@ -1,0 +1,61 @@
+"""Sizes in bytes: read from what people write, printed for people to read."""
+
+import re
+from decimal import Decimal
+
+from tensorstow.base.errors import OptionError
+
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("kB", "MB", "GB", "TB", "PB")
+_FACTORS = (
+    {"b": 1}
+    | {unit.lower(): 1024**power for power, unit in enumerate(_BINARY, start=1)}
+    | {unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL, start=1)}
+)
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_EXAMPLES = 'an int of bytes, or a number with a unit such as "512MiB", "1.5 GiB" or "64GB"'
+
+
+def parse_size(value: str | int, name: str = "size") -> int:
+    """Return the bytes that ``value`` stands for, a fraction of a byte dropped.
+
+    Units are read in any letter case; a bare "512M" is refused, since it means two things.
+    ``name`` is the caller's word for the value, for the error.
+    """
+    if isinstance(value, str):
+        return _parse_text(value, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        message = f"{name}={value!r} is not a size. Give {_EXAMPLES}."
+        raise OptionError(message)
+    if value < 0:
+        message = f"{name}={value!r} is negative. Give {_EXAMPLES}."
+        raise OptionError(message)
+    return value
+
+
+def format_bytes(count: int) -> str:
+    """Return ``count`` bytes in the binary unit that fits: ``57.2 GiB``, ``17 B``."""
+    sign, size = ("-", -count) if count < 0 else ("", count)
+    if size < 1024:
+        return f"{sign}{size} B"
+    power = 1
+    # Rounded before it is compared: 1023.96 KiB would print as "1024.0 KiB".
+    while power < len(_BINARY) and round(size / 1024**power, 1) >= 1024:
+        power += 1
+    return f"{sign}{size / 1024**power:.1f} {_BINARY[power - 1]}"
+
+
+def _parse_text(text: str, name: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        message = f"{name}={text!r} is not a size. Give {_EXAMPLES}."
+        raise OptionError(message)
+    number, unit = Decimal(match["number"]), match["unit"].lower()
+    if not unit and number == int(number):
+        return int(number)
+    if unit not in _FACTORS:
+        known = ", ".join(("B", *_BINARY, *_DECIMAL))
+        found = f"the unit {match['unit']!r}" if unit else "no unit"
+        message = f"{name}={text!r} has {found}. Give one of {known}."
+        raise OptionError(message)
+    return int(number * _FACTORS[unit])

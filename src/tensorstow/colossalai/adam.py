@@ -1,0 +1,154 @@
+"""ColossalAI's CPUAdam and HybridAdam by their own signatures, over the one implementation."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.adam import adam as torch_adam
+from torch.optim.adamw import adamw as torch_adamw
+from torch.optim.optimizer import ParamsT
+
+from tensorstow import _native
+from tensorstow.base.errors import OptionError
+from tensorstow.optim import options
+from tensorstow.optim.adam import StowedAdam
+from tensorstow.optim.options import Directory
+from tensorstow.optim.policy import PipelinePolicy
+from tensorstow.optim.states import Placement
+
+logger = logging.getLogger("tensorstow")
+
+
+class CPUAdam(StowedAdam):
+    """Adam(W) for parameters in host memory.
+
+    ``nvme_offload_fraction`` of the states' bytes, exactly, live in scratch files in
+    ``nvme_offload_dir`` (None: a real disk is chosen, never tmpfs, and logged). ``adamw_mode``
+    chooses decoupled weight decay over an L2 penalty. ``simd_log`` logs the instruction set.
+    Unlike upstream, ``amsgrad`` works, states can be saved and loaded, and bfloat16 is exact.
+    """
+
+    def __init__(  # noqa: PLR0913  # upstream's signature
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: Directory = None,
+        *,
+        amsgrad: bool = False,
+        simd_log: bool = False,
+        grad_dtype: torch.dtype | None = None,
+        policy: PipelinePolicy | None = None,
+    ) -> None:
+        """Make the optimizer; see the class."""
+        fraction = options.placement(nvme_offload_fraction, None, None).disk_fraction
+        if simd_log:
+            isa = (policy.isa if policy else None) or _native.best_isa()
+            logger.warning("Adam runs on %s, %d threads", isa, _native.pool_threads())
+        super().__init__(
+            model_params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": False,
+                "foreach": None,
+                "capturable": False,
+                "differentiable": False,
+                "fused": None,
+                "decoupled_weight_decay": adamw_mode,
+                "bias_correction": bias_correction,
+            },
+            Placement(fraction, options.directories(nvme_offload_dir), None),
+            policy=policy,
+            grad_dtype=grad_dtype,
+        )
+
+    def step(  # type: ignore[override]  # upstream's signature
+        self, closure: Callable[[], float] | None = None, div_scale: float = -1
+    ) -> float | None:
+        """Take one step by the gradients divided by ``div_scale`` where that is positive."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update(div_scale if div_scale > 0 else 1.0)
+        return loss
+
+
+class HybridAdam(CPUAdam):
+    """CPUAdam for parameters in host memory, torch's fused Adam for those on an accelerator.
+
+    The states of accelerator parameters stay beside them; the fraction on disk is of the others.
+    """
+
+    def _takes(self, parameter: torch.Tensor) -> bool:
+        return parameter.device.type == "cpu"
+
+    @torch.no_grad()
+    def _update(self, divisor: float) -> None:
+        clip, found_inf = self._clip_factor, getattr(self, "found_inf", None)
+        scale = getattr(self, "grad_scale", None)
+        super()._update(divisor)
+        if found_inf is not None and found_inf.item():
+            return
+        total = divisor * (1.0 if scale is None else float(scale)) / clip
+        for group in self.param_groups:
+            update_on_accelerator(self, group, total)
+
+
+def update_on_accelerator(
+    optimizer: HybridAdam, group: dict[str, Any], divisor: float
+) -> None:
+    """Step the parameters of ``group`` that are not the kernel's, through torch's fused Adam.
+
+    Gradients are divided by ``divisor`` inside that kernel.
+    """
+    due = [p for p in group["params"] if p.grad is not None and not optimizer._takes(p)]  # noqa: SLF001
+    if not due:
+        return
+    if not group.get("bias_correction", True):
+        message = (
+            "bias_correction=False was asked for with parameters on an accelerator: torch's fused"
+            " Adam always corrects. Keep these parameters in host memory, or leave it True."
+        )
+        raise OptionError(message)
+    for parameter in due:
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter] = _zero_state(parameter, amsgrad=group["amsgrad"])
+    states = [optimizer.state[p] for p in due]
+    run = torch_adamw if group["decoupled_weight_decay"] else torch_adam
+    lr = group["lr"]
+    run(
+        due,
+        [p.grad for p in due],
+        [s["exp_avg"] for s in states],
+        [s["exp_avg_sq"] for s in states],
+        [s["max_exp_avg_sq"] for s in states] if group["amsgrad"] else [],
+        [s["step"] for s in states],
+        fused=True,
+        grad_scale=None
+        if divisor == 1.0
+        else torch.tensor(divisor, dtype=torch.float32, device=due[0].device),
+        amsgrad=group["amsgrad"],
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        lr=lr if isinstance(lr, torch.Tensor) else float(lr),
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
+        maximize=group["maximize"],
+    )
+
+
+def _zero_state(parameter: torch.Tensor, *, amsgrad: bool) -> dict[str, torch.Tensor]:
+    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
+    zeros = {n: torch.zeros_like(parameter, memory_format=torch.preserve_format) for n in names}
+    return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **zeros}

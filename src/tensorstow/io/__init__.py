@@ -1,0 +1,1 @@
+"""Bytes between memory and files: aligned memory, files, and the engine that serves here."""

@@ -1,0 +1,51 @@
+"""Page-aligned memory of our own: one mapping, cut once."""
+
+import ctypes
+import mmap
+
+import torch
+
+from tensorstow.base.errors import BudgetError
+from tensorstow.base.sizes import format_bytes
+
+PAGE = mmap.PAGESIZE
+_HUGE_PAGE = 2 << 20
+
+
+class Arena:
+    """An anonymous mapping of ``nbytes``, zero-filled, in huge pages where the system has them.
+
+    Pages cost nothing until they are touched. With ``in_children=False`` a forked process does
+    not inherit the mapping, so that a transfer in flight can never be copied on write.
+    """
+
+    def __init__(self, nbytes: int, *, in_children: bool) -> None:
+        """Map ``nbytes`` (rounded up to a page); raise BudgetError where the system has no room."""
+        self.nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)
+        # Two extra huge pages let the first byte sit on a huge-page boundary.
+        try:
+            self._map = mmap.mmap(-1, self.nbytes + _HUGE_PAGE)
+        except OSError as error:
+            message = (
+                f"{format_bytes(self.nbytes)} of host memory were asked for and the system has no"
+                f" room for the mapping ({error.strerror}). Lower the budget."
+            )
+            raise BudgetError(message) from error
+        for advice in ("MADV_HUGEPAGE", *(() if in_children else ("MADV_DONTFORK",))):
+            if hasattr(mmap, advice):
+                self._advise(getattr(mmap, advice))
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._skip = -start % _HUGE_PAGE
+        self.address = start + self._skip
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a 1-D view of ``count`` elements from byte ``offset``; it keeps the mapping."""
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._skip + offset)
+
+    def _advise(self, advice: int) -> None:
+        # A kernel built without huge pages answers EINVAL: the mapping works all the same.
+        try:
+            self._map.madvise(advice)
+        except OSError:
+            if advice != mmap.MADV_HUGEPAGE:
+                raise

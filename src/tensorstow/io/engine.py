@@ -1,0 +1,111 @@
+"""Which I/O backend serves: the best one that really moves bytes here, and why not a better one."""
+
+import errno as codes
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from tensorstow import _native
+from tensorstow.base.errors import OptionError
+
+logger = logging.getLogger("tensorstow")
+
+BACKENDS = ("uring", "threads")
+DEPTH = 32
+BLOCK_BYTES = 1 << 20
+PAGE_BLOCK = 4096
+
+_REASONS = {
+    codes.ENOSYS: "this kernel has no io_uring, or a container's seccomp filter hides it",
+    codes.EPERM: "io_uring is forbidden here (container seccomp profile, or the sysctl"
+    " kernel.io_uring_disabled)",
+    codes.EACCES: "io_uring is forbidden here by a security module",
+    codes.ENOMEM: "the kernel would not give io_uring its locked memory (`ulimit -l`)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """The backend that was chosen, and what kept each better one out."""
+
+    name: str
+    refused: tuple[tuple[str, str], ...]
+    """(backend, reason) pairs, best first; empty where the best one serves."""
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        return "; ".join([self.name, *(f"not {name}: {why}" for name, why in self.refused)])
+
+
+def probe_backend(name: str, directory: Path | None = None) -> str | None:
+    """Write and read back some bytes with backend ``name``; return None, or why it does not work.
+
+    The bytes go to an unlinked file in ``directory`` (default: the system's temporary one).
+    """
+    if name not in BACKENDS:
+        message = f"Backend {name!r} was asked for; there are {', '.join(BACKENDS)}."
+        raise OptionError(message)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            return _round_trip(name, file.fileno())
+    except OSError as error:
+        code = error.errno or 0
+        return _REASONS.get(code, os.strerror(code)) + f" ({codes.errorcode.get(code, code)})"
+
+
+def choose_backend(wanted: str | None = None) -> BackendChoice:
+    """Choose the backend: ``wanted``, else $TENSORSTOW_IO, else the first of BACKENDS that works.
+
+    A backend that was named and does not work gives way to the next one, with a warning.
+    """
+    wanted = wanted or os.environ.get("TENSORSTOW_IO") or None
+    choice = _probe_all(wanted)
+    if wanted is not None and choice.name != wanted:
+        logger.warning("I/O backend %s was asked for; using %s", wanted, choice)
+    return choice
+
+
+def open_engine(
+    wanted: str | None = None, *, depth: int = DEPTH, block_bytes: int = BLOCK_BYTES
+) -> _native.Engine:
+    """Start an I/O engine: ``depth`` blocks of ``block_bytes`` in flight on the chosen backend."""
+    if depth < 1:
+        message = f"An I/O depth of {depth} was asked for: at least 1 block must be in flight."
+        raise OptionError(message)
+    if block_bytes < PAGE_BLOCK or block_bytes % PAGE_BLOCK:
+        message = f"Blocks of {block_bytes} bytes were asked for: use a multiple of {PAGE_BLOCK}."
+        raise OptionError(message)
+    return _native.Engine(choose_backend(wanted).name, depth, block_bytes)
+
+
+@lru_cache
+def _probe_all(wanted: str | None) -> BackendChoice:
+    order = [wanted, *(b for b in BACKENDS if b != wanted)] if wanted else list(BACKENDS)
+    refused = []
+    for name in order:
+        reason = probe_backend(name)
+        if reason is None:
+            return BackendChoice(name, tuple(refused))
+        refused.append((name, reason))
+    message = "No I/O backend works here: " + "; ".join(f"{n}: {why}" for n, why in refused)
+    raise OSError(codes.ENOSYS, message)
+
+
+def _round_trip(name: str, fd: int) -> str | None:
+    engine = _native.Engine(name, 2, PAGE_BLOCK)
+    file = engine.add_file(fd, 1, drop_cache=False)
+    sent = torch.arange(3 * PAGE_BLOCK // 8, dtype=torch.int64)
+    back = torch.zeros_like(sent)
+    nbytes = sent.numel() * sent.element_size()
+    for start, tensor in ((engine.write, sent), (engine.read, back)):
+        ticket = start(file, tensor.data_ptr(), nbytes, 0, tensor)
+        ticket.wait()
+        code, _, _ = ticket.error()
+        if code:
+            raise OSError(code, os.strerror(code))
+    return None if torch.equal(sent, back) else "it returned other bytes than were written"

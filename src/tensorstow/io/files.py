@@ -1,0 +1,214 @@
+"""Files that tensors are read from and written to, asynchronously and past the page cache."""
+
+import errno as codes
+import fcntl
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from tensorstow import _native
+from tensorstow.base.directories import check_directory
+from tensorstow.base.errors import DirectoryError, DTypeError, OptionError, TransferError
+from tensorstow.base.sizes import format_bytes
+
+logger = logging.getLogger("tensorstow")
+
+ALIGN = 4096
+"""Offsets in direct files are multiples of this: the largest logical block of today's disks."""
+
+_warned_buffered: set[int] = set()
+
+
+class IoFuture:
+    """One read or write under way. Its tensor stays alive until it is over."""
+
+    def __init__(self, ticket: _native.Ticket, file: "File", operation: str) -> None:
+        """Wrap ``ticket``; made by File.read and File.write."""
+        self._ticket = ticket
+        self._file = file
+        self._operation = operation
+
+    def done(self) -> bool:
+        """Return whether the transfer is over, well or not; never blocks."""
+        return self._ticket.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the transfer is over.
+
+        Raises TransferError where it failed, and TimeoutError after ``timeout`` seconds (the
+        transfer then goes on).
+        """
+        if not self._ticket.wait(timeout):
+            message = f"{self._operation} of {self._file.path} not over after {timeout} s."
+            raise TimeoutError(message)
+        code, offset, length = self._ticket.error()
+        if code:
+            raise transfer_error(self._file.path, self._operation, code, offset, length)
+
+
+class File:
+    """A file open for asynchronous reads and writes of tensors through one engine.
+
+    ``direct`` tells whether it bypasses the page cache (O_DIRECT). Then every offset must be a
+    multiple of ALIGN; a tensor that is not aligned goes through an aligned buffer of the engine.
+    """
+
+    def __init__(self, engine: _native.Engine, fd: int, path: Path, *, direct: bool) -> None:
+        """Take over the descriptor ``fd``; use ``scratch_file`` or ``open_file`` to make one."""
+        self.path = path
+        self.direct = direct
+        self.engine = engine
+        self.fd = fd
+        self._open = True
+        self.number = engine.add_file(fd, ALIGN if direct else 1, drop_cache=not direct)
+
+    def read(self, tensor: torch.Tensor, offset: int) -> IoFuture:
+        """Start filling the CPU tensor ``tensor`` from byte ``offset``."""
+        return self._start("read", tensor, offset)
+
+    def write(self, tensor: torch.Tensor, offset: int) -> IoFuture:
+        """Start writing the CPU tensor ``tensor`` at byte ``offset``; leave it alone until done."""
+        return self._start("write", tensor, offset)
+
+    def close(self) -> None:
+        """Wait for what is in flight, then close the descriptor. Idempotent."""
+        if self._open:
+            self.engine.drain()
+            self._open = False
+            os.close(self.fd)
+
+    def __enter__(self) -> Self:
+        """Return the file itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def _start(self, operation: str, tensor: torch.Tensor, offset: int) -> IoFuture:
+        check_movable(tensor)
+        if not self._open:
+            message = f"{operation} of {self.path} was asked for after it was closed."
+            raise OptionError(message)
+        if offset < 0 or (self.direct and offset % ALIGN):
+            message = (
+                f"{operation} at offset {offset} of {self.path} was asked for: a direct file"
+                f" takes multiples of {ALIGN}."
+            )
+            raise OptionError(message)
+        start = self.engine.read if operation == "read" else self.engine.write
+        nbytes = tensor.numel() * tensor.element_size()
+        ticket = start(self.number, tensor.data_ptr(), nbytes, offset, tensor)
+        return IoFuture(ticket, self, operation)
+
+
+def check_movable(tensor: torch.Tensor) -> None:
+    """Raise DTypeError unless ``tensor`` is one run of bytes in host memory."""
+    if tensor.device.type != "cpu":
+        message = f"A tensor on {tensor.device} was asked to be moved: only CPU tensors can be."
+        raise DTypeError(message)
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        message = "A tensor that is not contiguous was given: pass tensor.contiguous()."
+        raise DTypeError(message)
+
+
+def transfer_error(path: Path, operation: str, code: int, offset: int, length: int) -> OSError:
+    """Return the exception for a failed transfer; ENODATA stands for an unexpected end of file."""
+    found = 0 if code == codes.ENODATA else code
+    return TransferError(path, operation, offset=offset, length=length, errno=found)
+
+
+def scratch_file(engine: _native.Engine, directory: Path, nbytes: int) -> File:
+    """Make a file of ``nbytes`` in ``directory`` that has no name: nothing is left, ever.
+
+    Space is reserved before anything is written. Raises DirectoryError where the directory is
+    missing, read-only, in RAM or too full.
+    """
+    facts = check_directory(directory, nbytes)
+    fd = _open_unnamed(facts.path)
+    try:
+        _reserve(fd, facts.path, nbytes)
+        direct = _go_direct(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not direct and os.stat(facts.path).st_dev not in _warned_buffered:
+        _warned_buffered.add(os.stat(facts.path).st_dev)
+        logger.warning(
+            "%s on %s (%s) refuses O_DIRECT: reads and writes go through the page cache, which is"
+            " dropped behind them; expect less speed",
+            facts.path,
+            facts.device,
+            facts.filesystem,
+        )
+    return File(engine, fd, facts.path / "(scratch, unlinked)", direct=direct)
+
+
+def accepts_direct(directory: Path) -> bool:
+    """Return whether files in ``directory`` can bypass the page cache."""
+    fd = _open_unnamed(directory)
+    try:
+        return _go_direct(fd)
+    finally:
+        os.close(fd)
+
+
+def stripe(files: Sequence[File], index: int) -> File:
+    """Return the file that chunk ``index`` lives in: chunks go round the files in turn."""
+    return files[index % len(files)]
+
+
+def _open_unnamed(directory: Path) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in {codes.EOPNOTSUPP, codes.EISDIR, codes.EINVAL, codes.ENOENT}:
+            raise _directory_error(directory, error) from error
+    path = directory / f".tensorstow-{os.getpid()}-{os.urandom(6).hex()}"
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _directory_error(directory, error) from error
+    os.unlink(path)
+    return fd
+
+
+def _directory_error(directory: Path, error: OSError) -> DirectoryError:
+    message = (
+        f"A scratch file was asked for in {directory}: {error.strerror}."
+        " Name a directory that this user may write to."
+    )
+    return DirectoryError(message)
+
+
+def _reserve(fd: int, directory: Path, nbytes: int) -> None:
+    # Where the filesystem cannot reserve, C libraries would write zeros: `fallocate` in Python is
+    # posix_fallocate, so only ask where the kernel's own call is behind it.
+    if nbytes == 0:
+        return
+    code = _native.fallocate(fd, nbytes)
+    if code == 0:
+        return
+    if code in {codes.EOPNOTSUPP, codes.ENOSYS}:
+        os.ftruncate(fd, nbytes)
+        return
+    free = os.statvfs(directory)
+    message = (
+        f"{format_bytes(nbytes)} of scratch space were asked for in {directory}:"
+        f" {os.strerror(code)} ({format_bytes(free.f_bavail * free.f_frsize)} free)."
+        " Free some space or name another directory."
+    )
+    raise DirectoryError(message)
+
+
+def _go_direct(fd: int) -> bool:
+    """Switch ``fd`` to O_DIRECT; return False where the filesystem refuses."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,476 @@
+"""Adam and AdamW whose states are stowed over RAM and disk."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from tensorstow import _native
+from tensorstow.base.errors import OptionError, StowError
+from tensorstow.optim import options
+from tensorstow.optim.layout import Family, StateMemory
+from tensorstow.optim.options import Directory, States
+from tensorstow.optim.policy import PipelinePolicy
+from tensorstow.optim.reference import adam_scalars
+from tensorstow.optim.states import DTYPE_CODES, Placement, StateStore, TraceEvent, Traffic
+
+_NO_STEP = (0, 0, 0, 0, 0)
+
+
+class StowedAdam(Optimizer):
+    """What Adam, AdamW and the frontends' optimizers share; not made by users.
+
+    Every placement of the states gives bitwise the same parameters ([Note: The Adam rule] in
+    csrc/kernels/kernels.h; ``optim.reference`` is the same rule in plain torch).
+    """
+
+    # torch.amp.GradScaler then hands its scale over instead of making a pass over the gradients.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        placement: Placement,
+        *,
+        policy: PipelinePolicy | None = None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Check everything, then reserve memory and disk for the states of ``params``."""
+        options.check_hyper(defaults)
+        options.refuse_torch_keywords(defaults)
+        self._placement = placement
+        self._policy = policy or PipelinePolicy()
+        self._store: StateStore | None = None
+        self._numbers: dict[torch.Tensor, int] = {}
+        self._families: list[Family] = []
+        self._versions: list[int | None] = []
+        self._hooks: list[Any] = []
+        self._clip_factor = 1.0
+        super().__init__(params, defaults)
+        if grad_dtype is not None:
+            options.accept_grad_dtype(self._parameters(), grad_dtype)
+        self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
+        self._store = StateStore(self._placement, self._policy)
+        self._attach(p for p in self._parameters() if p.requires_grad)
+
+    # --- torch.optim.Optimizer ---
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does; its states go where the others' go."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            options.check_hyper(group)
+            options.refuse_torch_keywords(group)
+            for index, parameter in enumerate(group["params"]):
+                if self._takes(parameter):
+                    options.check_parameter(parameter, self._name(group, index))
+            if self._store is not None:
+                self._attach(p for p in group["params"] if p.requires_grad)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step; return once every parameter has its new value.
+
+        Writes of states run on behind it. Raises DTypeError for a gradient that cannot be used,
+        before any state is touched; TransferError where the disk failed, after which the
+        optimizer refuses every further step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update(1.0)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
+
+        torch casts states to the parameter's dtype on the way in; here they stay fp32.
+        """
+        loaded: dict[int, dict[str, torch.Tensor]] = {}
+
+        def keep_tensors_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(full["state"])
+            light = {k: {"step": _as_step(s["step"])} for k, s in full["state"].items()}
+            return {**full, "state": light}
+
+        def put_tensors_in_place(_: Optimizer) -> None:
+            self._load_states(loaded)
+
+        # Ours is the last before and the first after, so users' hooks see whole state dicts.
+        before = self.register_load_state_dict_pre_hook(keep_tensors_back)
+        after = self.register_load_state_dict_post_hook(put_tensors_in_place, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take groups saved by another version or by torch: keys they lack keep our defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse pickle and copy: files, threads and buffers cannot be carried."""
+        message = (
+            f"{type(self).__name__} was asked to be pickled or copied: its states are on disk and"
+            " its threads in this process. Save state_dict() instead."
+        )
+        raise StowError(message)
+
+    # --- beyond torch ---
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of the next ``step()`` by their global 2-norm; return that norm.
+
+        The norm is the root of binary64 sums per parameter, added in parameter order. The factor
+        ``min(1, max_norm / (norm + 1e-6))`` is applied inside the update: ``.grad`` is not
+        changed and no pass over it is made. A scalar fp64 tensor is returned.
+        """
+        if not max_norm >= 0.0:
+            message = f"max_norm={max_norm} was given: it must not be negative."
+            raise OptionError(message)
+        total = 0.0
+        for parameter in self._parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                options.check_gradient(parameter, gradient, "a parameter")
+                flat = gradient.contiguous()
+                name = str(flat.dtype).removeprefix("torch.")
+                total += _native.squared_norm(flat.data_ptr(), flat.numel(), name, self._policy.isa)
+        norm = torch.tensor(total, dtype=torch.float64).sqrt()
+        if error_if_nonfinite and not torch.isfinite(norm):
+            message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
+            raise RuntimeError(message)
+        self._clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
+        return norm
+
+    def synchronize(self) -> None:
+        """Wait until every write of states has landed; raise what failed behind ``step()``."""
+        self._states().settle()
+
+    def memory(self) -> StateMemory:
+        """Return the bytes of states and buffers, by place."""
+        return self._states().memory()
+
+    def traffic(self) -> Traffic:
+        """Return the bytes of states moved so far."""
+        return self._states().traffic()
+
+    def start_trace(self) -> None:
+        """Begin the event log that ``trace()`` returns."""
+        self._states().start_trace()
+
+    def trace(self) -> list[TraceEvent]:
+        """Return what each lane (read, update, write, wait) did since ``start_trace()``."""
+        return self._states().trace()
+
+    def close(self) -> None:
+        """Drop states, buffers and files now rather than with the object. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._states().close()
+
+    # --- inside ---
+
+    def _takes(self, parameter: torch.Tensor) -> bool:
+        """Return whether the states of ``parameter`` are ours to keep."""
+        del parameter
+        return True
+
+    def _states(self) -> StateStore:
+        if self._store is None:
+            message = "The optimizer is not made yet."
+            raise StowError(message)
+        return self._store
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        return (p for group in self.param_groups for p in group["params"])
+
+    def _name(self, group: dict[str, Any], index: int) -> str:
+        names = group.get("param_names")
+        if names:
+            return f"Parameter {names[index]!r}"
+        return f"Parameter {index} of group {self.param_groups.index(group)}"
+
+    def _attach(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give states to ``parameters`` that have none yet."""
+        amsgrad = {p: bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
+        new = [p for p in parameters if p not in self._numbers and self._takes(p)]
+        if not new and self._numbers:
+            return
+        families = [Family(p.dtype, amsgrad[p]) for p in new]
+        store = self._states()
+        numbers = store.extend([p.numel() for p in new], families)
+        self._numbers.update(zip(new, numbers, strict=True))
+        self._families += families
+        self._versions += [None] * len(new)
+        if self._placement.disk_fraction > 0:
+            reads = weakref.WeakMethod(store.prefetch)
+
+            def start_reading(_: torch.Tensor) -> None:
+                prefetch = reads()
+                if prefetch is not None:
+                    prefetch()
+
+            self._hooks += [p.register_post_accumulate_grad_hook(start_reading) for p in new]
+
+    @torch.no_grad()
+    def _update(self, divisor: float) -> None:
+        """Update by the gradients divided by ``divisor``, by a GradScaler's scale, and clipped."""
+        found_inf = getattr(self, "found_inf", None)
+        scale = getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item():
+            self._clip_factor = 1.0
+            return
+        divisor *= 1.0 if scale is None else float(scale)
+        due = self._due()
+        factor = self._clip_factor / divisor
+        self._clip_factor = 1.0
+        if due:
+            self._apply(due, factor)
+
+    def _due(self) -> list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+        """Return (group, parameter, gradient) of this step, checked; nothing is changed before."""
+        due = []
+        strangers = []
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                gradient = parameter.grad
+                if gradient is None or not self._takes(parameter):
+                    continue
+                number = self._numbers.get(parameter)
+                if number is None:
+                    options.check_parameter(parameter, self._name(group, index))
+                    strangers.append(parameter)
+                else:
+                    self._check_family(group, index, self._families[number])
+                if gradient.dtype not in DTYPE_CODES or gradient.layout != torch.strided:
+                    options.check_gradient(parameter, gradient, self._name(group, index))
+                if not parameter.is_contiguous() or gradient.device != parameter.device:
+                    options.check_parameter(parameter, self._name(group, index))
+                    options.check_gradient(parameter, gradient, self._name(group, index))
+                due.append((group, parameter, gradient.contiguous()))
+        # Parameters unfrozen, or exchanged for others, after the optimizer was made.
+        if strangers:
+            self._attach(strangers)
+        return due
+
+    def _check_family(self, group: dict[str, Any], index: int, family: Family) -> None:
+        parameter = group["params"][index]
+        if parameter.dtype != family.dtype:
+            message = (
+                f"{self._name(group, index)} was {family.dtype} when the optimizer was made and is"
+                f" {parameter.dtype} now. Cast the model first, then make the optimizer."
+            )
+            raise OptionError(message)
+        if bool(group["amsgrad"]) != family.amsgrad:
+            message = (
+                f"amsgrad was {family.amsgrad} when the optimizer was made and is"
+                f" {group['amsgrad']} now: it decides which states exist. Make a new optimizer."
+            )
+            raise OptionError(message)
+
+    def _apply(
+        self, due: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], factor: float
+    ) -> None:
+        store = self._states()
+        for _, parameter, _ in due:
+            if not self.state[parameter]:
+                self._begin_state(parameter)
+        torch._foreach_add_([self.state[p]["step"] for _, p, _ in due], 1.0)  # noqa: SLF001
+        rows = [_NO_STEP] * len(self._numbers)
+        table: dict[tuple[int, float], int] = {}
+        hypers = []
+        for group, parameter, gradient in due:
+            key = (id(group), float(self.state[parameter]["step"]))
+            if key not in table:
+                table[key] = len(hypers)
+                hypers.append(_hyper_row(group, int(key[1]), factor))
+            number = self._numbers[parameter]
+            rows[number] = (
+                parameter.data_ptr(),
+                gradient.data_ptr(),
+                DTYPE_CODES[gradient.dtype],
+                parameter._version != self._versions[number],  # noqa: SLF001
+                table[key],
+            )
+        store.step(rows, np.array(hypers, dtype=np.float32))
+        # Native code wrote to them: autograd must know, or a stale graph would use new weights.
+        updated = [parameter for _, parameter, _ in due]
+        torch.autograd.graph.increment_version(updated)
+        for parameter in updated:
+            self._versions[self._numbers[parameter]] = parameter._version  # noqa: SLF001
+
+    def _begin_state(self, parameter: torch.Tensor) -> None:
+        number = self._numbers[parameter]
+        views = self._states().views(number)
+        self.state[parameter] = {
+            "step": torch.tensor(0.0),
+            **{name: view.view(parameter.shape) for name, view in views.items()},
+        }
+
+    def _load_states(self, loaded: dict[int, dict[str, torch.Tensor]]) -> None:
+        parameters = list(self._parameters())
+        amsgrad = {p: bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
+        if any(amsgrad[p] != self._families[n].amsgrad for p, n in self._numbers.items()):
+            # The saved groups say otherwise: other states exist, so the store is made anew.
+            self._states().close()
+            self._store = StateStore(self._placement, self._policy)
+            self._numbers, self._families, self._versions = {}, [], []
+        self._attach(p for i, p in enumerate(parameters) if p.requires_grad or i in loaded)
+        tensors = {
+            self._numbers[parameters[i]]: {k: v for k, v in s.items() if k != "step"}
+            for i, s in loaded.items()
+            if parameters[i] in self._numbers
+        }
+        self._states().write(tensors)
+        self._versions = [None] * len(self._versions)
+        for index, entry in loaded.items():
+            parameter = parameters[index]
+            if parameter in self._numbers:
+                self._begin_state(parameter)
+                self.state[parameter]["step"] = _as_step(entry["step"])
+
+
+def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Add the states that live on disk to what torch gathered."""
+    if not isinstance(optimizer, StowedAdam):
+        message = f"The hook of StowedAdam was called for a {type(optimizer).__name__}."
+        raise TypeError(message)
+    parameters = list(optimizer._parameters())  # noqa: SLF001
+    numbers = optimizer._numbers  # noqa: SLF001
+    missing = {
+        numbers[parameters[i]]: (i, parameters[i])
+        for i, entry in state_dict["state"].items()
+        if parameters[i] in numbers and "exp_avg" not in entry
+    }
+    for number, tensors in optimizer._states().read(missing).items():  # noqa: SLF001
+        index, parameter = missing[number]
+        shaped = {name: t.view(parameter.shape) for name, t in tensors.items()}
+        state_dict["state"][index] = {**state_dict["state"][index], **shaped}
+    return state_dict
+
+
+def _as_step(step: torch.Tensor | float) -> torch.Tensor:
+    return torch.as_tensor(float(step), dtype=torch.float32)
+
+
+def _hyper_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
+    return adam_scalars(
+        lr=float(group["lr"]),
+        betas=(float(group["betas"][0]), float(group["betas"][1])),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=step,
+        decoupled=bool(group["decoupled_weight_decay"]),
+        bias_correction=bool(group.get("bias_correction", True)),
+        grad_factor=-factor if group["maximize"] else factor,
+    ).as_tuple()
+
+
+class AdamW(StowedAdam):
+    """``torch.optim.AdamW`` with its states in RAM, on disk, or shared between the two.
+
+    ``states``: "ram", "disk", or the fraction of the states' bytes that goes to disk.
+    ``dir``: a directory for scratch files, or several to stripe over; None picks a real disk and
+    logs which. ``ram_budget``: bytes ("512MiB") for the buffers that states on disk pass
+    through; more of it reads further ahead. ``grad_dtype``: lets fp32 parameters have 16-bit
+    gradients. The other keywords are torch's; ``foreach=True``, ``fused=False``,
+    ``capturable=True`` and ``differentiable=True`` are refused by name.
+    """
+
+    def __init__(  # noqa: PLR0913  # torch's own signature, then ours
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,  # noqa: FBT001, FBT002
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        states: States = "ram",
+        dir: Directory = None,  # noqa: A002
+        ram_budget: str | int | None = None,
+        grad_dtype: torch.dtype | None = None,
+        policy: PipelinePolicy | None = None,
+    ) -> None:
+        """Make the optimizer; see the class."""
+        defaults = _torch_defaults(locals(), decoupled=True)
+        where = options.placement(states, dir, ram_budget)
+        super().__init__(params, defaults, where, policy=policy, grad_dtype=grad_dtype)
+
+
+class Adam(StowedAdam):
+    """``torch.optim.Adam`` with its states in RAM, on disk, or shared; see AdamW.
+
+    ``decoupled_weight_decay=True`` makes it AdamW, as in torch.
+    """
+
+    def __init__(  # noqa: PLR0913  # torch's own signature, then ours
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,  # noqa: FBT001, FBT002
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        states: States = "ram",
+        dir: Directory = None,  # noqa: A002
+        ram_budget: str | int | None = None,
+        grad_dtype: torch.dtype | None = None,
+        policy: PipelinePolicy | None = None,
+    ) -> None:
+        """Make the optimizer; see the class."""
+        defaults = _torch_defaults(locals(), decoupled=decoupled_weight_decay)
+        where = options.placement(states, dir, ram_budget)
+        super().__init__(params, defaults, where, policy=policy, grad_dtype=grad_dtype)
+
+
+_TORCH_KEYS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+)
+
+
+def _torch_defaults(given: dict[str, Any], *, decoupled: bool) -> dict[str, Any]:
+    """Return the group defaults with exactly the keys that torch's classes keep in theirs."""
+    return {**{k: given[k] for k in _TORCH_KEYS}, "decoupled_weight_decay": decoupled}

@@ -1,0 +1,172 @@
+"""The Adam step and the gradient norm in plain torch: what the kernels must match bit for bit.
+
+The rule is that of Kingma & Ba, "Adam: A Method for Stochastic Optimization" (ICLR 2015), with the
+decoupled weight decay of Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019),
+and the running maximum of Reddi, Kale & Kumar, "On the Convergence of Adam and Beyond" (ICLR 2018).
+The order of operations is that of `torch.optim.AdamW(foreach=False, fused=False)`.
+
+Every torch call below is one rounding to float32. `addcmul`, `addcdiv` and `lerp` are avoided: they
+may fuse a multiply and an add. The square root goes through float64, because torch's float32 one is
+not correctly rounded on every CPU.
+"""
+
+import ctypes
+import math
+from dataclasses import astuple, dataclass, fields
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tensorstow.base.errors import OptionError
+
+NORM_BLOCK = 1 << 16
+_NORM_LANES = 16
+
+Nine = tuple[float, float, float, float, float, float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class AdamScalars:
+    """One step's hyper-parameters as the kernels take them: each value is exact in float32."""
+
+    beta1_weight: float
+    """1 - beta1"""
+    beta2: float
+    beta2_weight: float
+    """1 - beta2"""
+    decay: float
+    """1 - lr * weight_decay where the decay is decoupled, else 1"""
+    l2: float
+    """weight_decay where it is a penalty added to the gradient, else 0"""
+    step_size: float
+    """lr / (1 - beta1^step)"""
+    denom_scale: float
+    """1 / sqrt(1 - beta2^step)"""
+    eps: float
+    grad_factor: float
+    """unscaling and clipping in one factor; negative when maximizing"""
+
+    def as_tuple(self) -> Nine:
+        """Return the values in the order of the kernels' `AdamHyper`."""
+        return cast("Nine", astuple(self))
+
+
+@dataclass(slots=True)
+class AdamState:
+    """One parameter's optimizer state: float32 tensors of the parameter's shape."""
+
+    m: Tensor
+    v: Tensor
+    master: Tensor | None = None
+    """The fp32 weight, exactly where the parameter is bfloat16 or float16."""
+    vmax: Tensor | None = None
+    """The running maximum of v, exactly where amsgrad is on."""
+
+
+def adam_scalars(
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    decoupled: bool,
+    bias_correction: bool = True,
+    grad_factor: float = 1.0,
+) -> AdamScalars:
+    """Compute one step's scalars in float64 and round each to float32 once.
+
+    `step` counts from 1. `decoupled` chooses AdamW's weight decay over Adam's L2 penalty. Pass a
+    negative `grad_factor` to maximize. Raises OptionError where a beta lies outside [0, 1) or
+    `step` is below 1.
+    """
+    beta1, beta2 = betas
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        message = f"betas={betas} is outside [0, 1): choose e.g. (0.9, 0.999)."
+        raise OptionError(message)
+    if step < 1:
+        message = f"step={step} is below 1: the first step is number 1."
+        raise OptionError(message)
+    correction1 = 1.0 - beta1**step if bias_correction else 1.0
+    correction2 = 1.0 - beta2**step if bias_correction else 1.0
+    exact = AdamScalars(
+        beta1_weight=1.0 - beta1,
+        beta2=beta2,
+        beta2_weight=1.0 - beta2,
+        decay=1.0 - lr * weight_decay if decoupled else 1.0,
+        l2=0.0 if decoupled else weight_decay,
+        step_size=lr / correction1,
+        denom_scale=1.0 / math.sqrt(correction2),
+        eps=eps,
+        grad_factor=grad_factor,
+    )
+    return AdamScalars(**{f.name: _to_float32(getattr(exact, f.name)) for f in fields(exact)})
+
+
+def adam_reference(
+    param: Tensor,
+    grad: Tensor,
+    state: AdamState,
+    scalars: AdamScalars,
+    *,
+    seed_master: bool = False,
+) -> None:
+    """Update `param` and `state` in place by one step.
+
+    `param` and `grad` are float32, bfloat16 or float16, in any combination, of one shape.
+    `seed_master` first sets the master to the parameter's value. Raises OptionError where `state`
+    has a master for a float32 parameter or none for a 16-bit one.
+    """
+    if (state.master is None) != (param.dtype == torch.float32):
+        wants = "a" if state.master is None else "no"
+        message = f"A {param.dtype} parameter goes with {wants} master: only 16-bit ones have one."
+        raise OptionError(message)
+    weight = param if state.master is None else state.master
+    if seed_master and state.master is not None:
+        state.master.copy_(param)
+    g = grad.float() * scalars.grad_factor
+    if scalars.l2 != 0.0:
+        g = g + weight * scalars.l2
+    state.m.copy_(_first_moment(state.m, g, scalars.beta1_weight))
+    state.v.copy_(state.v * scalars.beta2 + (g * scalars.beta2_weight) * g)
+    u = state.v
+    if state.vmax is not None:
+        keeps = (state.vmax > state.v) | state.vmax.isnan()
+        u = state.vmax.copy_(torch.where(keeps, state.vmax, state.v))
+    denominator = u.double().sqrt().float() * scalars.denom_scale + scalars.eps
+    weight.copy_(weight * scalars.decay - (state.m * scalars.step_size) / denominator)
+    if state.master is not None:
+        param.copy_(state.master)
+
+
+def squared_norm_reference(grad: Tensor) -> float:
+    """Sum the squares of `grad` (float32, bfloat16 or float16; any shape) in float64.
+
+    The tree is fixed: blocks of `NORM_BLOCK` elements; in a block, element i adds to lane i % 16 in
+    order; lanes are added pairwise, the upper half to the lower; blocks are added in order.
+    """
+    total = 0.0
+    for block in torch.split(grad.detach().flatten(), NORM_BLOCK):
+        rows = -(-block.numel() // _NORM_LANES)
+        wide = torch.zeros(rows * _NORM_LANES, dtype=torch.float64)
+        wide[: block.numel()] = block
+        lanes = torch.zeros(_NORM_LANES, dtype=torch.float64)
+        for row in (wide * wide).view(rows, _NORM_LANES):
+            lanes = lanes + row
+        while lanes.numel() > 1:
+            half = lanes.numel() // 2
+            lanes = lanes[:half] + lanes[half:]
+        total += lanes.item()
+    return total
+
+
+def _first_moment(m: Tensor, g: Tensor, weight: float) -> Tensor:
+    """Move m towards g by `weight`, from the nearer end, so that a weight of 1 gives g itself."""
+    if weight >= 0.5:
+        return g + (g - m) * (weight - 1.0)
+    return m + (g - m) * weight
+
+
+def _to_float32(value: float) -> float:
+    return ctypes.c_float(value).value
