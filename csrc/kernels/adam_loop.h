@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "kernels/kernel_table.h"
@@ -169,16 +170,24 @@ class AdamLoop {
   std::int64_t n_;
 };
 
-// A pass of its own: it happens once in a run, and the update's loop stays free of it.
+// A pass of its own: it happens once in a run, and the update's loop stays free of it. A master that
+// rounds to the parameter's bits has more of the truth than the parameter and is kept.
 template <class V, class P>
 void seed_master(const P* param, float* master, std::int64_t n) {
-  std::int64_t i = 0;
-  for (; i + V::kLanes <= n; i += V::kLanes) V::load(param + i).store(master + i);
-  P rest[V::kLanes] = {};
-  float wide[V::kLanes];
-  for (std::int64_t k = 0; k < n - i; ++k) rest[k] = param[i + k];
-  V::load(rest).store(wide);
-  for (std::int64_t k = 0; k < n - i; ++k) master[i + k] = wide[k];
+  for (std::int64_t i = 0; i < n; i += V::kLanes) {
+    const std::int64_t count = n - i < V::kLanes ? n - i : V::kLanes;
+    P given[V::kLanes] = {};
+    P rounded[V::kLanes];
+    float kept[V::kLanes] = {};
+    float wide[V::kLanes];
+    for (std::int64_t k = 0; k < count; ++k) given[k] = param[i + k];
+    for (std::int64_t k = 0; k < count; ++k) kept[k] = master[i + k];
+    V::load(kept).store(rounded);
+    V::load(given).store(wide);
+    for (std::int64_t k = 0; k < count; ++k) {
+      if (std::memcmp(&rounded[k], &given[k], sizeof(P)) != 0) master[i + k] = wide[k];
+    }
+  }
 }
 
 template <class V, class P, class G>

@@ -104,7 +104,8 @@ void Pipeline::prefetch() {
   conductor_wakes_.notify_one();
 }
 
-void Pipeline::begin(const std::vector<StepParameter>& parameters, const std::vector<AdamHyper>& hypers) {
+void Pipeline::begin(const std::vector<StepParameter>& parameters,
+                     const std::vector<AdamHyper>& hypers) {
   std::lock_guard lock(mutex_);
   if (stepping_) throw std::logic_error("begin before the last step was published");
   if (failure_.error != 0) throw std::logic_error("begin after a failure");
@@ -136,7 +137,8 @@ Failure Pipeline::wait_published() {
   std::unique_lock lock(mutex_);
   callers_wake_.wait(lock, [this] { return !stepping_ || failure_.error != 0; });
   if (failure_.error != 0) {
-    // The update under way reads the caller's gradients: it must end before the caller may free them.
+    // The update under way reads the caller's gradients: it must end before the caller may free
+    // them.
     callers_wake_.wait(lock, [this] {
       return std::none_of(chunks_.begin(), chunks_.end(),
                           [](const auto& c) { return c->state == ChunkState::updating; });
@@ -211,7 +213,8 @@ void Pipeline::conduct() {
 // Whether `admit` or `pick` would do something.
 bool Pipeline::runnable() const {
   if (failure_.error != 0) return false;
-  if (stepping_ && (ready_head_ < ready_.size() || next_resident_ < resident_order_.size())) return true;
+  if (stepping_ && (ready_head_ < ready_.size() || next_resident_ < resident_order_.size()))
+    return true;
   if (!(stepping_ || prefetching_) || next_disk_ >= disk_order_.size()) return false;
   const Chunk& next = *chunks_[disk_order_[next_disk_]];
   switch (next.state) {
@@ -229,7 +232,8 @@ bool Pipeline::runnable() const {
 
 // Takes the next chunk of the order one state on; false when it must wait.
 bool Pipeline::admit() {
-  if (failure_.error != 0 || !(stepping_ || prefetching_) || next_disk_ >= disk_order_.size()) return false;
+  if (failure_.error != 0 || !(stepping_ || prefetching_) || next_disk_ >= disk_order_.size())
+    return false;
   Chunk& chunk = *chunks_[disk_order_[next_disk_]];
   const bool here = chunk.state == ChunkState::reading || chunk.state == ChunkState::ready;
   const bool nothing_to_read = chunk.state == ChunkState::blank && prefetching_;
@@ -250,7 +254,8 @@ bool Pipeline::admit() {
 Pipeline::Chunk* Pipeline::pick() {
   if (!stepping_ || failure_.error != 0) return nullptr;
   if (ready_head_ < ready_.size()) return chunks_[ready_[ready_head_++]].get();
-  if (next_resident_ < resident_order_.size()) return chunks_[resident_order_[next_resident_++]].get();
+  if (next_resident_ < resident_order_.size())
+    return chunks_[resident_order_[next_resident_++]].get();
   return nullptr;
 }
 
@@ -305,13 +310,14 @@ void Pipeline::on_transfer(Transfer* transfer) {
 void Pipeline::transferred(Chunk& chunk, const Transfer& transfer) {
   std::lock_guard lock(mutex_);
   if (transfer.error != 0 && failure_.error == 0) {
-    failure_ = {transfer.error,        transfer.file, chunk.number, transfer.op,
-                transfer.error_offset, transfer.error_length};
+    failure_ = {transfer.error, transfer.file,         chunk.number,
+                transfer.op,    transfer.error_offset, transfer.error_length};
   }
   (transfer.op == Op::read ? counters_.bytes_read : counters_.bytes_written) += transfer.moved;
   if (--chunk.transfers_left != 0) return;
   const bool reading = transfer.op == Op::read;
-  trace_.record({chunk.started, now(), reading ? Lane::read : Lane::write, chunk.number, chunk.bytes()});
+  trace_.record(
+      {chunk.started, now(), reading ? Lane::read : Lane::write, chunk.number, chunk.bytes()});
   const bool failed = std::any_of(chunk.transfers, chunk.transfers + chunk.spec.family.streams(),
                                   [](const Transfer& t) { return t.error != 0; });
   if (failed) {
@@ -348,13 +354,12 @@ void Pipeline::move(Chunk& chunk, ChunkState next) {
   chunk.state = next;
 }
 
-bool Pipeline::idle() const {
-  return !stepping_ && !prefetching_ && counters_.slots_in_use == 0;
-}
+bool Pipeline::idle() const { return !stepping_ && !prefetching_ && counters_.slots_in_use == 0; }
 
 bool Pipeline::active(const Chunk& chunk) const {
-  return std::any_of(chunk.spec.segments.begin(), chunk.spec.segments.end(),
-                     [this](const Segment& s) { return parameters_.at(s.parameter).grad != nullptr; });
+  return std::any_of(
+      chunk.spec.segments.begin(), chunk.spec.segments.end(),
+      [this](const Segment& s) { return parameters_.at(s.parameter).grad != nullptr; });
 }
 
 // --- the update ---
@@ -362,12 +367,14 @@ bool Pipeline::active(const Chunk& chunk) const {
 void Pipeline::update(Chunk& chunk) {
   char* streams[kMaxStreams];
   for (int k = 0; k < chunk.spec.family.streams(); ++k) {
-    streams[k] = chunk.on_disk() ? ring_.base + chunk.slot * ring_.slot_bytes + k * ring_.stream_stride
-                                 : chunk.spec.resident[k];
+    streams[k] = chunk.on_disk()
+                     ? ring_.base + chunk.slot * ring_.slot_bytes + k * ring_.stream_stride
+                     : chunk.spec.resident[k];
     if (chunk.fresh) std::memset(streams[k], 0, chunk.spec.stream_bytes);
   }
-  pool().run(static_cast<std::int64_t>(chunk.blocks.size()),
-             [this, &chunk, &streams](std::int64_t b) { update_block(chunk, chunk.blocks[b], streams); });
+  pool().run(
+      static_cast<std::int64_t>(chunk.blocks.size()),
+      [this, &chunk, &streams](std::int64_t b) { update_block(chunk, chunk.blocks[b], streams); });
 }
 
 void Pipeline::update_block(const Chunk& chunk, const UpdateBlock& block, char* const* streams) {
@@ -384,8 +391,9 @@ void Pipeline::update_block(const Chunk& chunk, const UpdateBlock& block, char* 
   args.m = reinterpret_cast<float*>(streams[0] + state_at);
   args.v = reinterpret_cast<float*>(streams[1] + state_at);
   args.vmax = family.amsgrad ? reinterpret_cast<float*>(streams[2] + state_at) : nullptr;
-  args.master =
-      family.param_dtype == DType::f32 ? nullptr : reinterpret_cast<float*>(streams[last] + state_at);
+  args.master = family.param_dtype == DType::f32
+                    ? nullptr
+                    : reinterpret_cast<float*>(streams[last] + state_at);
   args.n = block.count;
   args.param_dtype = family.param_dtype;
   args.grad_dtype = parameter.grad_dtype;

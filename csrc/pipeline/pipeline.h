@@ -1,8 +1,10 @@
-// The update pipeline: chunks of optimizer states go READ -> UPDATE -> WRITE through a ring of slots, without Python.
+// The update pipeline: chunks of optimizer states go READ -> UPDATE -> WRITE through a ring of
+// slots, without Python.
 //
-// [Note: One conductor] One thread holds the whole schedule: it starts reads while slots are free, updates chunks whose
-// states have arrived (on the process's pool), and starts their writes. Completions of I/O only change a chunk's state
-// under the lock and wake it. Everything it needs is allocated when chunks are added; a step allocates nothing.
+// [Note: One conductor] One thread holds the whole schedule: it starts reads while slots are free,
+// updates chunks whose states have arrived (on the process's pool), and starts their writes.
+// Completions of I/O only change a chunk's state under the lock and wake it. Everything it needs is
+// allocated when chunks are added; a step allocates nothing.
 #pragma once
 
 #include <sys/types.h>
@@ -21,8 +23,9 @@
 
 namespace stow {
 
-inline constexpr int kMaxStreams = 4;  // m, v, then vmax with amsgrad, then the master of a 16-bit parameter
-inline constexpr std::int64_t kUpdateBlock = 1 << 14;  // elements that one thread updates at a time
+inline constexpr int kMaxStreams =
+    4;  // m, v, then vmax with amsgrad, then the master of a 16-bit parameter
+inline constexpr std::int64_t kUpdateBlock = 1 << 16;  // elements that one thread updates at a time
 
 // Where a chunk's states are, and who holds memory for them.
 enum class ChunkState : std::uint8_t {
@@ -71,7 +74,8 @@ struct RingSpec {
   std::int64_t stream_stride;
 };
 
-// What one step does with one parameter. `grad` null: the parameter has no gradient and is left alone.
+// What one step does with one parameter. `grad` null: the parameter has no gradient and is left
+// alone.
 struct StepParameter {
   void* param;
   const void* grad;
@@ -81,7 +85,7 @@ struct StepParameter {
 };
 
 struct PipelineCounters {
-  std::int64_t bytes_read;       // of chunk streams, alignment padding included
+  std::int64_t bytes_read;  // of chunk streams, alignment padding included
   std::int64_t bytes_written;
   std::int64_t chunks_updated;
   std::int64_t slots_in_use;
@@ -101,19 +105,22 @@ struct Failure {
 
 class Pipeline {
  public:
-  // `engine` and the memory of `ring` outlive the pipeline. A ring of 0 slots serves resident chunks alone.
+  // `engine` and the memory of `ring` outlive the pipeline. A ring of 0 slots serves resident
+  // chunks alone.
   Pipeline(Engine& engine, const RingSpec& ring, Isa isa);
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // Only while idle (nothing begun, nothing prefetched): returns the chunk's number. Chunks are used in this order.
+  // Only while idle (nothing begun, nothing prefetched): returns the chunk's number. Chunks are
+  // used in this order.
   int add_chunk(ChunkSpec spec, ChunkState state);
 
   // Starts reading the first chunks, up to the ring. Idempotent until the next `begin`.
   void prefetch();
 
-  // Hands over one step; returns at once. `parameters` is indexed as in the segments; both are copied.
+  // Hands over one step; returns at once. `parameters` is indexed as in the segments; both are
+  // copied.
   void begin(const std::vector<StepParameter>& parameters, const std::vector<AdamHyper>& hypers);
 
   // Blocks until every parameter of the step has its new weight, or something failed.

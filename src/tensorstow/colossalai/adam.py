@@ -9,10 +9,10 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.optimizer import ParamsT
 
-from tensorstow import _native
 from tensorstow.base.errors import OptionError
 from tensorstow.optim import options
 from tensorstow.optim.adam import StowedAdam
+from tensorstow.optim.kernels import prepare_kernels
 from tensorstow.optim.options import Directory
 from tensorstow.optim.policy import PipelinePolicy
 from tensorstow.optim.states import Placement
@@ -29,7 +29,7 @@ class CPUAdam(StowedAdam):
     Unlike upstream, ``amsgrad`` works, states can be saved and loaded, and bfloat16 is exact.
     """
 
-    def __init__(  # noqa: PLR0913  # upstream's signature
+    def __init__(  # upstream's signature
         self,
         model_params: ParamsT,
         lr: float = 1e-3,
@@ -49,8 +49,8 @@ class CPUAdam(StowedAdam):
         """Make the optimizer; see the class."""
         fraction = options.placement(nvme_offload_fraction, None, None).disk_fraction
         if simd_log:
-            isa = (policy.isa if policy else None) or _native.best_isa()
-            logger.warning("Adam runs on %s, %d threads", isa, _native.pool_threads())
+            facts = prepare_kernels(policy.isa if policy else None)
+            logger.warning("Adam runs on %s, %d threads", facts.isa, facts.threads)
         super().__init__(
             model_params,
             {
@@ -105,9 +105,7 @@ class HybridAdam(CPUAdam):
             update_on_accelerator(self, group, total)
 
 
-def update_on_accelerator(
-    optimizer: HybridAdam, group: dict[str, Any], divisor: float
-) -> None:
+def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], divisor: float) -> None:
     """Step the parameters of ``group`` that are not the kernel's, through torch's fused Adam.
 
     Gradients are divided by ``divisor`` inside that kernel.

@@ -86,7 +86,7 @@ def open_engine(
 @lru_cache
 def _probe_all(wanted: str | None) -> BackendChoice:
     order = [wanted, *(b for b in BACKENDS if b != wanted)] if wanted else list(BACKENDS)
-    refused = []
+    refused: list[tuple[str, str]] = []
     for name in order:
         reason = probe_backend(name)
         if reason is None:

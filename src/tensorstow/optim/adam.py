@@ -14,11 +14,14 @@ from tensorstow.base.errors import OptionError, StowError
 from tensorstow.optim import options
 from tensorstow.optim.layout import Family, StateMemory
 from tensorstow.optim.options import Directory, States
+from tensorstow.optim.pipeline import StepRow, TraceEvent, Traffic
 from tensorstow.optim.policy import PipelinePolicy
 from tensorstow.optim.reference import adam_scalars
-from tensorstow.optim.states import DTYPE_CODES, Placement, StateStore, TraceEvent, Traffic
+from tensorstow.optim.states import Placement, StateStore
 
-_NO_STEP = (0, 0, 0, 0, 0)
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
+_NO_STEP = StepRow()
 
 
 class StowedAdam(Optimizer):
@@ -136,9 +139,7 @@ class StowedAdam(Optimizer):
     # --- beyond torch ---
 
     @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, *, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip the gradients of the next ``step()`` by their global 2-norm; return that norm.
 
         The norm is the root of binary64 sums per parameter, added in parameter order. The factor
@@ -173,15 +174,15 @@ class StowedAdam(Optimizer):
 
     def traffic(self) -> Traffic:
         """Return the bytes of states moved so far."""
-        return self._states().traffic()
+        return self._states().pipeline.traffic()
 
     def start_trace(self) -> None:
         """Begin the event log that ``trace()`` returns."""
-        self._states().start_trace()
+        self._states().pipeline.start_trace()
 
     def trace(self) -> list[TraceEvent]:
         """Return what each lane (read, update, write, wait) did since ``start_trace()``."""
-        return self._states().trace()
+        return self._states().pipeline.trace()
 
     def close(self) -> None:
         """Drop states, buffers and files now rather than with the object. Idempotent."""
@@ -224,14 +225,17 @@ class StowedAdam(Optimizer):
         self._families += families
         self._versions += [None] * len(new)
         if self._placement.disk_fraction > 0:
-            reads = weakref.WeakMethod(store.prefetch)
+            reads = weakref.WeakMethod(store.pipeline.prefetch)
 
             def start_reading(_: torch.Tensor) -> None:
                 prefetch = reads()
                 if prefetch is not None:
                     prefetch()
 
-            self._hooks += [p.register_post_accumulate_grad_hook(start_reading) for p in new]
+            self._hooks += [
+                p.register_post_accumulate_grad_hook(start_reading)  # type: ignore[no-untyped-call]
+                for p in new
+            ]
 
     @torch.no_grad()
     def _update(self, divisor: float) -> None:
@@ -263,7 +267,7 @@ class StowedAdam(Optimizer):
                     strangers.append(parameter)
                 else:
                     self._check_family(group, index, self._families[number])
-                if gradient.dtype not in DTYPE_CODES or gradient.layout != torch.strided:
+                if gradient.dtype not in _DTYPE_CODES or gradient.layout != torch.strided:
                     options.check_gradient(parameter, gradient, self._name(group, index))
                 if not parameter.is_contiguous() or gradient.device != parameter.device:
                     options.check_parameter(parameter, self._name(group, index))
@@ -296,24 +300,24 @@ class StowedAdam(Optimizer):
         for _, parameter, _ in due:
             if not self.state[parameter]:
                 self._begin_state(parameter)
-        torch._foreach_add_([self.state[p]["step"] for _, p, _ in due], 1.0)  # noqa: SLF001
+        torch._foreach_add_([self.state[p]["step"] for _, p, _ in due], 1.0)
         rows = [_NO_STEP] * len(self._numbers)
         table: dict[tuple[int, float], int] = {}
-        hypers = []
+        hypers: list[tuple[float, ...]] = []
         for group, parameter, gradient in due:
             key = (id(group), float(self.state[parameter]["step"]))
             if key not in table:
                 table[key] = len(hypers)
                 hypers.append(_hyper_row(group, int(key[1]), factor))
             number = self._numbers[parameter]
-            rows[number] = (
+            rows[number] = StepRow(
                 parameter.data_ptr(),
                 gradient.data_ptr(),
-                DTYPE_CODES[gradient.dtype],
+                _DTYPE_CODES[gradient.dtype],
                 parameter._version != self._versions[number],  # noqa: SLF001
                 table[key],
             )
-        store.step(rows, np.array(hypers, dtype=np.float32))
+        store.pipeline.step(rows, np.array(hypers, dtype=np.float32))
         # Native code wrote to them: autograd must know, or a stale graph would use new weights.
         updated = [parameter for _, parameter, _ in due]
         torch.autograd.graph.increment_version(updated)

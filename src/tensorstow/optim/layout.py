@@ -7,6 +7,7 @@ holds several small parameters or a piece of a large one, and moves as one run o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -26,6 +27,19 @@ LEAST_SLOTS = 2
 DEFAULT_RING_BYTES = 48 << 20
 
 
+STATE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Parameters that a kernel takes."""
+
+
+def refuse_dtype(dtype: torch.dtype, name: str) -> NoReturn:
+    """Raise DTypeError for a parameter that no kernel takes."""
+    message = (
+        f"{name} has dtype {dtype}: the kernels take float32, bfloat16 and float16. Cast it, or"
+        " leave it to torch.optim."
+    )
+    raise DTypeError(message)
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Parameters whose states have the same streams."""
@@ -35,12 +49,8 @@ class Family:
 
     def __post_init__(self) -> None:
         """Refuse dtypes that no kernel takes."""
-        if self.dtype not in {torch.float32, torch.bfloat16, torch.float16}:
-            message = (
-                f"A parameter of dtype {self.dtype} was given: the kernels take float32, bfloat16"
-                " and float16. Cast it, or leave it to torch.optim."
-            )
-            raise DTypeError(message)
+        if self.dtype not in STATE_DTYPES:
+            refuse_dtype(self.dtype, "A parameter")
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -123,7 +133,9 @@ def space_elements(runs: Sequence[Run]) -> int:
 def cut(runs: Sequence[Run], capacity: int) -> Iterator[ChunkPlan]:
     """Cut a space every ``capacity`` elements (a multiple of LANE)."""
     if capacity <= 0 or capacity % LANE:
-        message = f"Chunks of {capacity} elements were asked for: use a positive multiple of {LANE}."
+        message = (
+            f"Chunks of {capacity} elements were asked for: use a positive multiple of {LANE}."
+        )
         raise OptionError(message)
     total = space_elements(runs)
     index = 0
@@ -132,7 +144,7 @@ def cut(runs: Sequence[Run], capacity: int) -> Iterator[ChunkPlan]:
         while index < len(runs) and runs[index].position + runs[index].count <= begin:
             index += 1
         pieces = []
-        for run in _from(runs, index):
+        for run in (runs[i] for i in range(index, len(runs))):
             low, high = max(run.position, begin), min(run.position + run.count, end)
             if run.position >= end:
                 break
@@ -140,12 +152,6 @@ def cut(runs: Sequence[Run], capacity: int) -> Iterator[ChunkPlan]:
                 start = run.start + low - run.position
                 pieces.append(Run(run.parameter, start, high - low, low - begin))
         yield ChunkPlan(tuple(pieces), end - begin)
-
-
-def _from(runs: Sequence[Run], index: int) -> Iterator[Run]:
-    while index < len(runs):
-        yield runs[index]
-        index += 1
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -9,8 +9,8 @@ import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.sizes import parse_size
-from tensorstow.optim.layout import Family
-from tensorstow.optim.states import DTYPE_CODES, Placement
+from tensorstow.optim.layout import STATE_DTYPES, refuse_dtype
+from tensorstow.optim.states import Placement
 
 States = Literal["ram", "disk"] | float
 Directory = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
@@ -47,7 +47,11 @@ def check_hyper(options: Mapping[str, Any]) -> None:
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         message = f"lr is a tensor of {lr.numel()} elements: it must have one."
         raise OptionError(message)
-    for name, value in (("lr", lr), ("eps", options["eps"]), ("weight_decay", options["weight_decay"])):
+    for name, value in (
+        ("lr", lr),
+        ("eps", options["eps"]),
+        ("weight_decay", options["weight_decay"]),
+    ):
         if not float(value) >= 0.0:
             message = f"{name}={value} was given: it must not be negative."
             raise OptionError(message)
@@ -78,17 +82,14 @@ def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
 
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
     """Raise DTypeError unless the kernels can update ``parameter`` in place."""
-    if parameter.is_complex() or parameter.dtype not in DTYPE_CODES:
-        Family(parameter.dtype, amsgrad=False)
+    if parameter.dtype not in STATE_DTYPES:
+        refuse_dtype(parameter.dtype, name)
     if parameter.device.type != "cpu":
         message = (
             f"{name} is on {parameter.device}: states in RAM or on disk are updated on the CPU."
-            + (
-                " Give it memory first (model.to_empty(device='cpu'))."
-                if parameter.is_meta
-                else " Move the parameter to the CPU, or use tensorstow.colossalai.HybridAdam, which"
-                " leaves accelerator parameters to torch's fused Adam."
-            )
+            + (" Give it memory first: model.to_empty(device='cpu')." if parameter.is_meta else "")
+            + " Move it to the CPU, or use tensorstow.colossalai.HybridAdam, which leaves"
+            " accelerator parameters to torch's fused Adam."
         )
         raise DTypeError(message)
     if parameter.layout != torch.strided or not parameter.is_contiguous():
@@ -111,7 +112,7 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
     if gradient.layout != torch.strided:
         message = f"The gradient of {name} is sparse: use torch.optim.SparseAdam for it."
         raise DTypeError(message)
-    if gradient.dtype not in DTYPE_CODES:
+    if gradient.dtype not in STATE_DTYPES:
         message = (
             f"The gradient of {name} has dtype {gradient.dtype}: float32, bfloat16 and float16"
             " are taken."
@@ -131,14 +132,14 @@ def accept_grad_dtype(parameters: Iterable[torch.Tensor], dtype: torch.dtype) ->
     Autograd then accumulates ``.grad`` in that dtype: 16-bit gradients of fp32 parameters take
     half the memory. torch refuses such a ``.grad`` otherwise.
     """
-    if dtype not in DTYPE_CODES:
+    if dtype not in STATE_DTYPES:
         message = f"grad_dtype={dtype} was given: float32, bfloat16 and float16 are taken."
         raise DTypeError(message)
     for parameter in parameters:
         parameter.grad_dtype = dtype
 
 
-def _fraction(states: States) -> float:
+def _fraction(states: object) -> float:
     if isinstance(states, str):
         if states not in {"ram", "disk"}:
             message = f'states={states!r} was given: use "ram", "disk", or the fraction on disk.'

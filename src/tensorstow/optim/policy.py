@@ -30,9 +30,7 @@ class PipelinePolicy:
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         if self.chunk_elements <= 0 or self.chunk_elements % LANE:
-            message = (
-                f"chunk_elements={self.chunk_elements} was given: use a positive multiple of {LANE}."
-            )
+            message = f"chunk_elements={self.chunk_elements} was given: use a multiple of {LANE}."
             raise OptionError(message)
         if self.schedule not in {"pipelined", "naive"}:
             message = f"schedule={self.schedule!r} was given: it is 'pipelined' or 'naive'."
