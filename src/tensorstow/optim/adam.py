@@ -102,11 +102,16 @@ class StowedAdam(Optimizer):
 
         torch casts states to the parameter's dtype on the way in; here they stay fp32.
         """
-        loaded: dict[int, dict[str, torch.Tensor]] = {}
+        loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
         def keep_tensors_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
-            loaded.update(full["state"])
-            light = {k: {"step": _as_step(s["step"])} for k, s in full["state"].items()}
+            saved = [key for group in full["param_groups"] for key in group["params"]]
+            owner = dict(zip(saved, self._parameters(), strict=False))
+            light = dict(full["state"])
+            for key, entry in full["state"].items():
+                if key in owner and self._takes(owner[key]):
+                    loaded[owner[key]] = entry
+                    light[key] = {"step": _as_step(entry["step"])}
             return {**full, "state": light}
 
         def put_tensors_in_place(_: Optimizer) -> None:
@@ -151,18 +156,22 @@ class StowedAdam(Optimizer):
             raise OptionError(message)
         total = 0.0
         for parameter in self._parameters():
-            gradient = parameter.grad
-            if gradient is not None:
-                options.check_gradient(parameter, gradient, "a parameter")
-                flat = gradient.contiguous()
-                name = str(flat.dtype).removeprefix("torch.")
-                total += _native.squared_norm(flat.data_ptr(), flat.numel(), name, self._policy.isa)
+            if parameter.grad is not None:
+                options.check_gradient(parameter, parameter.grad, "a parameter")
+                total += self._squared_norm(parameter.grad)
         norm = torch.tensor(total, dtype=torch.float64).sqrt()
         if error_if_nonfinite and not torch.isfinite(norm):
             message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
             raise RuntimeError(message)
         self._clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
         return norm
+
+    def _squared_norm(self, gradient: torch.Tensor) -> float:
+        if gradient.device.type != "cpu":
+            return float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+        flat = gradient.contiguous()
+        name = str(flat.dtype).removeprefix("torch.")
+        return _native.squared_norm(flat.data_ptr(), flat.numel(), name, self._policy.isa)
 
     def synchronize(self) -> None:
         """Wait until every write of states has landed; raise what failed behind ``step()``."""
@@ -332,27 +341,23 @@ class StowedAdam(Optimizer):
             **{name: view.view(parameter.shape) for name, view in views.items()},
         }
 
-    def _load_states(self, loaded: dict[int, dict[str, torch.Tensor]]) -> None:
-        parameters = list(self._parameters())
+    def _load_states(self, loaded: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
         amsgrad = {p: bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
         if any(amsgrad[p] != self._families[n].amsgrad for p, n in self._numbers.items()):
             # The saved groups say otherwise: other states exist, so the store is made anew.
-            self._states().close()
+            self.close()
             self._store = StateStore(self._placement, self._policy)
-            self._numbers, self._families, self._versions = {}, [], []
-        self._attach(p for i, p in enumerate(parameters) if p.requires_grad or i in loaded)
+            self._numbers, self._families, self._versions, self._hooks = {}, [], [], []
+        self._attach(p for p in self._parameters() if p.requires_grad or p in loaded)
         tensors = {
-            self._numbers[parameters[i]]: {k: v for k, v in s.items() if k != "step"}
-            for i, s in loaded.items()
-            if parameters[i] in self._numbers
+            self._numbers[p]: {name: t for name, t in entry.items() if name != "step"}
+            for p, entry in loaded.items()
         }
         self._states().write(tensors)
         self._versions = [None] * len(self._versions)
-        for index, entry in loaded.items():
-            parameter = parameters[index]
-            if parameter in self._numbers:
-                self._begin_state(parameter)
-                self.state[parameter]["step"] = _as_step(entry["step"])
+        for parameter, entry in loaded.items():
+            self._begin_state(parameter)
+            self.state[parameter]["step"] = _as_step(entry["step"])
 
 
 def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

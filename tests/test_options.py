@@ -1,0 +1,102 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.optim import options
+
+GOOD = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("states", "fraction"), [("ram", 0.0), ("disk", 1.0), (0.25, 0.25), (1, 1.0)]
+)
+def test_states_are_a_word_or_a_fraction(states: float, fraction: float) -> None:
+    assert options.placement(states, None, None).disk_fraction == fraction
+
+
+@pytest.mark.parametrize("states", ["nvme", 1.5, -0.1, None, True, float("nan")])
+def test_other_states_are_refused(states: float) -> None:
+    with pytest.raises(OptionError, match="states="):
+        options.placement(states, None, None)
+
+
+def test_options_that_would_mean_nothing_are_refused() -> None:
+    with pytest.raises(OptionError, match="dir= was given"):
+        options.placement("ram", "/x", None)
+    with pytest.raises(OptionError, match="ram_budget= was given"):
+        options.placement("ram", None, "1GiB")
+    with pytest.raises(OptionError, match="empty list"):
+        options.placement("disk", [], None)
+
+
+def test_directories_and_budget_are_read() -> None:
+    placement = options.placement("disk", ["a", Path("b")], "512MiB")
+    assert placement.directories == (Path("a"), Path("b"))
+    assert placement.ram_budget == 512 << 20
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr", -1.0),
+        ("lr", float("nan")),
+        ("eps", -1e-9),
+        ("weight_decay", -0.1),
+        ("betas", (1.0, 0.9)),
+        ("betas", (0.9, -0.1)),
+        ("lr", torch.ones(2)),
+    ],
+)
+def test_hyper_parameters_out_of_range_are_named(key: str, value: object) -> None:
+    with pytest.raises(OptionError, match=key):
+        options.check_hyper({**GOOD, key: value})
+
+
+@pytest.mark.parametrize("key", ["foreach", "capturable", "differentiable"])
+def test_torch_keywords_that_cannot_hold_are_refused_by_name(key: str) -> None:
+    with pytest.raises(OptionError, match=key):
+        options.refuse_torch_keywords({key: True})
+    options.refuse_torch_keywords({key: False})
+
+
+def test_an_unfused_update_is_refused() -> None:
+    with pytest.raises(OptionError, match="fused=False"):
+        options.refuse_torch_keywords({"fused": False})
+    options.refuse_torch_keywords({"fused": True})
+
+
+@pytest.mark.parametrize(
+    ("parameter", "words"),
+    [
+        (torch.zeros(2, dtype=torch.float64), "float64"),
+        (torch.zeros(2, dtype=torch.complex64), "complex64"),
+        (torch.zeros(2, device="meta"), "to_empty"),
+        (torch.zeros(4, 4).t()[:, :2], "contiguous"),
+    ],
+)
+def test_parameters_that_cannot_be_updated(parameter: torch.Tensor, words: str) -> None:
+    with pytest.raises(DTypeError, match=words):
+        options.check_parameter(parameter, "Parameter 0")
+
+
+def test_gradients_that_cannot_be_read() -> None:
+    parameter = torch.zeros(2, 2)
+    with pytest.raises(DTypeError, match="sparse"):
+        options.check_gradient(parameter, parameter.to_sparse(), "w")
+    with pytest.raises(DTypeError, match="float64"):
+        options.check_gradient(parameter, parameter.double(), "w")
+    with pytest.raises(DTypeError, match="meta"):
+        options.check_gradient(parameter, torch.zeros(2, 2, device="meta"), "w")
+
+
+def test_fp32_parameters_take_16_bit_gradients_once_named() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    options.accept_grad_dtype([parameter], torch.float16)
+    (parameter * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.dtype == torch.float16
+    assert parameter.grad.tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(DTypeError, match="grad_dtype"):
+        options.accept_grad_dtype([parameter], torch.int8)

@@ -1,0 +1,19 @@
+import pytest
+
+from tensorstow import PipelinePolicy
+from tensorstow.base.errors import OptionError
+
+
+def test_defaults_move_four_mebibytes_of_fp32_adam_at_a_time() -> None:
+    assert PipelinePolicy().chunk_elements * 4 * 2 == 4 << 20
+
+
+@pytest.mark.parametrize("elements", [0, -16, 100])
+def test_chunks_are_whole_lanes(elements: int) -> None:
+    with pytest.raises(OptionError, match="chunk_elements"):
+        PipelinePolicy(chunk_elements=elements)
+
+
+def test_an_unknown_schedule_is_named() -> None:
+    with pytest.raises(OptionError, match="pipelined"):
+        PipelinePolicy(schedule="fast")  # type: ignore[arg-type]

@@ -1,0 +1,256 @@
+import errno
+import gc
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorstow.base.errors import (
+    BudgetError,
+    DirectoryError,
+    ForkError,
+    PoisonedError,
+    TransferError,
+)
+from tensorstow.optim.layout import Family, predict_memory
+from tensorstow.optim.pipeline import StepRow
+from tensorstow.optim.policy import PipelinePolicy
+from tensorstow.optim.reference import adam_scalars
+from tensorstow.optim.states import Placement, StateStore
+
+FP32 = Family(torch.float32, amsgrad=False)
+BF16 = Family(torch.bfloat16, amsgrad=False)
+SIZES = [5000, 3, 70_000, 0, 16]
+SMALL = PipelinePolicy(chunk_elements=4096)
+BUDGET = 1 << 20
+
+
+def store_at(
+    directory: Path,
+    fraction: float = 1.0,
+    *,
+    budget: int | None = BUDGET,
+    policy: PipelinePolicy = SMALL,
+) -> StateStore:
+    return StateStore(Placement(fraction, (directory,), budget), policy)
+
+
+class Problem:
+    """Weights and gradients for a store, and one step of it."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.weights = [torch.randn(n, generator=generator) for n in sizes]
+        self.gradients = [torch.randn(n, generator=generator) for n in sizes]
+        self.count = 0
+
+    def step(self, store: StateStore, without: tuple[int, ...] = ()) -> None:
+        self.count += 1
+        scalars = adam_scalars(
+            lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=self.count, decoupled=True
+        )
+        rows = [
+            StepRow() if i in without else StepRow(w.data_ptr(), g.data_ptr())
+            for i, (w, g) in enumerate(zip(self.weights, self.gradients, strict=True))
+        ]
+        table = torch.tensor([scalars.as_tuple()], dtype=torch.float32).numpy()
+        store.pipeline.step(rows, table)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+def test_measured_memory_is_the_formula(tmp_path: Path, fraction: float) -> None:
+    store = store_at(tmp_path, fraction)
+    store.extend(SIZES, [FP32] * len(SIZES))
+    predicted = predict_memory(
+        SIZES, FP32, disk_fraction=fraction, chunk_elements=4096, budget=BUDGET
+    )
+    assert store.memory() == predicted
+
+
+def test_states_written_come_back(tmp_path: Path) -> None:
+    store = store_at(tmp_path, 0.5)
+    store.extend(SIZES, [FP32] * len(SIZES))
+    states = {
+        i: {"exp_avg": torch.randn(n), "exp_avg_sq": torch.rand(n)} for i, n in enumerate(SIZES)
+    }
+    store.write(states)
+    back = store.read(range(len(SIZES)))
+    for i, tensors in states.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(back[i][name], tensor)
+
+
+def test_states_not_given_become_zero(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.extend([100, 5000], [FP32] * 2)
+    store.write({0: {"exp_avg": torch.ones(100)}, 1: {"exp_avg": torch.ones(5000)}})
+    store.write({0: {"exp_avg": torch.ones(100)}})
+    back = store.read([0, 1])
+    assert back[0]["exp_avg"].sum() == 100
+    assert back[0]["exp_avg_sq"].count_nonzero() == back[1]["exp_avg"].count_nonzero() == 0
+
+
+def test_states_never_written_are_zero_and_not_read(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.extend(SIZES, [FP32] * len(SIZES))
+    Problem(SIZES).step(store)
+    store.settle()
+    assert store.pipeline.traffic().bytes_read == 0
+    assert store.pipeline.traffic().bytes_written == store.memory().file_bytes
+
+
+def test_each_step_moves_each_byte_once_each_way(tmp_path: Path) -> None:
+    store = store_at(tmp_path, budget=120_000)
+    store.extend(SIZES, [FP32] * len(SIZES))
+    problem = Problem(SIZES)
+    for _ in range(4):
+        problem.step(store)
+        store.pipeline.prefetch()
+    problem.step(store)
+    store.settle()
+    file_bytes = store.memory().file_bytes
+    assert store.pipeline.traffic().bytes_read == 4 * file_bytes
+    assert store.pipeline.traffic().bytes_written == 5 * file_bytes
+    assert store.pipeline.traffic().ring_high_water_bytes == store.memory().ring_bytes
+
+
+def test_chunks_without_a_gradient_do_not_move(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.extend([4096, 4096], [FP32] * 2)
+    problem = Problem([4096, 4096])
+    problem.step(store, without=(1,))
+    store.pipeline.prefetch()
+    problem.step(store, without=(0,))
+    store.settle()
+    assert store.pipeline.traffic().bytes_written == store.memory().file_bytes
+    assert store.read([0])[0]["exp_avg"].count_nonzero() == 4096
+
+
+def test_extending_keeps_what_is_there(tmp_path: Path) -> None:
+    store = store_at(tmp_path, 0.5)
+    store.extend([5000], [FP32])
+    problem = Problem([5000])
+    problem.step(store)
+    before = store.read([0])[0]
+    numbers = store.extend([300, 7000], [BF16, FP32])
+    assert list(numbers) == [1, 2]
+    after = store.read([0])[0]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert store.pipeline.traffic().chunks_updated > 0
+    assert store.memory().logical_bytes == 8 * 12_000 + 12 * 300
+
+
+def test_ring_serves_the_widest_family(tmp_path: Path) -> None:
+    store = store_at(tmp_path, budget=None)
+    store.extend([5000], [FP32])
+    narrow = store.memory().ring_bytes
+    store.extend([500_000], [BF16])
+    assert narrow < store.memory().ring_bytes <= 48 << 20
+
+
+def test_striped_chunks_go_round_the_directories(tmp_path: Path) -> None:
+    places = tuple(tmp_path / name for name in "abc")
+    for place in places:
+        place.mkdir()
+    store = StateStore(Placement(1.0, places, None), SMALL)
+    store.extend([50_000], [FP32])
+    assert store.directories == places
+    problem = Problem([50_000])
+    problem.step(store)
+    problem.step(store)
+    alone = store_at(tmp_path)
+    alone.extend([50_000], [FP32])
+    other = Problem([50_000])
+    other.step(alone)
+    other.step(alone)
+    assert torch.equal(problem.weights[0], other.weights[0])
+
+
+def test_nothing_has_a_name_in_the_directory(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.extend(SIZES, [FP32] * len(SIZES))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_directory_named_picks_a_real_disk_and_says_which(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "tensorstow"):
+        store = StateStore(Placement(1.0, (), None), SMALL)
+        store.extend([5000], [FP32])
+    (chosen,) = store.directories
+    assert str(chosen) in caplog.text
+    assert not str(chosen).startswith("/dev/shm")
+
+
+def test_a_directory_in_ram_is_refused() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no tmpfs here")
+    with pytest.raises(DirectoryError, match="stays in RAM"):
+        StateStore(Placement(1.0, (Path("/dev/shm"),), None), SMALL)
+
+
+def test_too_little_budget_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    store = store_at(tmp_path, budget=1000)
+    with pytest.raises(BudgetError):
+        store.extend([5000], [FP32])
+    assert store.directories == ()
+
+
+def test_a_failed_write_poisons_and_names_the_place(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.extend([50_000], [FP32])
+    problem = Problem([50_000])
+    assert store.engine is not None
+    store.engine.inject_fault("write", after=3, error=errno.ENOSPC)
+
+    def step_and_settle() -> None:
+        problem.step(store)
+        store.settle()
+
+    with pytest.raises(TransferError) as caught:
+        step_and_settle()
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.operation == "write"
+    assert caught.value.path.startswith(str(tmp_path))
+    with pytest.raises(PoisonedError, match="half updated"):
+        problem.step(store)
+    with pytest.raises(PoisonedError):
+        store.read([0])
+    store.close()
+
+
+def test_a_forked_child_is_told(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.extend([5000], [FP32])
+    child = os.fork()
+    if child == 0:
+        try:
+            store.settle()
+        except ForkError:
+            os._exit(42)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    Problem([5000]).step(store)
+
+
+def test_dropping_the_store_closes_its_files(tmp_path: Path) -> None:
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    store = store_at(tmp_path)
+    store.extend([5000], [FP32])
+    assert len(list(Path("/proc/self/fd").iterdir())) > before
+    del store
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.extend([5000], [FP32])
+    store.close()
+    store.close()
+    with pytest.raises(PoisonedError, match="closed"):
+        Problem([5000]).step(store)
