@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "base/pool.h"
+#include "io/direct.h"
 #include "io/engine.h"
 #include "kernels/kernels.h"
 #include "pipeline/pipeline.h"
@@ -375,6 +376,7 @@ void bind_kernels(nb::module_& m) {
 }
 
 void bind_io(nb::module_& m) {
+  m.def("direct_alignment", &direct_alignment, "fd"_a, "bytes; 0 where it is not told");
   // The system call itself: the C library's posix_fallocate writes zeros where the filesystem
   // cannot reserve.
   m.def(

@@ -15,7 +15,9 @@ namespace {
 constexpr std::int64_t kPage = 4096;
 constexpr int kMaxStalls = 16;
 
-std::int64_t round_up(std::int64_t value, std::int64_t align) { return (value + align - 1) / align * align; }
+std::int64_t round_up(std::int64_t value, std::int64_t align) {
+  return (value + align - 1) / align * align;
+}
 
 bool aligned(const void* pointer, std::int64_t align) {
   return reinterpret_cast<std::uintptr_t>(pointer) % static_cast<std::uintptr_t>(align) == 0;
@@ -23,10 +25,12 @@ bool aligned(const void* pointer, std::int64_t align) {
 
 }  // namespace
 
-BounceBuffers::BounceBuffers(int count, std::int64_t block_bytes) : stride_(round_up(block_bytes, kPage) + kPage) {
+BounceBuffers::BounceBuffers(int count, std::int64_t block_bytes)
+    : stride_(round_up(block_bytes, kPage) + kPage) {
   bytes_ = stride_ * count;
   void* base = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (base == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of bounce buffers");
+  if (base == MAP_FAILED)
+    throw std::system_error(errno, std::generic_category(), "mmap of bounce buffers");
   base_ = static_cast<char*>(base);
   madvise(base_, bytes_, MADV_DONTFORK);
 }
@@ -116,7 +120,8 @@ bool Engine::settle(Block* block, std::int64_t result, Transfer** finished) {
     // Only whole units count: a direct transfer can go on at a multiple of the alignment alone.
     result -= result % block->align;
     if (result == 0 && ++block->stalls > kMaxStalls) {
-      // A read at the end of the file answers 0 for ever; a write that moves nothing has no other name either.
+      // A read at the end of the file answers 0 for ever; a write that moves nothing has no other
+      // name either.
       return fail(block, block->op == Op::read ? ENODATA : EIO, finished);
     }
     if (result > 0) block->stalls = 0;
@@ -145,7 +150,8 @@ bool Engine::finish(Block* block, Transfer** finished) {
   (block->op == Op::read ? counters_.bytes_read : counters_.bytes_written) += block->settled;
   --t->in_flight;
   if (t->error != 0 && t->cut < t->length) {
-    // The rest of a failed transfer is not started: it is the head of the queue, because only heads are cut.
+    // The rest of a failed transfer is not started: it is the head of the queue, because only heads
+    // are cut.
     t->cut = t->length;
     head_ = t->next;
     if (head_ == nullptr) tail_ = nullptr;

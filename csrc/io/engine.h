@@ -1,9 +1,9 @@
-// Asynchronous file I/O: transfers of any length go in, are cut into blocks, kept in flight at a depth, and come out
-// with their result read.
+// Asynchronous file I/O: transfers of any length go in, are cut into blocks, kept in flight at a
+// depth, and come out with their result read.
 //
-// [Note: Three steps] Submitting, reaping and telling the caller are apart: a backend settles every block that the
-// kernel has answered under the engine's lock, and calls `Transfer::done` after it has let go of it. So `done` may
-// take the caller's own lock, under which the caller may submit.
+// [Note: Three steps] Submitting, reaping and telling the caller are apart: a backend settles every
+// block that the kernel has answered under the engine's lock, and calls `Transfer::done` after it
+// has let go of it. So `done` may take the caller's own lock, under which the caller may submit.
 #pragma once
 
 #include <sys/types.h>
@@ -21,8 +21,8 @@
 namespace stow {
 
 struct EngineOptions {
-  int depth = 32;                        // blocks in flight
-  std::int64_t block_bytes = 1 << 20;    // a transfer is cut at multiples of this
+  int depth = 32;                      // blocks in flight
+  std::int64_t block_bytes = 1 << 20;  // a transfer is cut at multiples of this
 };
 
 struct EngineCounters {
@@ -33,9 +33,10 @@ struct EngineCounters {
   std::int64_t bounced;      // blocks that went through an aligned buffer of the engine's
 };
 
-// [Note: Alignment] O_DIRECT wants memory, offset and length at multiples of the file's `align`. Offsets must be so;
-// a block whose memory or length is not goes through an aligned buffer, and its tail is padded (a write pads the file
-// with zeros up to the next multiple). A buffered file has align 1.
+// [Note: Alignment] O_DIRECT wants memory, offset and length at multiples of the file's `align`.
+// Offsets must be so; a block whose memory or length is not goes through an aligned buffer, and its
+// tail is padded (a write pads the file with zeros up to the next multiple). A buffered file has
+// align 1.
 struct FileFacts {
   int fd;
   std::int64_t align;
@@ -78,10 +79,11 @@ class Engine {
 
   virtual void wake() = 0;  // transfers were queued
 
-  // A block's life. Under mutex_: `take` cuts the next one off the queue (false: nothing queued); `bounce` is an
-  // aligned buffer of block_bytes + 4096 for it. `settle` reads one answer of the kernel (bytes, or -errno): true when
-  // the block is over, false when the rest of it must be started again; a transfer that is over goes on `finished`.
-  // Not under mutex_: `fill` before a block's first start, `empty` before each settle, `tell` after the last.
+  // A block's life. Under mutex_: `take` cuts the next one off the queue (false: nothing queued);
+  // `bounce` is an aligned buffer of block_bytes + 4096 for it. `settle` reads one answer of the
+  // kernel (bytes, or -errno): true when the block is over, false when the rest of it must be
+  // started again; a transfer that is over goes on `finished`. Not under mutex_: `fill` before a
+  // block's first start, `empty` before each settle, `tell` after the last.
   bool take(Block* block, char* bounce);
   static void fill(const Block& block);
   static void empty(const Block& block, std::int64_t result);
@@ -111,7 +113,8 @@ class Engine {
 std::unique_ptr<Engine> make_uring_engine(const EngineOptions& options);
 std::unique_ptr<Engine> make_threads_engine(const EngineOptions& options);
 
-// An aligned mapping of the engine's own for bounce buffers; MADV_DONTFORK, because the kernel may write to it.
+// An aligned mapping of the engine's own for bounce buffers; MADV_DONTFORK, because the kernel may
+// write to it.
 class BounceBuffers {
  public:
   BounceBuffers(int count, std::int64_t block_bytes);

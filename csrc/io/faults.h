@@ -10,12 +10,13 @@
 
 namespace stow {
 
-// From the `after`-th block of that operation on (0 is the next one), for `times` blocks (-1: for ever).
+// From the `after`-th block of that operation on (0 is the next one), for `times` blocks (-1: for
+// ever).
 struct Fault {
   Op op;
   std::int64_t after;
   std::int64_t times;
-  int error;              // errno to answer with, without touching the disk; 0: none
+  int error;               // errno to answer with, without touching the disk; 0: none
   std::int64_t max_bytes;  // the block moves at most this many bytes; 0: no limit
   std::int64_t delay_us;   // before the block starts
 };

@@ -27,8 +27,9 @@ std::int64_t attempt(const Block& block, const FaultEffect& fault) {
 // A file that refuses O_DIRECT goes through the page cache; what was moved is not left there.
 void drop_cache(const Block& block) {
   if (block.op == Op::write) {
-    sync_file_range(block.fd, block.offset, block.length,
-                    SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+    sync_file_range(
+        block.fd, block.offset, block.length,
+        SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
   }
   posix_fadvise(block.fd, block.offset, block.length, POSIX_FADV_DONTNEED);
 }
@@ -91,7 +92,8 @@ class ThreadsEngine final : public Engine {
 }  // namespace
 
 std::unique_ptr<Engine> make_threads_engine(const EngineOptions& options) {
-  // Past eight a disk gains nothing from more threads here, and each costs a stack and a bounce buffer.
+  // Past eight a disk gains nothing from more threads here, and each costs a stack and a bounce
+  // buffer.
   return std::make_unique<ThreadsEngine>(options, std::min(options.depth, 8));
 }
 

@@ -7,8 +7,9 @@ namespace stow {
 
 enum class Op : std::uint8_t { read, write };
 
-// The caller owns a Transfer and keeps it, and the memory it names, until `done` has been called. `done` runs on a
-// thread of the engine after the completion queue was read; it must be short and must not submit.
+// The caller owns a Transfer and keeps it, and the memory it names, until `done` has been called.
+// `done` runs on a thread of the engine after the completion queue was read; it must be short and
+// must not submit.
 struct Transfer {
   int file = -1;
   Op op = Op::read;
@@ -18,7 +19,8 @@ struct Transfer {
   void (*done)(Transfer*) = nullptr;
   void* context = nullptr;
 
-  // What was found, valid in and after `done`. `error` is an errno; the first block that failed names its place.
+  // What was found, valid in and after `done`. `error` is an errno; the first block that failed
+  // names its place.
   int error = 0;
   std::int64_t error_offset = 0;
   std::int64_t error_length = 0;

@@ -1,7 +1,9 @@
-// The io_uring backend: raw system calls over the kernel's own header, one thread that owns the ring.
+// The io_uring backend: raw system calls over the kernel's own header, one thread that owns the
+// ring.
 //
-// [Note: The ring's thread] It alone touches the rings, so they need no lock. It sleeps in one place, io_uring_enter,
-// waiting for an answer; a read of an eventfd is always in flight, so that `wake` ends that sleep.
+// [Note: The ring's thread] It alone touches the rings, so they need no lock. It sleeps in one
+// place, io_uring_enter, waiting for an answer; a read of an eventfd is always in flight, so that
+// `wake` ends that sleep.
 #include <linux/io_uring.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -60,11 +62,12 @@ class Rings {
     return &sqes_[index];
   }
 
-  // Submits what was prepared and waits for at least one answer. Interruptions and a full completion queue are not
-  // errors: the caller reaps and comes again.
+  // Submits what was prepared and waits for at least one answer. Interruptions and a full
+  // completion queue are not errors: the caller reaps and comes again.
   void enter() {
     std::atomic_ref<unsigned>(*sq_tail_).store(sq_local_tail_, std::memory_order_release);
-    const long n = syscall(__NR_io_uring_enter, fd_, unsubmitted_, 1U, IORING_ENTER_GETEVENTS, nullptr, 0);
+    const long n =
+        syscall(__NR_io_uring_enter, fd_, unsubmitted_, 1U, IORING_ENTER_GETEVENTS, nullptr, 0);
     if (n >= 0) {
       unsubmitted_ -= static_cast<unsigned>(n);
     } else if (errno != EINTR && errno != EAGAIN && errno != EBUSY) {
@@ -85,7 +88,8 @@ class Rings {
 
  private:
   void map(const io_uring_params& params) {
-    if ((params.features & IORING_FEAT_SINGLE_MMAP) == 0) refuse(ENOSYS, "io_uring older than Linux 5.4");
+    if ((params.features & IORING_FEAT_SINGLE_MMAP) == 0)
+      refuse(ENOSYS, "io_uring older than Linux 5.4");
     const std::size_t sq_bytes = params.sq_off.array + params.sq_entries * sizeof(unsigned);
     const std::size_t cq_bytes = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
     ring_bytes_ = std::max(sq_bytes, cq_bytes);

@@ -25,6 +25,9 @@ def seven_streams(p: int, g: int, m: int, v: int, n: int) -> None: ...
 
 def mixed_streams(p16: int, g16: int, w: int, m: int, v: int, n: int) -> None: ...
 
+def direct_alignment(fd: int) -> int:
+    """bytes; 0 where it is not told"""
+
 def fallocate(fd: int, length: int) -> int:
     """errno, or 0"""
 

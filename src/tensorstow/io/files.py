@@ -3,6 +3,7 @@
 import errno as codes
 import fcntl
 import logging
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,6 +153,7 @@ def accepts_direct(directory: Path) -> bool:
     """Return whether files in ``directory`` can bypass the page cache."""
     fd = _open_unnamed(directory)
     try:
+        os.ftruncate(fd, ALIGN)
         return _go_direct(fd)
     finally:
         os.close(fd)
@@ -206,9 +208,24 @@ def _reserve(fd: int, directory: Path, nbytes: int) -> None:
 
 
 def _go_direct(fd: int) -> bool:
-    """Switch ``fd`` to O_DIRECT; return False where the filesystem refuses."""
+    """Switch ``fd`` to O_DIRECT; return False where that does not work with ALIGN.
+
+    Some filesystems take the flag and refuse the transfer, so a block is moved when there is one.
+    """
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-    except OSError:
-        return False
-    return True
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        if _native.direct_alignment(fd) <= ALIGN and _moves_a_block(fd):
+            return True
+    except OSError as error:
+        if error.errno not in {codes.EINVAL, codes.EOPNOTSUPP}:
+            raise
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return False
+
+
+def _moves_a_block(fd: int) -> bool:
+    if os.fstat(fd).st_size < ALIGN:
+        return True  # an empty file has no block to try
+    with mmap.mmap(-1, ALIGN) as block:
+        return os.pwritev(fd, [block], 0) == ALIGN and os.preadv(fd, [block], 0) == ALIGN
