@@ -1,0 +1,100 @@
+"""report.html: verdict, table, pictures and the event log on one page that needs nothing else."""
+
+import base64
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple
+
+from tensorstow.cli.demo.palette import SPAN_COLORS, SPAN_INKS
+from tensorstow.cli.demo.result import COMPUTE, DISK_LANES, RowResult, Span, by_key
+from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.table import sections
+from tensorstow.cli.demo.timeline import shown_step
+from tensorstow.cli.demo.verdict import Verdict
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+_LANES = (COMPUTE, *DISK_LANES)
+
+
+class Pictures(NamedTuple):
+    """The two pictures as PNG."""
+
+    timeline: bytes
+    memory: bytes
+
+
+def compose(
+    results: Sequence[RowResult], heading: str, verdict: Verdict, pictures: Pictures, lines: str
+) -> str:
+    """Return the page; ``lines`` are the ones to put in one's own script."""
+    template = Template(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.substitute(
+        heading=escape(heading),
+        outcome="equal" if verdict.is_equal else "different",
+        verdict=escape(str(verdict)),
+        table=_table(results),
+        memory=_base64(pictures.memory),
+        timeline=_base64(pictures.timeline),
+        lines=escape(lines.strip()),
+        log=json.dumps(_log(results), separators=(",", ":")).replace("</", "<\\/"),
+    )
+
+
+def _base64(picture: bytes) -> str:
+    return base64.b64encode(picture).decode("ascii")
+
+
+def _table(results: Sequence[RowResult]) -> str:
+    heads = "".join(f"<th>{escape(row.title)}</th>" for row in ROWS)
+    parts = [f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>"]
+    for section in sections(results):
+        title = f'<th colspan="{len(ROWS) + 1}">{escape(section.title)}</th>'
+        parts.append(f'<tr class="title">{title}</tr>')
+        for line in section.lines:
+            cells = "".join(f"<td>{escape(cell)}</td>" for cell in line.cells)
+            parts.append(f"<tr><th>{escape(line.label)}</th>{cells}</tr>")
+    return "\n".join([*parts, "</tbody></table>"])
+
+
+def _log(results: Sequence[RowResult]) -> dict[str, Any]:
+    """Return what the page's script draws."""
+    known = by_key(results)
+    step = shown_step(results)
+    shown = [known[row.key].step_span(step) for row in ROWS if row.is_offloaded]
+    begin, end = min(s.start for s in shown), max(s.stop for s in shown)
+    last = ROWS[-1]
+    call = known[last.key].optimizer_span(step)
+    margin = 0.1 * call.seconds
+    whole = (0.0, 1.01 * max(span.stop for result in results for span in result.spans))
+    return {
+        "rows": [{"title": row.name, "lanes": _lanes(known[row.key])} for row in ROWS],
+        "colors": SPAN_COLORS,
+        "inks": SPAN_INKS,
+        "whole": whole,
+        "views": [
+            ("whole run", *whole),
+            (f"step {step + 1}", begin, end),
+            (f"opt.step() of {last.name}", call.start - margin, call.stop + 2 * margin),
+        ],
+    }
+
+
+def _lanes(result: RowResult) -> list[dict[str, Any]]:
+    return [
+        {"name": lane, "spans": [_span(span) for span in spans]}
+        for lane in _LANES
+        if (spans := result.lane(lane))
+    ]
+
+
+def _span(span: Span) -> dict[str, Any]:
+    return {
+        "name": span.name,
+        "start": round(span.start, 6),
+        "stop": round(span.stop, 6),
+        "chunk": span.chunk,
+        "nbytes": span.nbytes,
+    }

@@ -1,0 +1,135 @@
+"""What one row hands back: losses, spans of time, memory; and the figures that follow from it."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Self
+
+from tensorstow.optim.layout import StateMemory
+
+COMPUTE = "compute"
+DISK_LANES = ("read", "update", "write")
+OPTIMIZER = "opt.step"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a lane did between two times, in seconds since the first step began."""
+
+    lane: str
+    name: str
+    start: float
+    stop: float
+    step: int = -1
+    """Of the training loop; -1 for what belongs to no step."""
+    chunk: int = -1
+    nbytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it took."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The resident memory of the process at one time."""
+
+    time: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """Everything that is known about one row."""
+
+    key: str
+    parameters: int
+    losses: tuple[float, ...]
+    checksum: str
+    """SHA-256 over the names and bytes of all final parameters."""
+    spans: tuple[Span, ...]
+    rss: tuple[Sample, ...]
+    peak_rss_bytes: int
+    end_rss_bytes: int
+    predicted: StateMemory
+    measured: StateMemory
+    allocated_file_bytes: int
+    """What the filesystem says that the scratch files take."""
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def lane(self, lane: str) -> list[Span]:
+        """Return the spans of one lane."""
+        return [span for span in self.spans if span.lane == lane]
+
+    def step_span(self, step: int) -> Span:
+        """Return the whole of one training step."""
+        parts = [s for s in self.lane(COMPUTE) if s.step == step]
+        start, stop = min(s.start for s in parts), max(s.stop for s in parts)
+        return Span(COMPUTE, f"step {step + 1}", start, stop, step)
+
+    def optimizer_span(self, step: int) -> Span:
+        """Return the call of ``opt.step()`` in one training step."""
+        return next(s for s in self.lane(COMPUTE) if s.name == OPTIMIZER and s.step == step)
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Return the time of each training step."""
+        return [self.step_span(step).seconds for step in range(len(self.losses))]
+
+    @property
+    def optimizer_seconds(self) -> list[float]:
+        """Return the time of each call of ``opt.step()``."""
+        return [s.seconds for s in self.lane(COMPUTE) if s.name == OPTIMIZER]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Return the bytes read and written."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def bytes_inside(self) -> float:
+        """Return the bytes that moved during ``opt.step()``: a transfer counts by its overlap."""
+        calls = [s for s in self.lane(COMPUTE) if s.name == OPTIMIZER]
+        transfers = [*self.lane("read"), *self.lane("write")]
+        return sum(t.nbytes * _overlap(t, call) for t in transfers for call in calls)
+
+    @property
+    def step_bandwidth(self) -> float:
+        """Return bytes per second that moved during ``opt.step()``."""
+        return self.bytes_inside / sum(self.optimizer_seconds)
+
+    def to_json(self) -> str:
+        """Return it as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return what ``to_json`` wrote, floats to the last bit."""
+        plain: dict[str, Any] = json.loads(text)
+        plain["losses"] = tuple(plain["losses"])
+        plain["spans"] = tuple(Span(**span) for span in plain["spans"])
+        plain["rss"] = tuple(Sample(**sample) for sample in plain["rss"])
+        plain["predicted"] = StateMemory(**plain["predicted"])
+        plain["measured"] = StateMemory(**plain["measured"])
+        return cls(**plain)
+
+
+def steady(values: Sequence[float]) -> float | None:
+    """Return the median of all but the first value; None where there is no other."""
+    return median(values[1:]) if len(values) > 1 else None
+
+
+def by_key(results: Iterable[RowResult]) -> dict[str, RowResult]:
+    """Return the results by the key of their rows."""
+    return {result.key: result for result in results}
+
+
+def _overlap(span: Span, window: Span) -> float:
+    """Return the share of ``span`` that lies in ``window``."""
+    if span.seconds <= 0:
+        return float(window.start <= span.start < window.stop)
+    shared = min(span.stop, window.stop) - max(span.start, window.start)
+    return max(0.0, shared) / span.seconds

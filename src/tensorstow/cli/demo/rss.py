@@ -1,0 +1,67 @@
+"""The resident memory of this process: now, at its highest, and sampled over time."""
+
+import ctypes
+import mmap
+import re
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+SAMPLES_PER_SECOND = 20
+
+_STATM = Path("/proc/self/statm")
+_STATUS = Path("/proc/self/status")
+
+
+def resident_bytes() -> int:
+    """Return what this process has in memory now."""
+    return int(_STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+def peak_bytes() -> int | None:
+    """Return the most it ever had, or None where the kernel does not keep that.
+
+    Not getrusage(): its figure starts from that of the process that did the exec.
+    """
+    match = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text(encoding="utf-8", errors="replace"))
+    return int(match[1]) * 1024 if match else None
+
+
+def return_freed_memory() -> None:
+    """Let the C library give back what was freed, so that the rest is what is really held."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
+
+
+class RssCurve:
+    """Samples the resident memory from a thread while the block runs."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, int]] = []
+        """(time.monotonic(), bytes) pairs."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="rss", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Start sampling."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """Stop, with a last sample."""
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        over = False
+        while not over:
+            over = self._stop.wait(1 / SAMPLES_PER_SECOND if self.samples else 0)
+            self.samples.append((time.monotonic(), resident_bytes()))

@@ -1,0 +1,139 @@
+"""timeline.png: what computing and the disk did, when, for each row with states on disk."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tensorstow.cli.demo.palette import FAINT, GRID, INK, SPAN_COLORS, SPAN_INKS
+from tensorstow.cli.demo.result import COMPUTE, DISK_LANES, RowResult, Span, by_key
+from tensorstow.cli.demo.rows import ROWS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LANES = (COMPUTE, *DISK_LANES)
+_BAR = 0.78
+_NAMED = 0.12
+"""Bars that fill this much of a panel have their name in them."""
+_OFFLOADED = [row for row in ROWS if row.is_offloaded]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a panel shows: from ``start`` to ``stop``, in seconds after ``zero``."""
+
+    zero: float
+    start: float
+    stop: float
+    scale: float
+    """Units of the panel's axis per second."""
+
+    @property
+    def width(self) -> float:
+        """Return the length of the panel's axis."""
+        return (self.stop - self.start) * self.scale
+
+    def visible(self, spans: Sequence[Span]) -> list[Span]:
+        """Return the parts of ``spans`` that show, on the panel's axis."""
+        cut = [
+            (max(s.start - self.zero, self.start), min(s.stop - self.zero, self.stop), s)
+            for s in spans
+        ]
+        return [
+            replace(span, start=start * self.scale, stop=stop * self.scale)
+            for start, stop, span in cut
+            if start < stop
+        ]
+
+
+def draw(results: Sequence[RowResult]) -> bytes:
+    """Return the picture as PNG: on the left one training step, on the right its opt.step()."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  # the demo extra
+
+    known = by_key(results)
+    shown = shown_step(results)
+    figure = Figure(figsize=(13, 8.4), dpi=150, layout="constrained")
+    axes = figure.subplots(len(_OFFLOADED), 2, sharex="col", squeeze=False, width_ratios=(1, 1.15))
+    longest_step = max(known[row.key].step_span(shown).seconds for row in _OFFLOADED)
+    longest_call = max(known[row.key].optimizer_span(shown).seconds for row in _OFFLOADED)
+    for (whole, close), row in zip(axes, _OFFLOADED, strict=True):
+        result = known[row.key]
+        begin, call = result.step_span(shown).start, result.optimizer_span(shown)
+        _lanes(whole, result, View(begin, -0.01 * longest_step, 1.08 * longest_step, 1.0))
+        whole.set_title(row.title.split("\n")[-1], loc="left", fontweight="bold", color=INK)
+        _lanes(close, result, View(call.start, -0.12 * longest_call, 1.18 * longest_call, 1e3))
+        close.set_title(f"opt.step() takes {call.seconds * 1e3:,.0f} ms", loc="left", color=INK)
+        for moment in (0.0, call.seconds * 1e3):
+            close.axvline(moment, color=INK, linewidth=0.8, linestyle=(0, (3, 3)))
+    count = len(results[0].losses)
+    axes[-1][0].set_xlabel(f"seconds since step {shown + 1} of {count} began", color=INK)
+    axes[-1][1].set_xlabel("milliseconds since opt.step() was called", color=INK)
+    figure.suptitle(
+        "Optimizer states on disk: one training step, and its opt.step() up close",
+        fontsize=14,
+        fontweight="bold",
+        color=INK,
+    )
+    target = io.BytesIO()
+    figure.savefig(target, format="png")
+    return target.getvalue()
+
+
+def shown_step(results: Sequence[RowResult]) -> int:
+    """Return a step that reads what the one before has written, and that another follows."""
+    return min(1, len(results[0].losses) - 1)
+
+
+def stack(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+    """Give each span the first level where nothing that started before it is still running."""
+    free: list[float] = []
+    placed = []
+    for span in sorted(spans, key=lambda s: (s.start, s.stop)):
+        level = next((i for i, stop in enumerate(free) if stop <= span.start), len(free))
+        free[level : level + 1] = [span.stop]
+        placed.append((span, level))
+    return placed
+
+
+def _lanes(axes: "Axes", result: RowResult, view: View) -> None:
+    """Draw all lanes as far as ``view`` shows them."""
+    for number, lane in enumerate(LANES):
+        placed = stack(view.visible(result.lane(lane)))
+        height = _BAR / (1 + max((level for _, level in placed), default=0))
+        bars: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for span, level in placed:
+            bars.setdefault((span.name, level), []).append((span.start, span.seconds))
+            if span.name in SPAN_INKS and span.seconds > _NAMED * view.width:
+                _name_bar(axes, span, number)
+        for (name, level), extents in bars.items():
+            # An edge of its own colour keeps bars visible that are narrower than a pixel.
+            axes.broken_barh(
+                extents,
+                (number - _BAR / 2 + level * height, height * 0.94),
+                facecolors=SPAN_COLORS[name],
+                edgecolors=SPAN_COLORS[name],
+                linewidth=0.3,
+            )
+    axes.set_xlim(view.start * view.scale, view.stop * view.scale)
+    axes.set_ylim(len(LANES) - 0.45, -0.55)
+    axes.set_yticks(range(len(LANES)), LANES, color=INK)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", colors=FAINT, labelcolor=INK)
+    axes.grid(axis="x", color=GRID)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+
+
+def _name_bar(axes: "Axes", span: Span, number: int) -> None:
+    axes.text(
+        span.start + span.seconds / 2,
+        number,
+        span.name,
+        ha="center",
+        va="center",
+        fontsize=9,
+        color=SPAN_INKS[span.name],
+    )

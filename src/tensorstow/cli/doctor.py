@@ -1,0 +1,210 @@
+"""`tensorstow doctor`: what this machine gives, and why not more."""
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tensorstow.base.cores import affinity_cores, local_ranks, quota_cores, usable_cores
+from tensorstow.base.directories import check_directory, default_candidates, inspect_directory
+from tensorstow.base.errors import DirectoryError
+from tensorstow.base.sizes import format_bytes
+from tensorstow.io.engine import BACKENDS, choose_backend, probe_backend
+from tensorstow.io.files import accepts_direct
+from tensorstow.optim.kernels import prepare_kernels
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_LABEL_COLUMNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryReport:
+    """What was found out about one directory."""
+
+    path: str
+    named_by_user: bool
+    objection: str | None
+    """Why states cannot live there; None where they can."""
+    filesystem: str | None = None
+    device: str | None = None
+    free_bytes: int | None = None
+    takes_direct_io: bool | None = None
+    """Transfers bypass the page cache; None where it could not be tried."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument(
+        "--directory",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="look at this directory too; may be given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the command; return its exit status: 1 where a named directory cannot hold states."""
+    facts = examine(given.directory)
+    if given.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print_facts(facts)
+    return int(any(d["named_by_user"] and d["objection"] for d in facts["directories"]))
+
+
+def examine(named: list[str]) -> dict[str, Any]:
+    """Return everything that the command prints, as plain values."""
+    directories = [*((Path(d), True) for d in named), *((c, False) for c in default_candidates())]
+    kernels = prepare_kernels()
+    return {
+        "versions": {
+            "tensorstow": version("tensorstow"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "linux": platform.release(),
+        },
+        "accelerator": _accelerator(),
+        "kernel": {"isa": kernels.isa, "supported": list(reversed(kernels.supported))},
+        "threads": {
+            "update": kernels.threads,
+            "usable_cores": usable_cores(),
+            "affinity_cores": affinity_cores(),
+            "quota_cores": quota_cores(),
+            "local_ranks": local_ranks(os.environ),
+        },
+        "io": _backends(),
+        "memlock_bytes": _memlock(),
+        "transparent_huge_pages": huge_pages(),
+        "directories": [
+            asdict(look_at(path, named_by_user=mine)) for path, mine in _distinct(directories)
+        ],
+    }
+
+
+def look_at(path: Path, *, named_by_user: bool) -> DirectoryReport:
+    """Find out about one directory; what is wrong with it becomes its objection."""
+    try:
+        facts = inspect_directory(path)
+    except DirectoryError as error:
+        return DirectoryReport(str(path), named_by_user, str(error))
+    objection, direct = None, None
+    try:
+        check_directory(path)
+    except DirectoryError as error:
+        objection = str(error)
+    if facts.is_writable:
+        direct = accepts_direct(facts.path)
+    return DirectoryReport(
+        path=str(facts.path),
+        named_by_user=named_by_user,
+        objection=objection,
+        filesystem=facts.filesystem,
+        device=facts.device,
+        free_bytes=facts.free_bytes,
+        takes_direct_io=direct,
+    )
+
+
+def huge_pages(setting: Path = _HUGE_PAGES) -> str | None:
+    """Return the system's choice (always, madvise, never), or None where it has none."""
+    try:
+        match = re.search(r"\[(\w+)\]", setting.read_text(encoding="ascii"))
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def _distinct(candidates: list[tuple[Path, bool]]) -> list[tuple[Path, bool]]:
+    """Drop directories that are named before."""
+    first: dict[Path, tuple[Path, bool]] = {}
+    for path, mine in candidates:
+        first.setdefault(path.expanduser().resolve(), (path, mine))
+    return list(first.values())
+
+
+def _backends() -> dict[str, Any]:
+    try:
+        chosen = choose_backend().name
+    except OSError:  # each one's reason is in what was probed
+        chosen = None
+    return {
+        "backend": chosen,
+        "asked_for": os.environ.get("TENSORSTOW_IO") or None,
+        "probed": {name: probe_backend(name) for name in BACKENDS},
+    }
+
+
+def _accelerator() -> str | None:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else f"{torch.accelerator.device_count()} x {device.type}"
+
+
+def _memlock() -> dict[str, int | None]:
+    soft, hard = (
+        None if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    )
+    return {"soft": soft, "hard": hard}
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    console = Console()
+    for label, text in _lines(facts):
+        console.print(f"[bold]{label:<{_LABEL_COLUMNS}}[/]", end="")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print("\n[bold]directories for scratch files[/]")
+    for report in facts["directories"]:
+        good = report["objection"] is None
+        console.print("  [green]yes[/] " if good else "  [red]no[/]  ", end="")
+        console.print(_describe(report), highlight=False, markup=False, soft_wrap=True)
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    kernel, threads, io, lock = (facts[k] for k in ("kernel", "threads", "io", "memlock_bytes"))
+    (_, own), *others = facts["versions"].items()
+    quota = "none" if threads["quota_cores"] is None else f"{threads['quota_cores']:g} cores"
+    why = (
+        f"affinity {threads['affinity_cores']} cores, cgroup quota {quota},"
+        f" ranks on this machine {threads['local_ranks']}"
+    )
+    probed = (
+        f"{n} {'works' if why is None else f'does not: {why}'}" for n, why in io["probed"].items()
+    )
+    asked = f" (asked for {io['asked_for']} in $TENSORSTOW_IO)" if io["asked_for"] else ""
+    pages = facts["transparent_huge_pages"]
+    advice = {"never": " (our buffers get small pages: more TLB misses)", None: " (not offered)"}
+    return [
+        ("tensorstow", f"{own}, " + ", ".join(f"{name} {number}" for name, number in others)),
+        ("accelerator", facts["accelerator"] or "none that torch can use"),
+        ("CPU kernel", f"{kernel['isa']} (this CPU runs {', '.join(kernel['supported'])})"),
+        ("threads", f"{threads['update']} ({why})"),
+        ("I/O backend", f"{io['backend'] or 'none works'}{asked}; probed: {', '.join(probed)}"),
+        ("memlock", f"{_limit(lock['soft'])} (at most {_limit(lock['hard'])}; `ulimit -l`)"),
+        ("huge pages", f"{pages or 'none'}{advice.get(pages, ' (our buffers use them)')}"),
+    ]
+
+
+def _limit(nbytes: int | None) -> str:
+    return "unlimited" if nbytes is None else format_bytes(nbytes)
+
+
+def _describe(report: dict[str, Any]) -> str:
+    if report["filesystem"] is None:
+        return str(report["objection"])
+    direct = {True: "O_DIRECT", False: "no O_DIRECT: through the page cache", None: "not writable"}
+    facts = (
+        f"{report['path']}  {report['filesystem']} on {report['device']},"
+        f" {format_bytes(report['free_bytes'])} free, {direct[report['takes_direct_io']]}"
+    )
+    return facts if report["objection"] is None else f"{facts}\n      {report['objection']}"

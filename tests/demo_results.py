@@ -1,0 +1,51 @@
+"""Made-up results of every row of the demo, for tests of what is made of them."""
+
+from dataclasses import replace
+
+from tensorstow.cli.demo.result import COMPUTE, OPTIMIZER, RowResult, Sample, Span
+from tensorstow.cli.demo.rows import ROWS, Row
+from tensorstow.optim.layout import StateMemory
+
+PARTS = (("forward", 0.0, 1.0), ("backward", 1.0, 3.0), (OPTIMIZER, 3.0, 3.5))
+STEP_SECONDS = 4.0
+MIB = 1 << 20
+
+
+def make_results(steps: int = 3) -> list[RowResult]:
+    return [make_result(row, steps) for row in ROWS]
+
+
+def make_result(row: Row, steps: int = 3) -> RowResult:
+    spans = []
+    for step in range(steps):
+        zero = STEP_SECONDS * step
+        spans += [Span(COMPUTE, name, zero + a, zero + b, step) for name, a, b in PARTS]
+        if row.is_offloaded:
+            # Half of the first read is before opt.step(), half of the last write behind it.
+            spans.append(Span("read", "read", zero + 2.9, zero + 3.1, chunk=0, nbytes=MIB))
+            spans.append(Span("read", "read", zero + 3.0, zero + 3.2, chunk=1, nbytes=MIB))
+            spans.append(Span("update", "update", zero + 3.2, zero + 3.3, chunk=0))
+            spans.append(Span("write", "write", zero + 3.4, zero + 3.6, chunk=0, nbytes=MIB))
+            spans.append(Span("wait", "wait", zero + 3.0, zero + 3.5))
+    memory = StateMemory(MIB, MIB, 0, 0, 0)
+    if row.is_offloaded:
+        memory = StateMemory(MIB, 0, MIB, MIB, MIB)
+    return RowResult(
+        key=row.key,
+        parameters=MIB // 8,
+        losses=tuple(10.9 + 0.01 * step for step in range(steps)),
+        checksum="1" * 64 if row.optimizer == "tensorstow" else "2" * 64,
+        spans=tuple(spans),
+        rss=tuple(Sample(0.05 * i, (100 + i) * MIB) for i in range(20 * steps)),
+        peak_rss_bytes=200 * MIB,
+        end_rss_bytes=90 * MIB if row.is_offloaded else 120 * MIB,
+        predicted=memory,
+        measured=memory,
+        allocated_file_bytes=memory.file_bytes,
+        bytes_read=2 * MIB * steps if row.is_offloaded else 0,
+        bytes_written=MIB * steps if row.is_offloaded else 0,
+    )
+
+
+def spoil(results: list[RowResult], key: str, **changes: object) -> list[RowResult]:
+    return [replace(r, **changes) if r.key == key else r for r in results]

@@ -1,0 +1,92 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tensorstow.cli import doctor
+from tensorstow.cli.main import main
+from tensorstow.io import engine
+
+SHM = Path("/dev/shm")
+
+
+def test_everything_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--directory", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for label in ("tensorstow", "accelerator", "CPU kernel", "threads", "I/O backend", "memlock"):
+        assert f"\n{label}" in f"\n{printed}"
+    assert str(tmp_path) in printed
+    assert "O_DIRECT" in printed
+
+
+def test_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--directory", str(tmp_path)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kernel"]["isa"] == facts["kernel"]["supported"][0]
+    assert facts["threads"]["update"] >= 1
+    assert set(facts["io"]["probed"]) == set(engine.BACKENDS)
+    assert facts["io"]["probed"][facts["io"]["backend"]] is None
+    mine = facts["directories"][0]
+    assert mine["path"] == str(tmp_path.resolve())
+    assert mine["named_by_user"]
+    assert mine["objection"] is None
+    assert mine["free_bytes"] > 0
+    assert mine["takes_direct_io"] in {True, False}
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="no /dev/shm here")
+def test_memory_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--directory", str(SHM)]) == 1
+    assert "stays in RAM" in capsys.readouterr().out
+
+
+def test_a_missing_directory_is_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--directory", str(tmp_path / "gone")]) == 1
+    assert "does not exist" in capsys.readouterr().out
+
+
+def test_why_not_the_better_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(name: str, _directory: Path | None = None) -> str | None:
+        return "io_uring is forbidden here (EPERM)" if name == "uring" else None
+
+    monkeypatch.setattr(engine, "probe_backend", probe)
+    monkeypatch.setattr(doctor, "probe_backend", probe)
+    engine._probe_all.cache_clear()
+    try:
+        facts = doctor.examine([])
+    finally:
+        engine._probe_all.cache_clear()
+    line = dict(doctor._lines(facts))["I/O backend"]
+    assert (
+        line == "threads; probed: uring does not: io_uring is forbidden here (EPERM), threads works"
+    )
+
+
+def test_directories_are_listed_once(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    facts = doctor.examine([str(tmp_path), str(link)])
+    paths = [d["path"] for d in facts["directories"]]
+    assert len(paths) == len(set(paths))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("always [madvise] never\n", "madvise"), ("nothing", None), (None, None)]
+)
+def test_huge_pages(text: str | None, found: str | None, tmp_path: Path) -> None:
+    setting = tmp_path / "enabled"
+    if text is not None:
+        setting.write_text(text)
+    assert doctor.huge_pages(setting) == found
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    report = doctor.look_at(tmp_path, named_by_user=True)
+    tmp_path.chmod(0o700)
+    assert report.takes_direct_io is None
+    assert report.objection

@@ -1,0 +1,40 @@
+import pytest
+
+from demo_results import MIB, make_result, make_results
+from tensorstow.cli.demo.result import RowResult, Span, by_key, steady
+from tensorstow.cli.demo.rows import ROWS
+
+FULL = make_result(ROWS[-1])
+
+
+def test_a_line_of_json_brings_everything_back() -> None:
+    assert RowResult.from_json(FULL.to_json()) == FULL
+    assert "\n" not in FULL.to_json()
+
+
+def test_losses_survive_to_the_last_bit() -> None:
+    losses = tuple(RowResult.from_json(FULL.to_json()).losses)
+    assert [x.hex() for x in losses] == [x.hex() for x in FULL.losses]
+
+
+def test_times_of_steps() -> None:
+    assert FULL.step_seconds == pytest.approx([3.5] * 3)
+    assert FULL.optimizer_seconds == pytest.approx([0.5] * 3)
+    assert FULL.step_span(1) == Span("compute", "step 2", 4.0, 7.5, 1)
+    assert FULL.optimizer_span(2).start == 11.0
+
+
+def test_a_transfer_counts_inside_by_its_overlap() -> None:
+    # Per step: half of a read, a whole read, half of a write.
+    assert FULL.bytes_inside == pytest.approx(3 * 2 * MIB)
+    assert FULL.moved_bytes == 9 * MIB
+    assert FULL.step_bandwidth == pytest.approx(2 * MIB / 0.5)
+
+
+def test_steady_leaves_the_first_out() -> None:
+    assert steady([9.0, 1.0, 2.0, 3.0]) == 2.0
+    assert steady([9.0]) is None
+
+
+def test_results_are_found_by_key() -> None:
+    assert list(by_key(make_results())) == [row.key for row in ROWS]

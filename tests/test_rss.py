@@ -1,0 +1,30 @@
+import itertools
+import mmap
+import time
+
+from tensorstow.cli.demo.rss import RssCurve, peak_bytes, resident_bytes, return_freed_memory
+
+SIZE = 64 << 20
+
+
+def test_touched_memory_is_seen_now_and_at_the_peak() -> None:
+    before = resident_bytes()
+    with mmap.mmap(-1, SIZE) as memory:
+        for offset in range(0, SIZE, mmap.PAGESIZE):
+            memory[offset] = 1
+        assert resident_bytes() - before > 0.9 * SIZE
+    peak = peak_bytes()
+    assert peak is None or peak >= before + 0.9 * SIZE
+    return_freed_memory()
+    assert resident_bytes() - before < 0.5 * SIZE
+
+
+def test_the_curve_is_sampled_while_the_block_runs() -> None:
+    start = time.monotonic()
+    with RssCurve() as curve:
+        time.sleep(0.3)
+    times = [moment for moment, _ in curve.samples]
+    assert len(times) >= 3
+    assert start <= times[0]
+    assert all(a < b for a, b in itertools.pairwise(times))
+    assert all(nbytes > 0 for _, nbytes in curve.samples)

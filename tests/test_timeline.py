@@ -1,0 +1,34 @@
+import struct
+
+import pytest
+
+from demo_results import make_results
+from tensorstow.cli.demo.result import Span
+from tensorstow.cli.demo.timeline import View, draw, shown_step, stack
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_it_is_a_large_png(steps: int) -> None:
+    picture = draw(make_results(steps))
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", picture[16:24])
+    assert width >= 1600
+    assert height >= 1000
+
+
+def test_the_second_step_is_shown_where_there_is_one() -> None:
+    assert [shown_step(make_results(n)) for n in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_overlapping_spans_get_levels_of_their_own() -> None:
+    spans = [Span("read", "read", a, b) for a, b in ((0, 4), (1, 2), (2, 3), (3.5, 5), (4, 6))]
+    assert [level for _, level in stack(spans)] == [0, 1, 1, 1, 0]
+
+
+def test_a_view_cuts_what_it_does_not_show() -> None:
+    view = View(zero=10.0, start=-1.0, stop=2.0, scale=1e3)
+    spans = [Span("read", "read", a, b) for a, b in ((8, 9), (8.5, 9.5), (11, 13), (12, 14))]
+    assert [(s.start, s.stop) for s in view.visible(spans)] == [(-1000, -500), (1000, 2000)]
+    assert view.width == 3000
