@@ -251,6 +251,7 @@ def test_exchanged_parameters_are_taken_up(tmp_path: Path) -> None:
     plain = model()
     train(plain, AdamW(plain.parameters()), 2)
     assert same(other, plain)
+    assert opt.memory().logical_bytes == 8 * sum(p.numel() for p in other.parameters())
 
 
 def test_schedulers_and_tensor_lr_reach_the_kernel(tmp_path: Path) -> None:

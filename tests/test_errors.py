@@ -14,6 +14,7 @@ BUILTINS = {
     "BudgetError": ValueError,
     "DirectoryError": OSError,
     "TransferError": OSError,
+    "BackendError": OSError,
     "ForkError": RuntimeError,
     "PoisonedError": RuntimeError,
 }

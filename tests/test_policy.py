@@ -17,3 +17,8 @@ def test_chunks_are_whole_lanes(elements: int) -> None:
 def test_an_unknown_schedule_is_named() -> None:
     with pytest.raises(OptionError, match="pipelined"):
         PipelinePolicy(schedule="fast")  # type: ignore[arg-type]
+
+
+def test_only_the_naive_schedule_holds_one_chunk_at_a_time() -> None:
+    assert PipelinePolicy(schedule="naive").most_slots == 1
+    assert PipelinePolicy().most_slots is None

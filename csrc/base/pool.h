@@ -21,8 +21,8 @@ class Pool {
   void resize(int threads);
 
   // Calls body(block) once for every block in [0, blocks), on the pool's threads and the calling
-  // one; returns when all have returned. Blocks are handed out in order. Concurrent callers take
-  // turns, so the body must not call `run` on the same pool; it must not throw either.
+  // one, neighbours mostly on the same thread; returns when all have returned. Concurrent callers
+  // take turns, so the body must not call `run` on the same pool; it must not throw either.
   void run(std::int64_t blocks, const std::function<void(std::int64_t)>& body);
 
  private:

@@ -8,6 +8,7 @@
     ├── BudgetError (ValueError)     a budget too small for what was asked
     ├── DirectoryError (OSError)     a directory that is missing, read-only, full or in RAM
     ├── TransferError (OSError)      a read or write that the system refused
+    ├── BackendError (OSError)       no way of doing I/O works here
     ├── ForkError (RuntimeError)     an object used in a process that inherited it by fork
     └── PoisonedError (RuntimeError) an object used after a failure that left it half done
 
@@ -64,6 +65,10 @@ class BudgetError(StowError, ValueError):
 
 class DirectoryError(StowError, OSError):
     """A directory is missing, read-only, full, or held in RAM."""
+
+
+class BackendError(StowError, OSError):
+    """No I/O backend works on this machine."""
 
 
 class ForkError(StowError, RuntimeError):

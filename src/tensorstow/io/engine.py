@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tensorstow import _native
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import BackendError, OptionError
 
 logger = logging.getLogger("tensorstow")
 
@@ -92,8 +92,9 @@ def _probe_all(wanted: str | None) -> BackendChoice:
         if reason is None:
             return BackendChoice(name, tuple(refused))
         refused.append((name, reason))
-    message = "No I/O backend works here: " + "; ".join(f"{n}: {why}" for n, why in refused)
-    raise OSError(codes.ENOSYS, message)
+    reasons = "; ".join(f"{name}: {why}" for name, why in refused)
+    message = f"An I/O backend was asked for and none works here ({reasons}). Free that up first."
+    raise BackendError(message)
 
 
 def _round_trip(name: str, fd: int) -> str | None:

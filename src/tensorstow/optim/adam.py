@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
@@ -22,6 +23,18 @@ from tensorstow.optim.states import Placement, StateStore
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
 _NO_STEP = StepRow()
+
+
+@dataclass(slots=True)
+class _Member:
+    """A parameter whose states we keep."""
+
+    parameter: torch.Tensor
+    number: int
+    """Its name in the store."""
+    family: Family
+    version: int | None = None
+    """Its version counter after our last update; another one means that someone else wrote it."""
 
 
 class StowedAdam(Optimizer):
@@ -49,9 +62,9 @@ class StowedAdam(Optimizer):
         self._placement = placement
         self._policy = policy or PipelinePolicy()
         self._store: StateStore | None = None
-        self._numbers: dict[torch.Tensor, int] = {}
-        self._families: list[Family] = []
-        self._versions: list[int | None] = []
+        # By id: hashing a tensor is a call into Python, a hundred times a step. Members hold the
+        # parameters, so no id is used twice.
+        self._members: dict[int, _Member] = {}
         self._hooks: list[Any] = []
         self._clip_factor = 1.0
         super().__init__(params, defaults)
@@ -224,15 +237,16 @@ class StowedAdam(Optimizer):
     def _attach(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give states to ``parameters`` that have none yet."""
         amsgrad = {p: bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
-        new = [p for p in parameters if p not in self._numbers and self._takes(p)]
-        if not new and self._numbers:
+        new = [p for p in parameters if id(p) not in self._members and self._takes(p)]
+        if not new and self._members:
             return
+        if self._members and self._members.keys().isdisjoint(id(p) for p in self._parameters()):
+            self._renew()  # every parameter was exchanged for another, as accelerate does
         families = [Family(p.dtype, amsgrad[p]) for p in new]
         store = self._states()
         numbers = store.extend([p.numel() for p in new], families)
-        self._numbers.update(zip(new, numbers, strict=True))
-        self._families += families
-        self._versions += [None] * len(new)
+        for parameter, number, family in zip(new, numbers, families, strict=True):
+            self._members[id(parameter)] = _Member(parameter, number, family)
         if self._placement.disk_fraction > 0:
             reads = weakref.WeakMethod(store.pipeline.prefetch)
 
@@ -245,6 +259,12 @@ class StowedAdam(Optimizer):
                 p.register_post_accumulate_grad_hook(start_reading)  # type: ignore[no-untyped-call]
                 for p in new
             ]
+
+    def _renew(self) -> None:
+        """Drop all states and begin with an empty store in the same place."""
+        self.close()
+        self._store = StateStore(self._placement, self._policy)
+        self._members, self._hooks = {}, []
 
     @torch.no_grad()
     def _update(self, divisor: float) -> None:
@@ -270,12 +290,12 @@ class StowedAdam(Optimizer):
                 gradient = parameter.grad
                 if gradient is None or not self._takes(parameter):
                     continue
-                number = self._numbers.get(parameter)
-                if number is None:
+                member = self._members.get(id(parameter))
+                if member is None:
                     options.check_parameter(parameter, self._name(group, index))
                     strangers.append(parameter)
                 else:
-                    self._check_family(group, index, self._families[number])
+                    self._check_family(group, index, member.family)
                 if gradient.dtype not in _DTYPE_CODES or gradient.layout != torch.strided:
                     options.check_gradient(parameter, gradient, self._name(group, index))
                 if not parameter.is_contiguous() or gradient.device != parameter.device:
@@ -306,58 +326,61 @@ class StowedAdam(Optimizer):
         self, due: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], factor: float
     ) -> None:
         store = self._states()
-        for _, parameter, _ in due:
-            if not self.state[parameter]:
-                self._begin_state(parameter)
-        torch._foreach_add_([self.state[p]["step"] for _, p, _ in due], 1.0)
-        rows = [_NO_STEP] * len(self._numbers)
+        members = [self._members[id(parameter)] for _, parameter, _ in due]
+        steps = [self._step_of(member) for member in members]
+        torch._foreach_add_(steps, 1.0)
+        rows = [_NO_STEP] * len(self._members)
         table: dict[tuple[int, float], int] = {}
         hypers: list[tuple[float, ...]] = []
-        for group, parameter, gradient in due:
-            key = (id(group), float(self.state[parameter]["step"]))
+        for (group, parameter, gradient), member, step in zip(due, members, steps, strict=True):
+            key = (id(group), step.item())
             if key not in table:
                 table[key] = len(hypers)
                 hypers.append(_hyper_row(group, int(key[1]), factor))
-            number = self._numbers[parameter]
-            rows[number] = StepRow(
+            rows[member.number] = StepRow(
                 parameter.data_ptr(),
                 gradient.data_ptr(),
                 _DTYPE_CODES[gradient.dtype],
-                parameter._version != self._versions[number],  # noqa: SLF001
+                parameter._version != member.version,  # noqa: SLF001
                 table[key],
             )
         store.pipeline.step(rows, np.array(hypers, dtype=np.float32))
         # Native code wrote to them: autograd must know, or a stale graph would use new weights.
-        updated = [parameter for _, parameter, _ in due]
-        torch.autograd.graph.increment_version(updated)
-        for parameter in updated:
-            self._versions[self._numbers[parameter]] = parameter._version  # noqa: SLF001
+        torch.autograd.graph.increment_version([parameter for _, parameter, _ in due])
+        for member in members:
+            member.version = member.parameter._version  # noqa: SLF001
 
-    def _begin_state(self, parameter: torch.Tensor) -> None:
-        number = self._numbers[parameter]
-        views = self._states().views(number)
-        self.state[parameter] = {
-            "step": torch.tensor(0.0),
-            **{name: view.view(parameter.shape) for name, view in views.items()},
-        }
+    def _step_of(self, member: _Member) -> torch.Tensor:
+        """Return the parameter's step count, beginning its state where there is none."""
+        state = self.state[member.parameter]
+        if not state:
+            shape = member.parameter.shape
+            state["step"] = torch.tensor(0.0)
+            for name, view in self._states().views(member.number).items():
+                state[name] = view.view(shape)
+        step: torch.Tensor = state["step"]
+        return step
 
     def _load_states(self, loaded: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
-        amsgrad = {p: bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
-        if any(amsgrad[p] != self._families[n].amsgrad for p, n in self._numbers.items()):
+        amsgrad = {id(p): bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
+        if any(
+            amsgrad.get(i, m.family.amsgrad) != m.family.amsgrad for i, m in self._members.items()
+        ):
             # The saved groups say otherwise: other states exist, so the store is made anew.
-            self.close()
-            self._store = StateStore(self._placement, self._policy)
-            self._numbers, self._families, self._versions, self._hooks = {}, [], [], []
+            self._renew()
         self._attach(p for p in self._parameters() if p.requires_grad or p in loaded)
-        tensors = {
-            self._numbers[p]: {name: t for name, t in entry.items() if name != "step"}
-            for p, entry in loaded.items()
-        }
-        self._states().write(tensors)
-        self._versions = [None] * len(self._versions)
+        members = {id(p): self._members[id(p)] for p in loaded}
+        self._states().write(
+            {
+                members[id(p)].number: {name: t for name, t in entry.items() if name != "step"}
+                for p, entry in loaded.items()
+            }
+        )
+        for member in self._members.values():
+            member.version = None
         for parameter, entry in loaded.items():
-            self._begin_state(parameter)
-            self.state[parameter]["step"] = _as_step(entry["step"])
+            self.state[parameter] = {}
+            self._step_of(members[id(parameter)]).fill_(float(entry["step"]))
 
 
 def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -366,11 +389,11 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
         message = f"The hook of StowedAdam was called for a {type(optimizer).__name__}."
         raise TypeError(message)
     parameters = list(optimizer._parameters())  # noqa: SLF001
-    numbers = optimizer._numbers  # noqa: SLF001
+    members = optimizer._members  # noqa: SLF001
     missing = {
-        numbers[parameters[i]]: (i, parameters[i])
+        members[id(parameters[i])].number: (i, parameters[i])
         for i, entry in state_dict["state"].items()
-        if parameters[i] in numbers and "exp_avg" not in entry
+        if id(parameters[i]) in members and "exp_avg" not in entry
     }
     for number, tensors in optimizer._states().read(missing).items():  # noqa: SLF001
         index, parameter = missing[number]

@@ -19,8 +19,9 @@ LANE = 16
 STATE_BYTES = 4
 """States are fp32."""
 IO_ALIGN = 4096
-RESIDENT_CAPACITY = 4 << 20
-"""Elements in one resident chunk: 2 ms of updating, so that starting one costs nothing."""
+RESIDENT_CAPACITY = 16 << 20
+"""Elements in one resident chunk: some 8 ms of updating, so that starting one costs nothing, and
+less than the ring takes to fill, so that no read waits for it."""
 STREAM_STAGGER = 3 * IO_ALIGN
 """Between streams in a slot, so that they never sit a power of two apart."""
 LEAST_SLOTS = 2
@@ -229,8 +230,12 @@ def predict_memory(
     disk_fraction: float,
     chunk_elements: int,
     budget: int | None = None,
+    slots: int | None = None,
 ) -> StateMemory:
-    """Return what one family of parameters with ``sizes`` elements will hold where."""
+    """Return what one family of parameters with ``sizes`` elements will hold where.
+
+    ``slots`` caps the ring where a schedule wants fewer than fit (``PipelinePolicy.most_slots``).
+    """
     ram, disk = split(sizes, disk_fraction)
     chunks = list(cut(lay_out(disk), chunk_elements))
     width = STATE_BYTES * len(family.streams)
@@ -239,6 +244,7 @@ def predict_memory(
         chunk_elements=chunk_elements,
         chunks=len(chunks),
         budget=budget,
+        slots=slots,
     )
     return StateMemory(
         logical_bytes=width * sum(sizes),

@@ -35,3 +35,8 @@ class PipelinePolicy:
         if self.schedule not in {"pipelined", "naive"}:
             message = f"schedule={self.schedule!r} was given: it is 'pipelined' or 'naive'."
             raise OptionError(message)
+
+    @property
+    def most_slots(self) -> int | None:
+        """Return how many chunks may be in memory at once; None where only the budget says."""
+        return 1 if self.schedule == "naive" else None

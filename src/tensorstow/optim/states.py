@@ -189,7 +189,7 @@ class StateStore:
             chunk_elements=self.policy.chunk_elements,
             chunks=len(families),
             budget=self.placement.ram_budget,
-            slots=1 if self.policy.schedule == "naive" else None,
+            slots=self.policy.most_slots,
         )
 
     def _make_files(self, plans: Sequence[tuple[Family, ChunkPlan]]) -> list[File]:

@@ -28,7 +28,7 @@ from tensorstow.cli.demo.training import (
     train,
 )
 from tensorstow.optim.adam import StowedAdam
-from tensorstow.optim.layout import Family, StateMemory, plan_ring, predict_memory
+from tensorstow.optim.layout import Family, StateMemory, predict_memory
 from tensorstow.optim.pipeline import TraceEvent, Traffic
 
 
@@ -92,19 +92,14 @@ def run_row(row: Row, scale: Scale, steps: int, directory: str, progress: Progre
 
 def predict(row: Row, scale: Scale, model: nn.Module) -> StateMemory:
     """Return what the states of ``row`` will take, from the sizes of the parameters alone."""
-    family = Family(torch.float32, amsgrad=False)
-    memory = predict_memory(
+    policy = scale.policy(row)
+    return predict_memory(
         [p.numel() for p in model.parameters()],
-        family,
+        Family(torch.float32, amsgrad=False),
         disk_fraction=row.fraction,
-        chunk_elements=scale.chunk_elements,
+        chunk_elements=policy.chunk_elements,
+        slots=policy.most_slots,
     )
-    if row.schedule == "naive":  # one chunk at a time
-        ring = plan_ring(
-            streams=len(family.streams), chunk_elements=scale.chunk_elements, chunks=1, budget=None
-        )
-        memory = replace(memory, ring_bytes=ring.nbytes)
-    return memory
 
 
 def held_by_torch(optimizer: torch.optim.Optimizer) -> StateMemory:
