@@ -1,0 +1,1 @@
+"""What `make bench` measures: one module per subject, `run.py` runs them."""

@@ -1,0 +1,250 @@
+"""How figures are measured, judged, saved and printed.
+
+[Note: Interleaving] A machine's memory and disk change speed from minute to minute, by a factor
+of two where it is shared. So contenders take turns in one run (A B, B A, A B ...: who comes first
+or after whom matters to a disk) and a figure is a ratio of medians; never compare seconds of two
+runs. They rest in between: OpenMP's threads poll for some milliseconds after their work, on cores
+that the next contender would use.
+"""
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tensorstow import _native
+from tensorstow.base.cores import usable_cores
+from tensorstow.base.directories import choose_directory, inspect_directory
+from tensorstow.io.engine import choose_backend
+
+SCHEMA = 1
+LEAST_PAIRS = 9
+_REST_SECONDS = 0.01
+
+Contender = Callable[[], float | None]
+"""Does its work once; returns the seconds it took, or None to be timed from outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the command line decided."""
+
+    pairs: int
+    quick: bool
+    """Tiny sizes: does the code work? The figures mean nothing."""
+    directory: Path | None = None
+    """For scratch files; None takes the first real disk with room."""
+
+    def scratch(self, nbytes: int) -> Path:
+        """Return a directory with room for ``nbytes``."""
+        return self.directory or choose_directory(nbytes).path
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The seconds that one contender took, in order."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Return the middle."""
+        return statistics.median(self.seconds)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what is saved."""
+        return {
+            "min": min(self.seconds),
+            "median": self.median,
+            "max": max(self.seconds),
+            "count": len(self.seconds),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What is asked of a figure."""
+
+    kind: Literal["at most", "at least", "exactly"]
+    value: float
+
+    def holds(self, measured: float) -> bool:
+        """Return whether ``measured`` is within the limit."""
+        match self.kind:
+            case "at most":
+                return measured <= self.value
+            case "at least":
+                return measured >= self.value
+            case "exactly":
+                return measured == self.value
+
+
+Verdict = Literal["passed", "falls short", "information", "not available"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number beside what was asked of it."""
+
+    name: str
+    limit: Limit | None
+    """None: nothing was asked, the number informs."""
+    measured: float | None
+    """None: it cannot be measured here, and ``detail["why"]`` says why."""
+    unit: str = "x"
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return how the figure did."""
+        if self.measured is None:
+            return "not available"
+        if self.limit is None:
+            return "information"
+        return "passed" if self.limit.holds(self.measured) else "falls short"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is saved."""
+        return {**asdict(self), "verdict": self.verdict}
+
+    @property
+    def asked(self) -> str:
+        """Return the limit for people."""
+        return "" if self.limit is None else f"{self.limit.kind} {_number(self.limit.value)}"
+
+    @property
+    def found(self) -> str:
+        """Return the measurement for people."""
+        return "" if self.measured is None else f"{_number(self.measured)} {self.unit}"
+
+
+def at_most(value: float) -> Limit:
+    """Return the limit that smaller figures keep."""
+    return Limit("at most", value)
+
+
+def at_least(value: float) -> Limit:
+    """Return the limit that larger figures keep."""
+    return Limit("at least", value)
+
+
+def exactly(value: float) -> Limit:
+    """Return the limit that one figure keeps."""
+    return Limit("exactly", value)
+
+
+def not_available(name: str, limit: Limit | None, why: str) -> Figure:
+    """Return the figure of something that is not here."""
+    return Figure(name, limit, None, detail={"why": why})
+
+
+def interleave(
+    contenders: Mapping[str, Contender], pairs: int, *, warm_up: int = 1
+) -> dict[str, Sample]:
+    """Let every contender run ``pairs`` times, in turns; see [Note: Interleaving]."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(warm_up + pairs):
+        for name in list(contenders)[:: -1 if turn % 2 else 1]:
+            time.sleep(_REST_SECONDS)
+            start = time.perf_counter()
+            own = contenders[name]()
+            elapsed = time.perf_counter() - start
+            if turn >= warm_up:
+                seconds[name].append(elapsed if own is None else own)
+    return {name: Sample(tuple(values)) for name, values in seconds.items()}
+
+
+def ratio(
+    name: str, limit: Limit | None, samples: Mapping[str, Sample], over: str, under: str
+) -> Figure:
+    """Return the median of ``over`` divided by that of ``under``; the detail has every sample."""
+    top, bottom = samples[over], samples[under]
+    each = [a / b for a, b in zip(top.seconds, bottom.seconds, strict=True)]
+    detail = {
+        "ratio_of": [over, under],
+        "median_of_pair_ratios": statistics.median(each),
+        "seconds": {key: sample.summary() for key, sample in samples.items()},
+    }
+    return Figure(name, limit, top.median / bottom.median, detail=detail)
+
+
+def fastest(samples: Mapping[str, Sample], names: Iterable[str]) -> str:
+    """Return which of ``names`` has the least median."""
+    return min(names, key=lambda name: samples[name].median)
+
+
+def use_all_cores() -> None:
+    """Give torch and our pool the same number of threads."""
+    torch.set_num_threads(usable_cores())
+    _native.set_pool_threads(usable_cores())
+
+
+def machine_facts(directory: Path | None) -> dict[str, Any]:
+    """Return what a reader needs to judge the figures; nothing that names the machine."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": usable_cores(),
+        "memory_gib": round(_memory_bytes() / (1 << 30), 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "isa": _native.best_isa(),
+        "io_backend": str(choose_backend()),
+        "filesystem": inspect_directory(directory or choose_directory().path).filesystem,
+    }
+
+
+def save(
+    out: Path, subject: str, settings: Settings, facts: Mapping[str, Any], figures: Sequence[Figure]
+) -> Path:
+    """Write the figures of one subject to ``out/<subject>.json``; return that path."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{subject}.json"
+    document = {
+        "schema": SCHEMA,
+        "subject": subject,
+        "pairs": settings.pairs,
+        "quick": settings.quick,
+        "machine": dict(facts),
+        "figures": [figure.as_json() for figure in figures],
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def print_table(figures: Sequence[Figure]) -> None:
+    """Print what was asked beside what was measured."""
+    table = Table("figure", "asked", "measured", "", box=None)
+    styles = {"passed": "green", "falls short": "bold red"}
+    for figure in figures:
+        note = figure.detail.get("why") or figure.detail.get("note", "")
+        verdict = f"{figure.verdict}: {note}" if note else figure.verdict
+        style = styles.get(figure.verdict, "dim")
+        table.add_row(figure.name, figure.asked, figure.found, verdict, style=style)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 10 else f"{value:.3g}"
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in {"model name", "Model"}:
+            return value.strip()
+    return platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,60 @@
+"""Run the benchmarks: `python benchmarks/run.py [NAME ...]`, all of them by default."""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+# The folder of this file would otherwise come first and its modules hide others: a `kernels` is
+# what transformers looks for.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+SUBJECTS = {
+    "kernels": "the update kernels against torch's and DeepSpeed's",
+    "optimizer": "opt.step of the seed example in RAM",
+    "offload": "the offloaded step against disk and kernel alone",
+    "raw_io": "reads and writes against fio",
+    "seed_example": "the seed example with and without offload, in fresh processes",
+    "peers": "DeepSpeed and TensorNVMe, where installed",
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the subjects asked for, save each when it is done, print everything at the end."""
+    options = _parser().parse_args(arguments)
+    measure = importlib.import_module("benchmarks.measure")
+    pairs = options.pairs or (2 if options.quick else measure.LEAST_PAIRS)
+    settings = measure.Settings(pairs, options.quick, options.directory)
+    facts = measure.machine_facts(options.directory)
+    print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", flush=True)
+    everything = []
+    for name in options.names or SUBJECTS:
+        print(f"\n{name}: {SUBJECTS[name]}", flush=True)
+        figures = []
+        for figure in importlib.import_module(f"benchmarks.{name}").figures(settings):
+            print(f"  {figure.name}  {figure.found}  {figure.verdict}", flush=True)
+            figures.append(figure)
+        measure.save(options.out, name, settings, facts, figures)
+        everything += figures
+    print()
+    measure.print_table(everything)
+
+
+def _parser() -> argparse.ArgumentParser:
+    listing = "\n".join(f"  {name:13} {what}" for name, what in SUBJECTS.items())
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\n\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*SUBJECTS, []])
+    parser.add_argument("--pairs", type=int, help="interleaved pairs per figure (default 9)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON"
+    )
+    parser.add_argument("--directory", type=Path, help="where scratch files go")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all?")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

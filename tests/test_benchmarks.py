@@ -1,0 +1,144 @@
+"""The benchmarks run and judge rightly; how fast anything is, no test says."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.measure")
+
+
+def run_benchmarks(out: Path, *arguments: str) -> str:
+    command = [sys.executable, "benchmarks/run.py", *arguments, "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_document(document: dict[str, Any], subject: str) -> None:
+    assert document.keys() == {"schema", "subject", "pairs", "quick", "machine", "figures"}
+    assert document["schema"] == 1
+    assert document["subject"] == subject
+    assert document["quick"] is True
+    assert document["machine"].keys() >= {
+        "cpu",
+        "cores",
+        "torch",
+        "isa",
+        "io_backend",
+        "filesystem",
+    }
+    assert document["figures"]
+    for figure in document["figures"]:
+        assert figure.keys() == {"name", "limit", "measured", "unit", "detail", "verdict"}
+        if figure["measured"] is None:
+            assert figure["verdict"] == "not available"
+            assert figure["detail"]["why"]
+        elif figure["limit"] is None:
+            assert figure["verdict"] == "information"
+        else:
+            assert figure["limit"].keys() == {"kind", "value"}
+            assert figure["verdict"] in {"passed", "falls short"}
+
+
+def test_quick_run_saves_and_prints_every_figure(tmp_path: Path) -> None:
+    printed = run_benchmarks(tmp_path, "kernels", "optimizer", "offload")
+    for subject in ("kernels", "optimizer", "offload"):
+        document = json.loads((tmp_path / f"{subject}.json").read_text())
+        check_document(document, subject)
+        for figure in document["figures"]:
+            assert figure["name"] in printed
+
+
+def test_what_is_saved_does_not_name_the_machine(tmp_path: Path) -> None:
+    run_benchmarks(tmp_path, "optimizer")
+    saved = (tmp_path / "optimizer.json").read_text()
+    assert os.uname().nodename not in json.loads(saved)["machine"].values()
+    assert str(ROOT) not in saved
+
+
+def test_unknown_subject_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/run.py", "kernel", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "kernels" in done.stderr
+
+
+def test_contenders_take_turns_and_warm_up_is_not_counted(measure: ModuleType) -> None:
+    order: list[str] = []
+    seconds = iter([100.0, 2.0, 4.0, 3.0])
+
+    def ours() -> float:
+        order.append("ours")
+        return next(seconds)
+
+    samples = measure.interleave({"ours": ours, "peer": lambda: order.append("peer")}, 3)
+    assert order == ["ours", "peer", "peer", "ours"] * 2
+    assert samples["ours"].seconds == (2.0, 4.0, 3.0)
+    assert samples["ours"].summary() == {"min": 2.0, "median": 3.0, "max": 4.0, "count": 3}
+    assert all(s > 0 for s in samples["peer"].seconds)
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"), [(1.0, "passed"), (1.05, "passed"), (1.06, "falls short")]
+)
+def test_figure_beyond_its_limit_falls_short(
+    measure: ModuleType, ours: float, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = measure.interleave({"ours": lambda: ours, "peer": lambda: 1.0}, 9)
+    figure = measure.ratio("a step", measure.at_most(1.05), samples, "ours", "peer")
+    assert figure.measured == ours
+    assert figure.verdict == verdict
+    assert figure.as_json()["verdict"] == verdict
+    measure.print_table([figure])
+    assert verdict in capsys.readouterr().out
+
+
+def test_limits_know_their_direction(measure: ModuleType) -> None:
+    assert measure.at_least(0.9).holds(0.9)
+    assert not measure.at_least(0.9).holds(0.89)
+    assert measure.exactly(1.0).holds(1)
+    assert not measure.exactly(1.0).holds(1.001)
+
+
+def test_figure_that_cannot_be_measured_says_why(measure: ModuleType) -> None:
+    figure = measure.not_available("a peer", measure.at_most(1.0), "it is not installed")
+    assert figure.verdict == "not available"
+    assert figure.as_json()["detail"] == {"why": "it is not installed"}
+
+
+def test_median_is_taken_before_the_ratio(measure: ModuleType) -> None:
+    samples = {"a": measure.Sample((1.0, 2.0, 9.0)), "b": measure.Sample((1.0, 4.0, 4.5))}
+    figure = measure.ratio("r", None, samples, "a", "b")
+    assert figure.measured == 0.5
+    assert figure.detail["median_of_pair_ratios"] == 1.0
+    assert figure.verdict == "information"
+
+
+def test_page_cache_probe_sees_buffered_pages(measure: ModuleType, tmp_path: Path) -> None:
+    del measure
+    seed_example = importlib.import_module("benchmarks.seed_example")
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        assert seed_example.resident_bytes(file.fileno()) == 1 << 20
+
+
+def test_shapes_are_those_of_gpt2(measure: ModuleType) -> None:
+    del measure
+    optimizer = importlib.import_module("benchmarks.optimizer")
+    sizes = [a * b for a, b in ((*shape, 1)[:2] for shape in optimizer.gpt2_shapes())]
+    assert len(sizes) == 148
+    assert sum(sizes) == 124_439_808
