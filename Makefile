@@ -2,7 +2,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench format lint native-tests sanitize clean
+.PHONY: help demo test check bench stub format lint native-tests sanitize clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,6 +33,9 @@ lint: $(DONE)/dev
 	$(BIN)/mypy --strict src
 	PYTHONPATH=src $(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+stub: $(DONE)/native ## Write the native core's stub anew
+	$(BIN)/python -m nanobind.stubgen -q -m tensorstow._native -o src/tensorstow/_native.pyi
 
 format: $(DONE)/dev ## Rewrite Python and C++ in the house's format
 	$(BIN)/ruff format $(PYTHON_DIRS)

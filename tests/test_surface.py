@@ -1,0 +1,21 @@
+"""Surfaces that users and frontends hold on to, frozen."""
+
+import tensorstow
+import tensorstow.colossalai
+import tensorstow.tensornvme
+
+
+def test_exported_names() -> None:
+    assert sorted(tensorstow.__all__) == [
+        "Adam",
+        "AdamW",
+        "PipelinePolicy",
+        "StowError",
+        "__version__",
+    ]
+    assert sorted(tensorstow.colossalai.__all__) == ["CPUAdam", "HybridAdam"]
+    assert sorted(tensorstow.tensornvme.__all__) == ["AsyncFileWriter", "DiskOffloader"]
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert tensorstow.__version__.count(".") == 2
