@@ -171,6 +171,7 @@ class Ticket {
 
   // In slices, so that Ctrl-C is heard.
   bool wait(std::optional<double> timeout) {
+    check_owner();
     constexpr double kSlice = 0.1;
     const double deadline = timeout ? now() + *timeout : 0;
     for (;;) {
@@ -186,6 +187,7 @@ class Ticket {
   }
 
   bool done() {
+    check_owner();
     std::lock_guard lock(mutex_);
     return done_;
   }
@@ -195,6 +197,12 @@ class Ticket {
   }
 
  private:
+  // A fork may have copied the lock while it was held.
+  void check_owner() const {
+    if (!engine_->in_owner())
+      throw std::runtime_error("a transfer does not live on in a forked process");
+  }
+
   void finish() {
     std::lock_guard lock(mutex_);
     done_ = true;

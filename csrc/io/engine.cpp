@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <stdexcept>
 #include <system_error>
 
 namespace stow {
@@ -55,6 +56,9 @@ EngineCounters Engine::counters() const {
 void Engine::submit(Transfer* transfer) {
   {
     std::lock_guard lock(mutex_);
+    if (transfer->file < 0 || transfer->file >= static_cast<int>(files_.size())) {
+      throw std::invalid_argument("no file has the number " + std::to_string(transfer->file));
+    }
     transfer->cut = 0;
     transfer->in_flight = 0;
     transfer->moved = 0;
@@ -106,7 +110,23 @@ void Engine::fill(const Block& block) {
 
 void Engine::empty(const Block& block, std::int64_t result) {
   if (block.user == nullptr || block.op != Op::read) return;
-  if (result == block.length - block.settled) std::memcpy(block.user, block.data, block.wanted);
+  if (result >= 0 && block.settled + result >= block.wanted) {
+    std::memcpy(block.user, block.data, block.wanted);
+  }
+}
+
+int Engine::leave_no_cache(const Block& block) {
+  if (block.op == Op::write) {
+    constexpr unsigned kWriteAndWait =
+        SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+    // EINVAL, ENOSYS, ESPIPE: this cannot be done here, which loses no byte.
+    if (sync_file_range(block.fd, block.offset, block.length, kWriteAndWait) != 0 &&
+        errno != EINVAL && errno != ENOSYS && errno != ESPIPE) {
+      return errno;
+    }
+  }
+  posix_fadvise(block.fd, block.offset, block.length, POSIX_FADV_DONTNEED);
+  return 0;
 }
 
 bool Engine::settle(Block* block, std::int64_t result, Transfer** finished) {
@@ -115,14 +135,15 @@ bool Engine::settle(Block* block, std::int64_t result, Transfer** finished) {
     return ++block->stalls > kMaxStalls ? fail(block, static_cast<int>(-result), finished) : false;
   }
   if (result < 0) return fail(block, static_cast<int>(-result), finished);
-  const std::int64_t asked = block->length - block->settled;
-  if (result < asked) {
+  // The padding of a read may lie past the end of the file; that of a write must be written.
+  const std::int64_t needed = block->op == Op::read ? block->wanted : block->length;
+  if (block->settled + result < needed) {
     // Only whole units count: a direct transfer can go on at a multiple of the alignment alone.
     result -= result % block->align;
     if (result == 0 && ++block->stalls > kMaxStalls) {
       // A read at the end of the file answers 0 for ever; a write that moves nothing has no other
       // name either.
-      return fail(block, block->op == Op::read ? ENODATA : EIO, finished);
+      return fail(block, block->op == Op::read ? kEndOfFile : EIO, finished);
     }
     if (result > 0) block->stalls = 0;
     block->settled += result;

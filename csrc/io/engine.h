@@ -87,6 +87,9 @@ class Engine {
   bool take(Block* block, char* bounce);
   static void fill(const Block& block);
   static void empty(const Block& block, std::int64_t result);
+  // For blocks with `drop_cache`, after each answer: what was moved is written out and not left in
+  // the page cache. Blocks; the errno of a failed write-out, which nobody else would report.
+  static int leave_no_cache(const Block& block);
   bool settle(Block* block, std::int64_t result, Transfer** finished);
   void tell(Transfer* finished);
 

@@ -24,32 +24,22 @@ std::int64_t attempt(const Block& block, const FaultEffect& fault) {
   return moved < 0 ? -errno : moved;
 }
 
-// A file that refuses O_DIRECT goes through the page cache; what was moved is not left there.
-void drop_cache(const Block& block) {
-  if (block.op == Op::write) {
-    sync_file_range(
-        block.fd, block.offset, block.length,
-        SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
-  }
-  posix_fadvise(block.fd, block.offset, block.length, POSIX_FADV_DONTNEED);
-}
-
 class ThreadsEngine final : public Engine {
  public:
   ThreadsEngine(const EngineOptions& options, int workers)
       : Engine(options), bounce_(workers, options.block_bytes) {
     threads_.reserve(workers);
-    for (int i = 0; i < workers; ++i) threads_.emplace_back([this, i] { work(bounce_.at(i)); });
+    try {
+      for (int i = 0; i < workers; ++i) threads_.emplace_back([this, i] { work(bounce_.at(i)); });
+    } catch (...) {  // no more threads to be had: leave none behind
+      stop();
+      throw;
+    }
   }
 
   ~ThreadsEngine() override {
     drain();
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    queued_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
+    stop();
   }
 
   const char* backend() const override { return "threads"; }
@@ -58,6 +48,15 @@ class ThreadsEngine final : public Engine {
   void wake() override { queued_.notify_all(); }
 
  private:
+  void stop() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    queued_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
   void work(char* bounce) {
     std::unique_lock lock(mutex_);
     for (;;) {
@@ -71,9 +70,11 @@ class ThreadsEngine final : public Engine {
       bool over = false;
       while (!over) {
         lock.unlock();
-        const std::int64_t result = attempt(block, faults_.next(block.op));
+        std::int64_t result = attempt(block, faults_.next(block.op));
         empty(block, result);
-        if (block.drop_cache) drop_cache(block);
+        if (block.drop_cache && result > 0) {
+          if (const int error = leave_no_cache(block)) result = -error;
+        }
         lock.lock();
         over = settle(&block, result, &finished);
       }

@@ -7,6 +7,10 @@ namespace stow {
 
 enum class Op : std::uint8_t { read, write };
 
+// The `error` of a read that met the end of the file. No errno will do: ENODATA, the nearest, is
+// what a drive's unreadable sector looks like.
+inline constexpr int kEndOfFile = -1;
+
 // The caller owns a Transfer and keeps it, and the memory it names, until `done` has been called.
 // `done` runs on a thread of the engine after the completion queue was read; it must be short and
 // must not submit.
@@ -19,8 +23,8 @@ struct Transfer {
   void (*done)(Transfer*) = nullptr;
   void* context = nullptr;
 
-  // What was found, valid in and after `done`. `error` is an errno; the first block that failed
-  // names its place.
+  // What was found, valid in and after `done`. `error` is an errno or kEndOfFile; the first
+  // block that failed names its place.
   int error = 0;
   std::int64_t error_offset = 0;
   std::int64_t error_length = 0;

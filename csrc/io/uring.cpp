@@ -146,7 +146,12 @@ class UringEngine final : public Engine {
     for (int i = options.depth - 1; i >= 0; --i) free_.push_back(i);
     again_.reserve(options.depth);
     answers_.reserve(options.depth + 1);
-    thread_ = std::thread([this] { work(); });
+    try {
+      thread_ = std::thread([this] { work(); });
+    } catch (...) {
+      close(event_);
+      throw;
+    }
   }
 
   ~UringEngine() override {
@@ -239,7 +244,14 @@ class UringEngine final : public Engine {
 
   void settle_answers() {
     if (answers_.empty()) return;
-    for (const Answer& answer : answers_) empty(blocks_[answer.slot], answer.result);
+    for (Answer& answer : answers_) {
+      const Block& block = blocks_[answer.slot];
+      empty(block, answer.result);
+      // On this thread, one after the other: where speed matters, such files go to the threads.
+      if (block.drop_cache && answer.result > 0) {
+        if (const int error = leave_no_cache(block)) answer.result = -error;
+      }
+    }
     Transfer* finished = nullptr;
     {
       std::lock_guard lock(mutex_);

@@ -59,13 +59,15 @@ Pipeline::Pipeline(Engine& engine, const RingSpec& ring, Isa isa)
 }
 
 Pipeline::~Pipeline() {
-  quiesce();
+  // The conductor first: a step that nobody waited for would start new transfers behind `quiesce`.
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
+    stepping_ = false;
   }
   conductor_wakes_.notify_one();
   conductor_.join();
+  quiesce();
 }
 
 bool Pipeline::in_owner() const { return getpid() == owner_; }
@@ -139,10 +141,7 @@ Failure Pipeline::wait_published() {
   if (failure_.error != 0) {
     // The update under way reads the caller's gradients: it must end before the caller may free
     // them.
-    callers_wake_.wait(lock, [this] {
-      return std::none_of(chunks_.begin(), chunks_.end(),
-                          [](const auto& c) { return c->state == ChunkState::updating; });
-    });
+    callers_wake_.wait(lock, [this] { return !updating_; });
     stepping_ = false;
   }
   const double stop = now();
@@ -159,9 +158,10 @@ Failure Pipeline::quiesce() {
     if (chunk->state == ChunkState::reading && !stepping_) chunk->unwanted = true;
   }
   callers_wake_.wait(lock, [this] {
-    return std::none_of(chunks_.begin(), chunks_.end(), [](const auto& c) {
-      return c->transfers_left != 0 || c->state == ChunkState::updating;
-    });
+    const bool step_over = !stepping_ || failure_.error != 0;
+    return step_over && !updating_ &&
+           std::none_of(chunks_.begin(), chunks_.end(),
+                        [](const auto& c) { return c->transfers_left != 0; });
   });
   return failure_;
 }
@@ -198,11 +198,13 @@ void Pipeline::conduct() {
     Chunk* chunk = pick();
     if (chunk == nullptr) continue;
     if (chunk->on_disk()) move(*chunk, ChunkState::updating);
+    updating_ = true;
     lock.unlock();
     const double start = now();
     update(*chunk);
     trace_.record({start, now(), Lane::update, chunk->number, 0});
     lock.lock();
+    updating_ = false;
     ++counters_.chunks_updated;
     if (chunk->on_disk()) start_write(*chunk);
     if (--unpublished_ == 0) stepping_ = false;

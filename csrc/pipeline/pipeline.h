@@ -176,6 +176,7 @@ class Pipeline {
   std::size_t next_resident_ = 0;
   std::size_t unpublished_ = 0;
   bool stepping_ = false;
+  bool updating_ = false;  // the conductor is in the kernel, on the caller's gradients
   bool prefetching_ = false;
   bool stopping_ = false;
   Failure failure_;

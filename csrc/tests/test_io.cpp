@@ -170,7 +170,7 @@ void test_reading_past_the_end(Make make) {
   const int file = engine->add_file(scratch.facts());
   const Memory memory = aligned_memory(4 * kPage);
   Waited read(*engine, file, Op::read, memory.get(), 4 * kPage, kFileBytes - kPage);
-  CHECK(read.wait().error == ENODATA);
+  CHECK(read.wait().error == kEndOfFile);
 }
 
 void test_a_bad_descriptor(Make make) {

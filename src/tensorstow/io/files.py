@@ -21,6 +21,8 @@ logger = logging.getLogger("tensorstow")
 ALIGN = 4096
 """Offsets in direct files are multiples of this: the largest logical block of today's disks."""
 
+_END_OF_FILE = -1  # csrc/io/transfer.h
+
 _warned_buffered: set[int] = set()
 
 
@@ -58,14 +60,21 @@ class File:
     multiple of ALIGN; a tensor that is not aligned goes through an aligned buffer of the engine.
     """
 
-    def __init__(self, engine: _native.Engine, fd: int, path: Path, *, direct: bool) -> None:
-        """Take over the descriptor ``fd``; use ``scratch_file`` or ``open_file`` to make one."""
+    def __init__(
+        self, engine: _native.Engine, fd: int, path: Path, *, direct: bool, cached: bool = False
+    ) -> None:
+        """Take over the descriptor ``fd``; use ``scratch_file`` or ``create_file`` to make one.
+
+        What goes through the page cache is dropped from it at once, unless ``cached``.
+        """
         self.path = path
         self.direct = direct
         self.engine = engine
         self.fd = fd
         self._open = True
-        self.number = engine.add_file(fd, ALIGN if direct else 1, drop_cache=not direct)
+        self._owner = os.getpid()
+        drop_cache = not direct and not cached
+        self.number = engine.add_file(fd, ALIGN if direct else 1, drop_cache=drop_cache)
 
     def read(self, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Start filling the CPU tensor ``tensor`` from byte ``offset``."""
@@ -75,10 +84,18 @@ class File:
         """Start writing the CPU tensor ``tensor`` at byte ``offset``; leave it alone until done."""
         return self._start("write", tensor, offset)
 
+    def reserve(self, nbytes: int) -> None:
+        """Reserve space up to byte ``nbytes``; raise DirectoryError where there is too little."""
+        _reserve(self.fd, self.path.parent, nbytes)
+
     def close(self) -> None:
-        """Wait for what is in flight, then close the descriptor. Idempotent."""
+        """Wait for what is in flight, then close the descriptor. Idempotent.
+
+        In a forked child nothing of its own is in flight: only its copy of the descriptor goes.
+        """
         if self._open:
-            self.engine.drain()
+            if self._owner == os.getpid():
+                self.engine.drain()
             self._open = False
             os.close(self.fd)
 
@@ -118,8 +135,8 @@ def check_movable(tensor: torch.Tensor) -> None:
 
 
 def transfer_error(path: Path, operation: str, code: int, offset: int, length: int) -> OSError:
-    """Return the exception for a failed transfer; ENODATA stands for an unexpected end of file."""
-    found = 0 if code == codes.ENODATA else code
+    """Return the exception for a transfer that the native core says failed with ``code``."""
+    found = 0 if code == _END_OF_FILE else code
     return TransferError(path, operation, offset=offset, length=length, errno=found)
 
 
@@ -147,6 +164,23 @@ def scratch_file(engine: _native.Engine, directory: Path, nbytes: int) -> File:
             facts.filesystem,
         )
     return File(engine, fd, facts.path / "(scratch, unlinked)", direct=direct)
+
+
+def create_file(engine: _native.Engine, path: Path) -> File:
+    """Make ``path`` an empty file for writes of any length at any offset, through the page cache.
+
+    A file that was there loses its contents. Raises DirectoryError where it cannot be opened.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o666)  # as open() does: the umask decides
+    except OSError as error:
+        message = (
+            f"File {path} was asked for: {error.strerror}."
+            " Name a file in a directory that exists and this user may write to."
+        )
+        raise DirectoryError(message) from error
+    return File(engine, fd, path, direct=False, cached=True)
 
 
 def accepts_direct(directory: Path) -> bool:
