@@ -10,6 +10,8 @@ from tensorstow.base.sizes import format_bytes
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
+# Python's default is a shared mapping: it gets no huge pages, and a forked child would write to it.
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Arena:
@@ -24,16 +26,17 @@ class Arena:
         self.nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)
         # Two extra huge pages let the first byte sit on a huge-page boundary.
         try:
-            self._map = mmap.mmap(-1, self.nbytes + _HUGE_PAGE)
+            self._map = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=_PRIVATE)
         except OSError as error:
             message = (
                 f"{format_bytes(self.nbytes)} of host memory were asked for and the system has no"
                 f" room for the mapping ({error.strerror}). Lower the budget."
             )
             raise BudgetError(message) from error
-        for advice in ("MADV_HUGEPAGE", *(() if in_children else ("MADV_DONTFORK",))):
-            if hasattr(mmap, advice):
-                self._advise(getattr(mmap, advice))
+        if self.nbytes >= _HUGE_PAGE:  # a small one would take a whole huge page for nothing
+            self._advise(mmap.MADV_HUGEPAGE)
+        if not in_children:
+            self._advise(mmap.MADV_DONTFORK)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._skip = -start % _HUGE_PAGE
         self.address = start + self._skip

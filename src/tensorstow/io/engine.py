@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tensorstow import _native
+import tensorstow._native as _native
 from tensorstow.base.errors import BackendError, OptionError
 
 logger = logging.getLogger("tensorstow")

@@ -11,7 +11,7 @@ from typing import Self
 
 import torch
 
-from tensorstow import _native
+import tensorstow._native as _native
 from tensorstow.base.directories import check_directory
 from tensorstow.base.errors import DirectoryError, DTypeError, OptionError, TransferError
 from tensorstow.base.sizes import format_bytes
@@ -74,6 +74,9 @@ class File:
         self._open = True
         self._owner = os.getpid()
         drop_cache = not direct and not cached
+        if drop_cache:
+            # Reading ahead would bring back what was just dropped.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         self.number = engine.add_file(fd, ALIGN if direct else 1, drop_cache=drop_cache)
 
     def read(self, tensor: torch.Tensor, offset: int) -> IoFuture:

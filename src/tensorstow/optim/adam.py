@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tensorstow import _native
+import tensorstow._native as _native
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.optim import options
 from tensorstow.optim.layout import Family, StateMemory

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tensorstow import _native
+import tensorstow._native as _native
 from tensorstow.base.cores import usable_cores
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tensorstow import _native
+import tensorstow._native as _native
 from tensorstow.base.errors import ForkError, PoisonedError
 from tensorstow.io.files import transfer_error
 from tensorstow.optim.chunks import Chunk, Ring

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tensorstow import _native
+import tensorstow._native as _native
 from tensorstow.base.directories import check_directory, choose_directory
 from tensorstow.base.sizes import format_bytes
 from tensorstow.io.engine import open_engine
