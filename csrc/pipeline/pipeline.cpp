@@ -110,7 +110,7 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
                      const std::vector<AdamHyper>& hypers) {
   std::lock_guard lock(mutex_);
   if (stepping_) throw std::logic_error("begin before the last step was published");
-  if (failure_.error != 0) throw std::logic_error("begin after a failure");
+  if (failure_.error != 0) return;  // wait_published tells
   parameters_ = parameters;
   hypers_ = hypers;
   prefetching_ = false;

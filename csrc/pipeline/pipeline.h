@@ -119,7 +119,8 @@ class Pipeline {
   // Starts reading the first chunks, up to the ring. Idempotent until the next `begin`.
   void prefetch();
 
-  // Hands over one step; returns at once. `parameters` is indexed as in the segments; both are
+  // Hands over one step; returns at once. After a failure nothing is begun, and wait_published
+  // tells it. `parameters` is indexed as in the segments; both are
   // copied.
   void begin(const std::vector<StepParameter>& parameters, const std::vector<AdamHyper>& hypers);
 

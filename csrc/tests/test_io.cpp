@@ -1,7 +1,9 @@
 // Both backends against a reference buffer: any length, any alignment, every fault.
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
@@ -10,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -60,14 +63,14 @@ class Waited {
 // A file without a name, direct where the filesystem can.
 class Scratch {
  public:
-  Scratch() {
+  explicit Scratch(bool may_be_direct = true) {
     const char* folder = std::getenv("TMPDIR");
     std::string path = std::string(folder != nullptr ? folder : "/var/tmp") + "/stow-test-XXXXXX";
     fd_ = mkstemp(path.data());
     CHECK(fd_ >= 0);
     unlink(path.c_str());
     CHECK(ftruncate(fd_, kFileBytes) == 0);
-    direct_ = fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) | O_DIRECT) == 0;
+    direct_ = may_be_direct && fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) | O_DIRECT) == 0;
   }
   ~Scratch() { close(fd_); }
   Scratch(const Scratch&) = delete;
@@ -173,6 +176,69 @@ void test_reading_past_the_end(Make make) {
   CHECK(read.wait().error == kEndOfFile);
 }
 
+void test_the_tail_of_a_file_that_is_no_multiple(Make make) {
+  const auto engine = make({2, 2 * kPage});
+  const Scratch scratch;
+  const int file = engine->add_file(scratch.facts());
+  const Memory sent = aligned_memory(4 * kPage);
+  const Memory back = aligned_memory(4 * kPage);
+  fill(sent.get(), 4 * kPage, 6);
+  Waited write(*engine, file, Op::write, sent.get(), 4 * kPage, 0);
+  CHECK(write.wait().error == 0);
+  CHECK(ftruncate(scratch.fd(), 3 * kPage + 100) == 0);
+  Waited read(*engine, file, Op::read, back.get(), 3 * kPage + 100, 0);
+  CHECK(read.wait().error == 0);
+  CHECK(std::memcmp(sent.get(), back.get(), 3 * kPage + 100) == 0);
+  Waited more(*engine, file, Op::read, back.get(), 3 * kPage + 101, 0);
+  CHECK(more.wait().error == kEndOfFile);
+}
+
+void test_an_unreadable_sector_is_no_end(Make make) {
+  const auto engine = make({2, kPage});
+  const Scratch scratch;
+  const int file = engine->add_file(scratch.facts());
+  const Memory memory = aligned_memory(kPage);
+  engine->faults().add({Op::read, 0, 1, ENODATA, 0, 0});
+  Waited read(*engine, file, Op::read, memory.get(), kPage, 0);
+  CHECK(read.wait().error == ENODATA);
+  CHECK(ENODATA != kEndOfFile);
+}
+
+void test_no_such_file(Make make) {
+  const auto engine = make({2, kPage});
+  for (const int number : {-1, 0, 7}) {
+    Transfer transfer;
+    transfer.file = number;
+    bool refused = false;
+    try {
+      engine->submit(&transfer);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    CHECK(refused);
+  }
+  engine->drain();  // nothing is owed
+}
+
+void test_the_page_cache_is_left_empty(Make make) {
+  constexpr std::int64_t kPages = kFileBytes / kPage;
+  const auto engine = make({4, 16 * kPage});
+  const Scratch scratch(false);
+  posix_fadvise(scratch.fd(), 0, 0, POSIX_FADV_RANDOM);
+  const int file = engine->add_file({scratch.fd(), 1, true});
+  const Memory memory = aligned_memory(kFileBytes);
+  fill(memory.get(), kFileBytes, 8);
+  for (const Op op : {Op::write, Op::read}) {
+    Waited moved(*engine, file, op, memory.get(), kFileBytes, 0);
+    CHECK(moved.wait().error == 0);
+    void* view = mmap(nullptr, kFileBytes, PROT_READ, MAP_SHARED, scratch.fd(), 0);
+    std::vector<unsigned char> present(kPages);
+    CHECK(mincore(view, kFileBytes, present.data()) == 0);
+    munmap(view, kFileBytes);
+    CHECK(std::count_if(present.begin(), present.end(), [](auto p) { return p & 1; }) < 16);
+  }
+}
+
 void test_a_bad_descriptor(Make make) {
   const auto engine = make({2, kPage});
   const int file = engine->add_file({-1, 1, false});
@@ -257,6 +323,10 @@ int main() {
     }
     test_interruptions_are_tried_again(make);
     test_reading_past_the_end(make);
+    test_the_tail_of_a_file_that_is_no_multiple(make);
+    test_an_unreadable_sector_is_no_end(make);
+    test_no_such_file(make);
+    test_the_page_cache_is_left_empty(make);
     test_a_bad_descriptor(make);
     test_many_threads_submit(make);
     test_drain_and_teardown_wait(make);

@@ -397,8 +397,10 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
     }
     for number, tensors in optimizer._states().read(missing).items():  # noqa: SLF001
         index, parameter = missing[number]
+        entry = state_dict["state"][index]
         shaped = {name: t.view(parameter.shape) for name, t in tensors.items()}
-        state_dict["state"][index] = {**state_dict["state"][index], **shaped}
+        # The moments are copies, so the step count is one too: all of the same moment.
+        state_dict["state"][index] = {**entry, "step": entry["step"].clone(), **shaped}
     return state_dict
 
 

@@ -1,6 +1,6 @@
 """Chunks in their places: the memory or the file that holds one, and how it gets in and out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -107,6 +107,16 @@ def place_on_disk(
 def chunk_bytes(family: Family, plan: ChunkPlan) -> int:
     """Return the bytes of a file that one chunk takes."""
     return stream_bytes(plan.elements) * len(family.streams)
+
+
+def fill(chunk: Chunk, stream: torch.Tensor, states: Mapping[int, torch.Tensor]) -> None:
+    """Set one stream of ``chunk`` from ``states`` by parameter; zeros where there is none."""
+    stream.zero_()
+    for run in chunk.plan.runs:
+        if run.parameter in states:
+            whole = states[run.parameter].detach().reshape(-1)
+            piece = whole[run.start : run.start + run.count]
+            stream[run.position : run.position + run.count].copy_(piece)
 
 
 def load(chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:

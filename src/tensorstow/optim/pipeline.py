@@ -130,6 +130,10 @@ class UpdatePipeline:
         if self.state(chunk) == "blank":
             self._live().mark_stored(chunk.number)
 
+    def poison(self, error: OSError) -> None:
+        """Refuse everything from now on: ``error`` left the states half written."""
+        self._poison = error
+
     def traffic(self) -> Traffic:
         """Return what moved so far."""
         past = self._past
@@ -186,8 +190,9 @@ class UpdatePipeline:
         if code:
             file = self._chunks[number].file
             path = Path("(no file)") if file is None else file.path
-            self._poison = transfer_error(path, operation, code, offset, length)
-            raise self._poison
+            error = transfer_error(path, operation, code, offset, length)
+            self.poison(error)
+            raise error
 
 
 def _column(values: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -18,6 +18,7 @@ from tensorstow.optim.chunks import (
     Chunk,
     Ring,
     chunk_bytes,
+    fill,
     load,
     place_in_ram,
     place_on_disk,
@@ -158,14 +159,13 @@ class StateStore:
                 continue
             streams = chunk.resident or self._ring.streams(chunk, 0)
             for name, stream in zip(chunk.family.streams, streams, strict=True):
-                stream.zero_()
-                for run in chunk.plan.runs:
-                    source = states.get(run.parameter, {}).get(name)
-                    if source is not None:
-                        flat = source.detach().reshape(-1)[run.start : run.start + run.count]
-                        stream[run.position : run.position + run.count].copy_(flat)
+                fill(chunk, stream, {p: s[name] for p, s in states.items() if name in s})
             if chunk.file is not None:
-                save(chunk, streams)
+                try:
+                    save(chunk, streams)
+                except OSError as error:
+                    self.pipeline.poison(error)
+                    raise
                 self.pipeline.mark_stored(chunk)
 
     @property

@@ -1,0 +1,25 @@
+"""TensorNVMe's names of backends, and what serves each of them here."""
+
+import logging
+
+from tensorstow.base.errors import OptionError
+from tensorstow.io.engine import BackendChoice, choose_backend
+
+logger = logging.getLogger("tensorstow")
+
+_SERVED_BY = {"uring": "uring", "aio": "uring", "pthread": "threads"}
+_NO_AIO = "Linux AIO has no engine here; io_uring is its successor"
+
+
+def choose_for(backend: str | None) -> BackendChoice:
+    """Return what serves TensorNVMe's ``backend``, and why not something else; None: the best."""
+    if backend is None:
+        return choose_backend()
+    if backend not in _SERVED_BY:
+        message = f"backend={backend!r} was asked for. Give one of {', '.join(_SERVED_BY)}."
+        raise OptionError(message)
+    choice = choose_backend(_SERVED_BY[backend])
+    if backend == "aio":
+        choice = BackendChoice(choice.name, (("aio", _NO_AIO), *choice.refused))
+    logger.info("TensorNVMe's backend %s is served by %s", backend, choice)
+    return choice

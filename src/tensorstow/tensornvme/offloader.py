@@ -1,0 +1,186 @@
+"""Tensors that give up their memory to a disk and get it back, bit for bit."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from tensorstow.base.directories import check_directory
+from tensorstow.base.errors import DirectoryError
+from tensorstow.io.engine import BackendChoice, open_engine
+from tensorstow.io.files import ALIGN, File, accepts_direct, scratch_file
+from tensorstow.tensornvme.backends import choose_for
+from tensorstow.tensornvme.space import ScratchSpace
+from tensorstow.tensornvme.transit import Callback, Kind, OffloadError, Transit
+
+logger = logging.getLogger("tensorstow")
+
+Directory = str | os.PathLike[str]
+
+
+class DiskOffloader:
+    """Write tensors to disk and free their memory; read them back where they were.
+
+    Once a write is over the tensor's storage has no bytes; a read gives it new ones. Calls on one
+    tensor take effect in the order in which they are made: each waits for the one before. Tensors
+    written in one call (``writev``) are read in one call, in the same order.
+
+    ``async_*`` calls return at once. Leave their tensors alone until ``sync_write_events``,
+    ``sync_read_events`` or ``synchronize``: these wait, free memory, run callbacks, and raise
+    what failed. After a failed write the tensor still has its memory; after a failed read it is
+    still on disk. Callbacks run on the thread that calls, in the next call at the latest. Calls
+    from several threads at a time are not served.
+
+    The files have no name, so nothing is left behind, and bypass the page cache where the
+    filesystem can do that. When the offloader is closed or dropped, what is on disk is gone.
+    """
+
+    _transit: Transit | None = None  # until all of __init__ has succeeded
+
+    def __init__(
+        self, dir_name: Directory | Sequence[Directory], n_entries: int = 16, backend: str = "uring"
+    ) -> None:
+        """Make scratch files in ``dir_name``, which is created where it is missing.
+
+        Tensors are striped over several directories where ``dir_name`` is a sequence of them.
+        ``n_entries`` blocks of 1 MiB are kept in flight. ``backend`` is TensorNVMe's name of one.
+        """
+        directories = _make_directories(dir_name)
+        self.backend: BackendChoice = _choose(backend, directories)
+        """What serves here, and what kept anything else out."""
+        self._transit = Transit(_make_space(self.backend.name, n_entries, directories))
+
+    def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
+        """Start writing ``tensor``; once that is over, its memory is freed."""
+        self._live().write((tensor,), callback)
+
+    def async_read(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
+        """Give ``tensor`` memory and start reading it back."""
+        self._live().read((tensor,), callback)
+
+    def sync_write(self, tensor: torch.Tensor) -> None:
+        """Write ``tensor`` and free its memory."""
+        transit = self._live()
+        transit.wait_for(transit.write((tensor,), None))
+
+    def sync_read(self, tensor: torch.Tensor) -> None:
+        """Give ``tensor`` memory and read it back."""
+        transit = self._live()
+        transit.wait_for(transit.read((tensor,), None))
+
+    def async_writev(
+        self, tensors: Sequence[torch.Tensor], callback: Callback | None = None
+    ) -> None:
+        """Start writing ``tensors`` as one; they can only be read back as one, in this order."""
+        self._live().write(_as_tuple(tensors), callback)
+
+    def async_readv(
+        self, tensors: Sequence[torch.Tensor], callback: Callback | None = None
+    ) -> None:
+        """Start reading back ``tensors``, which were written in one call in this order."""
+        self._live().read(_as_tuple(tensors), callback)
+
+    def sync_writev(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write ``tensors`` as one; they can only be read back as one, in this order."""
+        transit = self._live()
+        transit.wait_for(transit.write(_as_tuple(tensors), None))
+
+    def sync_readv(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Read back ``tensors``, which were written in one call in this order."""
+        transit = self._live()
+        transit.wait_for(transit.read(_as_tuple(tensors), None))
+
+    def sync_write_events(self) -> None:
+        """Wait until every write is over; raise what failed."""
+        self._live().wait_for_all({Kind.WRITE})
+
+    def sync_read_events(self) -> None:
+        """Wait until every read is over; raise what failed."""
+        self._live().wait_for_all({Kind.READ})
+
+    def synchronize(self) -> None:
+        """Wait until every write and read is over; raise what failed."""
+        self._live().wait_for_all({Kind.WRITE, Kind.READ})
+
+    def close(self) -> None:
+        """Finish every read, give up every write, drop the files. Idempotent.
+
+        A tensor whose write is given up keeps its memory. Tensors on disk are lost.
+        """
+        self._live().close()
+
+    def __enter__(self) -> Self:
+        """Return the offloader itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Close; what failed can only be logged, and no callback is run from here."""
+        if self._transit is None:
+            return
+        failures, lost = self._transit.shut()
+        for failure in failures:
+            logger.error("A DiskOffloader was dropped after a failure: %s", failure)
+        if lost and not sys.is_finalizing():
+            logger.warning("%d tensors were on disk when their DiskOffloader was dropped", lost)
+
+    def _live(self) -> Transit:
+        if self._transit is None:
+            message = "A DiskOffloader was used that could not be made. Make another."
+            raise OffloadError(message)
+        return self._transit
+
+
+def _make_directories(given: Directory | Sequence[Directory]) -> list[Path]:
+    names = [given] if isinstance(given, str | os.PathLike) else given
+    directories = [Path(name) for name in names]
+    if not directories:
+        message = "An empty sequence of directories was given. Name at least one."
+        raise DirectoryError(message)
+    for directory in directories:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            pass  # not a directory: the check below says so
+        except OSError as error:
+            message = (
+                f"Directory {directory} was asked for and cannot be created: {error.strerror}."
+                " Name another."
+            )
+            raise DirectoryError(message) from error
+    return [check_directory(directory).path for directory in directories]
+
+
+def _make_space(backend: str, depth: int, directories: Sequence[Path]) -> ScratchSpace:
+    engine = open_engine(backend, depth=depth)
+    files: list[File] = []
+    try:
+        # Of one block, so that direct I/O can be tried.
+        files.extend(scratch_file(engine, directory, ALIGN) for directory in directories)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return ScratchSpace(files)
+
+
+def _choose(backend: str, directories: Sequence[Path]) -> BackendChoice:
+    choice = choose_for(backend)
+    if choice.name == "threads" or all(accepts_direct(d) for d in directories):
+        return choice
+    reason = "a directory refuses O_DIRECT, and threads are faster through the page cache"
+    return BackendChoice("threads", (*choice.refused, (choice.name, reason)))
+
+
+def _as_tuple(tensors: Sequence[torch.Tensor] | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if isinstance(tensors, torch.Tensor):
+        message = "A list of tensors was asked for and one tensor was given. Put it into a list."
+        raise OffloadError(message)
+    return tuple(tensors)

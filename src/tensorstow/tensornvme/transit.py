@@ -1,0 +1,342 @@
+"""Tensors in memory, on disk, or on their way between the two."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tensorstow.base.errors import DirectoryError, DTypeError, ForkError, StowError
+from tensorstow.io.files import IoFuture, check_movable
+from tensorstow.tensornvme.space import Extent, ScratchSpace
+
+Callback = Callable[[], object]
+
+_FEW = 64
+
+
+class OffloadError(StowError, RuntimeError):
+    """A tensor cannot be written or read as was asked; TensorNVMe raises RuntimeError here."""
+
+
+class Kind(Enum):
+    """Which way."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """Storages that are on disk together: written in one call, to be read in one."""
+
+    storages: tuple[StorageWeakRef, ...]
+    """Weak: a tensor that nobody can read any more gives its room back."""
+    sizes: tuple[int, ...]
+    extents: tuple[tuple[Extent, ...], ...]
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """What the storages are known by. A weak reference keeps the address from being reused."""
+        return tuple(ref.cdata for ref in self.storages)
+
+    def is_dead(self) -> bool:
+        """Return whether none of the tensors exists any more."""
+        return bool(self.storages) and all(map(_is_gone, self.storages))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """One call under way. It holds the tensors, whose memory is in use."""
+
+    kind: Kind
+    tensors: tuple[torch.Tensor, ...]
+    parcel: Parcel
+    futures: tuple[IoFuture, ...]
+    callback: Callback | None
+
+    def done(self) -> bool:
+        """Return whether every transfer is over."""
+        return all(future.done() for future in self.futures)
+
+    def wait(self) -> StowError | None:
+        """Wait for every transfer; return the first failure."""
+        failure = None
+        for future in self.futures:  # all: memory and room are in use until the last is over
+            try:
+                future.wait()
+            except StowError as error:
+                failure = failure or error
+        return failure
+
+
+class Transit:
+    """Where each tensor is, and what is under way. Tensors are known by their storage.
+
+    [Note: Where a tensor is] A storage is in memory (in neither table), in ``_stored`` with no
+    bytes of its own, or in ``_moving`` until ``finish``, with its bytes and its room on disk both
+    in use. A write ends in ``_stored``, or in memory where it failed; a read ends in memory, or
+    in ``_stored`` where it failed. Nothing else changes a tensor's place.
+    """
+
+    def __init__(self, space: ScratchSpace) -> None:
+        """Take over ``space``."""
+        self._owner = os.getpid()
+        self._space = space
+        self._open = True
+        self._stored: dict[int, Parcel] = {}
+        self._moving: dict[int, Operation] = {}
+        self._operations: dict[Operation, None] = {}  # in the order of the calls
+        self._failures: list[tuple[Kind, StowError]] = []
+        self._callbacks: deque[Callback] = deque()
+        self._many_stored = _FEW
+
+    def write(self, tensors: tuple[torch.Tensor, ...], callback: Callback | None) -> Operation:
+        """Start writing; what is under way with these tensors is waited for first."""
+        keys = self._begin(tensors)
+        for tensor, key in zip(tensors, keys, strict=True):
+            if key in self._stored:
+                message = f"{_name(tensor)} was asked to be written but is on disk. Read it first."
+                raise OffloadError(message)
+            _check_freeable(tensor)
+        sizes = tuple(tensor.nbytes for tensor in tensors)
+        storages = tuple(map(_storage_of, tensors))
+        parcel = Parcel(storages, sizes, self._take_room(sizes))
+        try:
+            return self._start(Kind.WRITE, tensors, parcel, callback)
+        except BaseException:
+            self._give_room(parcel)
+            raise
+
+    def read(self, tensors: tuple[torch.Tensor, ...], callback: Callback | None) -> Operation:
+        """Give memory and start reading; what is under way is waited for first."""
+        keys = self._begin(tensors)
+        parcel = self._stored.get(keys[0]) if keys else None
+        if parcel is None or parcel.keys != keys:
+            raise OffloadError(self._why_unreadable(tensors, keys))
+        for tensor, size in zip(tensors, parcel.sizes, strict=True):
+            if tensor.nbytes != size:
+                message = (
+                    f"{_name(tensor)} was asked to be read, but {size} bytes were written."
+                    " Give it the shape and dtype it was written with."
+                )
+                raise OffloadError(message)
+        try:
+            for tensor in tensors:
+                tensor.untyped_storage().resize_(tensor.nbytes)
+            operation = self._start(Kind.READ, tensors, parcel, callback)
+        except BaseException:
+            _free(tensors)
+            raise
+        for key in keys:
+            del self._stored[key]
+        return operation
+
+    def wait_for(self, operation: Operation) -> None:
+        """Wait until ``operation`` is over; raise its failure."""
+        failure = self._finish(operation)
+        if failure is not None:
+            raise failure
+        self._run_callbacks()
+
+    def wait_for_all(self, kinds: Collection[Kind]) -> None:
+        """Wait until nothing of ``kinds`` is under way; run callbacks; raise what failed."""
+        self._check_usable()
+        while chosen := [o for o in self._operations if o.kind in kinds]:
+            for operation in chosen:
+                self._finish_later_told(operation)
+            self._run_callbacks()  # which may start more
+        self._run_callbacks()
+        self._raise_failures(kinds)
+
+    def close(self) -> None:
+        """Shut, run the callbacks of what was read, raise what failed. Idempotent."""
+        self.shut()
+        if self._owner == os.getpid():
+            self._run_callbacks()
+            self._raise_failures(set(Kind))
+
+    def shut(self) -> tuple[list[StowError], int]:
+        """Finish reads, give up writes, drop the files; return what failed and how many are lost.
+
+        Tensors whose write is given up keep their memory; those on disk are lost.
+        """
+        if not self._open:
+            return [], 0
+        self._open = False
+        if self._owner != os.getpid():
+            self._space.close()
+            return [], 0
+        for operation in list(self._operations):
+            self._finish_later_told(operation)
+        self._space.close()
+        lost = sum(not _is_gone(r) for p in set(self._stored.values()) for r in p.storages)
+        return [failure for _, failure in self._failures], lost
+
+    def _begin(self, tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+        """Check, take in what is over, wait for what is under way with these tensors."""
+        self._check_usable()
+        for tensor in tensors:
+            try:
+                check_movable(tensor)
+            except DTypeError as error:
+                raise OffloadError(str(error)) from error
+        keys = tuple(_storage_of(tensor).cdata for tensor in tensors)
+        if len(set(keys)) != len(keys):
+            message = "The list names the same memory twice. Give each tensor once, and no views."
+            raise OffloadError(message)
+        for operation in list(self._operations):
+            if operation.done():
+                self._finish_later_told(operation)
+        self._run_callbacks()
+        # Callbacks may have started something new: so until nothing is in the way.
+        while under_way := next((self._moving[k] for k in keys if k in self._moving), None):
+            self.wait_for(under_way)
+        return keys
+
+    def _start(
+        self,
+        kind: Kind,
+        tensors: tuple[torch.Tensor, ...],
+        parcel: Parcel,
+        callback: Callback | None,
+    ) -> Operation:
+        futures: list[IoFuture] = []
+        try:
+            for tensor, extents in zip(tensors, parcel.extents, strict=True):
+                whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                for extent in extents:
+                    file = self._space.files[extent.file]
+                    move = file.write if kind is Kind.WRITE else file.read
+                    futures.append(move(whole[extent.start : extent.stop], extent.offset))
+        except BaseException:
+            futures.clear()  # a future waits when it is dropped: the memory is free to go
+            raise
+        operation = Operation(kind, tensors, parcel, tuple(futures), callback)
+        self._operations[operation] = None
+        self._moving |= dict.fromkeys(parcel.keys, operation)
+        return operation
+
+    def _finish(self, operation: Operation) -> StowError | None:
+        """Wait for ``operation`` and take its effect; return its failure."""
+        failure = operation.wait()
+        del self._operations[operation]
+        for key in operation.parcel.keys:
+            del self._moving[key]
+        writing = operation.kind is Kind.WRITE
+        given_up = writing and not self._open
+        if (failure is None) == writing and not given_up:
+            _free(operation.tensors)
+            self._stored |= dict.fromkeys(operation.parcel.keys, operation.parcel)
+        else:
+            self._give_room(operation.parcel)
+        if failure is None and operation.callback is not None and not given_up:
+            self._callbacks.append(operation.callback)
+        return failure
+
+    def _finish_later_told(self, operation: Operation) -> None:
+        failure = self._finish(operation)
+        if failure is not None:
+            self._failures.append((operation.kind, failure))
+
+    def _run_callbacks(self) -> None:
+        # Where one raises, those behind it stay for the next call.
+        while self._callbacks:
+            self._callbacks.popleft()()
+
+    def _raise_failures(self, kinds: Collection[Kind]) -> None:
+        told = [failure for kind, failure in self._failures if kind in kinds]
+        self._failures = [(k, failure) for k, failure in self._failures if k not in kinds]
+        if told:
+            for other in told[1:]:
+                told[0].add_note(f"It also happened: {other}")
+            raise told[0]
+
+    def _take_room(self, sizes: Sequence[int]) -> tuple[tuple[Extent, ...], ...]:
+        if len(self._stored) > self._many_stored:
+            self._bury()
+            self._many_stored = max(_FEW, 2 * len(self._stored))
+        taken: list[tuple[Extent, ...]] = []
+        try:
+            taken.extend(self._space.take(size) for size in sizes)
+        except DirectoryError:
+            for extents in taken:
+                self._space.give(extents)
+            if self._bury():
+                return self._take_room(sizes)
+            raise
+        return tuple(taken)
+
+    def _bury(self) -> bool:
+        """Free the room of tensors that no longer exist; return whether there was any."""
+        dead = [parcel for parcel in set(self._stored.values()) if parcel.is_dead()]
+        for parcel in dead:
+            for key in parcel.keys:
+                del self._stored[key]
+            self._give_room(parcel)
+        return bool(dead)
+
+    def _give_room(self, parcel: Parcel) -> None:
+        for extents in parcel.extents:
+            self._space.give(extents)
+
+    def _why_unreadable(self, tensors: Sequence[torch.Tensor], keys: Sequence[int]) -> str:
+        for tensor, key in zip(tensors, keys, strict=True):
+            if key not in self._stored:
+                return f"{_name(tensor)} was asked to be read but was not written here."
+        written = [len(self._stored[key].keys) for key in keys]
+        return (
+            f"{len(keys)} tensors were asked to be read, but were written in lists of {written}."
+            " Give the same tensors in one list, in the order in which they were written."
+        )
+
+    def _check_usable(self) -> None:
+        if self._owner != os.getpid():
+            message = (
+                "A DiskOffloader was used in a forked process: its threads and files belong to the"
+                " parent. Make another here."
+            )
+            raise ForkError(message)
+        if not self._open:
+            message = "A DiskOffloader was used after it was closed. Make another."
+            raise OffloadError(message)
+
+
+def _check_freeable(tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0 and tensor.nbytes:
+        message = f"{_name(tensor)} has no memory: its storage was emptied, perhaps offloaded."
+        raise OffloadError(message)
+    if tensor.storage_offset() or storage.nbytes() != tensor.nbytes:
+        message = (
+            f"{_name(tensor)} is a view of {tensor.nbytes} bytes at byte"
+            f" {tensor.storage_offset() * tensor.element_size()} of {storage.nbytes()}; freeing"
+            " it would free the rest too. Write the whole tensor, or give a clone()."
+        )
+        raise OffloadError(message)
+    if not storage.resizable():
+        message = (
+            f"{_name(tensor)} has memory that torch did not allocate (numpy, shared memory, a"
+            " mapped file) and cannot free. Give a clone()."
+        )
+        raise OffloadError(message)
+
+
+def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+def _free(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return f"A tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"

@@ -1,0 +1,226 @@
+"""A file that is written in the background, one piece behind the other."""
+
+import ctypes
+import logging
+import os
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+
+from tensorstow.base.errors import DTypeError, OptionError, PoisonedError, StowError
+from tensorstow.io.engine import BackendChoice, open_engine
+from tensorstow.io.files import File, IoFuture, create_file, transfer_error
+from tensorstow.tensornvme.backends import choose_for
+
+logger = logging.getLogger("tensorstow")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One write under way, and what keeps its bytes alive."""
+
+    future: IoFuture
+    owner: object
+    is_borrowed: bool
+    """The bytes are a tensor's of the caller, who must not change it yet."""
+
+
+class AsyncFileWriter:
+    """Write bytes and tensors to ``path`` in the background.
+
+    A file that was there is replaced. Each write goes behind the one before and returns at once;
+    ``synchronize`` waits until the system has all bytes and raises what failed; ``close``, which
+    is what ``with`` does, also makes them durable. A writer that is dropped closes itself, and can
+    only log what failed. After a failure the file has a hole, so further writes are refused.
+    """
+
+    _file: File | None = None  # also until all of __init__ has succeeded
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        n_entries: int = 16,
+        backend: str | None = None,
+        n_tasks: int = 0,
+    ) -> None:
+        """Create ``path``. ``n_entries`` blocks of 1 MiB are kept in flight.
+
+        ``backend`` is TensorNVMe's name of one, or None for the best; the attribute says what
+        serves it. ``n_tasks`` is as in ``register_tasks``.
+        """
+        _count("n_tasks", n_tasks)
+        self.backend: BackendChoice = choose_for(backend)
+        """What serves here, and what kept anything else out."""
+        self.offset = 0
+        """Where the next write goes."""
+        self._pieces: deque[_Piece] = deque()
+        self._awaited = 0
+        self._failure: StowError | None = None
+        self._owner = os.getpid()
+        engine = open_engine(self.backend.name, depth=n_entries)
+        self._file = create_file(engine, Path(path))
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write ``data``; return its length. What can be changed is copied, ``bytes`` are not."""
+        fixed = bytes(data)
+        address = np.frombuffer(fixed, np.uint8).ctypes.data if fixed else 0
+        self._start(fixed, address, len(fixed), self.offset)
+        return len(fixed)
+
+    def write_raw(self, py_ref: object, buffer: int, n_bytes: int, offset: int) -> None:
+        """Write ``n_bytes`` from address ``buffer``, which ``py_ref`` keeps alive, at ``offset``.
+
+        The next write goes behind it. Leave the bytes alone until ``sync_before_step``.
+        """
+        if n_bytes < 0 or offset < 0:
+            message = f"A write of {n_bytes} bytes at {offset} was asked for: both are 0 or more."
+            raise OptionError(message)
+        self._start(py_ref, buffer, n_bytes, offset, is_borrowed=True)
+
+    def write_tensor(self, tensor: torch.Tensor, pinned: torch.Tensor | None = None) -> None:
+        """Write the bytes of ``tensor``, in row-major order.
+
+        A tensor on an accelerator is copied to the host before this returns: into ``pinned``, a
+        contiguous CPU tensor of as many elements of its dtype, where one is given. So is a CPU
+        tensor if ``pinned`` is given; otherwise it is written from where it is. Leave ``pinned``
+        alone until ``synchronize``, a CPU tensor that was not copied until ``sync_before_step``.
+        """
+        source = tensor.detach().resolve_conj().resolve_neg()
+        if pinned is not None:
+            host = _filled(pinned, source)
+        elif source.device.type != "cpu":
+            host = source.cpu().contiguous()
+        else:
+            host = source.contiguous()
+        borrowed = pinned is None and host.data_ptr() == tensor.data_ptr()
+        self._start(host, host.data_ptr(), host.nbytes, self.offset, is_borrowed=borrowed)
+        self._awaited -= 1
+
+    def register_h2d(self, num_tensors: int) -> None:
+        """Say that ``num_tensors`` calls of ``write_tensor`` come before ``sync_before_step``."""
+        self._awaited = _count("num_tensors", num_tensors)
+
+    def sync_before_step(self) -> None:
+        """Wait until no tensor given so far is read any more: now they may be changed.
+
+        Raises what failed, and OptionError where ``register_h2d`` promised more tensors.
+        """
+        if self._awaited > 0:
+            message = (
+                f"{self._awaited} of the tensors that register_h2d promised were not written yet."
+                " Call write_tensor for each before sync_before_step."
+            )
+            raise OptionError(message)
+        self._awaited = 0
+        last = max((i for i, p in enumerate(self._pieces) if p.is_borrowed), default=-1)
+        self._wait(last + 1)
+
+    def register_tasks(self, num_tasks: int) -> None:
+        """Check ``num_tasks`` and do no more: here ``synchronize`` knows what was written."""
+        _count("num_tasks", num_tasks)
+
+    def flush(self) -> None:
+        """Do nothing: no write is held back. ``synchronize`` waits for them."""
+
+    def synchronize(self) -> None:
+        """Wait until the system has every byte; raise what failed."""
+        self._wait(len(self._pieces))
+
+    def close(self) -> None:
+        """Wait, make the file durable, close it. Raises what failed and was not told. Idempotent.
+
+        In a forked child only its copy of the descriptor is closed.
+        """
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            if self._owner == os.getpid() and self._failure is None:
+                self._wait(len(self._pieces))
+                _make_durable(file)
+        finally:
+            file.close()
+            self._pieces.clear()
+
+    def __enter__(self) -> Self:
+        """Return the writer itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Close; what failed can only be logged."""
+        try:
+            self.close()
+        except StowError as error:
+            logger.error("An AsyncFileWriter was dropped after a failure: %s", error)  # noqa: TRY400
+
+    def _start(
+        self, owner: object, address: int, nbytes: int, offset: int, *, is_borrowed: bool = False
+    ) -> None:
+        if self._file is None:
+            message = "A write was asked for after the file was closed. Make another writer."
+            raise OptionError(message)
+        while self._pieces and self._pieces[0].future.done():
+            self._wait(1)
+        if self._failure is not None:
+            message = f"A write was asked for, but an earlier one failed: {self._failure}"
+            raise PoisonedError(message) from self._failure
+        if nbytes:
+            memory = torch.frombuffer(
+                (ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8
+            )
+            future = self._file.write(memory, offset)
+            self._pieces.append(_Piece(future, owner, is_borrowed))
+        # A piece that fills a gap does not pull the end back.
+        self.offset = max(self.offset, offset + nbytes)
+
+    def _wait(self, count: int) -> None:
+        """Wait for the first ``count`` pieces; raise the first failure once all are over."""
+        failure = None
+        for _ in range(count):
+            try:
+                self._pieces[0].future.wait()
+            except StowError as error:
+                failure = failure or error
+            self._pieces.popleft()
+        if failure is not None:
+            self._failure = failure
+            raise failure
+
+
+def _filled(pinned: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    fits = pinned.dtype == source.dtype and pinned.numel() == source.numel()
+    if not fits or pinned.device.type != "cpu" or not pinned.is_contiguous():
+        message = (
+            f"pinned has {pinned.numel()} elements of {pinned.dtype} on {pinned.device}. Give a"
+            f" contiguous CPU tensor of {source.numel()} elements of {source.dtype}."
+        )
+        raise DTypeError(message)
+    pinned.detach().view(-1).copy_(source.reshape(-1))
+    return pinned
+
+
+def _make_durable(file: File) -> None:
+    try:
+        os.fsync(file.fd)
+        directory = os.open(file.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)  # the name is a change to the directory
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise transfer_error(file.path, "fsync", error.errno or 0, 0, 0) from error
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        message = f"{name}={value!r} was given. Give a number of 0 or more."
+        raise OptionError(message)
+    return value

@@ -1,0 +1,129 @@
+"""The axes of the parity matrix: what is computed (Recipe) and on which way (Route)."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+
+from parity.cover import Row, Value
+
+RECIPE_AXES: Mapping[str, tuple[Value, ...]] = {
+    "optimizer": (
+        *("AdamW", "Adam", "HybridAdam-adamw", "HybridAdam-l2"),
+        *("CPUAdam-adamw", "CPUAdam-l2", "CPUAdam-uncorrected"),
+    ),
+    "dtype": ("fp32", "bf16", "fp16", "mixed"),
+    "grad_dtype": ("own", "fp32", "bf16", "fp16"),
+    "amsgrad": (False, True),
+    "maximize": (False, True),
+    "weight_decay": (0.0, 0.1),
+    "accumulation": (1, 3),
+    "clipping": ("none", "torch", "ours"),
+    "scaling": ("none", "GradScaler", "div_scale"),
+    "lr": ("fixed", "scheduled", "tensor", "tensor-scheduled"),
+}
+ROUTE_AXES: Mapping[str, tuple[Value, ...]] = {
+    "placement": ("ram", "split", "disk"),
+    "chunk": (1024, 4096, 1 << 19),
+    "ring": ("default", "least"),
+    "schedule": ("pipelined", "naive"),
+    "backend": ("uring", "threads"),
+    "isa": ("scalar", "avx2", "avx512"),
+    "threads": (1, 2, 3),
+    "resume": ("none", "model-first", "model-last", "rewind", "torch"),
+}
+AXES = {**RECIPE_AXES, **ROUTE_AXES}
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the result. ``mixed`` has bf16 matrices and fp32 vectors."""
+
+    optimizer: str = "AdamW"
+    dtype: str = "fp32"
+    grad_dtype: str = "own"
+    amsgrad: bool = False
+    maximize: bool = False
+    weight_decay: float = 0.1
+    accumulation: int = 1
+    clipping: str = "none"
+    scaling: str = "none"
+    lr: str = "fixed"
+
+    @property
+    def decoupled(self) -> bool:
+        return self.optimizer == "AdamW" or self.optimizer.endswith("-adamw")
+
+    @property
+    def bias_correction(self) -> bool:
+        return self.optimizer != "CPUAdam-uncorrected"
+
+
+@dataclass(frozen=True)
+class Route:
+    """What must not decide anything."""
+
+    placement: str = "disk"
+    chunk: int = 4096
+    ring: str = "default"
+    schedule: str = "pipelined"
+    backend: str = "uring"
+    isa: str = "avx512"
+    threads: int = 2
+    resume: str = "none"
+
+    @property
+    def fraction(self) -> float:
+        return {"ram": 0.0, "split": 0.37, "disk": 1.0}[self.placement]
+
+
+@dataclass(frozen=True)
+class Case:
+    recipe: Recipe
+    route: Route
+
+    def __str__(self) -> str:
+        """Return the id of a test: what differs from the default."""
+        parts = [
+            f"{f.name}={getattr(part, f.name)}"
+            for part in (self.recipe, self.route)
+            for f in fields(part)
+            if getattr(part, f.name) != f.default
+        ]
+        return ",".join(parts) or "default"
+
+    def row(self) -> Row:
+        return {f.name: getattr(p, f.name) for p in (self.recipe, self.route) for f in fields(p)}
+
+
+def case_of(row: Mapping[str, Value]) -> Case:
+    """Return the case of a row; axes that it leaves out have their defaults."""
+    recipe, route = Recipe(), Route()
+    for name, value in row.items():
+        object.__setattr__(recipe if name in RECIPE_AXES else route, name, value)
+    return Case(recipe, route)
+
+
+def allowed(row: Mapping[str, Value]) -> bool:
+    """Return whether a (partial) row can be asked for at all."""
+    return not any(_objections(row))
+
+
+def _objections(row: Mapping[str, Value]) -> Iterator[bool]:
+    upstream = str(row.get("optimizer", "")).split("-")[0] in {"HybridAdam", "CPUAdam"}
+    if "optimizer" in row:
+        # ram_budget= is a keyword of tensorstow's own classes, div_scale of ColossalAI's.
+        yield upstream and row.get("ring") == "least"
+        yield not upstream and row.get("scaling") == "div_scale"
+    yield row.get("ring") == "least" and row.get("scaling") == "div_scale"
+    yield row.get("placement") == "ram" and row.get("ring") == "least"
+    # torch.optim casts states to the parameter's dtype and knows no master.
+    yield row.get("resume") == "torch" and row.get("dtype", "fp32") != "fp32"
+    # GradScaler.unscale_ refuses fp16 gradients.
+    halves = row.get("grad_dtype") == "fp16" or (
+        row.get("dtype") == "fp16" and row.get("grad_dtype") == "own"
+    )
+    clips = row.get("clipping", "none") != "none"
+    yield halves and clips and row.get("scaling") == "GradScaler"

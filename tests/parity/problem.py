@@ -1,0 +1,131 @@
+"""The small model that every case trains, its data, and what a run leaves behind."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parity.axes import DTYPES, Recipe
+
+STEPS = 6
+RESUME_AFTER = 2
+"""A resumed run saves after this step (from 0) and goes on elsewhere."""
+INF_STEP = 3
+"""With a GradScaler, a gradient is infinite here."""
+VOCABULARY, WIDTH = 97, 48
+LR = 0.01
+LR_FACTORS = (1.0, 0.5, 2.0, 0.25, 1.0, 0.5, 1.0)
+"""Powers of two, so that a float32 lr tensor goes through them without rounding."""
+LEAST_NORM = 0.05
+"""Below every step's gradient norm: clipping always clips."""
+DIV_SCALE = 3.0
+INITIAL_SCALE = 1024.0
+
+BFLOAT_OF_MIXED = frozenset({"embedding", "wide", "narrow", "sometimes", "frozen"})
+SECOND_GROUP = ("bias", "gain", "sometimes")
+
+
+class Model(nn.Module):
+    """Tied, frozen, sometimes unused, one-element and zero-sized parameters."""
+
+    def __init__(self, recipe: Recipe, seed: int = 1) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def parameter(name: str, *shape: int) -> nn.Parameter:
+            values = torch.randn(*shape, generator=generator) * WIDTH**-0.5
+            return nn.Parameter(values.to(dtype_of(recipe, name)))
+
+        self.embedding = parameter("embedding", VOCABULARY, WIDTH)  # and the head
+        self.wide = parameter("wide", 2 * WIDTH, WIDTH)
+        self.bias = parameter("bias", 2 * WIDTH)
+        self.empty = parameter("empty", 0, 7)
+        self.narrow = parameter("narrow", WIDTH, 2 * WIDTH)
+        self.sometimes = parameter("sometimes", WIDTH, WIDTH)
+        self.frozen = parameter("frozen", WIDTH, WIDTH)
+        self.frozen.requires_grad = False
+        self.gain = parameter("gain", 1)
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        """Return the loss of one micro-batch; ``sometimes`` has no part in some."""
+        generator = torch.Generator().manual_seed(1000 * step + micro)
+        tokens = torch.randint(VOCABULARY, (2, 9), generator=generator)
+        x = functional.embedding(tokens[:, :-1], self.embedding)
+        x = x + functional.linear(x, self.frozen)
+        if step % 3 != 1 and micro != 1:
+            x = x + functional.linear(x, self.sometimes)
+        hidden = functional.linear(x, self.wide) + self.bias.to(x.dtype)
+        x = x + functional.linear(torch.tanh(hidden), self.narrow) * self.gain.to(x.dtype)
+        logits = functional.linear(x, self.embedding).float()
+        loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return loss + self.empty.float().sum()
+
+
+def dtype_of(recipe: Recipe, name: str) -> torch.dtype:
+    if recipe.dtype == "mixed":
+        return torch.bfloat16 if name in BFLOAT_OF_MIXED else torch.float32
+    return DTYPES[recipe.dtype]
+
+
+def group_names(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the parameters of the first group and of the second."""
+    names = [name for name, _ in model.named_parameters()]
+    return [n for n in names if n not in SECOND_GROUP], [n for n in names if n in SECOND_GROUP]
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Keep torch's threads, which spin, off the cores that the kernels use; reductions stay put."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass
+class Outcome:
+    """Everything that must be equal to the bit."""
+
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    """After each step."""
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """After the last."""
+    losses: list[float] = field(default_factory=list)
+
+    def note(self, model: nn.Module, loss: float) -> None:
+        self.weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
+        self.losses.append(loss)
+
+
+def differences(got: Outcome, want: Outcome) -> list[str]:
+    """Name all that is not bitwise equal, the earliest first."""
+    found = []
+    if len(got.weights) != len(want.weights):
+        found.append(f"{len(got.weights)} steps were taken instead of {len(want.weights)}")
+    for step, (ours, theirs) in enumerate(zip(got.weights, want.weights, strict=False)):
+        found += [f"step {step}: weight {n}" for n in unequal(ours, theirs)]
+    found += [
+        f"step {s}: loss" for s in range(STEPS) if got.losses[s : s + 1] != want.losses[s : s + 1]
+    ]
+    found += [f"states of {n} exist or not" for n in got.states.keys() ^ want.states.keys()]
+    for name in got.states.keys() & want.states.keys():
+        found += [f"{name}.{key}" for key in unequal(got.states[name], want.states[name])]
+    return found
+
+
+def unequal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
+    names = sorted(ours.keys() | theirs.keys())
+    return [n for n in names if n not in ours or n not in theirs or not same(ours[n], theirs[n])]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bits."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))

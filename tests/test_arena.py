@@ -1,0 +1,109 @@
+"""Memory of our own: aligned, zero, and not inherited where that would be unsafe."""
+
+import faulthandler
+import mmap
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorstow.base.errors import BudgetError
+from tensorstow.io.arena import PAGE, Arena
+
+HUGE_PAGE = 2 << 20
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE, PAGE + 1, 3 << 20])
+def test_size_is_whole_pages_and_starts_on_a_huge_one(nbytes: int) -> None:
+    arena = Arena(nbytes, in_children=False)
+    assert arena.nbytes == max(1, -(-nbytes // PAGE)) * PAGE
+    assert arena.address % HUGE_PAGE == 0
+
+
+def test_tensors_lie_where_they_were_asked_and_start_as_zeros() -> None:
+    arena = Arena(4 * PAGE, in_children=False)
+    first = arena.tensor(0, 10, torch.float32)
+    last = arena.tensor(4 * PAGE - 8, 4, torch.bfloat16)
+    assert first.data_ptr() == arena.address
+    assert last.data_ptr() == arena.address + 4 * PAGE - 8
+    assert not first.any()
+    assert not last.any()
+
+
+def test_a_tensor_keeps_the_mapping() -> None:
+    tensor = Arena(PAGE, in_children=False).tensor(0, 1024, torch.float32)
+    tensor.fill_(3)
+    assert tensor.sum() == 3 * 1024
+
+
+def test_a_tensor_past_the_mapping_is_refused() -> None:
+    arena = Arena(PAGE, in_children=False)
+    with pytest.raises(ValueError, match="buffer"):
+        arena.tensor(HUGE_PAGE, PAGE, torch.float32)
+
+
+def test_more_than_the_system_has_is_an_error_with_the_size() -> None:
+    with pytest.raises(BudgetError, match=r"4\.0 PiB of host memory"):
+        Arena(1 << 52, in_children=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("in_children", [True, False])
+def test_a_forked_child_has_it_only_where_asked(in_children: bool) -> None:  # noqa: FBT001
+    arena = Arena(PAGE, in_children=in_children)
+    tensor = arena.tensor(0, 1, torch.float32)
+    tensor.fill_(1)
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()
+        os._exit(int(tensor.item() != 1))
+    _, status = os.waitpid(pid, 0)
+    if in_children:
+        assert os.waitstatus_to_exitcode(status) == 0
+    else:
+        assert os.WTERMSIG(status) == signal.SIGSEGV
+
+
+def test_no_huge_pages_in_the_kernel_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
+    assert Arena(PAGE, in_children=True).tensor(0, 1, torch.float32).item() == 0
+
+
+def test_advice_that_is_needed_and_refused_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_DONTFORK", 9999)
+    with pytest.raises(OSError, match="Invalid argument"):
+        Arena(PAGE, in_children=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_what_a_forked_child_writes_stays_with_it() -> None:
+    tensor = Arena(PAGE, in_children=True).tensor(0, 1, torch.float32)
+    pid = os.fork()
+    if pid == 0:
+        tensor.fill_(7)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert tensor.item() == 0
+
+
+def test_large_arenas_lie_in_huge_pages_where_the_system_has_them() -> None:
+    arena = Arena(4 * HUGE_PAGE, in_children=True)
+    arena.tensor(0, HUGE_PAGE, torch.float32).fill_(1)
+    with Path("/sys/kernel/mm/transparent_hugepage/enabled").open() as setting:
+        if "[never]" in setting.read():
+            pytest.skip("huge pages are switched off here")
+    assert _anonymous_huge_bytes(arena.address) > 0
+
+
+def _anonymous_huge_bytes(address: int) -> int:
+    inside = False
+    with Path("/proc/self/smaps").open() as maps:
+        for line in maps:
+            if "-" in (span := line.split()[0]) and not span.endswith(":"):
+                low, high = (int(part, 16) for part in span.split("-"))
+                inside = low <= address < high
+            elif inside and line.startswith("AnonHugePages:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,219 @@
+"""Host memory is a formula: the ring's high water, the process's RSS, and no page cache."""
+
+import ctypes
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+
+from parity.scratch import scratch_files
+from tensorstow import AdamW, PipelinePolicy
+from tensorstow.optim.layout import DEFAULT_RING_BYTES, Family, plan_ring, predict_memory
+
+CHUNK = 4096
+SMALL = PipelinePolicy(chunk_elements=CHUNK)
+SLOT = plan_ring(streams=2, chunk_elements=CHUNK, chunks=1, budget=None).slot_bytes
+FP32 = Family(torch.float32, amsgrad=False)
+MIB = 1 << 20
+
+
+def trained(
+    directory: Path, elements: int, *, budget: int | None = None, steps: int = 3
+) -> tuple[AdamW, torch.nn.Parameter]:
+    parameter = torch.nn.Parameter(torch.ones(elements))
+    optimizer = AdamW([parameter], states="disk", dir=directory, ram_budget=budget, policy=SMALL)
+    train(optimizer, parameter, steps)
+    return optimizer, parameter
+
+
+def train(optimizer: AdamW, parameter: torch.nn.Parameter, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.autograd.backward((parameter * 2).sum())
+        optimizer.step()
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize("slots", [2, 7])
+def test_high_water_is_the_formula_and_the_same_for_ten_times_the_model(
+    tmp_path: Path, slots: int
+) -> None:
+    high_water = []
+    for elements in (20 * CHUNK, 200 * CHUNK):
+        optimizer, _ = trained(tmp_path, elements, budget=slots * SLOT + SLOT // 2)
+        predicted = predict_memory(
+            [elements],
+            FP32,
+            disk_fraction=1.0,
+            chunk_elements=CHUNK,
+            budget=slots * SLOT + SLOT // 2,
+        )
+        assert optimizer.memory() == predicted
+        assert optimizer.traffic().ring_high_water_bytes == predicted.ring_bytes
+        high_water.append(optimizer.traffic().ring_high_water_bytes)
+        optimizer.close()
+    assert high_water == [slots * SLOT] * 2
+
+
+@pytest.mark.parametrize("elements", [124_000_000, 1_240_000_000])
+def test_the_default_ring_does_not_grow_with_the_model(elements: int) -> None:
+    chunk = PipelinePolicy().chunk_elements
+    memory = predict_memory([elements], FP32, disk_fraction=1.0, chunk_elements=chunk)
+    slot = plan_ring(streams=2, chunk_elements=chunk, chunks=1, budget=None).slot_bytes
+    assert memory.ring_bytes == DEFAULT_RING_BYTES // slot * slot <= 48 * MIB
+    assert memory.host_bytes == memory.ring_bytes
+
+
+def test_budget_buys_slots_and_a_small_model_takes_no_more_than_it_needs(tmp_path: Path) -> None:
+    for budget, slots in ((2 * SLOT, 2), (3 * SLOT - 1, 2), (9 * SLOT, 9), (100 * SLOT, 20)):
+        optimizer, _ = trained(tmp_path, 20 * CHUNK, budget=budget)
+        assert optimizer.memory().ring_bytes == slots * SLOT
+        assert optimizer.traffic().ring_high_water_bytes == slots * SLOT
+        optimizer.close()
+
+
+# --- the process ---
+
+CHILD = """
+import sys
+import torch
+from tensorstow import AdamW
+torch.set_num_threads(2)
+p = torch.nn.Parameter(torch.ones(int(sys.argv[1])))
+fraction = float(sys.argv[2])
+where = {"dir": sys.argv[3]} if fraction else {}
+optimizer = AdamW([p], states=fraction, **where)
+p.grad = torch.ones_like(p)
+for _ in range(3):
+    optimizer.step()
+optimizer.synchronize()
+with open("/proc/self/smaps_rollup") as lines:
+    rss = next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+print(rss * 1024, optimizer.memory().host_bytes)
+"""
+
+
+def rss_and_prediction(elements: int, fraction: float, directory: Path) -> tuple[int, int]:
+    out = subprocess.run(
+        [sys.executable, "-c", CHILD, str(elements), str(fraction), str(directory)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    rss, predicted = map(int, out.stdout.split())
+    return rss, predicted
+
+
+def test_rss_falls_by_what_was_predicted(tmp_path: Path) -> None:
+    elements = 30_000_000
+    rss, predicted = {}, {}
+    for fraction in (0.0, 0.5, 1.0):
+        rss[fraction], predicted[fraction] = rss_and_prediction(elements, fraction, tmp_path)
+    assert predicted[0.0] == 8 * elements
+    assert predicted[1.0] <= 48 * MIB
+    for fraction in (0.5, 1.0):
+        saving = predicted[0.0] - predicted[fraction]
+        assert 0.88 * saving <= rss[0.0] - rss[fraction] <= 1.12 * saving
+
+
+# --- the page cache ---
+
+
+def resident_bytes(path: Path) -> int:
+    """Return how much of a file the page cache holds; looking does not bring any in."""
+    size = path.stat().st_size
+    fd = os.open(path, os.O_RDWR)  # mincore(2) tells only who may write
+    try:
+        with mmap.mmap(fd, size) as view:
+            pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+            hold = (ctypes.c_char * size).from_buffer(view)
+            libc = ctypes.CDLL(None, use_errno=True)
+            code = libc.mincore(ctypes.c_void_p(ctypes.addressof(hold)), size, pages)
+            del hold
+            gc.collect()
+    finally:
+        os.close(fd)
+    assert code == 0, os.strerror(ctypes.get_errno())
+    return mmap.PAGESIZE * sum(page & 1 for page in pages)
+
+
+def test_states_on_disk_are_not_in_the_page_cache(tmp_path: Path) -> None:
+    optimizer, _ = trained(tmp_path, 1_000_000)
+    files = scratch_files(tmp_path)
+    sizes = sum(path.stat().st_size for path in files)
+    assert sizes == optimizer.memory().file_bytes >= 8_000_000
+    assert sum(resident_bytes(path) for path in files) < MIB
+    # The probe does see pages of such a file once somebody reads it through the cache.
+    for path in files:
+        path.read_bytes()
+    assert sum(resident_bytes(path) for path in files) >= 0.9 * sizes
+
+
+def test_the_probe_sees_a_buffered_file(tmp_path: Path) -> None:
+    path = tmp_path / "buffered"
+    path.write_bytes(bytes(8 * MIB))
+    assert resident_bytes(path) == 8 * MIB
+
+
+# --- the steady state ---
+
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated_bytes() -> int:
+    """Return what the C library's main arena and its mappings have given out."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("this C library has no mallinfo2")
+    libc.mallinfo2.restype = Mallinfo2
+    info = libc.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+def test_the_steady_state_allocates_nothing(tmp_path: Path) -> None:
+    optimizer, parameter = trained(tmp_path, 50 * CHUNK, budget=8 * SLOT, steps=30)
+    high_water = optimizer.traffic().ring_high_water_bytes
+    gc.collect()
+    before = (allocated_bytes(), rss_bytes())
+    train(optimizer, parameter, 200)
+    gc.collect()
+    native, rss = allocated_bytes() - before[0], rss_bytes() - before[1]
+    assert optimizer.traffic().ring_high_water_bytes == high_water == 8 * SLOT
+    # 10,000 chunks went through: this is two bytes for each. The gradient that torch allocates in
+    # every step moves RSS up and down; a slot leaked per step would be 11 MiB.
+    assert native < 20_000
+    assert rss < 4 * MIB
+
+
+def test_the_steady_state_keeps_no_python_objects(tmp_path: Path) -> None:
+    optimizer, parameter = trained(tmp_path, 50 * CHUNK, budget=8 * SLOT, steps=10)
+    tracemalloc.start()
+    try:
+        train(optimizer, parameter, 2)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        train(optimizer, parameter, 50)
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept < 50 * 100  # less than the smallest tensor per step
