@@ -37,9 +37,10 @@ from benchmarks.measure import (
     ratio,
     use_all_cores,
 )
-from tensorstow.optim.adam import AdamW, StowedAdam
+from tensorstow.optim.adam import AdamW
 from tensorstow.optim.layout import Family, predict_memory
 from tensorstow.optim.policy import PipelinePolicy
+from tensorstow.optim.stowed import StowedAdam
 
 _STEPS = 3
 _BATCH = (4, 128)

@@ -60,7 +60,7 @@ struct Pool::State {
   std::mutex turn;  // held by the caller whose job runs
   std::atomic<std::uint32_t> gate{0};
   std::atomic<std::uint32_t> epoch{0};  // counts jobs; what idle workers watch
-  std::vector<Share> shares;  // one per thread
+  std::vector<Share> shares;            // one per thread
   const std::function<void(std::int64_t)>* body = nullptr;
   std::atomic<bool> stopping{false};
   std::atomic<int> threads{1};

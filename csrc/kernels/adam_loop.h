@@ -170,8 +170,8 @@ class AdamLoop {
   std::int64_t n_;
 };
 
-// A pass of its own: it happens once in a run, and the update's loop stays free of it. A master that
-// rounds to the parameter's bits has more of the truth than the parameter and is kept.
+// A pass of its own: it happens once in a run, and the update's loop stays free of it. A master
+// that rounds to the parameter's bits has more of the truth than the parameter and is kept.
 template <class V, class P>
 void seed_master(const P* param, float* master, std::int64_t n) {
   for (std::int64_t i = 0; i < n; i += V::kLanes) {

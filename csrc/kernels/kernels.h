@@ -44,7 +44,8 @@ struct AdamHyper {
 
 // Arrays of n elements; all distinct. `master` is null exactly where the parameter is fp32; `vmax`
 // is null exactly where amsgrad is off. `seed_master` first sets master = float(param) wherever the
-// master does not round to the parameter's bits: someone else wrote the parameter, or the master is new.
+// master does not round to the parameter's bits: someone else wrote the parameter, or the master is
+// new.
 struct AdamArgs {
   void* param;
   const void* grad;

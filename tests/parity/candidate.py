@@ -27,8 +27,8 @@ from parity.problem import (
 from tensorstow import Adam, AdamW, PipelinePolicy, _native
 from tensorstow.colossalai import CPUAdam, HybridAdam
 from tensorstow.io.engine import probe_backend
-from tensorstow.optim.adam import StowedAdam
 from tensorstow.optim.layout import plan_ring
+from tensorstow.optim.stowed import StowedAdam
 
 ELSEWHERE = {"ram": "disk", "split": "ram", "disk": "split"}
 """Where a resumed run puts the states."""

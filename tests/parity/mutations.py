@@ -15,10 +15,10 @@ from parity.candidate import NO_TAPS, Taps
 from parity.cover import Value
 from parity.scratch import read_scratch, write_scratch
 from tensorstow import _native
-from tensorstow.optim import adam, options
-from tensorstow.optim.adam import StowedAdam
+from tensorstow.optim import options, stowed
 from tensorstow.optim.layout import RingPlan, plan_ring
 from tensorstow.optim.reference import AdamScalars, adam_scalars
+from tensorstow.optim.stowed import StowedAdam
 
 Break = Callable[[pytest.MonkeyPatch, Path], Taps | None]
 ONE_CHUNK = 2 * 4 * 4096
@@ -41,9 +41,9 @@ def in_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Break:
     """Compute the scalars from a changed group."""
 
     def apply(patch: pytest.MonkeyPatch, _: Path) -> None:
-        row = adam._hyper_row
+        row = stowed._hyper_row
         patch.setattr(
-            adam, "_hyper_row", lambda group, *rest: row({**group, **change(group)}, *rest)
+            stowed, "_hyper_row", lambda group, *rest: row({**group, **change(group)}, *rest)
         )
 
     return apply
@@ -51,7 +51,7 @@ def in_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Break:
 
 def in_scalars(change: Callable[[AdamScalars], AdamScalars]) -> Break:
     def apply(patch: pytest.MonkeyPatch, _: Path) -> None:
-        target = "tensorstow.optim.adam.adam_scalars"
+        target = "tensorstow.optim.stowed.adam_scalars"
         patch.setattr(target, lambda **given: change(adam_scalars(**given)))
 
     return apply
@@ -117,7 +117,7 @@ def grad_dtype_ignored(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 
 def halves_confused(patch: pytest.MonkeyPatch, _: Path) -> None:
-    patch.setattr(adam, "_DTYPE_CODES", {torch.float32: 0, torch.bfloat16: 2, torch.float16: 1})
+    patch.setattr(stowed, "_DTYPE_CODES", {torch.float32: 0, torch.bfloat16: 2, torch.float16: 1})
 
 
 # --- states on the way in ---
@@ -214,7 +214,7 @@ def stale_read_ahead(_: pytest.MonkeyPatch, directory: Path) -> Taps:
     def show_new(optimizer: StowedAdam, step: int) -> None:
         if step == 3:
             ahead = (
-                3 if optimizer._policy.schedule == "pipelined" else 2
+                3 if optimizer._states().policy.schedule == "pipelined" else 2
             )  # steps; the first is blank
             while optimizer.traffic().bytes_read < ahead * optimizer.memory().file_bytes:
                 time.sleep(0.001)

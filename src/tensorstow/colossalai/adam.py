@@ -11,11 +11,11 @@ from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError
 from tensorstow.optim import options
-from tensorstow.optim.adam import StowedAdam
 from tensorstow.optim.kernels import prepare_kernels
 from tensorstow.optim.options import Directory
 from tensorstow.optim.policy import PipelinePolicy
 from tensorstow.optim.states import Placement
+from tensorstow.optim.stowed import StowedAdam
 
 logger = logging.getLogger("tensorstow")
 

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.sizes import parse_size
-from tensorstow.optim.layout import STATE_DTYPES, refuse_dtype
+from tensorstow.optim.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.optim.states import Placement
 
 States = Literal["ram", "disk"] | float
@@ -124,6 +124,23 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
             f" {parameter.device}: both must be on one device."
         )
         raise DTypeError(message)
+
+
+def refuse_family(
+    parameter: torch.Tensor, group: Mapping[str, Any], family: Family, name: str
+) -> NoReturn:
+    """Raise OptionError for a parameter that is not of the ``family`` that its states are of."""
+    if parameter.dtype != family.dtype:
+        message = (
+            f"{name} was {family.dtype} when the optimizer was made and is {parameter.dtype} now."
+            " Cast the model first, then make the optimizer."
+        )
+        raise OptionError(message)
+    message = (
+        f"amsgrad of {name} was {family.amsgrad} when the optimizer was made and is"
+        f" {group['amsgrad']} now: it decides which states exist. Make a new optimizer."
+    )
+    raise OptionError(message)
 
 
 def accept_grad_dtype(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:

@@ -27,9 +27,9 @@ from tensorstow.cli.demo.training import (
     make_optimizer,
     train,
 )
-from tensorstow.optim.adam import StowedAdam
 from tensorstow.optim.layout import Family, StateMemory, predict_memory
 from tensorstow.optim.pipeline import TraceEvent, Traffic
+from tensorstow.optim.stowed import StowedAdam
 
 
 def main(arguments: list[str] | None = None) -> None:

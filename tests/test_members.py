@@ -1,0 +1,101 @@
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow.optim.members import Members
+from tensorstow.optim.policy import PipelinePolicy
+from tensorstow.optim.states import Placement
+
+SMALL = PipelinePolicy(chunk_elements=4096)
+
+
+def members_at(directory: Path) -> Members:
+    return Members(Placement(1.0, (directory,), None), SMALL)
+
+
+def weights(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(100 + i)) for i in range(count)]
+
+
+def plain(*parameters: nn.Parameter) -> dict[int, bool]:
+    return {id(p): False for p in parameters}
+
+
+def test_numbers_are_given_once(tmp_path: Path) -> None:
+    first, second = weights(2)
+    members = members_at(tmp_path)
+    members.attach([first], plain(first))
+    members.attach([first, second], plain(first, second))
+    assert [members.get(p).number for p in (first, second)] == [0, 1]
+    assert len(members) == 2
+    assert members.find(weights(1)[0]) is None
+    with pytest.raises(KeyError):
+        members.get(weights(1)[0])
+
+
+def test_nothing_new_makes_nothing_new(tmp_path: Path) -> None:
+    (weight,) = weights(1)
+    members = members_at(tmp_path)
+    members.attach([weight], plain(weight))
+    store = members.store
+    files = store.directories
+    members.attach([weight], plain(weight))
+    assert members.store is store
+    assert store.directories == files
+
+
+def test_all_exchanged_begins_anew_and_some_does_not(tmp_path: Path) -> None:
+    first, second, third = weights(3)
+    members = members_at(tmp_path)
+    members.attach([first, second], plain(first, second))
+    store = members.store
+    members.attach([third], plain(second, third))
+    assert members.store is store
+    fresh = weights(1)[0]
+    members.attach([fresh], plain(fresh))
+    assert members.store is not store
+    assert members.find(first) is None
+    assert members.store.memory().logical_bytes == 800
+
+
+def test_a_group_that_wants_other_states_is_seen() -> None:
+    (weight,) = weights(1)
+    members = Members(Placement(0.0, (), None), SMALL)
+    members.attach([weight], plain(weight))
+    assert not members.differ(plain(weight))
+    assert members.differ({id(weight): True})
+    assert not members.differ({})
+
+
+def test_versions_are_forgotten() -> None:
+    (weight,) = weights(1)
+    members = Members(Placement(0.0, (), None), SMALL)
+    members.attach([weight], plain(weight))
+    members.get(weight).version = 3
+    members.forget_versions()
+    assert members.get(weight).version is None
+
+
+def test_parameters_do_not_keep_the_store_alive(tmp_path: Path) -> None:
+    (weight,) = weights(1)
+    members = members_at(tmp_path)
+    members.attach([weight], plain(weight))
+    watcher = weakref.ref(members.store)
+    del members
+    gc.collect()
+    assert watcher() is None
+    assert not weight._post_accumulate_grad_hooks
+    weight.sum().backward()
+
+
+def test_closing_takes_the_hooks_off(tmp_path: Path) -> None:
+    (weight,) = weights(1)
+    members = members_at(tmp_path)
+    members.attach([weight], plain(weight))
+    assert weight._post_accumulate_grad_hooks
+    members.close()
+    assert not weight._post_accumulate_grad_hooks
