@@ -286,12 +286,14 @@ struct PyPipeline {
     return get().add_chunk(std::move(spec), state);
   }
 
-  void begin(Ints params, Ints grads, Ints grad_dtypes, Ints seeds, Ints hyper_index,
-             Hypers table) {
+  // One call, so that no Python exception can come between the beginning of a step, after which the
+  // gradients are being read, and its end.
+  FailureTuple step(Ints params, Ints grads, Ints grad_dtypes, Ints seeds, Ints hyper_index,
+                    Hypers table) {
     const std::size_t n = params.shape(0);
     if (grads.shape(0) != n || grad_dtypes.shape(0) != n || seeds.shape(0) != n ||
         hyper_index.shape(0) != n || table.shape(1) != 9) {
-      throw std::invalid_argument("begin: the arrays must have one length and hypers nine columns");
+      throw std::invalid_argument("step: the arrays must have one length and hypers nine columns");
     }
     parameters.resize(n);
     for (std::size_t i = 0; i < n; ++i) {
@@ -306,6 +308,7 @@ struct PyPipeline {
     }
     nb::gil_scoped_release release;
     get().begin(parameters, hypers);
+    return as_tuple(get().wait_published());
   }
 };
 
@@ -455,13 +458,8 @@ void bind_pipeline(nb::module_& m) {
       .def("add_chunk", &PyPipeline::add_chunk, "param_dtype"_a, "amsgrad"_a, "segments"_a,
            "elements"_a, "place"_a, "resident"_a, "stored"_a)
       .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
-      .def("begin", &PyPipeline::begin, "params"_a, "grads"_a, "grad_dtypes"_a, "seeds"_a,
+      .def("step", &PyPipeline::step, "params"_a, "grads"_a, "grad_dtypes"_a, "seeds"_a,
            "hyper_index"_a, "hypers"_a)
-      .def("wait_published",
-           [](PyPipeline& self) {
-             nb::gil_scoped_release release;
-             return as_tuple(self.get().wait_published());
-           })
       .def("quiesce",
            [](PyPipeline& self) {
              nb::gil_scoped_release release;

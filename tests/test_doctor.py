@@ -54,11 +54,11 @@ def test_why_not_the_better_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine, "probe_backend", probe)
     monkeypatch.setattr(doctor, "probe_backend", probe)
-    engine._probe_all.cache_clear()
+    engine._chosen.clear()
     try:
         facts = doctor.examine([])
     finally:
-        engine._probe_all.cache_clear()
+        engine._chosen.clear()
     line = dict(doctor._lines(facts))["I/O backend"]
     assert (
         line == "threads; probed: uring does not: io_uring is forbidden here (EPERM), threads works"

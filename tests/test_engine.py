@@ -25,9 +25,9 @@ from tensorstow.io.engine import (
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Probe anew in each test, and let nobody's environment choose."""
     monkeypatch.delenv("TENSORSTOW_IO", raising=False)
-    engine_module._probe_all.cache_clear()
+    engine_module._chosen.clear()
     yield
-    engine_module._probe_all.cache_clear()
+    engine_module._chosen.clear()
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, *names: str, code: int) -> None:

@@ -71,13 +71,23 @@ def test_a_group_that_wants_other_states_is_seen() -> None:
     assert not members.differ({})
 
 
-def test_versions_are_forgotten() -> None:
+def test_writing_by_others_is_seen_by_version_and_by_address() -> None:
     (weight,) = weights(1)
     members = Members(Placement(0.0, (), None), SMALL)
     members.attach([weight], plain(weight))
-    members.get(weight).version = 3
+    member = members.get(weight)
+    assert member.written_by_others  # nobody knows yet
+    member.remember()
+    assert not member.written_by_others
+    with torch.no_grad():
+        weight.add_(1)
+    assert member.written_by_others
+    member.remember()
+    weight.data = weight.data.clone()
+    assert member.written_by_others
+    member.remember()
     members.forget_versions()
-    assert members.get(weight).version is None
+    assert member.written_by_others
 
 
 def test_parameters_do_not_keep_the_store_alive(tmp_path: Path) -> None:

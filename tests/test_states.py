@@ -75,21 +75,32 @@ def test_states_written_come_back(tmp_path: Path) -> None:
     states = {
         i: {"exp_avg": torch.randn(n), "exp_avg_sq": torch.rand(n)} for i, n in enumerate(SIZES)
     }
-    store.write(states)
+    store.put(states)
     back = store.read(range(len(SIZES)))
     for i, tensors in states.items():
         for name, tensor in tensors.items():
             assert torch.equal(back[i][name], tensor)
 
 
-def test_states_not_given_become_zero(tmp_path: Path) -> None:
-    store = store_at(tmp_path)
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_only_the_parameters_given_are_set(tmp_path: Path, fraction: float) -> None:
+    store = store_at(tmp_path, fraction)
     store.extend([100, 5000], [FP32] * 2)
-    store.write({0: {"exp_avg": torch.ones(100)}, 1: {"exp_avg": torch.ones(5000)}})
-    store.write({0: {"exp_avg": torch.ones(100)}})
+    store.put({0: {"exp_avg": torch.ones(100)}, 1: {"exp_avg": torch.ones(5000)}})
+    store.put({0: {"exp_avg_sq": torch.ones(100)}})
     back = store.read([0, 1])
-    assert back[0]["exp_avg"].sum() == 100
-    assert back[0]["exp_avg_sq"].count_nonzero() == back[1]["exp_avg"].count_nonzero() == 0
+    assert back[0]["exp_avg"].count_nonzero() == 0  # not named, so zero
+    assert back[0]["exp_avg_sq"].sum() == 100
+    assert back[1]["exp_avg"].sum() == 5000
+
+
+def test_setting_nothing_leaves_blank_chunks_blank(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.extend([100], [FP32])
+    store.put({0: {}})
+    Problem([100]).step(store)
+    store.settle()
+    assert store.pipeline.traffic().bytes_read == 0
 
 
 def test_states_never_written_are_zero_and_not_read(tmp_path: Path) -> None:

@@ -118,20 +118,33 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   resident_order_.clear();
   ready_.clear();
   ready_head_ = next_disk_ = next_resident_ = 0;
+  unpublished_ = 0;
   for (const auto& chunk : chunks_) {
     if (active(*chunk)) {
-      (chunk->on_disk() ? disk_order_ : resident_order_).push_back(chunk->number);
-      chunk->unwanted = false;
-      if (chunk->state == ChunkState::ready) ready_.push_back(chunk->number);
+      enlist(*chunk);
     } else if (chunk->state == ChunkState::ready) {
       release(*chunk, ChunkState::stored);
     } else if (chunk->state == ChunkState::reading) {
       chunk->unwanted = true;
     }
   }
-  unpublished_ = disk_order_.size() + resident_order_.size();
   stepping_ = unpublished_ != 0;
   conductor_wakes_.notify_one();
+}
+
+// [Note: Once] Each chunk of a step waits in exactly one place until it is updated: in
+// `resident_order_`; in `ready_`; in flight, whose end puts it in `ready_`; or in `disk_order_`, to
+// be read. A chunk in two of them would be updated twice, and another one never.
+void Pipeline::enlist(Chunk& chunk) {
+  ++unpublished_;
+  chunk.unwanted = false;
+  if (!chunk.on_disk()) {
+    resident_order_.push_back(chunk.number);
+  } else if (chunk.state == ChunkState::ready) {
+    ready_.push_back(chunk.number);
+  } else if (chunk.state != ChunkState::reading) {
+    disk_order_.push_back(chunk.number);
+  }
 }
 
 Failure Pipeline::wait_published() {

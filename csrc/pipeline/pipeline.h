@@ -141,6 +141,7 @@ class Pipeline {
   struct Chunk;
   struct UpdateBlock;
 
+  void enlist(Chunk& chunk);
   void conduct();
   bool admit();
   Chunk* pick();

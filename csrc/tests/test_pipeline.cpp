@@ -157,6 +157,19 @@ void test_quiet_between_steps(Make make) {
   }
 }
 
+// A blank chunk at the head of the order waits for a slot while read-ahead holds them all.
+void test_every_chunk_is_updated_once(Make make) {
+  for (const int slots : {1, 2, 3}) {
+    Rig rig(make({4, 4096}), slots);
+    for (int number = 1; number <= 6; ++number) {
+      rig.pipeline().prefetch();
+      usleep(3000);
+      CHECK(rig.step(number, number <= 3 ? 0 : -1).error == 0);
+      CHECK(rig.agrees());
+    }
+  }
+}
+
 void test_states_say_where_memory_is(Make make) {
   Rig rig(make({4, 4096}), 3);
   CHECK(rig.pipeline().state(0) == ChunkState::blank);
@@ -244,6 +257,7 @@ int main() {
   for (const Make make : backends) {
     test_any_ring_gives_the_same_bits(make);
     test_quiet_between_steps(make);
+    test_every_chunk_is_updated_once(make);
     test_states_say_where_memory_is(make);
     test_failures_end_the_step(make, Op::read, EIO);
     test_failures_end_the_step(make, Op::write, ENOSPC);

@@ -47,6 +47,11 @@ _ADVICE = {
 _NO_ADVICE = "Look at `dmesg`, or name another directory."
 
 
+def advice_for(errno: int) -> str:
+    """Return what to do about ``errno``; 0 stands for the end of a file."""
+    return _ADVICE.get(errno, _NO_ADVICE)
+
+
 class StowError(Exception):
     """The root: catch this to catch every error of tensorstow."""
 
@@ -107,7 +112,7 @@ class TransferError(StowError, OSError):
         self.operation = operation
         self.offset = offset
         self.length = length
-        self.advice = _ADVICE.get(errno, _NO_ADVICE)
+        self.advice = advice_for(errno)
         found = f"{_name_of(errno)}, {os.strerror(errno)}" if errno else "the end of the file"
         message = (
             f"{operation} of {length} bytes at offset {offset} of {self.path}"

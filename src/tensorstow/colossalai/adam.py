@@ -1,6 +1,7 @@
 """ColossalAI's CPUAdam and HybridAdam by their own signatures, over the one implementation."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,9 @@ class CPUAdam(StowedAdam):
         self, closure: Callable[[], float] | None = None, div_scale: float = -1
     ) -> float | None:
         """Take one step by the gradients divided by ``div_scale`` where that is positive."""
+        if math.isnan(div_scale):
+            message = "div_scale is NaN: it is what gradients are divided by, or -1 for nothing."
+            raise OptionError(message)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -93,22 +97,15 @@ class HybridAdam(CPUAdam):
     def _takes(self, parameter: torch.Tensor) -> bool:
         return parameter.device.type == "cpu"
 
-    @torch.no_grad()
-    def _update(self, divisor: float) -> None:
-        clip, found_inf = self._clip_factor, getattr(self, "found_inf", None)
-        scale = getattr(self, "grad_scale", None)
-        super()._update(divisor)
-        if found_inf is not None and found_inf.item():
-            return
-        total = divisor * (1.0 if scale is None else float(scale)) / clip
+    def _update_elsewhere(self, factor: float) -> None:
         for group in self.param_groups:
-            update_on_accelerator(self, group, total)
+            update_on_accelerator(self, group, factor)
 
 
-def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], divisor: float) -> None:
+def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], factor: float) -> None:
     """Step the parameters of ``group`` that are not the kernel's, through torch's fused Adam.
 
-    Gradients are divided by ``divisor`` inside that kernel.
+    Gradients are multiplied by ``factor`` inside that kernel.
     """
     due = [p for p in group["params"] if p.grad is not None and not optimizer._takes(p)]  # noqa: SLF001
     if not due:
@@ -134,8 +131,8 @@ def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], divisor:
         [s["step"] for s in states],
         fused=True,
         grad_scale=None
-        if divisor == 1.0
-        else torch.tensor(divisor, dtype=torch.float32, device=due[0].device),
+        if factor == 1.0
+        else torch.tensor(factor, dtype=torch.float32, device=due[0].device).reciprocal(),
         amsgrad=group["amsgrad"],
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),

@@ -5,13 +5,13 @@ import logging
 import os
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.errors import BackendError, OptionError
+from tensorstow.base.errors import BackendError, BudgetError, OptionError
+from tensorstow.base.sizes import format_bytes
 
 logger = logging.getLogger("tensorstow")
 
@@ -80,17 +80,38 @@ def open_engine(
     if block_bytes < PAGE_BLOCK or block_bytes % PAGE_BLOCK:
         message = f"Blocks of {block_bytes} bytes were asked for: use a multiple of {PAGE_BLOCK}."
         raise OptionError(message)
-    return _native.Engine(choose_backend(wanted).name, depth, block_bytes)
+    try:
+        return _native.Engine(choose_backend(wanted).name, depth, block_bytes)
+    except OSError as error:
+        if error.errno != codes.ENOMEM:
+            raise
+        message = (
+            f"I/O with {depth} blocks of {format_bytes(block_bytes)} in flight was asked for: no"
+            " memory for their buffers. Lower PipelinePolicy.depth, or raise `ulimit -v`."
+        )
+        raise BudgetError(message) from error
 
 
-@lru_cache
+_PERMANENT = ("ENOSYS", "EPERM", "EACCES")
+_chosen: dict[str | None, BackendChoice] = {}
+
+
 def _probe_all(wanted: str | None) -> BackendChoice:
+    if wanted in _chosen:
+        return _chosen[wanted]
     order = [wanted, *(b for b in BACKENDS if b != wanted)] if wanted else list(BACKENDS)
     refused: list[tuple[str, str]] = []
     for name in order:
         reason = probe_backend(name)
         if reason is None:
-            return BackendChoice(name, tuple(refused))
+            choice = BackendChoice(name, tuple(refused))
+            # A shortage passes (too many open files, say); what a kernel or a container forbids
+            # does not.
+            if all(why.endswith(tuple(f"({code})" for code in _PERMANENT)) for _, why in refused):
+                _chosen[wanted] = choice
+            elif wanted is None:
+                logger.warning("I/O backend for now: %s", choice)
+            return choice
         refused.append((name, reason))
     reasons = "; ".join(f"{name}: {why}" for name, why in refused)
     message = f"An I/O backend was asked for and none works here ({reasons}). Free that up first."

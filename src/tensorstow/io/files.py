@@ -13,7 +13,13 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.base.directories import check_directory
-from tensorstow.base.errors import DirectoryError, DTypeError, OptionError, TransferError
+from tensorstow.base.errors import (
+    DirectoryError,
+    DTypeError,
+    OptionError,
+    TransferError,
+    advice_for,
+)
 from tensorstow.base.sizes import format_bytes
 
 logger = logging.getLogger("tensorstow")
@@ -239,7 +245,7 @@ def _reserve(fd: int, directory: Path, nbytes: int) -> None:
     message = (
         f"{format_bytes(nbytes)} of scratch space were asked for in {directory}:"
         f" {os.strerror(code)} ({format_bytes(free.f_bavail * free.f_frsize)} free)."
-        " Free some space or name another directory."
+        f" {advice_for(code)}"
     )
     raise DirectoryError(message)
 

@@ -47,6 +47,12 @@ class AdamW(StowedAdam):
         where = options.placement(states, dir, ram_budget)
         super().__init__(params, defaults, where, policy=policy, grad_dtype=grad_dtype)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Stay AdamW whatever is loaded, as torch's does: an Adam's groups say otherwise."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True
+
 
 class Adam(StowedAdam):
     """``torch.optim.Adam`` with its states in RAM, on disk, or shared; see AdamW.

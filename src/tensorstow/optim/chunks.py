@@ -109,14 +109,20 @@ def chunk_bytes(family: Family, plan: ChunkPlan) -> int:
     return stream_bytes(plan.elements) * len(family.streams)
 
 
-def fill(chunk: Chunk, stream: torch.Tensor, states: Mapping[int, torch.Tensor]) -> None:
-    """Set one stream of ``chunk`` from ``states`` by parameter; zeros where there is none."""
-    stream.zero_()
+def fill(chunk: Chunk, stream: torch.Tensor, states: Mapping[int, torch.Tensor | None]) -> None:
+    """Set one stream of ``chunk`` for the parameters of ``states``; None stands for zeros.
+
+    A source may be the stream itself: what users read in RAM and load again.
+    """
     for run in chunk.plan.runs:
-        if run.parameter in states:
-            whole = states[run.parameter].detach().reshape(-1)
-            piece = whole[run.start : run.start + run.count]
-            stream[run.position : run.position + run.count].copy_(piece)
+        if run.parameter not in states:
+            continue
+        target = stream[run.position : run.position + run.count]
+        source = states[run.parameter]
+        if source is None:
+            target.zero_()
+        else:
+            target.copy_(source.detach().reshape(-1)[run.start : run.start + run.count])
 
 
 def load(chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:

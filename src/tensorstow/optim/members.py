@@ -20,8 +20,31 @@ class Member:
     number: int
     """Its name in the store."""
     family: Family
-    version: int | None = None
-    """Its version counter after our last update; another one means that someone else wrote it."""
+    numel: int
+    views: dict[str, torch.Tensor]
+    """Its states in the parameter's shape, where all of them are in RAM; else empty."""
+    begun: bool = False
+    """It has states that are not zero."""
+    written: tuple[int, int] | None = None
+    """Version counter and address after our last update; others mean that someone else wrote."""
+
+    def fits(self, parameter: torch.Tensor, *, amsgrad: bool) -> bool:
+        """Return whether ``parameter`` is still what its states were made for."""
+        family = self.family
+        return (
+            parameter.numel() == self.numel
+            and parameter.dtype == family.dtype
+            and amsgrad == family.amsgrad
+        )
+
+    @property
+    def written_by_others(self) -> bool:
+        """Return whether a 16-bit weight must be compared with its master."""
+        return self.written != (self.parameter._version, self.parameter.data_ptr())  # noqa: SLF001
+
+    def remember(self) -> None:
+        """Take what is there now for our own writing."""
+        self.written = (self.parameter._version, self.parameter.data_ptr())  # noqa: SLF001
 
 
 class Members:
@@ -50,6 +73,10 @@ class Members:
         """Return the member that ``parameter`` is; KeyError where it is none."""
         return self._by_id[id(parameter)]
 
+    def all(self) -> Iterable[Member]:
+        """Return every member."""
+        return self._by_id.values()
+
     def attach(self, parameters: Iterable[torch.Tensor], amsgrad: Mapping[int, bool]) -> None:
         """Give states to those of ``parameters`` that have none.
 
@@ -63,7 +90,9 @@ class Members:
         families = [Family(p.dtype, amsgrad[id(p)]) for p in new]
         numbers = self.store.extend([p.numel() for p in new], families)
         for parameter, number, family in zip(new, numbers, families, strict=True):
-            self._by_id[id(parameter)] = Member(parameter, number, family)
+            states = self.store.views(number)
+            views = {name: view.view(parameter.shape) for name, view in states.items()}
+            self._by_id[id(parameter)] = Member(parameter, number, family, parameter.numel(), views)
         if self._placement.disk_fraction > 0:
             self._hook(new)
 
@@ -75,7 +104,7 @@ class Members:
     def forget_versions(self) -> None:
         """Compare every weight with its master at the next update."""
         for member in self._by_id.values():
-            member.version = None
+            member.written = None
 
     def renew(self) -> None:
         """Drop all states and begin with an empty store in the same place."""

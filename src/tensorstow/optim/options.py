@@ -13,6 +13,7 @@ from tensorstow.optim.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.optim.states import Placement
 
 States = Literal["ram", "disk"] | float
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 Directory = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
@@ -38,27 +39,35 @@ def directories(directory: Directory) -> tuple[Path, ...]:
     if not given:
         message = "dir= is an empty list: name at least one directory, or leave dir out."
         raise OptionError(message)
-    return tuple(Path(d) for d in given)
+    if any(os.fspath(d) == "" for d in given):
+        message = 'dir="" was given: name a directory ("." for this one), or leave dir out.'
+        raise OptionError(message)
+    return tuple(Path(d).expanduser() for d in given)
 
 
 def check_hyper(options: Mapping[str, Any]) -> None:
     """Raise OptionError for a learning rate, beta, epsilon or weight decay out of its range."""
-    lr = options["lr"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        message = f"lr is a tensor of {lr.numel()} elements: it must have one."
-        raise OptionError(message)
-    for name, value in (
-        ("lr", lr),
-        ("eps", options["eps"]),
-        ("weight_decay", options["weight_decay"]),
-    ):
-        if not float(value) >= 0.0:
-            message = f"{name}={value} was given: it must not be negative."
+    for name in ("lr", "eps", "weight_decay"):
+        if not _number(options[name], name) >= 0.0:
+            message = f"{name}={options[name]} was given: it must not be negative."
             raise OptionError(message)
-    for index, beta in enumerate(options["betas"]):
-        if not 0.0 <= float(beta) < 1.0:
+    betas = options["betas"]
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        message = f"betas={betas!r} was given: it is a pair of numbers."
+        raise OptionError(message)
+    for index, beta in enumerate(betas):
+        if not 0.0 <= _number(beta, f"betas[{index}]") < 1.0:
             message = f"betas[{index}]={beta} was given: it must be at least 0 and below 1."
             raise OptionError(message)
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, int | float):
+        return value
+    message = f"{name}={value!r} was given: it is a number, or a tensor of one element."
+    raise OptionError(message)
 
 
 def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
@@ -99,7 +108,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             " param.data = param.data.contiguous()."
         )
         raise DTypeError(message)
-    if type(parameter) not in {torch.Tensor, torch.nn.Parameter}:
+    if type(parameter) not in _PLAIN:
         message = (
             f"{name} is a {type(parameter).__name__}: tensor subclasses (DTensor among them) are"
             " not taken yet."
@@ -118,6 +127,12 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
             " are taken."
         )
         raise DTypeError(message)
+    if gradient.numel() != parameter.numel():
+        message = (
+            f"The gradient of {name} has {gradient.numel()} elements and the parameter"
+            f" {parameter.numel()}: its data was exchanged since. Take the gradient anew."
+        )
+        raise DTypeError(message)
     if gradient.device != parameter.device:
         message = (
             f"The gradient of {name} is on {gradient.device} and the parameter on"
@@ -126,21 +141,72 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
         raise DTypeError(message)
 
 
-def refuse_family(
+def fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Return whether the kernels can update ``parameter`` by ``gradient``: the quick answer."""
+    return (
+        parameter.is_cpu
+        and gradient.is_cpu
+        and parameter.is_contiguous()
+        and gradient.layout == torch.strided
+        and gradient.dtype in STATE_DTYPES
+        and parameter.dtype in STATE_DTYPES
+        and gradient.numel() == parameter.numel()
+        and type(parameter) in _PLAIN
+    )
+
+
+def refuse_change(
     parameter: torch.Tensor, group: Mapping[str, Any], family: Family, name: str
 ) -> NoReturn:
-    """Raise OptionError for a parameter that is not of the ``family`` that its states are of."""
+    """Raise OptionError for a parameter that is no longer what its states were made for."""
     if parameter.dtype != family.dtype:
         message = (
             f"{name} was {family.dtype} when the optimizer was made and is {parameter.dtype} now."
             " Cast the model first, then make the optimizer."
         )
-        raise OptionError(message)
-    message = (
-        f"amsgrad of {name} was {family.amsgrad} when the optimizer was made and is"
-        f" {group['amsgrad']} now: it decides which states exist. Make a new optimizer."
-    )
+    elif bool(group["amsgrad"]) != family.amsgrad:
+        message = (
+            f"amsgrad of {name} was {family.amsgrad} when the optimizer was made and is"
+            f" {group['amsgrad']} now: it decides which states exist. Make a new optimizer."
+        )
+    else:
+        message = (
+            f"{name} has {parameter.numel()} elements now, another number than when the optimizer"
+            " was made: its data was exchanged. Make a new optimizer."
+        )
     raise OptionError(message)
+
+
+def refuse_duplicates(parameters: Iterable[Any]) -> None:
+    """Raise OptionError where a group names a parameter twice."""
+    seen: set[int] = set()
+    for index, item in enumerate(parameters):
+        parameter = item[1] if isinstance(item, tuple) else item
+        if id(parameter) in seen:
+            message = f"Parameter {index} of a group is in it twice. Name each parameter once."
+            raise OptionError(message)
+        seen.add(id(parameter))
+
+
+def check_saved(entry: Mapping[str, Any], parameter: torch.Tensor, name: str) -> None:
+    """Raise OptionError unless a saved state has Adam's tensors in the parameter's size."""
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        if key not in entry:
+            message = (
+                f"The saved state of {name} has no {key!r} (it has {sorted(entry)}): it is not"
+                " Adam's. Load the state_dict of an Adam or AdamW."
+            )
+            raise OptionError(message)
+    for key, value in entry.items():
+        if key == "step":
+            continue
+        if not isinstance(value, torch.Tensor) or value.numel() != parameter.numel():
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            message = (
+                f"The saved {key!r} of {name} is {found}, and the parameter is"
+                f" {tuple(parameter.shape)}: they are of different models."
+            )
+            raise OptionError(message)
 
 
 def accept_grad_dtype(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:

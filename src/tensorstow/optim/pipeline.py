@@ -1,6 +1,7 @@
 """The native pipeline over a set of chunks: its life, its failures, its counters."""
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,10 @@ class UpdatePipeline:
         self._native: _native.Pipeline | None = None
         self._chunks: Sequence[Chunk] = ()
         self._slot_bytes = 0
-        self._poison: OSError | None = None
+        self._poison: BaseException | None = None
+        self._closed = False
+        self.lock = threading.RLock()
+        """Held by whoever uses the ring: a step, or reading and setting states."""
         self._tracing = False
         self._past_trace: list[TraceEvent] = []
         self._past = Traffic(0, 0, 0, 0, 0.0)
@@ -72,14 +76,13 @@ class UpdatePipeline:
     def connect(self, engine: _native.Engine, ring: Ring, chunks: Sequence[Chunk]) -> None:
         """Serve ``chunks`` from now on; those served before keep their states."""
         stored = {c for c in chunks if c.number >= 0 and self.state(c) == "stored"}
-        self._past, self._past_trace = self.traffic(), self.trace()
-        self._native = None
+        numbers = {}
         plan = ring.plan
         native = _native.Pipeline(
             engine, ring.address, plan.slots, plan.slot_bytes, plan.stream_stride, self._policy.isa
         )
         for chunk in chunks:
-            chunk.number = native.add_chunk(
+            numbers[chunk] = native.add_chunk(
                 str(chunk.family.dtype).removeprefix("torch."),
                 chunk.family.amsgrad,
                 [(r.parameter, r.start, r.position, r.count) for r in chunk.plan.runs],
@@ -90,6 +93,9 @@ class UpdatePipeline:
             )
         if self._tracing:
             native.start_trace(_LONGEST_TRACE)
+        self._past, self._past_trace = self.traffic(), self.trace()
+        for chunk, number in numbers.items():
+            chunk.number = number
         self._native, self._chunks, self._slot_bytes = native, chunks, plan.slot_bytes
 
     def prefetch(self) -> None:
@@ -97,28 +103,35 @@ class UpdatePipeline:
 
         Called from inside backward, so what is wrong is left for ``step`` to say.
         """
-        usable = self._native is not None and self._poison is None and self._owner == os.getpid()
-        if usable and self._policy.schedule == "pipelined":
-            self._live().prefetch()
+        if self._owner != os.getpid() or self._policy.schedule == "naive":
+            return
+        # Whoever holds the lock is using the ring; reading ahead is no loss to leave out.
+        if self.lock.acquire(blocking=False):
+            try:
+                if self._native is not None and self._poison is None:
+                    self._native.prefetch()
+            finally:
+                self.lock.release()
 
     def step(self, rows: Sequence[StepRow], scalars: npt.NDArray[np.float32]) -> None:
         """Update the parameters of ``rows`` by ``scalars`` (H, 9); return once weights are new."""
-        native = self._live()
-        native.begin(
-            _column([r.weight for r in rows]),
-            _column([r.gradient for r in rows]),
-            _column([r.gradient_dtype for r in rows]),
-            _column([r.seed_master for r in rows]),
-            _column([r.scalars for r in rows]),
-            scalars,
-        )
-        self._check(native.wait_published())
-        if self._policy.schedule == "naive":
-            self.settle()
+        self._refuse_fork()
+        with self.lock:
+            failure = self._live().step(
+                _column([r.weight for r in rows]),
+                _column([r.gradient for r in rows]),
+                _column([r.gradient_dtype for r in rows]),
+                _column([r.seed_master for r in rows]),
+                _column([r.scalars for r in rows]),
+                scalars,
+            )
+            self._check(failure)
+            if self._policy.schedule == "naive":
+                self.settle()
 
     def settle(self) -> None:
         """Wait until every write has landed and no buffer is in use."""
-        if self._native is not None or self._poison is not None:
+        if self._native is not None or self._poison is not None or self._closed:
             self._check(self._live().quiesce())
 
     def state(self, chunk: Chunk) -> str:
@@ -130,7 +143,7 @@ class UpdatePipeline:
         if self.state(chunk) == "blank":
             self._live().mark_stored(chunk.number)
 
-    def poison(self, error: OSError) -> None:
+    def poison(self, error: BaseException) -> None:
         """Refuse everything from now on: ``error`` left the states half written."""
         self._poison = error
 
@@ -165,15 +178,19 @@ class UpdatePipeline:
         """Drain and stop the threads. Idempotent; does nothing in a forked child."""
         if self._owner == os.getpid():
             self._past, self._past_trace = self.traffic(), self.trace()
-            self._native = None
+            self._native, self._chunks = None, ()
+            self._closed = True
 
-    def _live(self) -> _native.Pipeline:
+    def _refuse_fork(self) -> None:
         if self._owner != os.getpid():
             message = (
                 "An optimizer was used in a forked process: its threads, buffers and files belong"
                 " to the parent. Make the optimizer in the process that steps it."
             )
             raise ForkError(message)
+
+    def _live(self) -> _native.Pipeline:
+        self._refuse_fork()
         if self._poison is not None:
             message = (
                 f"This optimizer failed before and its states are half updated: {self._poison}"

@@ -6,6 +6,12 @@ from typing import Literal
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.layout import LANE
 
+_CHOICES = {
+    "schedule": ("pipelined", "naive"),
+    "backend": (None, "uring", "threads"),
+    "isa": (None, "avx512", "avx2", "scalar"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class PipelinePolicy:
@@ -29,12 +35,19 @@ class PipelinePolicy:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        if self.chunk_elements <= 0 or self.chunk_elements % LANE:
+        for name in ("chunk_elements", "depth"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value <= 0:
+                message = f"{name}={value!r} was given: it is a positive whole number."
+                raise OptionError(message)
+        if self.chunk_elements % LANE:
             message = f"chunk_elements={self.chunk_elements} was given: use a multiple of {LANE}."
             raise OptionError(message)
-        if self.schedule not in {"pipelined", "naive"}:
-            message = f"schedule={self.schedule!r} was given: it is 'pipelined' or 'naive'."
-            raise OptionError(message)
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                message = f"{name}={value!r} was given: it is one of {known}."
+                raise OptionError(message)
 
     @property
     def most_slots(self) -> int | None:

@@ -80,9 +80,14 @@ class StateStore:
         Raises BudgetError, DirectoryError or OptionError before anything that already exists is
         touched.
         """
+        with self.pipeline.lock:
+            return self._extend(sizes, families)
+
+    def _extend(self, sizes: Sequence[int], families: Sequence[Family]) -> range:
         self.settle()
         first = len(self._sizes)
         ram: list[Chunk] = []
+        views: dict[int, tuple[torch.Tensor, ...]] = {}
         disk: list[tuple[Family, ChunkPlan]] = []
         for family in dict.fromkeys(families):
             numbers = [i for i, f in enumerate(families) if f == family]
@@ -91,22 +96,24 @@ class StateStore:
                 lay_out([Span(first + numbers[s.parameter], s.start, s.stop) for s in spans])
                 for spans in shares
             )
-            chunks, views = place_in_ram(family, in_ram)
+            chunks, placed = place_in_ram(family, in_ram)
             ram += chunks
             whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
-            self._views |= {p: streams for p, streams in views.items() if p in whole}
+            views |= {p: streams for p, streams in placed.items() if p in whole}
             disk += [(family, plan) for plan in cut(on_disk, self.policy.chunk_elements)]
-        ring = self._plan_ring([f for f, _ in disk])
+        plan = self._plan_ring([f for f, _ in disk])
+        ring = self._ring if plan == self._ring.plan else Ring(plan)
         files = self._make_files(disk) if disk else []
-        self._chunks += [*ram, *(place_on_disk(disk, files) if disk else ())]
-        self._sizes += sizes
-        self._families += families
-        if ring != self._ring.plan:
-            self._ring = Ring(ring)
+        chunks = [*self._chunks, *ram, *(place_on_disk(disk, files) if disk else ())]
         if self._engine is None:
             # With all states in RAM nothing is moved: the least of engines will do.
             self._engine = _native.Engine("threads", 1, 4096)
-        self.pipeline.connect(self._engine, self._ring, self._chunks)
+        self.pipeline.connect(self._engine, ring, chunks)
+        # Nothing can fail from here on.
+        self._chunks, self._ring = chunks, ring
+        self._sizes += sizes
+        self._families += families
+        self._views |= views
         return range(first, first + len(sizes))
 
     def memory(self) -> StateMemory:
@@ -134,38 +141,49 @@ class StateStore:
 
     def read(self, parameters: Iterable[int]) -> dict[int, dict[str, torch.Tensor]]:
         """Return copies of the states of ``parameters`` as 1-D fp32 tensors by name."""
-        self.settle()
         out = {
-            p: {name: torch.zeros(self._sizes[p]) for name in self._families[p].streams}
+            p: {
+                name: torch.zeros(self._sizes[p], dtype=torch.float32, device="cpu")
+                for name in self._families[p].streams
+            }
             for p in parameters
         }
-        wanted = [c for c in self._chunks if any(run.parameter in out for run in c.plan.runs)]
-        for chunk, streams in self._in_memory(wanted):
-            for run in chunk.plan.runs:
-                states = out.get(run.parameter, {})
-                # A parameter that was not asked for has no states here to fill.
-                for state, stream in zip(states.values(), streams, strict=False):
-                    state[run.start : run.start + run.count] = stream[
-                        run.position : run.position + run.count
-                    ]
+        with self.pipeline.lock:
+            self.settle()
+            wanted = [c for c in self._chunks if any(p in out for p in _owners(c))]
+            for chunk, streams in self._in_memory(wanted):
+                for run in chunk.plan.runs:
+                    # A parameter that was not asked for has no states here to fill.
+                    states = out.get(run.parameter, {})
+                    for state, stream in zip(states.values(), streams, strict=False):
+                        piece = stream[run.position : run.position + run.count]
+                        state[run.start : run.start + run.count] = piece
         return out
 
-    def write(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Replace all states: those of ``states`` (any shape, cast to fp32), zeros elsewhere."""
-        self.settle()
-        for chunk in self._chunks:
-            given = any(run.parameter in states for run in chunk.plan.runs)
-            if chunk.file is not None and not given and self.pipeline.state(chunk) == "blank":
-                continue
-            streams = chunk.resident or self._ring.streams(chunk, 0)
-            for name, stream in zip(chunk.family.streams, streams, strict=True):
-                fill(chunk, stream, {p: s[name] for p, s in states.items() if name in s})
-            if chunk.file is not None:
+    def put(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Set the states of the parameters of ``states`` (any shape, cast to fp32).
+
+        A state that is not named becomes zero. A failure on the way poisons the store.
+        """
+        with self.pipeline.lock:
+            self.settle()
+            for chunk in self._chunks:
+                given = [run.parameter in states for run in chunk.plan.runs]
+                blank = chunk.file is not None and self.pipeline.state(chunk) == "blank"
+                if not any(given) or (blank and not any(states.get(p) for p in _owners(chunk))):
+                    continue
                 try:
-                    save(chunk, streams)
-                except OSError as error:
+                    self._put_in(chunk, states)
+                except BaseException as error:
                     self.pipeline.poison(error)
                     raise
+
+    def _put_in(self, chunk: Chunk, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        for _, streams in self._in_memory([chunk]):
+            for name, stream in zip(chunk.family.streams, streams, strict=True):
+                fill(chunk, stream, {p: s.get(name) for p, s in states.items()})
+            if chunk.file is not None:
+                save(chunk, streams)
                 self.pipeline.mark_stored(chunk)
 
     @property
@@ -179,8 +197,12 @@ class StateStore:
         return tuple(dict.fromkeys(file.path.parent for file in self._files))
 
     def close(self) -> None:
-        """Drop all states and files. Idempotent."""
-        self._finalizer()
+        """Drop all states, buffers and files. Idempotent."""
+        with self.pipeline.lock:
+            self._finalizer()
+            self._chunks, self._views = [], {}
+            self._ring = Ring(RingPlan(0, 0, 0))
+            self._engine = None
 
     def _plan_ring(self, new: Sequence[Family]) -> RingPlan:
         families = [*(c.family for c in self._chunks if c.file is not None), *new]
@@ -222,6 +244,10 @@ class StateStore:
                 else:
                     load(chunk, streams)
             yield chunk, streams
+
+
+def _owners(chunk: Chunk) -> Iterator[int]:
+    return (run.parameter for run in chunk.plan.runs)
 
 
 def _choose_directory(nbytes: int) -> Path:

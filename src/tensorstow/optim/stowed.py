@@ -59,6 +59,10 @@ class StowedAdam(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its states go where the others' go."""
+        given = param_group["params"]
+        if isinstance(given, Iterable) and not isinstance(given, torch.Tensor):
+            param_group["params"] = given = list(given)
+            options.refuse_duplicates(given)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -66,7 +70,7 @@ class StowedAdam(Optimizer):
             options.refuse_torch_keywords(group)
             for index, parameter in enumerate(group["params"]):
                 if self._takes(parameter):
-                    options.check_parameter(parameter, self._name(group, index))
+                    options.check_parameter(parameter, _name(self.param_groups, group, index))
             if self._members is not None:
                 self._attach(p for p in group["params"] if p.requires_grad)
         except BaseException:
@@ -91,10 +95,16 @@ class StowedAdam(Optimizer):
         self._update(1.0)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
+        """Drop the gradients, and the clip factor that was computed from them."""
+        super().zero_grad(set_to_none)
+        self._clip_factor = 1.0
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
 
-        torch casts states to the parameter's dtype on the way in; here they stay fp32.
+        torch casts states to the parameter's dtype on the way in; here they stay fp32. Raises
+        OptionError for states that do not fit their parameter, before anything is changed.
         """
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
@@ -104,6 +114,7 @@ class StowedAdam(Optimizer):
             light = dict(full["state"])
             for key, entry in full["state"].items():
                 if key in owner and self._takes(owner[key]):
+                    options.check_saved(entry, owner[key], f"Parameter {key}")
                     loaded[owner[key]] = entry
                     light[key] = {"step": _as_step(entry["step"])}
             return {**full, "state": light}
@@ -190,6 +201,7 @@ class StowedAdam(Optimizer):
     def close(self) -> None:
         """Drop states, buffers and files now rather than with the object. Idempotent."""
         self._kept().close()
+        self.state.clear()
 
     # --- inside ---
 
@@ -210,12 +222,6 @@ class StowedAdam(Optimizer):
     def _parameters(self) -> Iterable[torch.Tensor]:
         return (p for group in self.param_groups for p in group["params"])
 
-    def _name(self, group: dict[str, Any], index: int) -> str:
-        names = group.get("param_names")
-        if names:
-            return f"Parameter {names[index]!r}"
-        return f"Parameter {index} of group {self.param_groups.index(group)}"
-
     def _attach(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give states to ``parameters`` that have none yet."""
         self._kept().attach((p for p in parameters if self._takes(p)), self._amsgrad())
@@ -223,45 +229,48 @@ class StowedAdam(Optimizer):
     def _amsgrad(self) -> dict[int, bool]:
         return {id(p): bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
 
+    # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     @torch.no_grad()
     def _update(self, divisor: float) -> None:
         """Update by the gradients divided by ``divisor``, by a GradScaler's scale, and clipped."""
         found_inf = getattr(self, "found_inf", None)
         scale = getattr(self, "grad_scale", None)
-        if found_inf is not None and found_inf.item():
-            self._clip_factor = 1.0
-            return
-        divisor *= 1.0 if scale is None else float(scale)
-        due = self._due()
-        factor = self._clip_factor / divisor
+        factor = self._clip_factor / (divisor * (1.0 if scale is None else float(scale)))
         self._clip_factor = 1.0
+        if found_inf is not None and found_inf.item():
+            return
+        due = self._due()
         if due:
             self._apply(due, factor)
+        self._update_elsewhere(factor)
+
+    def _update_elsewhere(self, factor: float) -> None:
+        """Update the parameters that are not ours, by their gradients times ``factor``."""
 
     def _due(self) -> list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
         """Return (group, parameter, gradient) of this step, checked; nothing is changed before."""
         due = []
         strangers = []
-        members = self._kept()
+        kept = self._kept()
         for group in self.param_groups:
+            options.check_hyper(group)
+            options.refuse_torch_keywords(group)
             for index, parameter in enumerate(group["params"]):
                 gradient = parameter.grad
-                if gradient is None or not self._takes(parameter):
+                member = kept.find(parameter)
+                if gradient is None or (member is None and not self._takes(parameter)):
                     continue
-                member = members.find(parameter)
-                if member is None:
-                    options.check_parameter(parameter, self._name(group, index))
-                    strangers.append(parameter)
-                elif parameter.dtype != member.family.dtype or (
-                    group["amsgrad"] != member.family.amsgrad
+                if not options.fits(parameter, gradient) or (
+                    member is not None and not member.fits(parameter, amsgrad=group["amsgrad"])
                 ):
-                    name = self._name(group, index)
-                    options.refuse_family(parameter, group, member.family, name)
-                if gradient.dtype not in _DTYPE_CODES or gradient.layout != torch.strided:
-                    options.check_gradient(parameter, gradient, self._name(group, index))
-                if not parameter.is_contiguous() or gradient.device != parameter.device:
-                    options.check_parameter(parameter, self._name(group, index))
-                    options.check_gradient(parameter, gradient, self._name(group, index))
+                    name = _name(self.param_groups, group, index)
+                    options.check_parameter(parameter, name)
+                    options.check_gradient(parameter, gradient, name)
+                    if member is not None:
+                        options.refuse_change(parameter, group, member.family, name)
+                if member is None:
+                    strangers.append(parameter)
                 due.append((group, parameter, gradient.contiguous()))
         # Parameters unfrozen, or exchanged for others, after the optimizer was made.
         if strangers:
@@ -274,12 +283,11 @@ class StowedAdam(Optimizer):
         kept = self._kept()
         members = [kept.get(parameter) for _, parameter, _ in due]
         steps = [self._step_of(member) for member in members]
-        torch._foreach_add_(steps, 1.0)
         rows = [_NO_STEP] * len(kept)
         table: dict[tuple[int, float], int] = {}
         hypers: list[tuple[float, ...]] = []
         for (group, parameter, gradient), member, step in zip(due, members, steps, strict=True):
-            key = (id(group), step.item())
+            key = (id(group), step.item() + 1.0)
             if key not in table:
                 table[key] = len(hypers)
                 hypers.append(_hyper_row(group, int(key[1]), factor))
@@ -287,23 +295,36 @@ class StowedAdam(Optimizer):
                 parameter.data_ptr(),
                 gradient.data_ptr(),
                 _DTYPE_CODES[gradient.dtype],
-                parameter._version != member.version,  # noqa: SLF001
+                member.written_by_others,
                 table[key],
             )
         kept.store.pipeline.step(rows, np.array(hypers, dtype=np.float32))
+        torch._foreach_add_(steps, 1.0)
         # Native code wrote to them: autograd must know, or a stale graph would use new weights.
         torch.autograd.graph.increment_version([parameter for _, parameter, _ in due])
         for member in members:
-            member.version = member.parameter._version  # noqa: SLF001
+            member.remember()
 
     def _step_of(self, member: Member) -> torch.Tensor:
-        """Return the parameter's step count, beginning its state where there is none."""
+        """Return the parameter's step count, and see to it that its states are what users see.
+
+        A user may have emptied the state (a reset), or put other tensors in (a transplant).
+        """
         state = self.state[member.parameter]
-        if not state:
-            shape = member.parameter.shape
-            state["step"] = torch.tensor(0.0)
-            for name, view in self._states().views(member.number).items():
-                state[name] = view.view(shape)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            if member.begun:
+                self._states().put({member.number: {}})
+        member.begun = True
+        placed = {k: v for k, v in state.items() if k in member.family.streams}
+        if any(placed.get(name) is not view for name, view in member.views.items()) or (
+            placed and not member.views
+        ):
+            if placed:
+                self._states().put({member.number: placed})
+            for name in placed:
+                del state[name]
+            state.update(member.views)
         step: torch.Tensor = state["step"]
         return step
 
@@ -313,13 +334,15 @@ class StowedAdam(Optimizer):
             kept.renew()  # the saved groups say otherwise: other states exist
         self._attach(p for p in self._parameters() if p.requires_grad or p in loaded)
         members = [(kept.get(parameter), entry) for parameter, entry in loaded.items()]
-        kept.store.write(
-            {m.number: {k: v for k, v in entry.items() if k != "step"} for m, entry in members}
-        )
+        states: dict[int, dict[str, torch.Tensor]] = {m.number: {} for m in kept.all()}
+        for member, entry in members:
+            states[member.number] = {k: v for k, v in entry.items() if k != "step"}
+        kept.store.put(states)
         kept.forget_versions()
         for member, entry in members:
-            self.state[member.parameter] = {}
-            self._step_of(member).fill_(float(entry["step"]))
+            member.begun = False
+            self.state[member.parameter] = {"step": _as_step(entry["step"]), **member.views}
+            self._step_of(member)
 
 
 def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -329,6 +352,7 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
         raise TypeError(message)
     parameters = list(optimizer._parameters())  # noqa: SLF001
     kept = optimizer._kept()  # noqa: SLF001
+    kept.store.settle()
     missing = {
         member.number: (i, member.parameter)
         for i, entry in state_dict["state"].items()
@@ -344,7 +368,14 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
 
 
 def _as_step(step: torch.Tensor | float) -> torch.Tensor:
-    return torch.as_tensor(float(step), dtype=torch.float32)
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
+def _name(groups: list[dict[str, Any]], group: dict[str, Any], index: int) -> str:
+    if group.get("param_names"):
+        return f"Parameter {group['param_names'][index]!r}"
+    number = next(i for i, other in enumerate(groups) if other is group)
+    return f"Parameter {index} of group {number}"
 
 
 def _hyper_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
