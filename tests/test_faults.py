@@ -68,9 +68,11 @@ def test_a_short_transfer_is_finished(file: File, operation: str, times: int) ->
     file.write(sent, 0).wait()
     file.read(back, 0).wait()
     assert torch.equal(back, sent)
-    # Each block takes four attempts where each moves one page; else one more for each short one.
-    expected = times if times > 0 else 3 * COUNT // BLOCK
-    assert file.engine.counters()["resubmitted"] == expected
+    resubmitted = file.engine.counters()["resubmitted"]
+    if times < 0:  # four attempts for each block of four pages
+        assert resubmitted == 3 * COUNT // BLOCK
+    else:  # one more for each short one; at the last page of a block the cap is no cap
+        assert times - times // 4 <= resubmitted <= times
 
 
 @pytest.mark.parametrize("code", [codes.EINTR, codes.EAGAIN])

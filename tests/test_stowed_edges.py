@@ -152,6 +152,17 @@ def test_saved_states_that_do_not_fit_are_refused_untouched(
     assert torch.allclose(opt.state_dict()["state"][0]["exp_avg"], torch.tensor(0.1))
 
 
+def test_a_saved_amsgrad_state_without_its_maximum_is_refused() -> None:
+    p = weight()
+    opt = AdamW([p], amsgrad=True)
+    p.grad = torch.ones(4)
+    opt.step()
+    saved = opt.state_dict()
+    saved["state"][0] = {k: v for k, v in saved["state"][0].items() if k != "max_exp_avg_sq"}
+    with pytest.raises(OptionError, match="max_exp_avg_sq"):
+        opt.load_state_dict(saved)
+
+
 def test_another_optimizers_states_are_named() -> None:
     p, q = weight(), weight()
     theirs = torch.optim.SGD([q], momentum=0.9)

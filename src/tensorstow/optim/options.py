@@ -188,9 +188,11 @@ def refuse_duplicates(parameters: Iterable[Any]) -> None:
         seen.add(id(parameter))
 
 
-def check_saved(entry: Mapping[str, Any], parameter: torch.Tensor, name: str) -> None:
+def check_saved(
+    entry: Mapping[str, Any], parameter: torch.Tensor, name: str, *, amsgrad: bool
+) -> None:
     """Raise OptionError unless a saved state has Adam's tensors in the parameter's size."""
-    for key in ("step", "exp_avg", "exp_avg_sq"):
+    for key in ("step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
         if key not in entry:
             message = (
                 f"The saved state of {name} has no {key!r} (it has {sorted(entry)}): it is not"

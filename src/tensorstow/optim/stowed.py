@@ -109,12 +109,14 @@ class StowedAdam(Optimizer):
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
         def keep_tensors_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
-            saved = [key for group in full["param_groups"] for key in group["params"]]
-            owner = dict(zip(saved, self._parameters(), strict=False))
+            saved = [(key, g) for g in full["param_groups"] for key in g["params"]]
+            owner = dict(zip((key for key, _ in saved), self._parameters(), strict=False))
+            amsgrad = {key: bool(g.get("amsgrad")) for key, g in saved}
             light = dict(full["state"])
             for key, entry in full["state"].items():
                 if key in owner and self._takes(owner[key]):
-                    options.check_saved(entry, owner[key], f"Parameter {key}")
+                    name = f"Parameter {key}"
+                    options.check_saved(entry, owner[key], name, amsgrad=amsgrad[key])
                     loaded[owner[key]] = entry
                     light[key] = {"step": _as_step(entry["step"])}
             return {**full, "state": light}
