@@ -222,6 +222,32 @@ def save(
     return path
 
 
+def save_table(out: Path) -> Path:
+    """Put every subject that is saved in ``out`` into ``out/table.md``, for people."""
+    lines = [
+        "# Figures",
+        "",
+        "`make bench`: ratios of medians of interleaved pairs of one run.",
+        "",
+    ]
+    for path in sorted(out.glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        machine = ", ".join(f"{key} {value}" for key, value in document["machine"].items())
+        lines += [f"## {document['subject']}", "", f"{document['pairs']} pairs; {machine}.", ""]
+        lines += ["| figure | asked | measured | |", "|---|---|---|---|"]
+        for row in document["figures"]:
+            limit, found = row["limit"], row["measured"]
+            asked = "" if limit is None else f"{limit['kind']} {limit['value']:g}"
+            measured = "" if found is None else f"{_number(found)} {row['unit']}"
+            note = row["detail"].get("why") or row["detail"].get("note", "")
+            verdict = f"{row['verdict']}: {note}" if note else row["verdict"]
+            lines.append(f"| {row['name']} | {asked} | {measured} | {verdict} |")
+        lines.append("")
+    path = out / "table.md"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
 def print_table(figures: Sequence[Figure]) -> None:
     """Print what was asked beside what was measured."""
     table = Table("figure", "asked", "measured", "", box=None)

@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         everything += figures
     print()
     measure.print_table(everything)
+    print(f"\nSaved beside the JSON: {measure.save_table(options.out)}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -58,8 +58,10 @@ def test_quick_run_saves_and_prints_every_figure(tmp_path: Path) -> None:
     for subject in ("kernels", "optimizer", "offload"):
         document = json.loads((tmp_path / f"{subject}.json").read_text())
         check_document(document, subject)
+        table = (tmp_path / "table.md").read_text()
         for figure in document["figures"]:
             assert figure["name"] in printed
+            assert f"| {figure['name']} |" in table
 
 
 def test_what_is_saved_does_not_name_the_machine(tmp_path: Path) -> None:
