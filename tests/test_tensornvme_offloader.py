@@ -195,6 +195,7 @@ def test_a_callback_that_raises_does_not_silence_the_others(one: DiskOffloader) 
         message = "mine"
         raise KeyError(message)
 
+    inject(one, "write", delay_us=50_000)  # else `fail` may be run by the next call already
     one.async_write(x, fail)
     one.async_write(y, lambda: seen.append("y"))
     with pytest.raises(KeyError, match="mine"):
