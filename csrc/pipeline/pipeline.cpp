@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <stdexcept>
 
 #include "base/pool.h"
@@ -387,9 +388,9 @@ void Pipeline::update(Chunk& chunk) {
                      : chunk.spec.resident[k];
     if (chunk.fresh) std::memset(streams[k], 0, chunk.spec.stream_bytes);
   }
-  pool().run(
-      static_cast<std::int64_t>(chunk.blocks.size()),
-      [this, &chunk, &streams](std::int64_t b) { update_block(chunk, chunk.blocks[b], streams); });
+  const auto body = [&](std::int64_t b) { update_block(chunk, chunk.blocks[b], streams); };
+  // By reference: the capture is too large for std::function to hold without allocating.
+  pool().run(static_cast<std::int64_t>(chunk.blocks.size()), std::cref(body));
 }
 
 void Pipeline::update_block(const Chunk& chunk, const UpdateBlock& block, char* const* streams) {
