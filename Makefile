@@ -2,7 +2,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench stub format lint native-tests sanitize clean
+.PHONY: help demo test gpu-test soak check bench stub format lint native-tests sanitize clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,6 +21,14 @@ demo: $(DONE)/demo ## Set everything up and run the demonstration (about three m
 
 test: $(DONE)/test native-tests ## Set everything up and run every test
 	$(BIN)/python -m pytest
+
+KILLS ?= 300
+
+soak: $(DONE)/test ## Kill training runs KILLS times (300) and compare each with one never killed
+	PYTHONPATH=tests $(BIN)/python -m crash.soak $(KILLS)
+
+gpu-test: $(DONE)/test ## Run what needs an accelerator (skipped without one)
+	$(BIN)/python -m pytest tests/gpu tests/test_device_parity.py
 
 check: lint sanitize ## Run formatters, linters, types, layers and the native tests' sanitizers
 

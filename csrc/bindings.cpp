@@ -10,9 +10,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
+#include <cstring>
 #include <stdexcept>
 #include <system_error>
+#include <tuple>
 
+#include "base/checksum.h"
 #include "base/pool.h"
 #include "io/direct.h"
 #include "io/engine.h"
@@ -50,6 +53,28 @@ Isa parse_isa(const std::optional<std::string>& name) {
   throw std::invalid_argument("isa " + *name + ": one of scalar, avx2, avx512");
 }
 
+StateFormat parse_format(const std::string& name) {
+  if (name == "fp32") return StateFormat::fp32;
+  if (name == "split") return StateFormat::split;
+  if (name == "bf16") return StateFormat::bf16;
+  if (name == "int8") return StateFormat::int8;
+  throw std::invalid_argument("format " + name + ": one of fp32, split, bf16, int8");
+}
+
+using StreamTuple = std::tuple<std::string, int, int>;
+
+std::vector<StreamTuple> stream_tuples(const std::string& dtype, const std::string& format,
+                                       bool amsgrad) {
+  constexpr const char* kNames[] = {"m", "v", "vmax", "master", "m_scale", "v_scale"};
+  StreamSpec specs[kMaxStreams];
+  const int count = streams_of(parse_dtype(dtype), parse_format(format), amsgrad, specs);
+  std::vector<StreamTuple> tuples;
+  for (int k = 0; k < count; ++k) {
+    tuples.emplace_back(kNames[static_cast<int>(specs[k].stream)], specs[k].bytes, specs[k].per);
+  }
+  return tuples;
+}
+
 Op parse_op(const std::string& name) {
   if (name == "read") return Op::read;
   if (name == "write") return Op::write;
@@ -73,16 +98,28 @@ AdamHyper parse_hyper(const Hyper& h) {
           std::get<5>(h), std::get<6>(h), std::get<7>(h), std::get<8>(h)};
 }
 
-// The same arguments from element `from` on.
+// The same arguments from element `from` on, a multiple of kGroup.
 AdamArgs advanced(AdamArgs args, std::int64_t from, std::int64_t count) {
   args.param = static_cast<char*>(args.param) + from * (args.param_dtype == DType::f32 ? 4 : 2);
   args.grad = static_cast<const char*>(args.grad) + from * (args.grad_dtype == DType::f32 ? 4 : 2);
-  if (args.master != nullptr) args.master += from;
-  args.m += from;
-  args.v += from;
-  if (args.vmax != nullptr) args.vmax += from;
+  StreamSpec specs[kMaxStreams];
+  const int streams = streams_of(args.param_dtype, args.format, args.amsgrad, specs);
+  for (int k = 0; k < streams; ++k) {
+    void*& data = args.states[static_cast<int>(specs[k].stream)];
+    data = static_cast<char*>(data) + from / specs[k].per * specs[k].bytes;
+  }
+  args.first += from;
   args.n = count;
   return args;
+}
+
+// Addresses in the order of Stream. amsgrad is on where there is a vmax.
+void take_states(const std::vector<Address>& states, AdamArgs& args) {
+  if (states.size() != kMaxStreams) {
+    throw std::invalid_argument("states: six addresses, 0 for those that the format has not got");
+  }
+  for (int k = 0; k < kMaxStreams; ++k) args.states[k] = at<void>(states[k]);
+  args.amsgrad = args.states[static_cast<int>(Stream::vmax)] != nullptr;
 }
 
 void run_adam(const AdamArgs& args, Isa isa, bool on_pool) {
@@ -231,6 +268,8 @@ Ticket* start(const PyEngine& self, Op op, int file, Address data, std::int64_t 
 using Ints = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Hypers = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using FailureTuple = std::tuple<int, std::string, int, int, std::int64_t, std::int64_t>;
+using PlaceTuple = std::tuple<int, std::int64_t>;
+using Segments = std::vector<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>>;
 
 FailureTuple as_tuple(const Failure& f) {
   return {f.error, op_name(f.op), f.file, f.chunk, f.offset, f.length};
@@ -240,17 +279,38 @@ constexpr const char* kStates[] = {"resident", "blank",    "stored",  "reading",
                                    "ready",    "updating", "writing", "lost"};
 constexpr const char* kLanes[] = {"read", "update", "write", "wait"};
 
+Family parse_family(const std::string& dtype, const std::string& format, bool amsgrad) {
+  return {parse_dtype(dtype), parse_format(format), amsgrad};
+}
+
+nb::bytes as_bytes(const std::vector<std::uint32_t>& words) {
+  return nb::bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(words[0]));
+}
+
+std::vector<std::uint32_t> as_words(const nb::bytes& bytes) {
+  std::vector<std::uint32_t> words(bytes.size() / sizeof(std::uint32_t));
+  if (!words.empty()) std::memcpy(words.data(), bytes.c_str(), words.size() * sizeof(words[0]));
+  return words;
+}
+
+std::vector<char*> as_pointers(const std::vector<Address>& addresses) {
+  std::vector<char*> pointers;
+  for (Address address : addresses) pointers.push_back(at<char>(address));
+  return pointers;
+}
+
 struct PyPipeline {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Pipeline> pipeline;
   std::vector<StepParameter> parameters;
   std::vector<AdamHyper> hypers;
+  std::vector<char> expected;
 
-  PyPipeline(const PyEngine& py_engine, Address base, int slots, std::int64_t slot_bytes,
-             std::int64_t stream_stride, const std::optional<std::string>& isa)
+  PyPipeline(const PyEngine& py_engine, const std::optional<std::string>& isa, bool alternate,
+             int few)
       : engine(py_engine.engine) {
-    const RingSpec ring{at<char>(base), slots, slot_bytes, stream_stride};
-    auto made = std::make_unique<Pipeline>(py_engine.get(), ring, parse_isa(isa));
+    const Order order = alternate ? Order::alternating : Order::given;
+    auto made = std::make_unique<Pipeline>(py_engine.get(), parse_isa(isa), order, few);
     pipeline = std::shared_ptr<Pipeline>(made.release(), LeaveInChild<Pipeline>{});
   }
 
@@ -265,41 +325,43 @@ struct PyPipeline {
     return *pipeline;
   }
 
-  int add_chunk(
-      const std::string& dtype, bool amsgrad,
-      const std::vector<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>>& segments,
-      std::int64_t elements, const std::tuple<int, std::int64_t, std::int64_t>& place,
-      const std::vector<Address>& resident, bool stored) {
+  int add_chunk(const std::tuple<std::string, std::string, bool>& family, const Segments& segments,
+                std::int64_t elements, const PlaceTuple& place,
+                const std::vector<Address>& resident, bool blank,
+                const std::tuple<nb::bytes, nb::bytes>& checksums) {
     ChunkSpec spec{};
-    spec.family = {parse_dtype(dtype), amsgrad};
+    spec.family = std::apply(parse_family, family);
     for (const auto& [parameter, from, to, count] : segments)
       spec.segments.push_back({parameter, from, to, count});
     spec.elements = elements;
-    std::tie(spec.file, spec.offset, spec.stream_bytes) = place;
-    if (spec.file < 0 && static_cast<int>(resident.size()) != spec.family.streams()) {
+    std::tie(spec.place.file, spec.place.offset) = place;
+    if (!resident.empty() && static_cast<int>(resident.size()) != Layout(spec).streams) {
       throw std::invalid_argument("a resident chunk names one address per stream");
     }
     for (std::size_t k = 0; k < resident.size(); ++k) spec.resident[k] = at<char>(resident[k]);
-    const ChunkState state = spec.file < 0 ? ChunkState::resident
-                             : stored      ? ChunkState::stored
-                                           : ChunkState::blank;
-    return get().add_chunk(std::move(spec), state);
+    return get().add_chunk(std::move(spec), blank, as_words(std::get<0>(checksums)),
+                           as_words(std::get<1>(checksums)));
   }
 
-  // One call, so that no Python exception can come between the beginning of a step, after which the
-  // gradients are being read, and its end.
-  FailureTuple step(Ints params, Ints grads, Ints grad_dtypes, Ints seeds, Ints hyper_index,
-                    Hypers table) {
-    const std::size_t n = params.shape(0);
-    if (grads.shape(0) != n || grad_dtypes.shape(0) != n || seeds.shape(0) != n ||
-        hyper_index.shape(0) != n || table.shape(1) != 9) {
-      throw std::invalid_argument("step: the arrays must have one length and hypers nine columns");
+  // Hands a step over and, unless it is open or goes on in the background, waits until it is
+  // published: one call, so that no Python exception can come between its beginning, after which
+  // the gradients are being read, and its end.
+  FailureTuple begin(
+      const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
+      Hypers table, bool open, bool capture, bool background, bool home_first) {
+    if (rows.shape(1) != 7 || table.shape(1) != 9) {
+      throw std::invalid_argument("begin: rows have seven columns and hypers nine");
     }
-    parameters.resize(n);
-    for (std::size_t i = 0; i < n; ++i) {
-      parameters[i] = {at<void>(static_cast<Address>(params(i))),
-                       at<void>(static_cast<Address>(grads(i))), static_cast<DType>(grad_dtypes(i)),
-                       seeds(i) != 0, static_cast<std::int32_t>(hyper_index(i))};
+    parameters.resize(rows.shape(0));
+    expected.assign(rows.shape(0), 0);
+    for (std::size_t i = 0; i < rows.shape(0); ++i) {
+      parameters[i] = {at<void>(static_cast<Address>(rows(i, 0))),
+                       at<void>(static_cast<Address>(rows(i, 1))),
+                       static_cast<DType>(rows(i, 2)),
+                       rows(i, 3) != 0,
+                       static_cast<std::int32_t>(rows(i, 4)),
+                       static_cast<std::uint64_t>(rows(i, 5))};
+      expected[i] = rows(i, 6) != 0;
     }
     hypers.resize(table.shape(0));
     for (std::size_t h = 0; h < hypers.size(); ++h) {
@@ -307,7 +369,8 @@ struct PyPipeline {
                    table(h, 5), table(h, 6), table(h, 7), table(h, 8)};
     }
     nb::gil_scoped_release release;
-    get().begin(parameters, hypers);
+    get().begin(parameters, hypers, {open, capture, background, home_first}, expected);
+    if (open || background) return as_tuple(get().failure());
     return as_tuple(get().wait_published());
   }
 };
@@ -330,27 +393,31 @@ void bind_kernels(nb::module_& m) {
   m.def("pool_threads", [] { return pool().threads(); });
   m.def(
       "adam_update",
-      [](Address param, Address grad, Address master, Address m_, Address v, Address vmax,
-         std::int64_t n, const std::string& param_dtype, const std::string& grad_dtype,
-         bool seed_master, const Hyper& hyper, const std::optional<std::string>& isa,
-         bool on_pool) {
-        const AdamArgs args{at<void>(param),
-                            at<void>(grad),
-                            at<float>(master),
-                            at<float>(m_),
-                            at<float>(v),
-                            at<float>(vmax),
-                            n,
-                            parse_dtype(param_dtype),
-                            parse_dtype(grad_dtype),
-                            seed_master,
-                            parse_hyper(hyper)};
+      [](Address param, Address grad, const std::vector<Address>& states, std::int64_t n,
+         const std::string& param_dtype, const std::string& grad_dtype, const std::string& format,
+         std::int64_t first, std::uint64_t key, bool seed_master, const Hyper& hyper,
+         const std::optional<std::string>& isa, bool on_pool) {
+        AdamArgs args{};
+        args.param = at<void>(param);
+        args.grad = at<void>(grad);
+        take_states(states, args);
+        args.n = n;
+        args.first = first;
+        args.key = key;
+        args.param_dtype = parse_dtype(param_dtype);
+        args.grad_dtype = parse_dtype(grad_dtype);
+        args.format = parse_format(format);
+        args.seed_master = seed_master;
+        args.hyper = parse_hyper(hyper);
         const Isa chosen = parse_isa(isa);
         nb::gil_scoped_release release;
         run_adam(args, chosen, on_pool);
       },
-      "param"_a, "grad"_a, "master"_a, "m"_a, "v"_a, "vmax"_a, "n"_a, "param_dtype"_a,
-      "grad_dtype"_a, "seed_master"_a, "hyper"_a, "isa"_a.none(), "on_pool"_a);
+      "param"_a, "grad"_a, "states"_a, "n"_a, "param_dtype"_a, "grad_dtype"_a, "format"_a,
+      "first"_a, "key"_a, "seed_master"_a, "hyper"_a, "isa"_a.none(), "on_pool"_a,
+      "`states`: addresses of m, v, vmax, master, m_scale, v_scale; 0 where there is none");
+  m.def("streams_of", &stream_tuples, "dtype"_a, "format"_a, "amsgrad"_a,
+        "(name, bytes, per) of each stream: `bytes` for every `per` elements");
   m.def(
       "squared_norm",
       [](Address grad, std::int64_t n, const std::string& dtype,
@@ -384,6 +451,15 @@ void bind_kernels(nb::module_& m) {
         });
       },
       "p16"_a, "g16"_a, "w"_a, "m"_a, "v"_a, "n"_a);
+}
+
+void bind_checksum(nb::module_& m) {
+  m.def(
+      "checksum",
+      [](Address data, std::int64_t nbytes, std::uint32_t seed) {
+        return checksum(at<const char>(data), nbytes, seed);
+      },
+      nb::call_guard<nb::gil_scoped_release>(), "data"_a, "nbytes"_a, "seed"_a = 0);
 }
 
 void bind_io(nb::module_& m) {
@@ -447,28 +523,146 @@ void bind_io(nb::module_& m) {
           },
           "operation"_a, nb::kw_only(), "after"_a = 0, "times"_a = 1, "error"_a = 0,
           "max_bytes"_a = 0, "delay_us"_a = 0)
+      .def("log_writes", [](const PyEngine& self) { self.get().write_log().start(); })
+      .def(
+          "logged_writes",
+          [](const PyEngine& self) {
+            nb::list writes;
+            for (const LoggedWrite& write : self.get().write_log().take()) {
+              writes.append(nb::make_tuple(write.file, write.offset,
+                                           nb::bytes(write.bytes.data(), write.bytes.size())));
+            }
+            return writes;
+          },
+          nb::sig("def logged_writes(self) -> list[tuple[int, int, bytes]]"))
       .def("clear_faults", [](const PyEngine& self) { self.get().faults().clear(); });
 }
 
-void bind_pipeline(nb::module_& m) {
-  nb::class_<PyPipeline>(m, "Pipeline")
-      .def(nb::init<const PyEngine&, Address, int, std::int64_t, std::int64_t,
-                    const std::optional<std::string>&>(),
-           "engine"_a, "base"_a, "slots"_a, "slot_bytes"_a, "stream_stride"_a, "isa"_a.none())
-      .def("add_chunk", &PyPipeline::add_chunk, "param_dtype"_a, "amsgrad"_a, "segments"_a,
-           "elements"_a, "place"_a, "resident"_a, "stored"_a)
-      .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
-      .def("step", &PyPipeline::step, "params"_a, "grads"_a, "grad_dtypes"_a, "seeds"_a,
-           "hyper_index"_a, "hypers"_a)
+nb::list layout_rows(const std::tuple<std::string, std::string, bool>& family,
+                     std::int64_t elements) {
+  ChunkSpec spec{};
+  spec.family = std::apply(parse_family, family);
+  spec.elements = elements;
+  const Layout layout(spec);
+  nb::list rows;
+  for (int k = 0; k <= layout.streams; ++k) {
+    const Layout::Part& part = layout.parts[k];
+    rows.append(nb::make_tuple(part.width, part.per, part.file_at, part.slot_at, part.bytes));
+  }
+  return rows;
+}
+
+void bind_waits(nb::class_<PyPipeline>& c) {
+  c.def("wait_published",
+        [](PyPipeline& self) {
+          nb::gil_scoped_release release;
+          return as_tuple(self.get().wait_published());
+        })
+      .def(
+          "wait_parameters",
+          [](PyPipeline& self, const std::vector<int>& parameters) {
+            nb::gil_scoped_release release;
+            return as_tuple(self.get().wait_parameters(parameters));
+          },
+          "parameters"_a)
+      .def("wait_chunk",
+           [](PyPipeline& self, int chunk) {
+             nb::gil_scoped_release release;
+             return as_tuple(self.get().wait_chunk(chunk));
+           })
+      .def("wait_written",
+           [](PyPipeline& self) {
+             nb::gil_scoped_release release;
+             return as_tuple(self.get().wait_written());
+           })
       .def("quiesce",
            [](PyPipeline& self) {
              nb::gil_scoped_release release;
              return as_tuple(self.get().quiesce());
            })
-      .def("failure", [](PyPipeline& self) { return as_tuple(self.get().failure()); })
-      .def("state", [](PyPipeline& self,
-                       int chunk) { return kStates[static_cast<int>(self.get().state(chunk))]; })
-      .def("mark_stored", [](PyPipeline& self, int chunk) { self.get().mark_stored(chunk); })
+      .def("failure", [](PyPipeline& self) { return as_tuple(self.get().failure()); });
+}
+
+void bind_chunks(nb::class_<PyPipeline>& c) {
+  c.def("state", [](PyPipeline& self,
+                    int chunk) { return kStates[static_cast<int>(self.get().state(chunk))]; })
+      .def("place",
+           [](PyPipeline& self, int chunk) {
+             const Place place = self.get().place(chunk);
+             return PlaceTuple{place.file, place.offset};
+           })
+      .def("captured", [](PyPipeline& self, int chunk) { return self.get().captured(chunk); })
+      .def("forget_capture",
+           [](PyPipeline& self, int parameter) { self.get().forget_capture(parameter); })
+      .def("set_target", [](PyPipeline& self, int chunk, int file,
+                            std::int64_t offset) { self.get().set_target(chunk, {file, offset}); })
+      .def(
+          "checksums",
+          [](PyPipeline& self, int chunk) {
+            const Marks& marks = self.get().marks(chunk);
+            return nb::make_tuple(as_bytes(marks.states), as_bytes(marks.weights));
+          },
+          "chunk"_a, nb::sig("def checksums(self, chunk: int) -> tuple[bytes, bytes]"))
+      .def("rewritten",
+           [](PyPipeline& self, int chunk, const std::vector<Address>& streams) {
+             self.get().rewritten(chunk, as_pointers(streams).data());
+           })
+      .def("intact",
+           [](PyPipeline& self, int chunk, const std::vector<Address>& streams) {
+             return self.get().intact(chunk, as_pointers(streams).data());
+           })
+      .def("publish", [](PyPipeline& self, int parameter,
+                         Address weight) { self.get().publish(parameter, at<void>(weight)); })
+      .def("unpublish", [](PyPipeline& self, int parameter) { self.get().unpublish(parameter); })
+      .def("unchanged", [](PyPipeline& self, int parameter, Address weight) {
+        return self.get().unchanged(parameter, at<void>(weight));
+      });
+}
+
+void bind_pipeline(nb::module_& m) {
+  m.def("chunk_layout", &layout_rows, "family"_a, "elements"_a,
+        "(width, per, offset in a file, offset in a slot, bytes) of each stream and the weight",
+        nb::sig("def chunk_layout(family: tuple[str, str, bool], elements: int) -> "
+                "list[tuple[int, int, int, int, int]]"));
+  m.attr("UPDATE_BLOCK") = kUpdateBlock;
+  nb::class_<PyPipeline> c(m, "Pipeline");
+  c.def(nb::init<const PyEngine&, const std::optional<std::string>&, bool, int>(), "engine"_a,
+        "isa"_a.none(), "alternate"_a, "few"_a)
+      .def(
+          "set_ring",
+          [](PyPipeline& self, Address base, int slots, std::int64_t slot_bytes) {
+            self.get().set_ring({at<char>(base), slots, slot_bytes});
+          },
+          "base"_a, "slots"_a, "slot_bytes"_a)
+      .def("add_chunk", &PyPipeline::add_chunk, "family"_a, "segments"_a, "elements"_a, "place"_a,
+           "resident"_a, "blank"_a, "checksums"_a)
+      .def("set_order",
+           [](PyPipeline& self, std::vector<int> order) { self.get().set_order(std::move(order)); })
+      .def("order", [](PyPipeline& self) { return self.get().order(); })
+      .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
+      .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, nb::kw_only(), "open"_a, "capture"_a,
+           "background"_a, "home_first"_a)
+      .def(
+          "land",
+          [](PyPipeline& self, int parameter, Address grad, int dtype) {
+            self.get().land(parameter, at<void>(grad), static_cast<DType>(dtype));
+          },
+          "parameter"_a, "grad"_a, "dtype"_a)
+      .def(
+          "land_pieces",
+          [](PyPipeline& self, int chunk,
+             const std::vector<std::tuple<int, Address, int>>& pieces) {
+            std::vector<PieceGradient> gradients;
+            for (const auto& [parameter, grad, dtype] : pieces) {
+              gradients.push_back({parameter, at<void>(grad), static_cast<DType>(dtype)});
+            }
+            self.get().land_pieces(chunk, gradients);
+          },
+          "chunk"_a, "pieces"_a)
+      .def("is_updated", [](PyPipeline& self, int chunk) { return self.get().is_updated(chunk); })
+      .def("close", [](PyPipeline& self) { self.get().close(); })
+      .def("is_published",
+           [](PyPipeline& self, int parameter) { return self.get().is_published(parameter); })
       .def(
           "counters",
           [](PyPipeline& self) {
@@ -476,6 +670,7 @@ void bind_pipeline(nb::module_& m) {
             nb::dict d;
             d["bytes_read"] = c.bytes_read;
             d["bytes_written"] = c.bytes_written;
+            d["bytes_spared"] = c.bytes_spared;
             d["chunks_updated"] = c.chunks_updated;
             d["slots_in_use"] = c.slots_in_use;
             d["slots_high_water"] = c.slots_high_water;
@@ -496,6 +691,8 @@ void bind_pipeline(nb::module_& m) {
             return rows;
           },
           nb::sig("def trace(self) -> list[tuple[str, float, float, int, int]]"));
+  bind_waits(c);
+  bind_chunks(c);
 }
 
 }  // namespace
@@ -504,6 +701,7 @@ void bind_pipeline(nb::module_& m) {
 NB_MODULE(_native, m) {
   m.doc() = "The native core of tensorstow: kernels, file I/O and the update pipeline.";
   nb::register_exception_translator(stow::translate_system_error);
+  stow::bind_checksum(m);
   stow::bind_kernels(m);
   stow::bind_io(m);
   stow::bind_pipeline(m);

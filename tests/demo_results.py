@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tensorstow.cli.demo.result import COMPUTE, OPTIMIZER, RowResult, Sample, Span
 from tensorstow.cli.demo.rows import ROWS, Row
-from tensorstow.optim.layout import StateMemory
+from tensorstow.optim.states.memory import StateMemory
 
 PARTS = (("forward", 0.0, 1.0), ("backward", 1.0, 3.0), (OPTIMIZER, 3.0, 3.5))
 STEP_SECONDS = 4.0
@@ -44,6 +44,7 @@ def make_result(row: Row, steps: int = 3) -> RowResult:
         allocated_file_bytes=memory.file_bytes,
         bytes_read=2 * MIB * steps if row.is_offloaded else 0,
         bytes_written=MIB * steps if row.is_offloaded else 0,
+        bytes_spared=MIB if row.schedule == "pipelined" and row.is_offloaded else 0,
     )
 
 

@@ -1,26 +1,27 @@
-from pathlib import Path
-
 import torch
 
-from tensorstow.io.engine import open_engine
-from tensorstow.io.files import scratch_file
-from tensorstow.optim.chunks import (
-    Chunk,
-    Ring,
-    chunk_bytes,
-    load,
-    place_in_ram,
-    place_on_disk,
-    save,
+from tensorstow.optim.states.chunks import Chunk, Ring, own_memory, place_in_ram
+from tensorstow.optim.states.layout import (
+    RESIDENT_CAPACITY,
+    ChunkPlan,
+    Family,
+    RingPlan,
+    Run,
+    Span,
+    cut,
+    lay_out,
+    slot_bytes,
 )
-from tensorstow.optim.layout import RESIDENT_CAPACITY, Family, RingPlan, Span, cut, lay_out
+from tensorstow.optim.states.memory import chunk_state_bytes
 
 FAMILY = Family(torch.bfloat16, amsgrad=False)
 
 
 def test_views_of_parameters_lie_over_the_chunks_memory() -> None:
     sizes = [RESIDENT_CAPACITY - 5, 100, 7]
-    chunks, views = place_in_ram(FAMILY, lay_out([Span(i, 0, n) for i, n in enumerate(sizes)]))
+    chunks, views = place_in_ram(
+        FAMILY, lay_out([Span(i, 0, n) for i, n in enumerate(sizes)]), RESIDENT_CAPACITY
+    )
     assert len(chunks) == 2
     for parameter, size in enumerate(sizes):
         for stream in views[parameter]:
@@ -34,30 +35,54 @@ def test_views_of_parameters_lie_over_the_chunks_memory() -> None:
 
 
 def test_nothing_in_ram_is_nothing() -> None:
-    assert place_in_ram(FAMILY, []) == ([], {})
+    assert place_in_ram(FAMILY, [], RESIDENT_CAPACITY) == ([], {})
 
 
-def test_chunks_in_a_file_do_not_overlap_and_come_back(tmp_path: Path) -> None:
-    engine = open_engine()
-    plans = [(FAMILY, plan) for plan in cut(lay_out([Span(0, 0, 10_000)]), 1040)]
-    widths = [chunk_bytes(*plan) for plan in plans]
-    files = [scratch_file(engine, tmp_path, sum(widths)) for _ in range(2)]
-    chunks = list(place_on_disk(plans, files))
-    ring = Ring(RingPlan(slots=2, slot_bytes=3 * 8192, stream_stride=8192))
-    for index, chunk in enumerate(chunks):
-        streams = ring.streams(chunk, index % 2)
-        for k, stream in enumerate(streams):
-            stream.fill_(index * 10 + k)
-        save(chunk, streams)
-    for index, chunk in enumerate(chunks):
-        streams = ring.streams(chunk, 1)
-        load(chunk, streams)
-        assert [s.unique().tolist() for s in streams] == [[index * 10 + k] for k in range(3)]
-    for file in files:
-        file.close()
+def test_streams_in_slots_do_not_overlap() -> None:
+    plans = list(cut(lay_out([Span(0, 0, 10_000)]), 1056))
+    slot = slot_bytes(FAMILY, 1056, with_weights=True)
+    ring = Ring(RingPlan(slots=2, slot_bytes=slot))
+    chunks = [Chunk(plan, FAMILY) for plan in plans]
+    for slot_number in (0, 1):
+        for k, stream in enumerate(ring.streams(chunks[0], slot_number)):
+            stream.fill_(slot_number * 10 + k)
+        ring.parts(chunks[0], slot_number)[-1].fill_(255)
+    for slot_number in (0, 1):
+        for k, stream in enumerate(ring.streams(chunks[0], slot_number)):
+            assert stream.unique().tolist() == [slot_number * 10 + k]
+
+
+def test_no_part_lies_beyond_the_ring() -> None:
+    (plan,) = cut(lay_out([Span(0, 0, 1 << 20)]), 1 << 20)
+    chunk = Chunk(plan, FAMILY)
+    for with_weights in (False, True):
+        slot = slot_bytes(FAMILY, 1 << 20, with_weights=with_weights)
+        ring = Ring(RingPlan(slots=1, slot_bytes=slot))
+        parts = ring.parts(chunk, 0)
+        assert len(parts) == len(FAMILY.specs) + with_weights
+        assert all(p.data_ptr() + p.nbytes <= ring.address + slot for p in parts)
 
 
 def test_a_chunk_counts_states_without_padding() -> None:
     (plan,) = cut(lay_out([Span(0, 0, 5), Span(1, 0, 3)]), 1024)
-    assert plan.elements == 32
-    assert Chunk(plan, FAMILY).state_bytes == 12 * 8
+    assert plan.elements == 64
+    assert chunk_state_bytes(FAMILY, plan) == 12 * 8
+
+
+def test_chunks_that_stay_share_one_mapping() -> None:
+    """Each mapping's end takes a huge page: chunks of 4 MiB would take 6 each."""
+    family = Family(torch.bfloat16, amsgrad=False)
+    chunks = [Chunk(ChunkPlan((Run(0, 0, 1 << 19, 0),), 1 << 19), family) for _ in range(5)]
+    own_memory(chunks)
+    own_memory([])
+    streams = [stream for chunk in chunks for stream in chunk.resident]
+    assert [s.dtype for s in streams] == [spec.dtype for spec in family.specs] * 5
+    begins = [s.data_ptr() for s in streams]
+    assert begins == sorted(begins)
+    used = sum(s.numel() * s.element_size() for s in streams)
+    end = begins[-1] + streams[-1].numel() * streams[-1].element_size()
+    assert used < end - begins[0] < used + (2 << 20)
+    ends = [s.data_ptr() + s.numel() * s.element_size() for s in streams]
+    gaps = {b - e for e, b in zip(ends, begins[1:], strict=False)}
+    assert gaps == {4096}
+    assert not any(s.any() for s in streams)

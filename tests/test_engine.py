@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from tensorstow import _native
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, TransferError
 from tensorstow.io import engine as engine_module
 from tensorstow.io.engine import (
     BACKENDS,
+    PAGE_BLOCK,
     BackendChoice,
     choose_backend,
     open_engine,
     probe_backend,
 )
+from tensorstow.io.files import create_file
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +133,23 @@ def test_a_number_that_no_file_has_is_refused() -> None:
     engine = open_engine("threads")
     with pytest.raises(ValueError, match="no file has the number 7"):
         engine.read(7, 0, 0, 0, None)
+
+
+def test_writes_are_logged_in_the_order_in_which_they_land(tmp_path: Path) -> None:
+    engine = _native.Engine("threads", 1, PAGE_BLOCK)
+    with create_file(engine, tmp_path / "file") as file:
+        file.write(torch.zeros(3, dtype=torch.uint8), 0).wait()
+        assert engine.logged_writes() == []
+        engine.log_writes()
+        file.write(torch.arange(5000, dtype=torch.int16).view(torch.uint8), 7).wait()
+        file.write(torch.tensor([9], dtype=torch.uint8), 1).wait()
+        engine.inject_fault("write", error=codes.EIO)
+        with pytest.raises(TransferError):
+            file.write(torch.ones(4, dtype=torch.uint8), 2).wait()
+        logged = engine.logged_writes()
+    assert [(number, offset) for number, offset, _ in logged] == [
+        (file.number, at) for at in (7, 4103, 8199, 1)
+    ]
+    data = torch.arange(5000, dtype=torch.int16).numpy().tobytes()
+    assert b"".join(written for _, _, written in logged) == data + b"\x09"
+    assert engine.logged_writes() == []

@@ -17,6 +17,11 @@ BUILTINS = {
     "BackendError": OSError,
     "ForkError": RuntimeError,
     "PoisonedError": RuntimeError,
+    "LockedError": OSError,
+    "StoreFormatError": ValueError,
+    "CommitError": OSError,
+    "SyncError": OSError,
+    "DamageError": OSError,
 }
 
 
@@ -34,7 +39,7 @@ def defined_errors() -> dict[str, type[BaseException]]:
 
 def test_every_error_is_a_stow_error_and_the_builtin_a_caller_would_catch() -> None:
     found = defined_errors()
-    assert set(found) == {"StowError", *BUILTINS}
+    assert set(found) == {"StowError", "StoreError", *BUILTINS}
     for name, builtin in BUILTINS.items():
         assert issubclass(found[name], StowError)
         assert issubclass(found[name], builtin)

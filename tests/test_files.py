@@ -23,6 +23,7 @@ from tensorstow.io.files import (
     File,
     accepts_direct,
     create_file,
+    open_file,
     scratch_file,
     stripe,
     transfer_error,
@@ -43,7 +44,7 @@ def engine(request: pytest.FixtureRequest) -> _native.Engine:
 @pytest.fixture
 def buffered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the filesystem refuse O_DIRECT."""
-    monkeypatch.setattr(files_module, "_go_direct", lambda _fd: False)
+    monkeypatch.setattr(files_module, "_go_direct", lambda *_: False)
     files_module._warned_buffered.clear()
     yield
     files_module._warned_buffered.clear()
@@ -192,7 +193,7 @@ def test_a_full_disk_is_named_with_its_sizes(
     with pytest.raises(DirectoryError, match=r"free where 1024\.0 PiB are needed"):
         scratch_file(engine, tmp_path, 1 << 60)
     monkeypatch.setattr(_native, "fallocate", lambda _fd, _length: codes.ENOSPC)
-    with pytest.raises(DirectoryError, match=r"1\.0 MiB of scratch space .* No space left .* free"):
+    with pytest.raises(DirectoryError, match=r"1\.0 MiB of space .* No space left .* free"):
         scratch_file(engine, tmp_path, MIB)
 
 
@@ -305,3 +306,33 @@ def test_the_tail_of_a_file_that_is_no_multiple_of_the_block(
         back = torch.zeros(5000, dtype=torch.uint8)
         file.read(back, 0).wait()
         assert bytes(back.numpy()) == bytes(range(250)) * 20
+
+
+@pytest.mark.parametrize("content", [b"", b"kept" * 1024])
+def test_an_opened_file_keeps_what_is_in_it(
+    engine: _native.Engine, tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "given"
+    path.write_bytes(content)
+    with open_file(engine, path) as file:
+        assert file.direct == accepts_direct(tmp_path)
+        assert path.read_bytes() == content
+        round_trip(file, torch.rand(5000), ALIGN)
+    assert path.read_bytes()[: len(content)] == content
+
+
+@pytest.mark.usefixtures("buffered")
+def test_an_opened_file_without_direct_io_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "given"
+    path.touch()
+    with caplog.at_level(logging.WARNING, "tensorstow"):
+        for _ in range(2):
+            open_file(open_engine(), path).close()
+    assert caplog.text.count("refuses O_DIRECT") == 1
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match=r"absent was asked for: No such file"):
+        open_file(open_engine(), tmp_path / "absent")

@@ -40,7 +40,9 @@ class Training:
         if directory is None:
             self.optimizer = AdamW([self.weight])
         else:
-            self.optimizer = AdamW([self.weight], states="disk", dir=directory, policy=POLICY)
+            self.optimizer = AdamW(
+                [self.weight], states="disk", dir=directory, durability="none", policy=POLICY
+            )
         self.taken = 0
 
     def step(self, rows: torch.Tensor) -> None:
@@ -174,7 +176,7 @@ from tensorstow import AdamW, PipelinePolicy
 directory, how = sys.argv[1:]
 p = torch.nn.Parameter(torch.ones(40_000))
 policy = PipelinePolicy(chunk_elements=4096)
-optimizer = AdamW([p], states="disk", dir=directory, policy=policy)
+optimizer = AdamW([p], states="disk", dir=directory, durability="none", policy=policy)
 p.grad = torch.ones_like(p)
 optimizer.step()
 optimizer._states().engine.inject_fault("write", times=-1, delay_us=2000)

@@ -6,24 +6,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstow.base.errors import BudgetError, DTypeError, OptionError
-from tensorstow.optim.layout import (
+from tensorstow.optim.states.layout import (
     DEFAULT_RING_BYTES,
-    IO_ALIGN,
     LANE,
     Family,
     Span,
     cut,
     lay_out,
+    parts_of,
     plan_ring,
-    predict_memory,
+    slot_bytes,
     space_elements,
     split,
-    stream_bytes,
 )
+from tensorstow.optim.states.memory import predict_memory
 
 SIZES = st.lists(st.integers(0, 5000), max_size=30)
 CAPACITY = st.integers(1, 200).map(lambda n: n * LANE)
 FP32 = Family(torch.float32, amsgrad=False)
+SLOT = slot_bytes(FP32, 1 << 19, with_weights=False)
+BLOCK = 4096
 
 
 @given(sizes=SIZES, fraction=st.floats(0, 1))
@@ -73,43 +75,39 @@ def test_cutting_a_space_loses_and_repeats_nothing(sizes: list[int], capacity: i
 
 
 def test_cut_refuses_a_capacity_that_splits_a_lane() -> None:
-    with pytest.raises(OptionError, match="multiple of 16"):
+    with pytest.raises(OptionError, match="multiple of 32"):
         list(cut(lay_out([Span(0, 0, 5)]), 24))
 
 
 @given(elements=st.integers(1, 1 << 20))
 def test_a_stream_is_a_whole_number_of_blocks(elements: int) -> None:
-    assert stream_bytes(elements) % IO_ALIGN == 0
-    assert 0 <= stream_bytes(elements) - 4 * elements < IO_ALIGN
+    for part in parts_of(FP32, elements):
+        assert part.file_at % BLOCK == part.slot_at % BLOCK == part.nbytes % BLOCK == 0
+        assert 0 <= part.nbytes - 4 * elements < BLOCK
 
 
 def test_streams_of_a_slot_never_sit_a_power_of_two_apart() -> None:
     for power in range(12, 24):
-        ring = plan_ring(streams=2, chunk_elements=1 << power, chunks=99, budget=1 << 40)
-        assert ring.stream_stride & (ring.stream_stride - 1)
-        assert ring.stream_stride % IO_ALIGN == 0
+        first, second, _ = parts_of(FP32, 1 << power)
+        apart = second.slot_at - first.slot_at
+        assert apart & (apart - 1)
 
 
 def test_the_default_ring_holds_for_every_family() -> None:
     for family in (FP32, Family(torch.bfloat16, amsgrad=True)):
-        ring = plan_ring(
-            streams=len(family.streams), chunk_elements=1 << 19, chunks=10_000, budget=None
-        )
+        slot = slot_bytes(family, 1 << 19, with_weights=True)
+        ring = plan_ring(slot, 10_000, budget=None)
         assert ring.slots >= 5
         assert ring.nbytes <= DEFAULT_RING_BYTES
 
 
 def test_a_budget_below_two_chunks_is_refused_with_both_sizes() -> None:
     with pytest.raises(BudgetError, match=r"1\.0 MiB.*at least 2 chunks.*8\.0 MiB"):
-        plan_ring(streams=2, chunk_elements=1 << 19, chunks=10, budget=1 << 20)
+        plan_ring(SLOT, 10, budget=1 << 20)
 
 
-def test_a_larger_budget_buys_slots_up_to_the_chunks() -> None:
-    slots = [
-        plan_ring(streams=2, chunk_elements=1 << 19, chunks=40, budget=n << 20).slots
-        for n in (16, 64, 512)
-    ]
-    assert slots == [3, 15, 40]
+def test_a_budget_buys_slots_up_to_the_default_ring() -> None:
+    assert [plan_ring(SLOT, 40, budget=n << 20).slots for n in (16, 48, 512)] == [3, 11, 11]
 
 
 def test_the_formula_of_the_seed_model() -> None:
@@ -135,8 +133,8 @@ def test_a_family_refuses_dtypes_that_no_kernel_takes(dtype: torch.dtype) -> Non
 
 
 def test_streams_by_family() -> None:
-    assert FP32.streams == ("exp_avg", "exp_avg_sq")
-    assert Family(torch.float16, amsgrad=True).streams == (
+    assert FP32.states == ("exp_avg", "exp_avg_sq")
+    assert Family(torch.float16, amsgrad=True).states == (
         "exp_avg",
         "exp_avg_sq",
         "max_exp_avg_sq",

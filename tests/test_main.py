@@ -19,6 +19,9 @@ def test_the_command_line_is_frozen() -> None:
     assert {name: flags_of(command) for name, command in commands.choices.items()} == {
         "demo": ["--directory", "--help", "--out", "--small", "--steps", "-h"],
         "doctor": ["--directory", "--help", "--json", "-h"],
+        "inspect": ["--help", "--json", "-h"],
+        "scrub": ["--generation", "--help", "-h"],
+        "clean": ["--help", "--yes", "-h"],
     }
 
 

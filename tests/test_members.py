@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 from tensorstow.optim.members import Members
-from tensorstow.optim.policy import PipelinePolicy
-from tensorstow.optim.states import Placement
+from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.optim.states.state_store import Placement
+from tensorstow.optim.states.stowage import Stowage
 
 SMALL = PipelinePolicy(chunk_elements=4096)
 
 
 def members_at(directory: Path) -> Members:
-    return Members(Placement(1.0, (directory,), None), SMALL)
+    return Members(Stowage(Placement(1.0, (directory,), None), SMALL), lambda _: None)
 
 
 def weights(count: int) -> list[nn.Parameter]:
@@ -64,7 +65,7 @@ def test_all_exchanged_begins_anew_and_some_does_not(tmp_path: Path) -> None:
 
 def test_a_group_that_wants_other_states_is_seen() -> None:
     (weight,) = weights(1)
-    members = Members(Placement(0.0, (), None), SMALL)
+    members = Members(Stowage(Placement(0.0, (), None), SMALL), lambda _: None)
     members.attach([weight], plain(weight))
     assert not members.differ(plain(weight))
     assert members.differ({id(weight): True})
@@ -73,7 +74,7 @@ def test_a_group_that_wants_other_states_is_seen() -> None:
 
 def test_writing_by_others_is_seen_by_version_and_by_address() -> None:
     (weight,) = weights(1)
-    members = Members(Placement(0.0, (), None), SMALL)
+    members = Members(Stowage(Placement(0.0, (), None), SMALL), lambda _: None)
     members.attach([weight], plain(weight))
     member = members.get(weight)
     assert member.written_by_others  # nobody knows yet

@@ -14,12 +14,16 @@ import torch
 
 from parity.scratch import scratch_files
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.optim.layout import DEFAULT_RING_BYTES, Family, plan_ring, predict_memory
+from tensorstow.optim.options import Durability
+from tensorstow.optim.states import layout
+from tensorstow.optim.states.layout import DEFAULT_RING_BYTES, Family, slot_bytes
+from tensorstow.optim.states.memory import predict_memory
 
 CHUNK = 4096
 SMALL = PipelinePolicy(chunk_elements=CHUNK)
-SLOT = plan_ring(streams=2, chunk_elements=CHUNK, chunks=1, budget=None).slot_bytes
+SLOT = slot_bytes(Family(torch.float32, amsgrad=False), CHUNK, with_weights=False)
 FP32 = Family(torch.float32, amsgrad=False)
+STATES = FP32.state_bytes(CHUNK)
 MIB = 1 << 20
 
 
@@ -27,7 +31,14 @@ def trained(
     directory: Path, elements: int, *, budget: int | None = None, steps: int = 3
 ) -> tuple[AdamW, torch.nn.Parameter]:
     parameter = torch.nn.Parameter(torch.ones(elements))
-    optimizer = AdamW([parameter], states="disk", dir=directory, ram_budget=budget, policy=SMALL)
+    optimizer = AdamW(
+        [parameter],
+        states="disk",
+        dir=directory,
+        durability="none",
+        ram_budget=budget,
+        policy=SMALL,
+    )
     train(optimizer, parameter, steps)
     return optimizer, parameter
 
@@ -65,17 +76,47 @@ def test_high_water_is_the_formula_and_the_same_for_ten_times_the_model(
 def test_the_default_ring_does_not_grow_with_the_model(elements: int) -> None:
     chunk = PipelinePolicy().chunk_elements
     memory = predict_memory([elements], FP32, disk_fraction=1.0, chunk_elements=chunk)
-    slot = plan_ring(streams=2, chunk_elements=chunk, chunks=1, budget=None).slot_bytes
+    slot = slot_bytes(FP32, chunk, with_weights=False)
     assert memory.ring_bytes == DEFAULT_RING_BYTES // slot * slot <= 48 * MIB
     assert memory.host_bytes == memory.ring_bytes
 
 
-def test_budget_buys_slots_and_a_small_model_takes_no_more_than_it_needs(tmp_path: Path) -> None:
-    for budget, slots in ((2 * SLOT, 2), (3 * SLOT - 1, 2), (9 * SLOT, 9), (100 * SLOT, 20)):
-        optimizer, _ = trained(tmp_path, 20 * CHUNK, budget=budget)
-        assert optimizer.memory().ring_bytes == slots * SLOT
-        assert optimizer.traffic().ring_high_water_bytes == slots * SLOT
-        optimizer.close()
+@pytest.mark.parametrize(
+    ("budget", "slots", "resident"),
+    [
+        (2 * SLOT, 2, 0),
+        (2 * SLOT + STATES - 1, 2, 0),
+        (3 * SLOT - 1, 2, 1),
+        (9 * SLOT, 9, 0),
+        (9 * SLOT + STATES - 1, 9, 0),
+        (9 * SLOT + STATES, 9, 1),
+        (9 * SLOT + 10 * STATES, 9, 10),
+        (9 * SLOT + 14 * STATES, 6, 14),
+        (9 * SLOT + 20 * STATES - 1, 1, 19),
+        (9 * SLOT + 20 * STATES, 0, 20),
+        (100 * SLOT, 0, 20),
+    ],
+)
+def test_budget_buys_slots_then_states_that_stay_and_no_more_than_a_model_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, slots: int, resident: int
+) -> None:
+    monkeypatch.setattr(layout, "DEFAULT_RING_BYTES", 9 * SLOT)
+    optimizer, parameter = trained(tmp_path, 20 * CHUNK, budget=budget)
+    memory, traffic = optimizer.memory(), optimizer.traffic()
+    assert memory.ring_bytes == traffic.ring_high_water_bytes == slots * SLOT
+    assert memory.ram_bytes == resident * STATES
+    assert memory.disk_bytes == memory.file_bytes == (20 - resident) * STATES
+    assert memory.host_bytes <= budget
+    assert memory == predict_memory(
+        [20 * CHUNK], FP32, disk_fraction=1.0, chunk_elements=CHUNK, budget=budget
+    )
+    # What stays does not move: three steps, the first with nothing to read.
+    assert traffic.bytes_written == 3 * memory.file_bytes
+    assert traffic.bytes_read + traffic.bytes_spared == 2 * memory.file_bytes
+    in_ram = torch.nn.Parameter(torch.ones(20 * CHUNK))
+    train(AdamW([in_ram]), in_ram, 3)
+    assert torch.equal(parameter, in_ram)
+    optimizer.close()
 
 
 # --- the process ---
@@ -87,7 +128,7 @@ from tensorstow import AdamW
 torch.set_num_threads(2)
 p = torch.nn.Parameter(torch.ones(int(sys.argv[1])))
 fraction = float(sys.argv[2])
-where = {"dir": sys.argv[3]} if fraction else {}
+where = {"dir": sys.argv[3], "durability": "none"} if fraction else {}
 optimizer = AdamW([p], states=fraction, **where)
 p.grad = torch.ones_like(p)
 for _ in range(3):
@@ -217,3 +258,39 @@ def test_the_steady_state_keeps_no_python_objects(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert kept < 50 * 100  # less than the smallest tensor per step
+
+
+@pytest.mark.parametrize("durability", ["none", "commit"])
+def test_a_budget_is_spent_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Durability
+) -> None:
+    """Parameters that come later do not get what the first ones have bought already."""
+    monkeypatch.setattr(layout, "DEFAULT_RING_BYTES", 2 * SLOT)
+    slot = slot_bytes(FP32, CHUNK, with_weights=durability == "commit")
+    budget = max(2 * SLOT, 2 * slot) + 3 * STATES
+    parameters = [torch.nn.Parameter(torch.ones(20 * CHUNK)) for _ in range(2)]
+    optimizer = AdamW(
+        parameters[:1], states="disk", dir=tmp_path, ram_budget=budget, policy=SMALL,
+        durability=durability,
+    )  # fmt: skip
+    first = optimizer.memory()
+    assert first.ram_bytes == 3 * STATES
+    optimizer.add_param_group({"params": parameters[1:]})
+    both = optimizer.memory()
+    assert both.logical_bytes == 2 * first.logical_bytes
+    assert both.ram_bytes == 3 * STATES
+    assert both.host_bytes <= budget
+    optimizer.close()
+
+
+def test_a_budget_buys_what_is_not_at_home_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = slot_bytes(FP32, CHUNK, with_weights=True)
+    monkeypatch.setattr(layout, "DEFAULT_RING_BYTES", 2 * slot)
+    optimizer = AdamW(
+        [torch.nn.Parameter(torch.ones(20 * CHUNK))], states=0.5, dir=tmp_path, policy=SMALL,
+        ram_budget=2 * slot + 3 * STATES,
+    )  # fmt: skip
+    assert optimizer.memory().ram_bytes == 13 * STATES
+    optimizer.close()

@@ -1,8 +1,10 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tensorstow import AdamW
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.optim import options
 
@@ -100,3 +102,20 @@ def test_fp32_parameters_take_16_bit_gradients_once_named() -> None:
     assert parameter.grad.tolist() == [1.0, 2.0, 3.0]
     with pytest.raises(DTypeError, match="grad_dtype"):
         options.accept_grad_dtype([parameter], torch.int8)
+
+
+@pytest.mark.parametrize("given", [{"extra": 5}, {"module": 5}, {"extra": {"a": 1}}])
+def test_what_is_no_model_and_no_function_is_refused_at_once(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="was given: pass"):
+        AdamW([torch.nn.Parameter(torch.ones(3))], **given)
+
+
+def test_extra_is_a_dict(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], states="disk", dir=tmp_path, extra=lambda: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match="extra is a NoneType"):
+        optimizer.commit()
+    with pytest.raises(TypeError, match="extra is a list"):
+        optimizer.commit([1, 2])  # type: ignore[arg-type]
+    assert optimizer.commit({}) == 0
+    optimizer.close()

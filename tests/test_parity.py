@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from parity.anchor import anchor
 from parity.axes import AXES, Case, allowed, case_of
-from parity.candidate import NO_TAPS, Trainer, run
+from parity.candidate import NO_TAPS, Trainer, run, small_ring
 from parity.cover import Value, all_pairs, feasible_pairs, pairs_of
 from parity.problem import INF_STEP, STEPS, Outcome, differences, unequal
 
@@ -26,6 +27,11 @@ PRODUCTS = (
     ("chunk", "ring", "placement", "threads"),
     ("isa", "dtype", "grad_dtype"),
     ("lr", "resume"),
+    ("overlap", "poison", "dtype", "format"),
+    ("overlap", "accumulation", "clipping", "scaling"),
+    ("overlap", "final", "accumulation", "ring", "schedule"),
+    ("overlap", "durability", "resume"),
+    ("durability", "share", "placement", "dtype"),
 )
 
 
@@ -38,6 +44,10 @@ def product(*names: str) -> Iterator[Case]:
             yield case_of(row)
 
 
+IN_BLOCKS = {
+    "blocks.0.sometimes",
+    *(f"blocks.1.{name}" for name in ("wide", "bias", "inner.narrow", "gain")),
+}
 PRODUCT_CASES = {
     f"{'.'.join(names)}:{case}": case for names in PRODUCTS for case in product(*names)
 }
@@ -76,11 +86,17 @@ def test_no_axis_vanished() -> None:
         "backend": 2,
         "isa": 3,
         "threads": 3,
-        "resume": 5,
+        "overlap": 3,
+        "poison": 2,
+        "final": 2,
+        "format": 3,
+        "durability": 2,
+        "share": 2,
+        "resume": 7,
     }
-    assert len(feasible_pairs(AXES, allowed)) == 1454
-    assert len(PAIRWISE) == 40
-    assert len(PRODUCT_CASES) == 346
+    assert len(feasible_pairs(AXES, allowed)) == 2374
+    assert len(PAIRWISE) == 62
+    assert len(PRODUCT_CASES) == 542
 
 
 def test_the_cover_has_every_pair_that_is_allowed() -> None:
@@ -95,8 +111,8 @@ def test_the_training_meets_what_it_is_for() -> None:
     plain = anchor(case_of({}).recipe)
     first, last = plain.weights[0], plain.weights[-1]
     moved = {n for n in first if not torch.equal(first[n], last[n])}
-    assert moved == {"embedding", "wide", "bias", "narrow", "sometimes", "gain"}
-    assert plain.states["sometimes"]["step"] < plain.states["embedding"]["step"] == STEPS
+    assert moved == {"embedding", *IN_BLOCKS}
+    assert plain.states["blocks.0.sometimes"]["step"] < plain.states["embedding"]["step"] == STEPS
     assert "frozen" not in plain.states
     assert plain.states["empty"]["exp_avg"].shape == (0, 7)
     scaled = anchor(case_of({"scaling": "GradScaler"}).recipe)
@@ -118,6 +134,24 @@ def test_a_state_dict_that_is_kept_is_of_one_moment(placement: str, tmp_path: Pa
     for index, entry in kept.items():
         assert any(unequal(entry, moment[index]) == [] for moment in moments)
     trainer.optimizer.close()
+
+
+@pytest.mark.parametrize("durability", AXES["durability"])
+@pytest.mark.parametrize("placement", ["split", "disk"])
+def test_a_share_is_a_part(placement: str, durability: str, tmp_path: Path) -> None:
+    """Else the axis would compare all in RAM with all on disk, which placement does already."""
+    case = case_of({"share": "some", "placement": placement, "durability": durability})
+    with small_ring(case.recipe, case.route):
+        some = Trainer(case.recipe, case.route, tmp_path / "some")
+        none = Trainer(case.recipe, replace(case.route, share="none"), tmp_path / "none")
+    for trainer in (some, none):
+        trainer.train(0, NO_TAPS)
+    kept, least = some.optimizer.memory(), none.optimizer.memory()
+    assert least.ram_bytes < kept.ram_bytes < kept.logical_bytes == least.logical_bytes
+    # Commits take out of RAM what is in it.
+    assert (kept.file_bytes == least.file_bytes) == (durability == "commit")
+    for trainer in (some, none):
+        trainer.optimizer.close()
 
 
 def differences_at(outcome: Outcome, one: int, other: int) -> set[str]:

@@ -91,7 +91,7 @@ def test_each_of_twenty_steps_is_torchs_within_the_bound(
     model = Model(case_of({}).recipe)
     optimizer = kind(
         model.parameters(), LR, BETAS, EPS, DECAY, amsgrad=amsgrad,
-        states=0.6, dir=tmp_path, policy=PipelinePolicy(chunk_elements=4096),
+        states=0.6, dir=tmp_path, durability="none", policy=PipelinePolicy(chunk_elements=4096),
     )  # fmt: skip
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -108,7 +108,7 @@ def test_each_of_twenty_steps_is_torchs_within_the_bound(
 def test_twenty_steps_end_where_torchs_do(tmp_path: Path) -> None:
     ours, theirs = Model(case_of({}).recipe), Model(case_of({}).recipe)
     begun = {n: p.detach().clone() for n, p in ours.named_parameters()}
-    stowed = AdamW(ours.parameters(), LR, states="disk", dir=tmp_path)
+    stowed = AdamW(ours.parameters(), LR, states="disk", dir=tmp_path, durability="none")
     plain = torch.optim.AdamW(theirs.parameters(), LR, foreach=False)
     for step in range(STEPS):
         for model, optimizer in ((ours, stowed), (theirs, plain)):

@@ -24,7 +24,9 @@ def model() -> nn.Sequential:
 
 
 def on_disk(net: nn.Module, directory: Path, **options: object) -> AdamW:
-    return AdamW(net.parameters(), states="disk", dir=directory, policy=SMALL, **options)  # type: ignore[arg-type]
+    return AdamW(
+        net.parameters(), states="disk", dir=directory, durability="none", policy=SMALL, **options
+    )  # type: ignore[arg-type]
 
 
 def backward(net: nn.Module, seed: int = 1) -> None:
@@ -168,7 +170,7 @@ def test_weights_loaded_after_the_states_keep_their_masters(tmp_path: Path) -> N
 
 def test_a_weight_written_by_someone_else_reseeds_the_master(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.zeros(100, dtype=torch.bfloat16))
-    opt = AdamW([weight], lr=0.0, weight_decay=0.0, states="disk", dir=tmp_path)
+    opt = AdamW([weight], lr=0.0, weight_decay=0.0, states="disk", dir=tmp_path, durability="none")
     weight.grad = torch.ones_like(weight)
     opt.step()
     with torch.no_grad():
@@ -333,7 +335,7 @@ def test_expanded_gradients_are_read_right() -> None:
 
 def test_bad_gradients_stop_the_step_before_anything_moves(tmp_path: Path) -> None:
     good, bad = nn.Parameter(torch.ones(10)), nn.Embedding(10, 4, sparse=True)
-    opt = AdamW([good, bad.weight], states="disk", dir=tmp_path)
+    opt = AdamW([good, bad.weight], states="disk", dir=tmp_path, durability="none")
     good.grad = torch.ones_like(good)
     bad(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(DTypeError, match="sparse"):
@@ -390,7 +392,7 @@ def test_names_of_parameters_come_with_the_error() -> None:
     ("options", "error"),
     [
         ({"states": 1.5}, OptionError),
-        ({"states": "disk", "dir": "/nonexistent"}, DirectoryError),
+        ({"states": "disk", "dir": "/nonexistent/run"}, DirectoryError),
         ({"states": "disk", "dir": "/dev/shm"}, DirectoryError),
         ({"states": "disk", "ram_budget": "1KiB"}, BudgetError),
         ({"states": "disk", "ram_budget": "much"}, OptionError),

@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_a_parameter_whose_first_gradient_comes_late(tmp_path: Path, late: int) 
     params = [weight(1024) for _ in range(8)]
     opt = AdamW(
         params, lr=1.0, betas=(0.0, 0.0), weight_decay=0.0, eps=0.0,
-        states="disk", dir=tmp_path, ram_budget=TWO_SLOTS, policy=SMALL,
+        states="disk", dir=tmp_path, durability="none", ram_budget=TWO_SLOTS, policy=SMALL,
     )  # fmt: skip
     for step in range(6):
         used = [p for i, p in enumerate(params) if i != late or step >= 3]
@@ -75,7 +76,14 @@ def test_reading_states_in_another_thread_disturbs_nothing(tmp_path: Path) -> No
     def run(*, watched: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(3000)) for _ in range(6)]
-        opt = AdamW(params, states="disk", dir=tmp_path, ram_budget=TWO_SLOTS, policy=SMALL)
+        opt = AdamW(
+            params,
+            states="disk",
+            dir=tmp_path,
+            durability="none",
+            ram_budget=TWO_SLOTS,
+            policy=SMALL,
+        )
         stop = threading.Event()
 
         def look() -> None:
@@ -315,7 +323,7 @@ def test_steps_in_two_threads_take_turns(tmp_path: Path) -> None:
     p = weight(3000)
     opt = AdamW(
         [p], lr=1.0, betas=(0.0, 0.0), weight_decay=0.0, eps=0.0, states="disk", dir=tmp_path,
-        policy=SMALL,
+        durability="none", policy=SMALL,
     )  # fmt: skip
     p.grad = torch.ones_like(p)
     threads = [threading.Thread(target=opt.step) for _ in range(4)]
@@ -326,18 +334,23 @@ def test_steps_in_two_threads_take_turns(tmp_path: Path) -> None:
     assert (p == -4.0).all()
 
 
-def test_a_failed_group_leaves_no_trace_in_the_next(tmp_path: Path) -> None:
+def refuse(_: object) -> NoReturn:
+    message = "no room"
+    raise StowError(message)
+
+
+def test_a_failed_group_leaves_no_trace_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     p = weight(3000)
-    opt = AdamW([p], states=0.5, dir=tmp_path, policy=SMALL)
+    opt = AdamW([p], states=0.5, dir=tmp_path, durability="none", policy=SMALL)
     p.grad = torch.ones_like(p)
     opt.step()
     wide = nn.Parameter(torch.ones(3000, dtype=torch.bfloat16))
-    store = opt._states()
-    kept = store._make_files
-    store._make_files = lambda _: (_ for _ in ()).throw(StowError("no room"))  # type: ignore[method-assign]
-    with pytest.raises(StowError, match="no room"):
-        opt.add_param_group({"params": [wide]})
-    store._make_files = kept  # type: ignore[method-assign]
+    with monkeypatch.context() as patch:
+        patch.setattr(opt._states().space, "reserve", refuse)
+        with pytest.raises(StowError, match="no room"):
+            opt.add_param_group({"params": [wide]})
     late = weight(2000)
     opt.add_param_group({"params": [late]})
     late.grad = torch.ones_like(late)

@@ -26,6 +26,7 @@ def test_every_figure_is_there_for_every_row() -> None:
     assert cells["Optimizer states, MiB: in RAM, measured"] == ("1.0", "1.0", NONE, NONE, NONE)
     assert cells["Optimizer states, MiB: on disk, measured"] == (NONE, NONE, "1.0", "1.0", "1.0")
     assert cells["Disk traffic: read, GB"] == (NONE, NONE, *("0.00629",) * 3)
+    assert cells["Disk traffic: not read again, GB"] == (NONE, NONE, NONE, *("0.00105",) * 2)
     assert cells["Disk traffic: GB/s in opt.step()"] == (NONE, NONE, *("0.00",) * 3)
     assert cells["Disk traffic: outside opt.step()"] == (NONE, NONE, *("33%",) * 3)
 

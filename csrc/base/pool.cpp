@@ -61,14 +61,15 @@ struct Pool::State {
   std::atomic<std::uint32_t> gate{0};
   std::atomic<std::uint32_t> epoch{0};  // counts jobs; what idle workers watch
   std::vector<Share> shares;            // one per thread
+  std::size_t active = 1;               // threads that take part in the job
   const std::function<void(std::int64_t)>* body = nullptr;
   std::atomic<bool> stopping{false};
   std::atomic<int> threads{1};
   std::vector<std::thread> workers;
 
   void work(std::size_t self) noexcept {
-    for (std::size_t k = 0; k < shares.size(); ++k) {
-      Share& share = shares[(self + k) % shares.size()];
+    for (std::size_t k = 0; self < active && k < active; ++k) {
+      Share& share = shares[(self + k) % active];
       for (;;) {
         const std::int64_t block = share.next.fetch_add(1, std::memory_order_relaxed);
         if (block >= share.end) break;
@@ -77,8 +78,10 @@ struct Pool::State {
     }
   }
 
-  void deal(std::int64_t blocks) {
-    const auto count = static_cast<std::int64_t>(shares.size());
+  void deal(std::int64_t blocks, int threads_wanted) {
+    active = shares.size();
+    if (threads_wanted > 0) active = std::min(active, static_cast<std::size_t>(threads_wanted));
+    const auto count = static_cast<std::int64_t>(active);
     for (std::int64_t k = 0; k < count; ++k) {
       shares[k].next.store(blocks * k / count, std::memory_order_relaxed);
       shares[k].end = blocks * (k + 1) / count;
@@ -141,12 +144,12 @@ void Pool::resize(int threads) {
   state_->start(threads);
 }
 
-void Pool::run(std::int64_t blocks, const std::function<void(std::int64_t)>& body) {
+void Pool::run(std::int64_t blocks, const std::function<void(std::int64_t)>& body, int threads) {
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.turn);
   s.body = &body;
-  s.deal(blocks);
-  if (s.workers.empty() || blocks <= 1) {
+  s.deal(blocks, threads);
+  if (s.active == 1 || blocks <= 1) {
     s.work(0);
     return;
   }

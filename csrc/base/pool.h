@@ -23,7 +23,8 @@ class Pool {
   // Calls body(block) once for every block in [0, blocks), on the pool's threads and the calling
   // one, neighbours mostly on the same thread; returns when all have returned. Concurrent callers
   // take turns, so the body must not call `run` on the same pool; it must not throw either.
-  void run(std::int64_t blocks, const std::function<void(std::int64_t)>& body);
+  // `threads` caps how many take part, the caller counted; 0 is all.
+  void run(std::int64_t blocks, const std::function<void(std::int64_t)>& body, int threads = 0);
 
  private:
   struct State;

@@ -151,6 +151,9 @@ bool Engine::settle(Block* block, std::int64_t result, Transfer** finished) {
     return false;
   }
   block->settled += result;
+  if (block->op == Op::write) {
+    write_log_.add(block->transfer->file, block->offset, block->data, block->length);
+  }
   return finish(block, finished);
 }
 

@@ -17,6 +17,7 @@
 
 #include "io/faults.h"
 #include "io/transfer.h"
+#include "io/write_log.h"
 
 namespace stow {
 
@@ -71,6 +72,7 @@ class Engine {
 
   EngineCounters counters() const;
   FaultPlan& faults() { return faults_; }
+  WriteLog& write_log() { return write_log_; }
   const EngineOptions& options() const { return options_; }
   bool in_owner() const;  // false in a forked child, where the engine's threads do not exist
 
@@ -100,6 +102,7 @@ class Engine {
   FaultPlan faults_;
 
  private:
+  WriteLog write_log_;
   bool fail(Block* block, int error, Transfer** finished);
   bool finish(Block* block, Transfer** finished);
 

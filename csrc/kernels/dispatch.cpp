@@ -52,6 +52,14 @@ bool has_f16c() {
 }
 #endif
 
+void check(const AdamArgs& args) {
+  StreamSpec streams[kMaxStreams];
+  streams_of(args.param_dtype, args.format, args.amsgrad, streams);
+  if (args.format == StateFormat::int8 && args.first % kGroup != 0) {
+    throw std::invalid_argument("an int8 range begins at a multiple of 32 elements");
+  }
+}
+
 }  // namespace
 
 bool isa_supported(Isa isa) {
@@ -88,7 +96,9 @@ const char* isa_name(Isa isa) {
 
 void adam_update(const AdamArgs& args, Isa isa) {
   const KernelTable& kernels = table(isa);
+  check(args);
   const DefaultRounding rounding;
+  if (args.seed_master) seed_master(args);
   kernels.adam_update(args);
 }
 

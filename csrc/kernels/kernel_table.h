@@ -24,6 +24,8 @@ struct KernelTable {
   void (*mixed_streams)(Bf16* p16, const Bf16* g16, float* w, float* m, float* v, std::int64_t n);
 };
 
+void seed_master(const AdamArgs& args);
+
 extern const KernelTable kScalarKernels;
 #ifdef STOW_X86
 extern const KernelTable kAvx2Kernels;

@@ -42,20 +42,49 @@ struct AdamHyper {
   float grad_factor;
 };
 
-// Arrays of n elements; all distinct. `master` is null exactly where the parameter is fp32; `vmax`
-// is null exactly where amsgrad is off. `seed_master` first sets master = float(param) wherever the
-// master does not round to the parameter's bits: someone else wrote the parameter, or the master is
-// new.
+// [Note: State formats] How the states of a parameter are kept between steps. Every format runs the
+// rule above in fp32; they differ in what they load and save.
+//
+//   fp32   m, v, vmax and, for a 16-bit parameter, its master.
+//   split  for a bf16 parameter the weight is the rounded high half of its master, so only the low
+//          half is kept ([Note: Split masters]); otherwise fp32. The same bits as fp32.
+//
+//   bf16   m and v in bf16, rounded by chance ([Note: Stochastic rounding], [Note: Draws]); a bf16
+//          parameter's master split, a fp16 one's in fp32. Not exact.
+//   int8   m and v in a byte ([Note: Byte moments]); a bf16 parameter's master in 24 bits
+//          ([Note: 24-bit masters]), a fp16 one's in fp32. Not exact.
+//
+// amsgrad goes with the first two. Where signs of v are used, v is taken without its own.
+enum class StateFormat : std::uint8_t { fp32, split, bf16, int8 };
+inline constexpr int kGroup = 32;  // elements that share a scale; aligned in the parameter
+
+// `master` is the fp32 master, or its low bits.
+enum class Stream : std::uint8_t { m, v, vmax, master, m_scale, v_scale };
+inline constexpr int kMaxStreams = 6;
+
+struct StreamSpec {
+  Stream stream;
+  int bytes;  // for each `per` elements
+  int per;
+};
+
+// The streams of a format, in the order of the enum; returns their number. Throws
+// std::invalid_argument for amsgrad with an inexact format.
+int streams_of(DType param, StateFormat format, bool amsgrad, StreamSpec out[kMaxStreams]);
+
+// Arrays of n elements; all distinct. `seed_master` first makes the parameter's value the master of
+// all n elements: someone else wrote the parameter, or the master is new.
 struct AdamArgs {
   void* param;
   const void* grad;
-  float* master;
-  float* m;
-  float* v;
-  float* vmax;
+  void* states[kMaxStreams];  // indexed by Stream; null where the format has none
   std::int64_t n;
+  std::int64_t first;  // index in the parameter of element 0: the random bits depend on it
+  std::uint64_t key;   // of the random bits: differs between parameters and between steps
   DType param_dtype;
   DType grad_dtype;
+  StateFormat format;
+  bool amsgrad;
   bool seed_master;
   AdamHyper hyper;
 };
@@ -65,7 +94,8 @@ bool isa_supported(Isa isa);
 const char* isa_name(Isa isa);
 
 // Runs on the calling thread. Cutting a range into several calls changes no bit. Throws
-// std::invalid_argument where this CPU has not got `isa`.
+// std::invalid_argument where this CPU has not got `isa`, the format has no amsgrad, or an int8
+// range begins inside a group: those are cut at multiples of kGroup alone.
 void adam_update(const AdamArgs& args, Isa isa);
 
 // [Note: The norm tree] Sum of squares in binary64. A parameter is cut into blocks of kNormBlock

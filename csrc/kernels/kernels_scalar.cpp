@@ -1,4 +1,4 @@
-#include "kernels/adam_loop.h"
+#include "kernels/adam_formats.h"
 #include "kernels/norm_loop.h"
 #include "kernels/simd_scalar.h"
 

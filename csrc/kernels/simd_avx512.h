@@ -17,10 +17,77 @@
 namespace stow {
 namespace {
 
+struct Avx512I32 {
+  using Mask = __mmask16;
+  __m512i x;
+
+  static Avx512I32 fill(std::uint32_t value) {
+    return {_mm512_set1_epi32(static_cast<int>(value))};
+  }
+  static Avx512I32 ramp() {
+    return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
+  }
+  static Avx512I32 load(const std::int8_t* p) {
+    return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  static Avx512I32 load(const std::uint8_t* p) {
+    return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  static Avx512I32 load(const std::int16_t* p) {
+    return {_mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
+  // The low bits of each lane.
+  void store(std::int16_t* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
+  }
+  void store(std::int8_t* p) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+  }
+  void store(std::uint8_t* p) const { store(reinterpret_cast<std::int8_t*>(p)); }
+
+  friend Avx512I32 operator+(Avx512I32 a, Avx512I32 b) { return {_mm512_add_epi32(a.x, b.x)}; }
+  friend Avx512I32 operator-(Avx512I32 a, Avx512I32 b) { return {_mm512_sub_epi32(a.x, b.x)}; }
+  friend Avx512I32 operator*(Avx512I32 a, Avx512I32 b) { return {_mm512_mullo_epi32(a.x, b.x)}; }
+  friend Avx512I32 operator&(Avx512I32 a, Avx512I32 b) { return {_mm512_and_si512(a.x, b.x)}; }
+  friend Avx512I32 operator|(Avx512I32 a, Avx512I32 b) { return {_mm512_or_si512(a.x, b.x)}; }
+  friend Avx512I32 operator^(Avx512I32 a, Avx512I32 b) { return {_mm512_xor_si512(a.x, b.x)}; }
+  template <int kBits>
+  Avx512I32 shl() const {
+    return {_mm512_slli_epi32(x, kBits)};
+  }
+  template <int kBits>
+  Avx512I32 shr() const {
+    return {_mm512_srli_epi32(x, kBits)};
+  }
+  template <int kBits>
+  Avx512I32 sar() const {
+    return {_mm512_srai_epi32(x, kBits)};
+  }
+  static Mask above(Avx512I32 a, Avx512I32 b) {  // as signed numbers
+    return _mm512_cmpgt_epi32_mask(a.x, b.x);
+  }
+  static Mask equal(Avx512I32 a, Avx512I32 b) { return _mm512_cmpeq_epi32_mask(a.x, b.x); }
+  static Avx512I32 min(Avx512I32 a, Avx512I32 b) { return {_mm512_min_epi32(a.x, b.x)}; }
+  static Avx512I32 max(Avx512I32 a, Avx512I32 b) { return {_mm512_max_epi32(a.x, b.x)}; }
+  std::uint32_t most() const { return static_cast<std::uint32_t>(_mm512_reduce_max_epi32(x)); }
+  static Avx512I32 choose(Mask first, Avx512I32 a, Avx512I32 b) {
+    return {_mm512_mask_mov_epi32(b.x, first, a.x)};
+  }
+};
+
 struct Avx512F32 {
+  using I = Avx512I32;
   static constexpr int kLanes = 16;
   static constexpr bool kStreams = true;
   __m512 x;
+
+  static Avx512F32 of(I bits) { return {_mm512_castsi512_ps(bits.x)}; }
+  I bits() const { return {_mm512_castps_si512(x)}; }
+  static Avx512F32 from(I n) { return {_mm512_cvtepi32_ps(n.x)}; }
+  I truncate() const { return {_mm512_cvttps_epi32(x)}; }
+  static I::Mask less(Avx512F32 a, Avx512F32 b) { return _mm512_cmp_ps_mask(a.x, b.x, _CMP_LT_OQ); }
+  // Rounded to bf16 and wide again.
+  I high() const { return {_mm512_and_si512(rounded(), _mm512_set1_epi32(-0x10000))}; }
 
   static Avx512F32 fill(float value) { return {_mm512_set1_ps(value)}; }
   static Avx512F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }

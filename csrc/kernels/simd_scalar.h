@@ -54,10 +54,62 @@ inline F16 narrow(float x, F16) {
   return {static_cast<std::uint16_t>(sign | half)};
 }
 
+struct ScalarI32 {
+  using Mask = bool;
+  std::uint32_t x;
+
+  static ScalarI32 fill(std::uint32_t value) { return {value}; }
+  static ScalarI32 ramp() { return {0}; }
+  static ScalarI32 load(const std::int8_t* p) { return {static_cast<std::uint32_t>(*p)}; }
+  static ScalarI32 load(const std::uint8_t* p) { return {*p}; }
+  static ScalarI32 load(const std::int16_t* p) { return {static_cast<std::uint32_t>(*p)}; }
+  // The low bits of each lane.
+  template <class T>
+  void store(T* p) const {
+    *p = static_cast<T>(x);
+  }
+
+  friend ScalarI32 operator+(ScalarI32 a, ScalarI32 b) { return {a.x + b.x}; }
+  friend ScalarI32 operator-(ScalarI32 a, ScalarI32 b) { return {a.x - b.x}; }
+  friend ScalarI32 operator*(ScalarI32 a, ScalarI32 b) { return {a.x * b.x}; }
+  friend ScalarI32 operator&(ScalarI32 a, ScalarI32 b) { return {a.x & b.x}; }
+  friend ScalarI32 operator|(ScalarI32 a, ScalarI32 b) { return {a.x | b.x}; }
+  friend ScalarI32 operator^(ScalarI32 a, ScalarI32 b) { return {a.x ^ b.x}; }
+  template <int kBits>
+  ScalarI32 shl() const {
+    return {x << kBits};
+  }
+  template <int kBits>
+  ScalarI32 shr() const {
+    return {x >> kBits};
+  }
+  template <int kBits>
+  ScalarI32 sar() const {
+    return {static_cast<std::uint32_t>(static_cast<std::int32_t>(x) >> kBits)};
+  }
+  static Mask equal(ScalarI32 a, ScalarI32 b) { return a.x == b.x; }
+  static Mask above(ScalarI32 a, ScalarI32 b) {  // as signed numbers
+    return static_cast<std::int32_t>(a.x) > static_cast<std::int32_t>(b.x);
+  }
+  static ScalarI32 min(ScalarI32 a, ScalarI32 b) { return above(a, b) ? b : a; }
+  static ScalarI32 max(ScalarI32 a, ScalarI32 b) { return above(a, b) ? a : b; }
+  std::uint32_t most() const { return x; }
+  static ScalarI32 choose(Mask first, ScalarI32 a, ScalarI32 b) { return first ? a : b; }
+};
+
 struct ScalarF32 {
+  using I = ScalarI32;
   static constexpr int kLanes = 1;
   static constexpr bool kStreams = false;
   float x;
+
+  static ScalarF32 of(I bits) { return {std::bit_cast<float>(bits.x)}; }
+  I bits() const { return {std::bit_cast<std::uint32_t>(x)}; }
+  static ScalarF32 from(I n) { return {static_cast<float>(static_cast<std::int32_t>(n.x))}; }
+  I truncate() const { return {static_cast<std::uint32_t>(static_cast<std::int32_t>(x))}; }
+  static I::Mask less(ScalarF32 a, ScalarF32 b) { return a.x < b.x; }
+  // Rounded to bf16 and wide again.
+  I high() const { return {static_cast<std::uint32_t>(narrow(x, Bf16{}).bits) << 16}; }
 
   static ScalarF32 fill(float value) { return {value}; }
   static ScalarF32 load(const float* p) { return {*p}; }

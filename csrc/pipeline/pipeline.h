@@ -2,9 +2,9 @@
 // slots, without Python.
 //
 // [Note: One conductor] One thread holds the whole schedule: it starts reads while slots are free,
-// updates chunks whose states have arrived (on the process's pool), and starts their writes.
-// Completions of I/O only change a chunk's state under the lock and wake it. Everything it needs is
-// allocated when chunks are added; a step allocates nothing.
+// updates chunks whose states and gradients are there (on the process's pool), and starts their
+// writes. Completions of I/O and calls from outside only change what is known, under the lock, and
+// wake it. Everything it needs is allocated when chunks are added; a step allocates nothing.
 #pragma once
 
 #include <sys/types.h>
@@ -13,89 +13,60 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "base/trace.h"
 #include "io/engine.h"
-#include "kernels/kernels.h"
+#include "pipeline/chunk.h"
+#include "pipeline/update.h"
 
 namespace stow {
 
-inline constexpr int kMaxStreams =
-    4;  // m, v, then vmax with amsgrad, then the master of a 16-bit parameter
-inline constexpr std::int64_t kUpdateBlock = 1 << 16;  // elements that one thread updates at a time
+// `error` of a failure where the disk gave other bytes than were written to it.
+inline constexpr int kDamaged = -2;
 
-// Where a chunk's states are, and who holds memory for them.
-enum class ChunkState : std::uint8_t {
-  resident,  // in memory of their own, always
-  blank,     // on disk and never written: zero by definition; no memory
-  stored,    // on disk; no memory
-  reading,   // a slot, a read in flight
-  ready,     // a slot, the states are in it
-  updating,  // a slot, the kernel is on it
-  writing,   // a slot, a write in flight
-  lost,      // the disk failed: neither copy can be trusted
-};
-
-// A family is a set of parameters whose states have the same streams.
-struct Family {
-  DType param_dtype;
-  bool amsgrad;
-  int streams() const { return 2 + (amsgrad ? 1 : 0) + (param_dtype == DType::f32 ? 0 : 1); }
-};
-
-// A run of one parameter's elements in a chunk.
-struct Segment {
-  std::int32_t parameter;
-  std::int64_t parameter_offset;  // elements
-  std::int64_t chunk_offset;      // elements
-  std::int64_t count;             // elements
-};
-
-struct ChunkSpec {
-  Family family;
-  std::vector<Segment> segments;
-  std::int64_t elements;  // of each stream, padding included
-  // On disk: streams one after the other from `offset`, `stream_bytes` apart.
-  int file;  // -1: resident
-  std::int64_t offset;
-  std::int64_t stream_bytes;
-  // Resident: where each stream begins.
-  char* resident[kMaxStreams];
-};
-
-// Slot s, stream k begins at base + s * slot_bytes + k * stream_stride.
+// Slot s begins at base + s * slot_bytes.
 struct RingSpec {
-  char* base;
-  int slots;
-  std::int64_t slot_bytes;
-  std::int64_t stream_stride;
+  char* base = nullptr;
+  int slots = 0;
+  std::int64_t slot_bytes = 0;
 };
 
-// What one step does with one parameter. `grad` null: the parameter has no gradient and is left
-// alone.
-struct StepParameter {
-  void* param;
+// How chunks are taken in turn.
+enum class Order : std::uint8_t {
+  alternating,  // there and back: a step begins with what the last one left in the ring
+  given,        // as `set_order` says, every step
+};
+
+struct StepSpec {
+  bool open = false;        // gradients follow one by one by `land`, until `close`
+  bool capture = false;     // what is written also holds the new weights, and chunks that have no
+                            // gradient are written too where the disk has not all of them
+  bool background = false;  // the caller computes on these cores beside it, until somebody waits
+  bool home_first = false;  // resident chunks before those in slots
+};
+
+// A gradient from the first element on that a chunk has of `parameter`.
+struct PieceGradient {
+  int parameter;
   const void* grad;
-  DType grad_dtype;
-  bool seed_master;
-  std::int32_t hyper;
+  DType dtype;
 };
 
 struct PipelineCounters {
-  std::int64_t bytes_read;  // of chunk streams, alignment padding included
-  std::int64_t bytes_written;
-  std::int64_t chunks_updated;
-  std::int64_t slots_in_use;
-  std::int64_t slots_high_water;
-  double wait_seconds;  // callers blocked in wait_published
+  std::int64_t bytes_read = 0;  // of chunk streams, alignment padding included
+  std::int64_t bytes_written = 0;
+  std::int64_t bytes_spared = 0;  // not read, for a slot still held them
+  std::int64_t chunks_updated = 0;
+  std::int64_t slots_in_use = 0;
+  std::int64_t slots_high_water = 0;
+  double wait_seconds = 0;  // callers blocked in wait_published and wait_parameters
 };
 
-// The first transfer that failed; errno 0: none has.
+// The first thing that failed; error 0: nothing has.
 struct Failure {
-  int error = 0;
+  int error = 0;  // an errno, kEndOfFile or kDamaged
   int file = -1;
   int chunk = -1;
   Op op = Op::read;
@@ -103,86 +74,164 @@ struct Failure {
   std::int64_t length = 0;
 };
 
+// Chunk numbers, first in first out, in memory that is kept.
+class Queue {
+ public:
+  void reserve(std::size_t count) { items_.reserve(count); }
+  void clear() { items_.clear(), head_ = 0; }
+  bool empty() const { return head_ == items_.size(); }
+  int front() const { return items_[head_]; }
+  void push(int number) { items_.push_back(number); }
+  void pop() {
+    if (++head_ == items_.size()) clear();
+  }
+
+ private:
+  std::vector<int> items_;
+  std::size_t head_ = 0;
+};
+
 class Pipeline {
  public:
-  // `engine` and the memory of `ring` outlive the pipeline. A ring of 0 slots serves resident
-  // chunks alone.
-  Pipeline(Engine& engine, const RingSpec& ring, Isa isa);
+  // `engine` outlives the pipeline. `few` is how many threads update beside a caller who computes.
+  Pipeline(Engine& engine, Isa isa, Order order, int few);
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // Only while idle (nothing begun, nothing prefetched): returns the chunk's number. Chunks are
-  // used in this order.
-  int add_chunk(ChunkSpec spec, ChunkState state);
+  // While idle (nothing begun, nothing prefetched). The memory of `ring` outlives its use.
+  void set_ring(const RingSpec& ring);
+  // While idle: returns the chunk's number. `blank` states are zero; others are resident or, with
+  // a place, stored there with the block checksums `states`. With the checksums `weights` the place
+  // also holds the weights of now, as a commit wrote them.
+  int add_chunk(ChunkSpec spec, bool blank, std::vector<std::uint32_t> states,
+                std::vector<std::uint32_t> weights = {});
+  // While idle: every chunk's number, in the order in which the next steps take them.
+  void set_order(std::vector<int> order);
 
   // Starts reading the first chunks, up to the ring. Idempotent until the next `begin`.
   void prefetch();
 
-  // Hands over one step; returns at once. After a failure nothing is begun, and wait_published
-  // tells it. `parameters` is indexed as in the segments; both are
-  // copied.
-  void begin(const std::vector<StepParameter>& parameters, const std::vector<AdamHyper>& hypers);
+  // Hands over one step; returns at once. After a failure nothing is begun, and the waits tell it.
+  // `parameters` is indexed as in the segments; both vectors are copied. In an open step all
+  // gradients are null and the `expected` parameters may get one.
+  void begin(const std::vector<StepParameter>& parameters, const std::vector<AdamHyper>& hypers,
+             const StepSpec& step, const std::vector<char>& expected);
+  // In an open step: the gradient of an expected parameter, once. It stays until it is published.
+  void land(int parameter, const void* grad, DType dtype);
+  // The same, chunk by chunk: the gradients of those pieces of expected parameters that lie in
+  // `chunk`; null: none comes. A parameter lands as a whole or in pieces.
+  void land_pieces(int chunk, const std::vector<PieceGradient>& pieces);
+  // No more gradients: expected parameters without one are left alone.
+  void close();
 
-  // Blocks until every parameter of the step has its new weight, or something failed.
+  // Block until the step is published as a whole, or these parameters of it; or something failed.
+  // In an open step a parameter waits for the gradients of all that share a chunk with it; one that
+  // is still expected is not waited for.
   Failure wait_published();
-
+  Failure wait_parameters(const std::vector<int>& parameters);
+  bool is_published(int parameter) const;
+  // Whether the step is done with the chunk: its weights are new, its gradients the caller's again.
+  bool is_updated(int chunk) const;
+  Failure wait_chunk(int chunk);  // until it is
+  // Blocks until every write of the step is over.
+  Failure wait_written();
   // Blocks until no slot is in use: writes have landed, prefetched states were let go.
   Failure quiesce();
 
   Failure failure() const;
+  std::vector<int> order() const;  // in which the next step takes chunks, or this one does
   ChunkState state(int chunk) const;
-  void mark_stored(int chunk);  // while idle: its states were written by someone else
+  Place place(int chunk) const;
+  // Whether the chunk's place holds its states and the weights of now.
+  bool captured(int chunk) const;
+  void forget_capture(int parameter);        // someone else wrote the weight
+  void set_target(int chunk, Place target);  // of the next step's write
+  const Marks& marks(int chunk) const;       // while idle
+  // While idle: `streams` are what was written to the chunk's target, or put into its memory.
+  void rewritten(int chunk, char* const* streams);
+  // While idle: whether `streams` are what was written last.
+  bool intact(int chunk, char* const* streams) const;
+  // While idle: the weights at `weight` are what an update of ours would have left.
+  void publish(int parameter, const void* weight);
+  void unpublish(int parameter);  // nobody knows what our last update left
+  // While idle: whether the weights at `weight` are those that our last update left.
+  bool unchanged(int parameter, const void* weight);
+
   PipelineCounters counters() const;
   Trace& trace() { return trace_; }
   bool in_owner() const;
 
  private:
   struct Chunk;
-  struct UpdateBlock;
+  enum class Stage : std::uint8_t;
 
   void enlist(Chunk& chunk);
+  void arrange();
+  void complete(Chunk& chunk);
+  void land_segment(Chunk& chunk, std::size_t segment, const void* data, DType dtype);
+  void drop(Chunk& chunk);
   void conduct();
   bool admit();
+  Chunk* next_to_admit();
+  static bool startable(const Chunk& chunk);
+  bool slots_are_wanted() const;
+  bool evict();
   Chunk* pick();
-  void start_read(Chunk& chunk, int slot);
-  void start_write(Chunk& chunk);
-  void update(Chunk& chunk);
-  void update_block(const Chunk& chunk, const UpdateBlock& block, char* const* streams);
-  void release(Chunk& chunk, ChunkState next);
+  void take_slot(Chunk& chunk);
+  void bring_in(Chunk& chunk);
+  void run(Chunk& chunk, std::unique_lock<std::mutex>& lock);
+  void finish(Chunk& chunk);
+  void start_write(Chunk& chunk, int first_part, int parts);
+  void submit(Chunk& chunk, Op op, Place place, int first_part, int parts);
+  void settle_write(Chunk& chunk);
+  void leave_slot(Chunk& chunk, ChunkState next);
   void move(Chunk& chunk, ChunkState next);
   void transferred(Chunk& chunk, const Transfer& transfer);
-  bool runnable() const;
+  void fail(const Failure& failure);
   bool idle() const;
-  bool active(const Chunk& chunk) const;
+  bool anything_in_flight() const;
+  char* slot_part(const Chunk& chunk, int part) const;
+  template <class Over>
+  void sleep_until(std::unique_lock<std::mutex>& lock, Over over);
+  template <class Over>
+  Failure wait(Over over);
   static void on_transfer(Transfer* transfer);
 
   Engine& engine_;
-  const RingSpec ring_;
   const Isa isa_;
+  const Order order_kind_;
+  const int few_;
   const pid_t owner_;
   Trace trace_;
 
   mutable std::mutex mutex_;
   std::condition_variable conductor_wakes_;
   std::condition_variable callers_wake_;
+  RingSpec ring_;
   std::vector<std::unique_ptr<Chunk>> chunks_;
+  std::vector<std::vector<int>> chunks_of_;  // by parameter
   std::vector<int> free_slots_;
   std::vector<StepParameter> parameters_;
   std::vector<AdamHyper> hypers_;
-  std::vector<int> disk_order_;      // chunks of this step on disk
-  std::vector<int> resident_order_;  // chunks of this step in memory
-  std::vector<int> ready_;           // a queue of chunks whose states have arrived
-  std::size_t ready_head_ = 0;
-  std::size_t next_disk_ = 0;
-  std::size_t next_resident_ = 0;
-  std::size_t unpublished_ = 0;
+  std::vector<char> expected_;       // by parameter: a gradient may still land
+  std::vector<int> pieces_due_of_;   // by parameter: chunks that still wait for its gradient
+  std::vector<int> unpublished_of_;  // by parameter: chunks of it that are still to be updated
+  StepSpec step_;
+  std::vector<int> order_;       // all chunks, in this step's order
+  std::size_t next_ = 0;         // in order_: what is to be admitted
+  Queue hot_;                    // complete, but passed by in order_
+  Queue ready_;                  // states and gradients are there
+  Queue homely_;                 // the same, of resident chunks
+  std::int64_t unfinished_ = 0;  // chunks of this step
+  int waiters_ = 0;              // callers who do nothing else
+  bool work_ = false;            // something may have become possible
   bool stepping_ = false;
   bool updating_ = false;  // the conductor is in the kernel, on the caller's gradients
   bool prefetching_ = false;
   bool stopping_ = false;
   Failure failure_;
-  PipelineCounters counters_{};
+  PipelineCounters counters_;
   std::thread conductor_;
 };
 

@@ -50,6 +50,10 @@ const std::vector<std::uint16_t> kSpecial16 = {0x0000, 0x8000, 0x0001, 0x8001, 0
                                                0x03ff, 0x0400, 0x3c00, 0x3f80, 0x7bff, 0x7c00,
                                                0xfc00, 0x7c01, 0x7e00, 0x7f80, 0xff80, 0x7f81};
 
+void set(AdamArgs& args, Stream stream, void* data) {
+  args.states[static_cast<int>(stream)] = data;
+}
+
 // One update's arrays as raw bits, with room before them to shift their alignment.
 struct Problem {
   std::vector<std::uint32_t> words[6];  // param, grad, master, m, v, vmax: the last four are fp32
@@ -74,19 +78,20 @@ struct Problem {
   }
 
   AdamArgs args(std::int64_t offset, std::int64_t n, const AdamHyper& hyper, bool seed) {
-    float* master = param_dtype == DType::f32 ? nullptr : state(2, offset);
-    float* vmax = amsgrad ? state(5, offset) : nullptr;
-    return {array(0, param_dtype, offset),
-            array(1, grad_dtype, offset),
-            master,
-            state(3, offset),
-            state(4, offset),
-            vmax,
-            n,
-            param_dtype,
-            grad_dtype,
-            seed,
-            hyper};
+    AdamArgs args{};
+    args.param = array(0, param_dtype, offset);
+    args.grad = array(1, grad_dtype, offset);
+    set(args, Stream::m, state(3, offset));
+    set(args, Stream::v, state(4, offset));
+    if (amsgrad) set(args, Stream::vmax, state(5, offset));
+    if (param_dtype != DType::f32) set(args, Stream::master, state(2, offset));
+    args.n = n;
+    args.param_dtype = param_dtype;
+    args.grad_dtype = grad_dtype;
+    args.amsgrad = amsgrad;
+    args.seed_master = seed;
+    args.hyper = hyper;
+    return args;
   }
 };
 
@@ -190,9 +195,16 @@ void test_narrowing() {
     for (DType dtype : {DType::bf16, DType::f16}) {
       std::vector<float> w = master, m = zero, v = zero;
       std::vector<std::uint16_t> param(master.size());
-      adam_update({param.data(), zero.data(), w.data(), m.data(), v.data(), nullptr, n, dtype,
-                   DType::f32, false, still},
-                  isa);
+      AdamArgs args{};
+      args.param = param.data();
+      args.grad = zero.data();
+      set(args, Stream::m, m.data());
+      set(args, Stream::v, v.data());
+      set(args, Stream::master, w.data());
+      args.n = n;
+      args.param_dtype = dtype;
+      args.hyper = still;
+      adam_update(args, isa);
       long wrong = 0;
       for (std::size_t i = 0; i < master.size(); ++i) {
         // Nearest even by halves of the last place, in binary64.

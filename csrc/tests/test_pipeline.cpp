@@ -1,177 +1,91 @@
-// The pipeline against flat arrays in memory: bitwise equal for any ring, delay, gap and placement.
-#include <fcntl.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <random>
-#include <string>
-#include <system_error>
-#include <vector>
+// The pipeline against flat arrays in memory: bitwise equal for any ring, order, delay and
+// placement. What goes wrong: test_pipeline_faults; random schedules: test_schedules.
+#include <numeric>
+#include <stdexcept>
+#include <utility>
 
 #include "base/pool.h"
-#include "check.h"
-#include "io/engine.h"
-#include "pipeline/pipeline.h"
+#include "pipeline_rig.h"
 
 namespace stow {
 namespace {
 
-constexpr std::int64_t kElements = 1024;  // per chunk
-constexpr std::int64_t kStream = kElements * 4;
-constexpr int kChunks = 6;
-constexpr int kResident = 2;  // the last ones
-constexpr std::int64_t kAll = kElements * kChunks;
-
-struct FreeDelete {
-  void operator()(char* p) const { std::free(p); }
-};
-using Memory = std::unique_ptr<char, FreeDelete>;
-
-std::vector<float> random_floats(unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(kAll);
-  for (float& value : values) value = normal(random);
-  return values;
-}
-
-AdamHyper hyper_of(int step) {
-  return {0.1f, 0.999f, 0.001f, 0.99f, 0.0f, 0.01f * static_cast<float>(step), 10.0f, 1e-8f, 1.0f};
-}
-
-// Three parameters of two chunks each; the last one's states stay in memory.
-class Rig {
- public:
-  Rig(std::unique_ptr<Engine> engine, int slots) : engine_(std::move(engine)) {
-    const char* folder = std::getenv("TMPDIR");
-    std::string path = std::string(folder != nullptr ? folder : "/var/tmp") + "/stow-test-XXXXXX";
-    fd_ = mkstemp(path.data());
-    unlink(path.c_str());
-    CHECK(ftruncate(fd_, 2 * kStream * kChunks) == 0);
-    const int file = engine_->add_file({fd_, 1, false});
-    ring_ = Memory(static_cast<char*>(std::aligned_alloc(4096, slots * 2 * kStream)));
-    resident_.assign(2 * kElements * kResident, 0.0f);
-    const RingSpec ring{ring_.get(), slots, 2 * kStream, kStream};
-    pipeline_ = std::make_unique<Pipeline>(*engine_, ring, best_isa());
-    for (int c = 0; c < kChunks; ++c) {
-      ChunkSpec spec{};
-      spec.family = {DType::f32, false};
-      spec.segments = {{c / 2, c % 2 * kElements, 0, kElements}};
-      spec.elements = kElements;
-      const int home = c - (kChunks - kResident);
-      spec.file = home < 0 ? file : -1;
-      spec.offset = 2 * kStream * c;
-      spec.stream_bytes = kStream;
-      if (home >= 0) {
-        spec.resident[0] = reinterpret_cast<char*>(&resident_[2 * kElements * home]);
-        spec.resident[1] = spec.resident[0] + kStream;
-      }
-      pipeline_->add_chunk(std::move(spec), home < 0 ? ChunkState::blank : ChunkState::resident);
-    }
-    weights_ = random_floats(1);
-    wanted_ = weights_;
-    m_.assign(kAll, 0.0f);
-    v_.assign(kAll, 0.0f);
-  }
-
-  ~Rig() {
-    pipeline_.reset();
-    engine_.reset();
-    close(fd_);
-  }
-
-  // One step of both; `skip` has no gradient in it (-1: all have).
-  Failure step(int number, int skip) {
-    begin(number, skip);
-    return pipeline_->wait_published();
-  }
-
-  void begin(int number, int skip) {
-    gradients_ = random_floats(100 + static_cast<unsigned>(number));
-    std::vector<StepParameter> parameters;
-    for (int p = 0; p < 3; ++p) {
-      const std::int64_t at = p * 2 * kElements;
-      const void* gradient = p == skip ? nullptr : &gradients_[at];
-      parameters.push_back({&weights_[at], gradient, DType::f32, false, 0});
-      if (p == skip) continue;
-      AdamArgs args{};
-      args.param = &wanted_[at];
-      args.grad = &gradients_[at];
-      args.m = &m_[at];
-      args.v = &v_[at];
-      args.n = 2 * kElements;
-      args.hyper = hyper_of(number);
-      adam_update(args, Isa::scalar);
-    }
-    pipeline_->begin(parameters, {hyper_of(number)});
-  }
-
-  void spoil_gradients() { gradients_.assign(kAll, 1e30f); }
-
-  bool agrees() const {
-    return std::memcmp(weights_.data(), wanted_.data(), kAll * sizeof(float)) == 0;
-  }
-  Pipeline& pipeline() { return *pipeline_; }
-  Engine& engine() { return *engine_; }
-
- private:
-  std::unique_ptr<Engine> engine_;
-  int fd_ = -1;
-  Memory ring_;
-  std::vector<float> resident_, weights_, wanted_, gradients_, m_, v_;
-  std::unique_ptr<Pipeline> pipeline_;
-};
-
-using Make = std::unique_ptr<Engine> (*)(const EngineOptions&);
+// --- whole steps ---
 
 void test_any_ring_gives_the_same_bits(Make make) {
-  for (const int slots : {1, 2, 5}) {
-    for (const bool prefetch : {false, true}) {
-      Rig rig(make({4, 4096}), slots);
-      rig.engine().faults().add({Op::read, 3, 6, 0, 0, 300});
-      rig.engine().faults().add({Op::write, 5, 6, 0, 0, 300});
-      for (int number = 1; number <= 8; ++number) {
-        if (prefetch) rig.pipeline().prefetch();
-        CHECK(rig.step(number, number % 5 == 4 ? number % 3 : -1).error == 0);
-        CHECK(rig.agrees());
+  doing("any ring");
+  for (const Order order : kOrders) {
+    for (const int slots : {1, 2, 5, 9}) {
+      for (const bool prefetch : {false, true}) {
+        RigOptions options = with(slots, order);
+        options.gap = 96;
+        options.shapes = {{{}, 2048},
+                          {{DType::bf16, StateFormat::split, false}, 3001},
+                          {{}, 1111},
+                          {{DType::f32, StateFormat::fp32, true}, 2500},
+                          {{DType::bf16, StateFormat::fp32, false}, 1025},
+                          {{DType::bf16, StateFormat::int8, false}, 2047}};
+        Rig rig(make({4, 4096}), options);
+        rig.engine().faults().add({Op::read, 3, 6, 0, 0, 300});
+        rig.engine().faults().add({Op::write, 5, 6, 0, 0, 300});
+        for (int number = 1; number <= 8; ++number) {
+          if (prefetch) rig.pipeline().prefetch();
+          CHECK(rig.step(number, number % 5 == 4 ? number % 3 : -1).error == 0);
+          CHECK(rig.agrees());
+        }
+        check_all(rig);
+        CHECK(rig.pipeline().counters().slots_high_water <= slots);
       }
-      CHECK(rig.pipeline().quiesce().error == 0);
-      const PipelineCounters counters = rig.pipeline().counters();
-      CHECK(counters.slots_in_use == 0);
-      CHECK(counters.slots_high_water <= slots);
     }
   }
+}
+
+// Chunks of more than one block, which threads share and checksums cover one by one.
+void test_chunks_of_many_blocks(Make make) {
+  doing("many blocks");
+  RigOptions options = with(2, Order::alternating, {1});
+  options.capacity = 3 * kUpdateBlock / 2;
+  options.shapes = {{{}, 2 * kUpdateBlock + 7}, {{}, kUpdateBlock - 40}};
+  options.gap = 32;
+  Rig rig(make({4, 1 << 16}), options);
+  for (int number = 1; number <= 4; ++number) CHECK(rig.step(number, number == 2).error == 0);
+  check_all(rig);
 }
 
 void test_quiet_between_steps(Make make) {
-  Rig rig(make({4, 4096}), 3);
-  CHECK(rig.step(1, -1).error == 0);
+  doing("quiet between steps");
+  Rig rig(make({4, 4096}), with(3));
+  CHECK(rig.step(1).error == 0);
   for (int round = 2; round < 20; ++round) {
     rig.pipeline().prefetch();
     if (round % 3 != 0) CHECK(rig.pipeline().quiesce().error == 0);
-    if (round % 2 == 0) CHECK(rig.step(round, -1).error == 0);
+    if (round % 2 == 0) CHECK(rig.step(round).error == 0);
     CHECK(rig.agrees());
   }
+  check_all(rig);
 }
 
 // A blank chunk at the head of the order waits for a slot while read-ahead holds them all.
 void test_every_chunk_is_updated_once(Make make) {
-  for (const int slots : {1, 2, 3}) {
-    Rig rig(make({4, 4096}), slots);
-    for (int number = 1; number <= 6; ++number) {
-      rig.pipeline().prefetch();
-      usleep(3000);
-      CHECK(rig.step(number, number <= 3 ? 0 : -1).error == 0);
-      CHECK(rig.agrees());
+  doing("updated once");
+  for (const Order order : kOrders) {
+    for (const int slots : {1, 2, 3}) {
+      Rig rig(make({4, 4096}), with(slots, order));
+      for (int number = 1; number <= 6; ++number) {
+        rig.pipeline().prefetch();
+        usleep(3000);
+        CHECK(rig.step(number, number <= 3 ? 0 : -1).error == 0);
+        CHECK(rig.agrees());
+      }
+      CHECK(rig.pipeline().counters().chunks_updated == 3 * 4 + 3 * 6);
+      check_all(rig);
     }
   }
 }
 
 void test_states_say_where_memory_is(Make make) {
-  Rig rig(make({4, 4096}), 3);
+  doing("states");
+  Rig rig(make({4, 4096}), with(3));
   CHECK(rig.pipeline().state(0) == ChunkState::blank);
   CHECK(rig.pipeline().state(kChunks - 1) == ChunkState::resident);
   CHECK(rig.step(1, 0).error == 0);
@@ -181,54 +95,434 @@ void test_states_say_where_memory_is(Make make) {
   CHECK(rig.pipeline().counters().bytes_read == 0);  // zeros are not read
 }
 
-void test_failures_end_the_step(Make make, Op op, int error) {
-  Rig rig(make({2, 4096}), 2);
-  CHECK(rig.step(1, -1).error == 0);
-  CHECK(rig.pipeline().quiesce().error == 0);
-  rig.engine().faults().add({op, 1, 1, error, 0, 0});
-  rig.step(2, -1);  // a failed write may come behind it
-  const Failure failure = rig.pipeline().quiesce();
-  CHECK(failure.error == error);
-  CHECK(failure.op == op);
-  CHECK(failure.chunk >= 0 && failure.length == 4096);
-  CHECK(rig.pipeline().state(failure.chunk) == ChunkState::lost);
-  CHECK(rig.step(3, -1).error == error);  // told again, and nothing is updated
-  CHECK(rig.pipeline().counters().chunks_updated <= 2 * kChunks);
-}
-
-void test_a_failed_prefetch_is_told(Make make) {
-  Rig rig(make({2, 4096}), 2);
-  CHECK(rig.step(1, -1).error == 0);
-  CHECK(rig.pipeline().quiesce().error == 0);
-  rig.engine().faults().add({Op::read, 0, 1, EIO, 0, 0});
-  rig.pipeline().prefetch();
-  while (rig.pipeline().failure().error == 0) usleep(100);  // quiesce could come before the read
-  CHECK(rig.pipeline().quiesce().error == EIO);
-}
-
-void test_a_step_that_nobody_waits_for(Make make) {
-  for (int round = 0; round < 8; ++round) {
-    Rig rig(make({2, 4096}), 2);
-    CHECK(rig.step(1, -1).error == 0);
-    rig.engine().faults().add({Op::write, round, 3, 0, 0, 500});
-    rig.begin(2, -1);
-    if (round % 2 == 0) {
-      CHECK(rig.pipeline().quiesce().error == 0);  // it waits for the step, too
-      CHECK(rig.agrees());
-      CHECK(rig.pipeline().counters().slots_in_use == 0);
+// What a step's end left in the ring is not read again, written out already or not.
+void test_the_next_step_begins_with_what_the_ring_holds(Make make) {
+  doing("spared");
+  for (const int slots : {1, 2, 4, 6}) {
+    for (const bool hasty : {true, false}) {
+      Rig rig(make({4, 4096}), with(slots, Order::alternating, {}));
+      rig.engine().faults().add({Op::write, 0, -1, 0, 0, 300});
+      const std::int64_t all = rig.stored_bytes();
+      for (int number = 1; number <= 5; ++number) {
+        CHECK(rig.step(number).error == 0);
+        if (!hasty) CHECK(rig.pipeline().wait_written().error == 0);
+        if (!hasty && number % 2 == 0) rig.pipeline().prefetch();
+      }
+      const PipelineCounters counters = rig.pipeline().counters();
+      // A step that begins beside the last one's writes takes some out of turn.
+      const bool in_turn = !hasty || slots == kChunks;
+      CHECK(counters.bytes_spared <= 4 * all * slots / kChunks);
+      CHECK(counters.bytes_spared >= 4 * all * (in_turn ? slots : 1) / kChunks);
+      CHECK(counters.bytes_read + counters.bytes_spared == 4 * all);
+      check_all(rig);
+      CHECK(rig.pipeline().counters().bytes_written == 5 * all);
+      CHECK(rig.step(6).error == 0);  // the ring was let go: everything is read
+      CHECK(rig.pipeline().counters().bytes_spared == counters.bytes_spared);
     }
-  }  // what is under way ends before its memory does
+  }
 }
 
-void test_after_a_failure_gradients_are_the_callers(Make make) {
-  for (int round = 0; round < 8; ++round) {
-    Rig rig(make({2, 4096}), 2);
-    CHECK(rig.step(1, -1).error == 0);
+void test_given_orders_are_kept(Make make) {
+  doing("given order");
+  Rig rig(make({4, 4096}), with(1, Order::given, {}));
+  const std::vector<int> order = {3, 0, 5, 1, 4, 2};
+  rig.pipeline().set_order(order);
+  rig.pipeline().trace().start(1000);
+  for (int number = 1; number <= 3; ++number) {
+    CHECK(rig.step(number).error == 0);
     CHECK(rig.pipeline().quiesce().error == 0);
-    rig.engine().faults().add({Op::read, round, 1, EIO, 0, 0});
-    CHECK(rig.step(2, -1).error == EIO);
-    rig.spoil_gradients();  // the thread sanitizer sees who still reads them
-    CHECK(rig.pipeline().quiesce().error == EIO);
+  }
+  std::vector<int> updated;
+  for (const Event& event : rig.pipeline().trace().events()) {
+    if (event.lane == Lane::update) updated.push_back(event.chunk);
+  }
+  for (int step = 0; step < 3; ++step) {
+    CHECK(std::equal(order.begin(), order.end(), updated.begin() + 6 * step));
+  }
+  CHECK(throws<std::invalid_argument>([&] { rig.pipeline().set_order({0, 1, 2, 3, 4, 4}); }));
+  CHECK(throws<std::invalid_argument>([&] { rig.pipeline().set_order({0, 1, 2}); }));
+  check_all(rig);
+}
+
+void test_wrong_calls_are_refused(Make make) {
+  doing("wrong calls");
+  Rig rig(make({4, 4096}), durable(2, Order::given));
+  Pipeline& pipeline = rig.pipeline();
+  CHECK(throws<std::logic_error>([&] { pipeline.close(); }));
+  CHECK(throws<std::logic_error>([&] { pipeline.land(0, nullptr, DType::f32); }));
+  CHECK(throws<std::invalid_argument>([&] { pipeline.begin({}, {}, {}, {}); }));
+  CHECK(throws<std::invalid_argument>([&] {
+    ChunkSpec spec = rig.spec(0);
+    spec.place = rig.place_in(0, 0);
+    pipeline.add_chunk(spec, false, {});  // stored, and nobody says what its checksums are
+  }));
+  CHECK(throws<std::invalid_argument>([&] { pipeline.add_chunk(rig.spec(0), true, {1, 2, 3}); }));
+  rig.begin(1, rig.all_but(2), kOpen);
+  CHECK(throws<std::logic_error>([&] { rig.begin(1, rig.all_but(), {}); }));
+  rig.land(0);
+  CHECK(throws<std::logic_error>([&] { pipeline.land(0, nullptr, DType::f32); }));  // twice
+  CHECK(throws<std::logic_error>([&] { pipeline.land(2, nullptr, DType::f32); }));  // unexpected
+  // It could be in the middle of its write, or its slot be without its states.
+  CHECK(throws<std::logic_error>([&] { rig.aim(1, 2); }));
+  CHECK(throws<std::logic_error>([&] { pipeline.set_ring({}); }));
+  pipeline.close();
+  CHECK(throws<std::logic_error>([&] { pipeline.close(); }));
+}
+
+// --- open steps ---
+
+void test_gradients_land_in_any_order(Make make) {
+  doing("any order");
+  for (const Order order : kOrders) {
+    for (const int slots : {1, 2, 3}) {
+      RigOptions options = with(slots, order, {0, 5});
+      options.shapes.assign(4, Shape{{}, 1700});  // chunks share parameters
+      Rig rig(make({4, 4096}), options);
+      std::vector<int> turn(4);
+      std::iota(turn.begin(), turn.end(), 0);
+      int number = 0;
+      do {
+        if (number % 3 == 0) rig.pipeline().prefetch();
+        rig.begin(++number, rig.all_but(), kOpen);
+        for (const int p : turn) {
+          rig.land(p);
+          if (number % 4 == p) usleep(300);
+        }
+        rig.pipeline().close();
+        CHECK(rig.pipeline().wait_published().error == 0);
+        CHECK(rig.agrees());
+      } while (std::next_permutation(turn.begin(), turn.end()));
+      check_all(rig);
+      const PipelineCounters counters = rig.pipeline().counters();
+      CHECK(counters.chunks_updated == 24 * rig.chunks());
+      // Whoever waited in vain for his gradient, and made room, was read once more.
+      CHECK(counters.bytes_read + counters.bytes_spared >= 23 * rig.stored_bytes());
+    }
+  }
+}
+
+// Each chunk's gradients in turn, from memory that is used again when the chunk is updated.
+void test_gradients_land_chunk_by_chunk(Make make) {
+  doing("chunk by chunk");
+  for (const StepSpec& spec : {kOpen, kOpenCapture}) {
+    for (const bool backwards : {false, true}) {
+      RigOptions options = spec.capture ? durable(2, Order::given, {0, 5}) : with(2);
+      options.shapes.assign(4, Shape{{}, 1700});  // chunks share parameters
+      Rig rig(make({4, 4096}), options);
+      for (int number = 1; number <= 6; ++number) {
+        const int late = number % 3 == 0 ? 1 : -1;  // one that never comes
+        if (spec.capture) {
+          for (int c = 0; c < rig.chunks(); ++c) rig.aim(number % 2, c);
+        }
+        rig.begin(number, rig.all_but(), spec);
+        for (int k = 0; k < rig.chunks(); ++k) {
+          const int c = backwards ? rig.chunks() - 1 - k : k;
+          rig.land_pieces(c, rig.all_but(late));
+          if (number % 2 == 0) {
+            CHECK(rig.pipeline().wait_chunk(c).error == 0);
+            CHECK(rig.pipeline().is_updated(c));
+            rig.spoil_pieces(c);
+          }
+        }
+        rig.pipeline().close();
+        CHECK(rig.pipeline().wait_published().error == 0);
+        CHECK(rig.agrees());
+        if (spec.capture) CHECK(rig.pipeline().wait_written().error == 0);
+      }
+      check_all(rig);
+    }
+  }
+}
+
+void test_a_piece_lands_once(Make make) {
+  doing("pieces twice");
+  RigOptions options = with(2, Order::alternating, {});
+  options.shapes.assign(2, Shape{{}, 1700});
+  Rig rig(make({4, 4096}), options);
+  const auto land = [&](int parameter) {
+    rig.pipeline().land_pieces(0, {{parameter, &rig, DType::f32}});
+  };
+  CHECK(throws<std::logic_error>([&] { land(0); }));
+  rig.begin(1, rig.all_but(), kOpen);
+  rig.land_pieces(0, rig.all_but());
+  CHECK(throws<std::logic_error>([&] { land(0); }));
+  CHECK(throws<std::out_of_range>([&] { land(1); }));
+  for (int c = 1; c < rig.chunks(); ++c) rig.land_pieces(c, rig.all_but());
+  rig.pipeline().close();
+  CHECK(rig.pipeline().wait_published().error == 0);
+  CHECK(rig.agrees());
+}
+
+// The ring is full of chunks that were read ahead when the last one's gradient lands first.
+void test_a_chunk_makes_room_for_one_that_has_its_gradient(Make make) {
+  doing("eviction");
+  RigOptions options = with(2, Order::given, {});
+  options.shapes.assign(6, Shape{{}, 1024});
+  Rig rig(make({4, 4096}), options);
+  CHECK(rig.step(1).error == 0);
+  CHECK(rig.pipeline().quiesce().error == 0);
+  rig.begin(2, rig.all_but(), kOpen);
+  CHECK(soon([&] { return rig.pipeline().state(1) == ChunkState::ready; }));
+  for (const int p : {5, 4, 3, 2, 1, 0}) {
+    rig.land(p);
+    CHECK(rig.pipeline().wait_parameters({p}).error == 0);  // before the others land
+    CHECK(rig.pipeline().is_published(p));
+    CHECK(rig.weight_agrees(p));
+    CHECK(p == 0 || !rig.pipeline().is_published(0));
+  }
+  rig.pipeline().close();
+  CHECK(rig.pipeline().wait_published().error == 0);
+  check_all(rig);
+  CHECK(rig.pipeline().counters().chunks_updated == 12);
+}
+
+// The same where what fills the ring has no part in the step, or must only pass through it.
+void test_whoever_idles_in_the_ring_makes_room(Make make) {
+  doing("idle in the ring");
+  for (const bool capture : {false, true}) {
+    RigOptions options = durable(2, Order::alternating, {3});
+    options.shapes.assign(4, Shape{{}, 1024});
+    Rig rig(make({4, 4096}), options);
+    CHECK(rig.step(1, {1, 1, 0, 1}).error == 0);
+    rig.begin(2, {0, 0, 1, 1}, capture ? kOpenCapture : kOpen);
+    CHECK(rig.pipeline().is_published(0));
+    usleep(3000);
+    for (const int p : {2, 3}) {
+      rig.land(p);
+      CHECK(rig.pipeline().wait_parameters({p}).error == 0);
+    }
+    rig.pipeline().close();
+    CHECK(rig.pipeline().wait_published().error == 0);
+    check_all(rig);
+    CHECK(rig.captures_agree());
+  }
+  // Read-ahead holds every slot when a resident chunk's turn in a commit comes.
+  RigOptions options = durable(2, Order::given, {0});
+  options.shapes.assign(4, Shape{{}, 1024});
+  Rig rig(make({4, 4096}), options);
+  CHECK(rig.step(1).error == 0);
+  CHECK(rig.pipeline().quiesce().error == 0);
+  rig.begin(2, rig.all_but(), kOpenCapture);
+  CHECK(soon([&] { return rig.pipeline().state(2) == ChunkState::ready; }));
+  for (const int p : {0, 3, 2, 1}) {
+    rig.land(p);
+    CHECK(rig.pipeline().wait_parameters({p}).error == 0);
+  }
+  rig.pipeline().close();
+  CHECK(rig.pipeline().wait_written().error == 0);
+  check_all(rig);
+  CHECK(rig.all_captured() && rig.captures_agree());
+}
+
+void test_expected_gradients_may_stay_out(Make make) {
+  doing("missing gradients");
+  for (const Order order : kOrders) {
+    for (int missing = 0; missing < 8; ++missing) {
+      for (const bool capture : {false, true}) {
+        Rig rig(make({4, 4096}), durable(2, order, {1, 4}));
+        for (int number = 1; number <= 4; ++number) {
+          rig.begin(number, rig.all_but(number == 3 ? 1 : -1), capture ? kOpenCapture : kOpen);
+          for (int p = 0; p < 3; ++p) {
+            if ((missing >> p & 1) == 0 && !(number == 3 && p == 1)) rig.land(p);
+          }
+          if (number == 2) usleep(1000);
+          rig.pipeline().close();
+          for (int p = 0; p < 3; ++p) {  // who got none waits for nobody
+            if (missing >> p & 1) CHECK(rig.pipeline().is_published(p));
+          }
+          CHECK(rig.pipeline().wait_published().error == 0);
+          for (int p = 0; p < 3; ++p) CHECK(rig.pipeline().is_published(p));
+          CHECK(rig.agrees());
+          if (!capture) continue;
+          CHECK(rig.pipeline().wait_written().error == 0);
+          CHECK(rig.all_captured());
+          CHECK(rig.captures_agree());
+        }
+        check_all(rig);
+      }
+    }
+  }
+}
+
+// --- captures ---
+
+void test_a_commit_has_states_and_weights(Make make) {
+  doing("captures");
+  for (const Order order : kOrders) {
+    for (const int slots : {1, 2, 6}) {
+      RigOptions options = durable(slots, order, {1, 4});
+      options.shapes = {{{}, 2048},
+                        {{DType::bf16, StateFormat::split, false}, 3001},
+                        {{}, 1111},
+                        {{DType::bf16, StateFormat::int8, false}, 999}};
+      options.gap = 64;
+      Rig rig(make({4, 4096}), options);
+      CHECK(!rig.all_captured());
+      for (int number = 1; number <= 6; ++number) {
+        // Now and then nobody has a gradient: the commit alone.
+        std::vector<char> due = rig.all_but(number % 4);
+        if (number == 1 || number == 4) due.assign(due.size(), 0);
+        CHECK(rig.step(number, due, kCapture).error == 0);
+        CHECK(rig.pipeline().wait_written().error == 0);
+        CHECK(rig.all_captured());
+        CHECK(rig.captures_agree());
+        if (number == 3) CHECK(rig.step(103).error == 0);
+        if (number == 5) rig.reopen();
+      }
+      check_all(rig);
+    }
+  }
+}
+
+void test_a_commit_writes_what_the_disk_has_not(Make make) {
+  doing("carried");
+  RigOptions options = durable(2, Order::given, {3});
+  options.shapes.assign(4, Shape{{}, 1024});
+  Rig rig(make({4, 4096}), options);
+  const Layout layout(rig.spec(0));
+  const std::int64_t states = layout.state_bytes();
+  const std::int64_t weight = layout.weight().bytes;
+  std::int64_t written = 0;
+  const auto newly = [&] {
+    CHECK(rig.pipeline().wait_written().error == 0);
+    const std::int64_t now = rig.pipeline().counters().bytes_written;
+    return now - std::exchange(written, now);
+  };
+  const std::vector<char> none(4, 0);
+  CHECK(rig.step(1, {1, 0, 0, 0}).error == 0);
+  CHECK(newly() == states);
+  CHECK(rig.pipeline().captured(0) == false);
+  // 0: weights alone; 1, 2: blank, weights alone; 3: its memory and its weights.
+  CHECK(rig.step(2, none, kCapture).error == 0);
+  CHECK(newly() == 4 * weight + states);
+  CHECK(rig.pipeline().state(1) == ChunkState::blank);
+  CHECK(rig.pipeline().state(3) == ChunkState::resident);
+  CHECK(rig.all_captured() && rig.captures_agree());
+  CHECK(rig.pipeline().counters().bytes_read == 0);
+  // Nothing has changed: nothing is written.
+  CHECK(rig.step(3, none, kCapture).error == 0);
+  CHECK(newly() == 0);
+  // Somebody wrote one weight.
+  std::mt19937 random(5);
+  rig.rewrite(0, random);
+  CHECK(!rig.pipeline().captured(0) && rig.pipeline().captured(1));
+  CHECK(rig.step(4, none, kCapture).error == 0);
+  CHECK(newly() == weight);
+  CHECK(rig.all_captured() && rig.captures_agree());
+  // Chunk 0 goes elsewhere: it is read, checked and written whole; the old place is left alone.
+  const std::vector<char> before = rig.read_area(0);
+  for (std::size_t c = 0; c < 4; ++c) rig.aim(1, c);
+  rig.rewrite(0, random);
+  CHECK(rig.step(5, {0, 1, 0, 1}, kCapture).error == 0);
+  CHECK(newly() == 3 * (states + weight));
+  CHECK(rig.read_area(0) == before);
+  CHECK(rig.pipeline().place(0) == rig.place_in(1, 0));
+  CHECK(rig.pipeline().place(1) == rig.place_in(1, 1));
+  CHECK(rig.pipeline().place(2) == rig.place_in(0, 2));  // had nothing new
+  CHECK(rig.pipeline().place(3) == rig.place_in(1, 3));
+  CHECK(rig.all_captured() && rig.captures_agree());
+  check_all(rig);
+}
+
+void test_a_target_moves_the_next_write_alone(Make make) {
+  doing("targets");
+  for (const Order order : kOrders) {
+    for (const int slots : {2, 6}) {
+      Rig rig(make({4, 4096}), durable(slots, order));
+      for (int number = 1; number <= 8; ++number) {
+        const std::vector<char> before = rig.read_area((number + 1) % 2);
+        for (int c = 0; c < rig.chunks(); ++c) {
+          CHECK(rig.pipeline().wait_written().error == 0);
+          rig.aim(number % 2, c);
+        }
+        if (number % 3 == 0) rig.pipeline().prefetch();  // from the old place
+        CHECK(rig.step(number, -1, kCapture).error == 0);
+        CHECK(rig.pipeline().wait_written().error == 0);
+        CHECK(rig.read_area((number + 1) % 2) == before);
+        for (int c = 0; c < rig.chunks(); ++c) {
+          CHECK(rig.pipeline().place(c) == rig.place_in(number % 2, c));
+        }
+        CHECK(rig.all_captured() && rig.captures_agree());
+      }
+      check_all(rig);
+    }
+  }
+}
+
+void test_a_weight_written_behind_a_commit_is_not_captured(Make make) {
+  doing("forgotten capture");
+  Rig rig(make({4, 4096}), durable(6, Order::given, {}));
+  rig.engine().faults().add({Op::write, 0, 2, 0, 0, 20000});
+  CHECK(rig.step(1, -1, kCapture).error == 0);
+  std::mt19937 random(9);
+  rig.rewrite(0, random);  // its chunks are being written now
+  CHECK(rig.pipeline().wait_written().error == 0);
+  CHECK(!rig.pipeline().captured(0) && !rig.pipeline().captured(1));
+  CHECK(rig.pipeline().captured(2));
+  CHECK(rig.step(2, std::vector<char>(3, 0), kCapture).error == 0);
+  CHECK(rig.pipeline().wait_written().error == 0);
+  CHECK(rig.all_captured() && rig.captures_agree());
+}
+
+void test_another_pipeline_goes_on_where_one_ended(Make make) {
+  doing("reopen");
+  for (const bool is_durable : {false, true}) {
+    RigOptions options = is_durable ? durable(2, Order::given, {1, 4}) : with(2);
+    options.shapes[1].family = {DType::bf16, StateFormat::split, false};
+    Rig rig(make({4, 4096}), options);
+    for (int number = 1; number <= 9; ++number) {
+      CHECK(rig.step(number, number == 1 ? 2 : -1, is_durable ? kCapture : StepSpec{}).error == 0);
+      if (number % 2 == 1) rig.reopen();
+      for (int p = 0; p < 3; ++p) {
+        if (rig.is_16_bit(p)) CHECK(rig.unchanged(p) == rig.published(p));
+      }
+    }
+    check_all(rig);
+  }
+}
+
+// --- in the background ---
+
+void test_nobody_has_to_wait_while_a_step_runs(Make make) {
+  doing("background");
+  for (const bool home_first : {false, true}) {
+    // With all states at home no write's end wakes who waits.
+    for (const std::vector<int>& home : {std::vector<int>{0, 1, 2, 3, 4, 5}, kHome, {}}) {
+      Rig rig(make({4, 4096}), with(2, Order::given, home));
+      StepSpec spec = kBackground;
+      spec.home_first = home_first;
+      for (int number = 1; number <= 12; ++number) {
+        rig.begin(number, rig.all_but(), spec);
+        if (number % 4 == 0) CHECK(rig.pipeline().wait_parameters({number % 3}).error == 0);
+        if (number % 4 == 0) CHECK(rig.weight_agrees(number % 3));
+        if (number % 4 == 1) CHECK(rig.pipeline().wait_written().error == 0);
+        if (number % 4 == 2) CHECK(rig.pipeline().quiesce().error == 0);
+        if (number % 4 != 0 && number % 4 != 3) CHECK(rig.agrees());
+        CHECK(rig.pipeline().wait_published().error == 0);
+        CHECK(rig.agrees());
+      }
+      check_all(rig);
+    }
+  }
+}
+
+void test_chunks_at_home_come_first_where_asked(Make make) {
+  doing("home first");
+  for (const bool home_first : {false, true}) {
+    Rig rig(make({4, 4096}), with(6, Order::given));
+    CHECK(rig.step(1).error == 0);
+    CHECK(rig.pipeline().quiesce().error == 0);
+    rig.pipeline().prefetch();
+    CHECK(soon([&] { return rig.pipeline().state(3) == ChunkState::ready; }));
+    rig.pipeline().trace().start(100);
+    CHECK(rig.step(2, -1, {false, false, true, home_first}).error == 0);
+    std::vector<int> updated;
+    for (const Event& event : rig.pipeline().trace().events()) {
+      if (event.lane == Lane::update) updated.push_back(event.chunk);
+    }
+    CHECK(updated.size() == 6);
+    CHECK((updated.front() == 4) == home_first);
+    CHECK((updated.back() == 5) == !home_first);
   }
 }
 
@@ -247,23 +541,28 @@ void test_a_trace_is_bounded() {
 int main() {
   using namespace stow;
   set_pool_threads(2);
-  std::vector<Make> backends = {make_threads_engine};
-  try {
-    make_uring_engine({1, 4096});
-    backends.push_back(make_uring_engine);
-  } catch (const std::system_error& error) {
-    std::printf("io_uring is not tested: %s\n", error.what());
-  }
-  for (const Make make : backends) {
+  for (const Make make : backends()) {
     test_any_ring_gives_the_same_bits(make);
+    test_chunks_of_many_blocks(make);
     test_quiet_between_steps(make);
     test_every_chunk_is_updated_once(make);
     test_states_say_where_memory_is(make);
-    test_failures_end_the_step(make, Op::read, EIO);
-    test_failures_end_the_step(make, Op::write, ENOSPC);
-    test_a_failed_prefetch_is_told(make);
-    test_a_step_that_nobody_waits_for(make);
-    test_after_a_failure_gradients_are_the_callers(make);
+    test_the_next_step_begins_with_what_the_ring_holds(make);
+    test_given_orders_are_kept(make);
+    test_wrong_calls_are_refused(make);
+    test_gradients_land_in_any_order(make);
+    test_gradients_land_chunk_by_chunk(make);
+    test_a_piece_lands_once(make);
+    test_a_chunk_makes_room_for_one_that_has_its_gradient(make);
+    test_whoever_idles_in_the_ring_makes_room(make);
+    test_expected_gradients_may_stay_out(make);
+    test_a_commit_has_states_and_weights(make);
+    test_a_commit_writes_what_the_disk_has_not(make);
+    test_a_target_moves_the_next_write_alone(make);
+    test_a_weight_written_behind_a_commit_is_not_captured(make);
+    test_another_pipeline_goes_on_where_one_ended(make);
+    test_nobody_has_to_wait_while_a_step_runs(make);
+    test_chunks_at_home_come_first_where_asked(make);
   }
   test_a_trace_is_bounded();
   return report();

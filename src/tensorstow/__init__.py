@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 from tensorstow.base.errors import StowError
 from tensorstow.optim.adam import Adam, AdamW
-from tensorstow.optim.policy import PipelinePolicy
+from tensorstow.optim.states.policy import PipelinePolicy
 
 __all__ = ["Adam", "AdamW", "PipelinePolicy", "StowError", "__version__"]
 

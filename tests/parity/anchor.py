@@ -109,9 +109,11 @@ class Trainer:
             yield from (gradients[n] for n in names if n in gradients)
 
     def clip_as_torch(self, gradients: Gradients) -> None:
-        """Do what torch.nn.utils.clip_grad_norm_ documents, tensor by tensor."""
-        norms = [torch.linalg.vector_norm(g) for g in self.in_group_order(gradients)]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        """Do what torch.nn.utils.clip_grad_norm_ documents, tensor by tensor.
+
+        Only the norm is torch's own: it adds by dtype, in an order that is nobody's business.
+        """
+        norm = torch.nn.utils.get_total_norm(self.in_group_order(gradients))
         factor = torch.clamp(LEAST_NORM / (norm + 1e-6), max=1.0)
         for gradient in gradients.values():
             gradient.mul_(factor)

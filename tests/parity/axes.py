@@ -30,7 +30,13 @@ ROUTE_AXES: Mapping[str, tuple[Value, ...]] = {
     "backend": ("uring", "threads"),
     "isa": ("scalar", "avx2", "avx512"),
     "threads": (1, 2, 3),
-    "resume": ("none", "model-first", "model-last", "rewind", "torch"),
+    "overlap": ("none", "forward", "backward"),
+    "poison": (False, True),
+    "final": ("counted", "context"),
+    "format": ("default", "fp32", "split"),
+    "durability": ("none", "commit"),
+    "share": ("none", "some"),
+    "resume": ("none", "model-first", "model-last", "rewind", "torch", "commit", "crash"),
 }
 AXES = {**RECIPE_AXES, **ROUTE_AXES}
 
@@ -72,6 +78,15 @@ class Route:
     backend: str = "uring"
     isa: str = "avx512"
     threads: int = 2
+    overlap: str = "none"
+    poison: bool = False
+    """Weights are NaN until they are published."""
+    final: str = "counted"
+    """How updates beside backward know the last micro-batch."""
+    format: str = "default"
+    durability: str = "none"
+    share: str = "none"
+    """States that the RAM budget keeps in memory beyond the ring."""
     resume: str = "none"
 
     @property
@@ -119,6 +134,8 @@ def _objections(row: Mapping[str, Value]) -> Iterator[bool]:
         yield not upstream and row.get("scaling") == "div_scale"
     yield row.get("ring") == "least" and row.get("scaling") == "div_scale"
     yield row.get("placement") == "ram" and row.get("ring") == "least"
+    yield from _objections_to_schedules(row, upstream=upstream)
+    yield from _objections_to_commits(row, upstream=upstream)
     # torch.optim casts states to the parameter's dtype and knows no master.
     yield row.get("resume") == "torch" and row.get("dtype", "fp32") != "fp32"
     # GradScaler.unscale_ refuses fp16 gradients.
@@ -127,3 +144,32 @@ def _objections(row: Mapping[str, Value]) -> Iterator[bool]:
     )
     clips = row.get("clipping", "none") != "none"
     yield halves and clips and row.get("scaling") == "GradScaler"
+
+
+def _objections_to_schedules(row: Mapping[str, Value], *, upstream: bool) -> Iterator[bool]:
+    overlap = row.get("overlap", "backward" if row.get("final") == "context" else None)
+    # The keywords are those of tensorstow's own classes.
+    theirs = upstream or row.get("scaling") == "div_scale"
+    yield theirs and overlap in {"forward", "backward"}
+    yield theirs and (row.get("poison") is True or row.get("final") == "context")
+    yield theirs and row.get("format") in {"fp32", "split"}
+    yield overlap == "none" and row.get("poison") is True
+    # Only beside backward must the last micro-batch be known.
+    yield row.get("final") == "context" and overlap != "backward"
+    yield row.get("final") == "context" and row.get("accumulation") == 1
+    # These look at gradients before they are used: refused by name, see test_backward.
+    looks = row.get("clipping", "none") != "none" or row.get("scaling", "none") != "none"
+    yield overlap == "backward" and looks
+
+
+def _objections_to_commits(row: Mapping[str, Value], *, upstream: bool) -> Iterator[bool]:
+    theirs = upstream or row.get("scaling") == "div_scale"
+    from_store = row.get("resume") in {"commit", "crash"}
+    yield theirs and (row.get("durability") == "commit" or from_store)
+    yield theirs and row.get("share") == "some"
+    yield from_store and row.get("durability") == "none"
+    # With all states in RAM a budget buys nothing; "least" is a budget for the ring alone.
+    yield row.get("share") == "some" and row.get("placement") == "ram"
+    yield row.get("share") == "some" and row.get("ring") == "least"
+    # A commit within step() cannot hold what the scaler's update() decides after it.
+    yield row.get("resume") == "crash" and row.get("scaling", "none") != "none"

@@ -1,7 +1,9 @@
 """The candidate: the same training as users write it, over tensorstow's optimizers."""
 
 import io
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,18 @@ from parity.problem import (
 from tensorstow import Adam, AdamW, PipelinePolicy, _native
 from tensorstow.colossalai import CPUAdam, HybridAdam
 from tensorstow.io.engine import probe_backend
-from tensorstow.optim.layout import plan_ring
+from tensorstow.optim.formats.state_format import StateFormat
+from tensorstow.optim.states import layout
+from tensorstow.optim.states.layout import Family, slot_bytes
 from tensorstow.optim.stowed import StowedAdam
 
 ELSEWHERE = {"ram": "disk", "split": "ram", "disk": "split"}
 """Where a resumed run puts the states."""
+OTHER_OVERLAP = {"none": "forward", "forward": "backward", "backward": "none"}
+OTHER_FORMAT = {"default": "split", "split": "fp32", "fp32": "default"}
+COMMIT_EVERY = 2
+CRASHED_AT = RESUME_AFTER // COMMIT_EVERY * COMMIT_EVERY
+"""Steps that the newest commit has when a run dies after RESUME_AFTER."""
 
 Saved = dict[str, Any]
 
@@ -52,15 +61,19 @@ NO_TAPS = Taps()
 def run(case: Case, directory: Path, taps: Taps = NO_TAPS) -> Outcome:
     """Train as ``case`` says, with real files in ``directory``."""
     threads = _native.pool_threads()
-    trainer = Trainer(case.recipe, case.route, directory)
     outcome = Outcome()
+    # Of its own: a run that is stored there already is not begun anew.
+    home = Path(tempfile.mkdtemp(dir=directory))
+    with small_ring(case.recipe, case.route):
+        trainer = Trainer(case.recipe, case.route, home)
     try:
-        for step in range(STEPS):
+        step, resumed = 0, False
+        while step < STEPS:
             loss = trainer.train(step, taps)
-            if step == RESUME_AFTER:
-                trainer = trainer.resume(outcome, loss)
-            else:
-                outcome.note(trainer.model, loss)
+            trainer.note(outcome, loss)
+            step += 1
+            if step == RESUME_AFTER + 1 and not resumed:
+                trainer, step, resumed = *trainer.resume(outcome), True
         outcome.states = trainer.states()
     finally:
         trainer.optimizer.close()
@@ -68,9 +81,22 @@ def run(case: Case, directory: Path, taps: Taps = NO_TAPS) -> Outcome:
     return outcome
 
 
+@contextmanager
+def small_ring(recipe: Recipe, route: Route) -> Iterator[None]:
+    """Let a budget of little bytes buy more than the ring."""
+    before = layout.DEFAULT_RING_BYTES
+    if route.share == "some":
+        layout.DEFAULT_RING_BYTES = 2 * slot_of(recipe, route)
+    try:
+        yield
+    finally:
+        layout.DEFAULT_RING_BYTES = before
+
+
 class Trainer:
     def __init__(self, recipe: Recipe, route: Route, directory: Path, seed: int = 1) -> None:
         self.recipe, self.route, self.directory = recipe, route, directory
+        directory.mkdir(exist_ok=True)
         self.model = Model(recipe, seed)
         self.optimizer = make_optimizer(self.model, recipe, route, directory)
         _native.set_pool_threads(route.threads)
@@ -92,7 +118,8 @@ class Trainer:
         for micro in range(self.recipe.accumulation):
             loss = self.model.loss(step, micro) / self.recipe.accumulation
             loss_sum += loss.item()
-            self.backward(self.scaler.scale(loss))
+            with self.adding_up(micro):
+                self.backward(self.scaler.scale(loss))
         if step == INF_STEP and self.scaler.is_enabled():
             assert self.model.embedding.grad is not None
             self.model.embedding.grad.view(-1)[5] = torch.inf
@@ -109,6 +136,21 @@ class Trainer:
         taps.after_step(self.optimizer, step)
         return loss_sum
 
+    def note(self, outcome: Outcome, loss: float, *, look: bool = False) -> None:
+        """Note a step; where the next forward runs beside its updates, let it, mostly."""
+        step = len(outcome.losses)
+        if self.route.overlap != "forward" or look or step in {RESUME_AFTER, STEPS - 1}:
+            self.optimizer.wait()  # whoever reads parameters outside of forward does so
+            outcome.note(self.model, loss)
+        else:
+            outcome.note(None, loss)
+
+    def adding_up(self, micro: int) -> AbstractContextManager[None]:
+        last = micro == self.recipe.accumulation - 1
+        if last or self.route.final == "counted":
+            return nullcontext()
+        return self.optimizer.accumulate()
+
     def backward(self, loss: torch.Tensor) -> None:
         torch.autograd.backward(loss)
 
@@ -124,25 +166,68 @@ class Trainer:
 
     # --- resume ---
 
-    def resume(self, outcome: Outcome, loss: float) -> "Trainer":
-        """Note the step just taken; return the trainer that goes on."""
-        if self.route.resume == "none":
-            outcome.note(self.model, loss)
-            return self
+    def resume(self, outcome: Outcome) -> "tuple[Trainer, int]":
+        """Return the trainer that goes on, and with which step."""
+        way = self.route.resume
+        if way == "none":
+            return self, RESUME_AFTER + 1
+        if way in {"commit", "crash"}:
+            return self.resume_from_store(outcome)
         saved = self.save()
-        if self.route.resume == "rewind":
-            outcome.note(self.model, loss)
+        if way == "rewind":
             self.train(RESUME_AFTER + 1, NO_TAPS)  # a step that is then taken back
             self.load(saved)
-            return self
-        if self.route.resume == "torch":
+            return self, RESUME_AFTER + 1
+        if way == "torch":
             saved["optimizer"] = through_torch(self, saved["optimizer"])
         self.optimizer.close()
-        route = replace(self.route, placement=ELSEWHERE[self.route.placement], ring="default")
-        other = Trainer(self.recipe, route, self.directory, seed=2)
+        other = Trainer(self.recipe, self.other_route(), self.directory / "other", seed=2)
         other.load(saved)
-        outcome.note(other.model, loss)
-        return other
+        self.check_weights(other, outcome)
+        return other, RESUME_AFTER + 1
+
+    def resume_from_store(self, outcome: Outcome) -> "tuple[Trainer, int]":
+        """Go on from what the last commit has; a crash is one that nobody asked for."""
+        done = CRASHED_AT
+        if self.route.resume == "commit":
+            done = self.optimizer.commit(self.beside())
+        self.optimizer.close()
+        other = Trainer(self.recipe, self.other_route(), self.directory, seed=2)
+        assert other.optimizer.resume() == done
+        if self.route.resume == "commit":
+            other.load_beside(other.optimizer.extra)
+        elif other.scheduler is not None:  # the commit was made before the scheduler's step
+            state = other.scheduler.state_dict()
+            other.scheduler.load_state_dict({**state, "last_epoch": done - 1, "_step_count": done})
+            other.scheduler.step()
+        del outcome.weights[done:], outcome.losses[done:]
+        self.check_weights(other, outcome)
+        return other, done
+
+    @staticmethod
+    def check_weights(other: "Trainer", outcome: Outcome) -> None:
+        """Note the loaded weights in place of those that were saved: they must be the same."""
+        loss = outcome.losses.pop()
+        outcome.weights.pop()
+        other.note(outcome, loss, look=True)
+
+    def other_route(self) -> Route:
+        """Return a route that differs from this one in whatever may differ."""
+        route, recipe = self.route, self.recipe
+        stored = route.resume in {"commit", "crash"}
+        other = replace(route, placement=ELSEWHERE[route.placement], ring="default", share="none")
+        if recipe.optimizer not in {"AdamW", "Adam"}:
+            return other
+        overlap = OTHER_OVERLAP[route.overlap]
+        if overlap == "backward" and (recipe.clipping != "none" or recipe.scaling != "none"):
+            overlap = "none"
+        return replace(
+            other,
+            overlap=overlap,
+            # How states are kept is the store's; a state_dict goes into any format.
+            format="default" if stored else OTHER_FORMAT[route.format],
+            durability="commit" if stored or route.durability == "none" else "none",
+        )
 
     def save(self) -> Saved:
         """Return everything, through the bytes of a file."""
@@ -150,8 +235,7 @@ class Trainer:
         everything = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "beside": self.beside(),
         }
         torch.save(everything, file)
         file.seek(0)
@@ -165,6 +249,14 @@ class Trainer:
         else:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
+        self.load_beside(saved["beside"])
+
+    def beside(self) -> Saved:
+        """Return what a caller keeps beside the model and the optimizer."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"scaler": self.scaler.state_dict(), "scheduler": scheduler}
+
+    def load_beside(self, saved: Saved) -> None:
         self.scaler.load_state_dict(saved["scaler"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
@@ -212,7 +304,13 @@ def make_optimizer(model: Model, recipe: Recipe, route: Route, directory: Path) 
     }
     if recipe.optimizer in {"AdamW", "Adam"}:
         own = AdamW if recipe.optimizer == "AdamW" else Adam
-        return own(groups, maximize=recipe.maximize, **shared, **where(recipe, route, directory))
+        return own(
+            groups,
+            maximize=recipe.maximize,
+            **shared,
+            **where(model, recipe, route, directory),
+            **when(model, recipe, route),
+        )
     for group in groups:
         group["maximize"] = recipe.maximize  # a keyword that upstream has not got
     upstream = HybridAdam if recipe.optimizer.startswith("Hybrid") else CPUAdam
@@ -226,23 +324,60 @@ def make_optimizer(model: Model, recipe: Recipe, route: Route, directory: Path) 
     )
 
 
-def where(recipe: Recipe, route: Route, directory: Path) -> dict[str, Any]:
+def where(model: Model, recipe: Recipe, route: Route, directory: Path) -> dict[str, Any]:
     """Return the keywords that place the states."""
-    if route.placement == "ram":
+    states = route.placement if route.placement != "split" else route.fraction
+    if route.durability == "none" and route.placement == "ram":
         return {"states": "ram"}
-    states = "disk" if route.placement == "disk" else route.fraction
     budget = None
     if route.ring == "least":
-        streams = 2 + recipe.amsgrad + (recipe.dtype != "fp32")
-        sizes = plan_ring(streams=streams, chunk_elements=route.chunk, chunks=1, budget=1 << 30)
-        budget = 2 * sizes.slot_bytes
-    return {"states": states, "dir": directory, "ram_budget": budget}
+        budget = 2 * slot_of(recipe, route)
+    if route.share == "some":
+        budget = 2 * slot_of(recipe, route) + int(0.75 * route.fraction * all_states(model, recipe))
+    return {
+        "states": states,
+        "dir": directory,
+        "ram_budget": budget,
+        "durability": route.durability,
+        "commit_every": COMMIT_EVERY,
+    }
+
+
+def when(model: Model, recipe: Recipe, route: Route) -> dict[str, Any]:
+    """Return the keywords that say when states move, and as what."""
+    counted = route.overlap == "backward" and route.final == "counted"
+    return {
+        "overlap": route.overlap,
+        "module": model,
+        "accumulation_steps": recipe.accumulation if counted else 1,
+        "state_format": None if route.format == "default" else route.format,
+    }
+
+
+def largest_family(recipe: Recipe) -> Family:
+    dtype = torch.float32 if recipe.dtype == "fp32" else torch.float16
+    return Family(dtype, recipe.amsgrad, StateFormat.FP32)
+
+
+def slot_of(recipe: Recipe, route: Route) -> int:
+    """Return the bytes of a slot that takes any chunk of the run."""
+    commits = route.durability == "commit"
+    room = slot_bytes(largest_family(recipe), route.chunk, with_weights=commits)
+    if recipe.dtype == "mixed":
+        fp32 = Family(torch.float32, recipe.amsgrad, StateFormat.FP32)
+        room = max(room, slot_bytes(fp32, route.chunk, with_weights=commits))
+    return room
+
+
+def all_states(model: Model, recipe: Recipe) -> int:
+    return largest_family(recipe).state_bytes(sum(p.numel() for p in model.parameters()))
 
 
 def policy_of(route: Route) -> PipelinePolicy:
     """Return the policy; what this machine has not got is replaced by the best that it has."""
     return PipelinePolicy(
         chunk_elements=route.chunk,
+        poison=route.poison,
         schedule=route.schedule,  # type: ignore[arg-type]  # an axis is text
         backend=route.backend if probe_backend(route.backend) is None else None,  # type: ignore[arg-type]
         isa=route.isa if route.isa in _native.supported_isas() else None,  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """The small model that every case trains, its data, and what a run leaves behind."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,9 +27,39 @@ INITIAL_SCALE = 1024.0
 BFLOAT_OF_MIXED = frozenset({"embedding", "wide", "narrow", "sometimes", "frozen"})
 SECOND_GROUP = ("bias", "gain", "sometimes")
 
+Make = Callable[..., nn.Parameter]
+
+
+class Mix(nn.Module):
+    """A block that is left out in some micro-batches."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.sometimes = make("sometimes", WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.linear(x, self.sometimes)
+
+
+class Mlp(nn.Module):
+    """A block of several parameters, its own and its children's, that reads all of them itself."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.wide = make("wide", 2 * WIDTH, WIDTH)
+        self.bias = make("bias", 2 * WIDTH)
+        self.inner = nn.ParameterDict({"narrow": make("narrow", WIDTH, 2 * WIDTH)})
+        self.gain = make("gain", 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.linear(x, self.wide) + self.bias.to(x.dtype)
+        return x + functional.linear(torch.tanh(hidden), self.inner["narrow"]) * self.gain.to(
+            x.dtype
+        )
+
 
 class Model(nn.Module):
-    """Tied, frozen, sometimes unused, one-element and zero-sized parameters."""
+    """Tied, frozen, sometimes unused, one-element and zero-sized parameters, some in blocks."""
 
     def __init__(self, recipe: Recipe, seed: int = 1) -> None:
         super().__init__()
@@ -40,25 +70,24 @@ class Model(nn.Module):
             return nn.Parameter(values.to(dtype_of(recipe, name)))
 
         self.embedding = parameter("embedding", VOCABULARY, WIDTH)  # and the head
-        self.wide = parameter("wide", 2 * WIDTH, WIDTH)
-        self.bias = parameter("bias", 2 * WIDTH)
         self.empty = parameter("empty", 0, 7)
-        self.narrow = parameter("narrow", WIDTH, 2 * WIDTH)
-        self.sometimes = parameter("sometimes", WIDTH, WIDTH)
         self.frozen = parameter("frozen", WIDTH, WIDTH)
         self.frozen.requires_grad = False
-        self.gain = parameter("gain", 1)
+        self.blocks = nn.ModuleList([Mix(parameter), Mlp(parameter)])
 
     def loss(self, step: int, micro: int) -> Tensor:
         """Return the loss of one micro-batch; ``sometimes`` has no part in some."""
+        loss: Tensor = self(step, micro)
+        return loss
+
+    def forward(self, step: int, micro: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * step + micro)
         tokens = torch.randint(VOCABULARY, (2, 9), generator=generator)
         x = functional.embedding(tokens[:, :-1], self.embedding)
         x = x + functional.linear(x, self.frozen)
         if step % 3 != 1 and micro != 1:
-            x = x + functional.linear(x, self.sometimes)
-        hidden = functional.linear(x, self.wide) + self.bias.to(x.dtype)
-        x = x + functional.linear(torch.tanh(hidden), self.narrow) * self.gain.to(x.dtype)
+            x = self.blocks[0](x)
+        x = self.blocks[1](x)
         logits = functional.linear(x, self.embedding).float()
         loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         return loss + self.empty.float().sum()
@@ -73,7 +102,8 @@ def dtype_of(recipe: Recipe, name: str) -> torch.dtype:
 def group_names(model: nn.Module) -> tuple[list[str], list[str]]:
     """Return the parameters of the first group and of the second."""
     names = [name for name, _ in model.named_parameters()]
-    return [n for n in names if n not in SECOND_GROUP], [n for n in names if n in SECOND_GROUP]
+    second = [n for n in names if n.rpartition(".")[2] in SECOND_GROUP]
+    return [n for n in names if n not in second], second
 
 
 @contextmanager
@@ -92,13 +122,14 @@ class Outcome:
     """Everything that must be equal to the bit."""
 
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    """After each step."""
+    """After each step; empty where nobody looked, for looking waits."""
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """After the last."""
     losses: list[float] = field(default_factory=list)
 
-    def note(self, model: nn.Module, loss: float) -> None:
-        self.weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    def note(self, model: nn.Module | None, loss: float) -> None:
+        named = () if model is None else model.named_parameters()
+        self.weights.append({n: p.detach().clone() for n, p in named})
         self.losses.append(loss)
 
 
@@ -108,7 +139,7 @@ def differences(got: Outcome, want: Outcome) -> list[str]:
     if len(got.weights) != len(want.weights):
         found.append(f"{len(got.weights)} steps were taken instead of {len(want.weights)}")
     for step, (ours, theirs) in enumerate(zip(got.weights, want.weights, strict=False)):
-        found += [f"step {step}: weight {n}" for n in unequal(ours, theirs)]
+        found += [f"step {step}: weight {n}" for n in (unequal(ours, theirs) if ours else ())]
     found += [
         f"step {s}: loss" for s in range(STEPS) if got.losses[s : s + 1] != want.losses[s : s + 1]
     ]

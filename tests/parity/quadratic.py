@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from tensorstow import AdamW, PipelinePolicy, _native
-from tensorstow.optim.layout import plan_ring
+from tensorstow.optim.states.layout import Family, slot_bytes
 
 CHUNK = 4096
 STREAM = 4 * CHUNK  # bytes
 CHUNKS = 6
 ELEMENTS = CHUNKS * CHUNK
-SLOT = plan_ring(streams=2, chunk_elements=CHUNK, chunks=1, budget=None).slot_bytes
+SLOT = slot_bytes(Family(torch.float32, amsgrad=False), CHUNK, with_weights=False)
 
 
 @dataclass
@@ -42,7 +42,12 @@ def training_on(
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, ELEMENTS))
     policy = PipelinePolicy(chunk_elements=CHUNK, backend=backend)  # type: ignore[arg-type]
     optimizer = AdamW(
-        [parameter], states="disk", dir=directory, policy=policy, ram_budget=ram_budget
+        [parameter],
+        states="disk",
+        dir=directory,
+        durability="none",
+        policy=policy,
+        ram_budget=ram_budget,
     )
     training = Training(parameter, optimizer)
     training.step()

@@ -10,7 +10,13 @@
     ├── TransferError (OSError)      a read or write that the system refused
     ├── BackendError (OSError)       no way of doing I/O works here
     ├── ForkError (RuntimeError)     an object used in a process that inherited it by fork
-    └── PoisonedError (RuntimeError) an object used after a failure that left it half done
+    ├── PoisonedError (RuntimeError) an object used after a failure that left it half done
+    └── StoreError                   the root of what a store refuses:
+        ├── LockedError (OSError)        a store that another process or object holds
+        ├── StoreFormatError (ValueError) files that are no store, another run's, or too new
+        ├── CommitError (OSError)        a commit that did not happen; the last one is whole
+        ├── SyncError (OSError)          the disk may have lost writes: nothing more is committed
+        └── DamageError (OSError)        bytes on disk that are not those that were written
 
 Each is also the builtin that a caller would catch without knowing this module. A message
 says three things: what was asked, what was found, what to do.
@@ -82,6 +88,30 @@ class ForkError(StowError, RuntimeError):
 
 class PoisonedError(StowError, RuntimeError):
     """An object was used after a failure that left its contents half updated."""
+
+
+class StoreError(StowError):
+    """The root of what a store refuses; one of the classes below is what is raised."""
+
+
+class LockedError(StoreError, OSError):
+    """A store is in use: by another process, or by another object of this one."""
+
+
+class StoreFormatError(StoreError, ValueError):
+    """Files are no store, belong to another run, or were written by a newer version."""
+
+
+class CommitError(StoreError, OSError):
+    """A commit did not happen. The last one before it is whole, and this one may be tried again."""
+
+
+class SyncError(StoreError, OSError):
+    """The system could not say that writes are durable, so no later commit can be trusted."""
+
+
+class DamageError(StoreError, OSError):
+    """Bytes were read that are not those that were written."""
 
 
 class TransferError(StowError, OSError):

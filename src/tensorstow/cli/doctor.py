@@ -20,7 +20,7 @@ from tensorstow.base.errors import DirectoryError
 from tensorstow.base.sizes import format_bytes
 from tensorstow.io.engine import BACKENDS, choose_backend, probe_backend
 from tensorstow.io.files import accepts_direct
-from tensorstow.optim.kernels import prepare_kernels
+from tensorstow.optim.states.kernels import prepare_kernels
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LABEL_COLUMNS = 16

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from tensorstow.base.errors import StowError
-from tensorstow.cli import doctor
+from tensorstow.cli import clean, doctor, inspect, scrub
 from tensorstow.cli.demo import run as demo
 
 USAGE_ERROR = 2
@@ -27,6 +27,9 @@ def make_parser() -> argparse.ArgumentParser:
     for name, module, summary in (
         ("demo", demo, "train GPT-2 with and without offload and show what it costs"),
         ("doctor", doctor, "print what this machine gives: kernel, I/O backend, directories"),
+        ("inspect", inspect, "print what a store has in it, also while its run is live"),
+        ("scrub", scrub, "read back all that a store keeps and say what is damaged"),
+        ("clean", clean, "remove a dead run's store, and nothing that is not its own"),
     ):
         command = commands.add_parser(
             name, help=summary, description=f"{summary}.".capitalize(), allow_abbrev=False

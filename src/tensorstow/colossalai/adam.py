@@ -12,10 +12,11 @@ from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError
 from tensorstow.optim import options
-from tensorstow.optim.kernels import prepare_kernels
 from tensorstow.optim.options import Directory
-from tensorstow.optim.policy import PipelinePolicy
-from tensorstow.optim.states import Placement
+from tensorstow.optim.states.kernels import prepare_kernels
+from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.optim.states.state_store import Placement
+from tensorstow.optim.states.stowage import Stowage
 from tensorstow.optim.stowed import StowedAdam
 
 logger = logging.getLogger("tensorstow")
@@ -68,10 +69,16 @@ class CPUAdam(StowedAdam):
                 "decoupled_weight_decay": adamw_mode,
                 "bias_correction": bias_correction,
             },
-            Placement(fraction, options.directories(nvme_offload_dir), None),
-            policy=policy,
+            Stowage(
+                Placement(fraction, options.directories(nvme_offload_dir), None),
+                policy or PipelinePolicy(),
+            ),
             grad_dtype=grad_dtype,
         )
+
+    def _check(self, parameter: torch.Tensor, name: str) -> None:
+        options.refuse_accelerator(parameter, name)
+        super()._check(parameter, name)
 
     def step(  # type: ignore[override]  # upstream's signature
         self, closure: Callable[[], float] | None = None, div_scale: float = -1

@@ -5,14 +5,14 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.directories import check_directory
+from tensorstow.base.directories import DirectoryFacts, check_directory, inspect_directory
 from tensorstow.base.errors import (
     DirectoryError,
     DTypeError,
@@ -95,7 +95,7 @@ class File:
 
     def reserve(self, nbytes: int) -> None:
         """Reserve space up to byte ``nbytes``; raise DirectoryError where there is too little."""
-        _reserve(self.fd, self.path.parent, nbytes)
+        reserve(self.fd, self.path.parent, nbytes)
 
     def close(self) -> None:
         """Wait for what is in flight, then close the descriptor. Idempotent.
@@ -156,22 +156,15 @@ def scratch_file(engine: _native.Engine, directory: Path, nbytes: int) -> File:
     missing, read-only, in RAM or too full.
     """
     facts = check_directory(directory, nbytes)
-    fd = _open_unnamed(facts.path)
+    fd = open_unnamed(facts.path)
     try:
-        _reserve(fd, facts.path, nbytes)
+        reserve(fd, facts.path, nbytes)
         direct = _go_direct(fd)
     except BaseException:
         os.close(fd)
         raise
-    if not direct and os.stat(facts.path).st_dev not in _warned_buffered:
-        _warned_buffered.add(os.stat(facts.path).st_dev)
-        logger.warning(
-            "%s on %s (%s) refuses O_DIRECT: reads and writes go through the page cache, which is"
-            " dropped behind them; expect less speed",
-            facts.path,
-            facts.device,
-            facts.filesystem,
-        )
+    if not direct:
+        _warn_buffered(facts)
     return File(engine, fd, facts.path / "(scratch, unlinked)", direct=direct)
 
 
@@ -184,17 +177,32 @@ def create_file(engine: _native.Engine, path: Path) -> File:
     try:
         fd = os.open(path, flags, 0o666)  # as open() does: the umask decides
     except OSError as error:
-        message = (
-            f"File {path} was asked for: {error.strerror}."
-            " Name a file in a directory that exists and this user may write to."
-        )
+        advice = "Name a file in a directory that exists and this user may write to."
+        message = f"File {path} was asked for: {error.strerror}. {advice}"
         raise DirectoryError(message) from error
     return File(engine, fd, path, direct=False, cached=True)
 
 
+def open_file(engine: _native.Engine, path: Path) -> File:
+    """Open ``path`` past the page cache where that works, or raise DirectoryError."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        message = f"File {path} was asked for: {error.strerror}. {advice_for(error.errno or 0)}"
+        raise DirectoryError(message) from error
+    try:
+        direct = _go_direct(fd, _reads_a_block)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not direct:
+        _warn_buffered(inspect_directory(path.parent))
+    return File(engine, fd, path, direct=direct)
+
+
 def accepts_direct(directory: Path) -> bool:
     """Return whether files in ``directory`` can bypass the page cache."""
-    fd = _open_unnamed(directory)
+    fd = open_unnamed(directory)
     try:
         os.ftruncate(fd, ALIGN)
         return _go_direct(fd)
@@ -207,7 +215,8 @@ def stripe(files: Sequence[File], index: int) -> File:
     return files[index % len(files)]
 
 
-def _open_unnamed(directory: Path) -> int:
+def open_unnamed(directory: Path) -> int:
+    """Return the descriptor of a new file in ``directory`` that has no name."""
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -230,7 +239,8 @@ def _directory_error(directory: Path, error: OSError) -> DirectoryError:
     return DirectoryError(message)
 
 
-def _reserve(fd: int, directory: Path, nbytes: int) -> None:
+def reserve(fd: int, directory: Path, nbytes: int) -> None:
+    """Reserve space up to byte ``nbytes``; raise DirectoryError where there is too little."""
     # Where the filesystem cannot reserve, C libraries would write zeros: `fallocate` in Python is
     # posix_fallocate, so only ask where the kernel's own call is behind it.
     if nbytes == 0:
@@ -243,22 +253,23 @@ def _reserve(fd: int, directory: Path, nbytes: int) -> None:
         return
     free = os.statvfs(directory)
     message = (
-        f"{format_bytes(nbytes)} of scratch space were asked for in {directory}:"
+        f"{format_bytes(nbytes)} of space were asked for in {directory}:"
         f" {os.strerror(code)} ({format_bytes(free.f_bavail * free.f_frsize)} free)."
         f" {advice_for(code)}"
     )
     raise DirectoryError(message)
 
 
-def _go_direct(fd: int) -> bool:
+def _go_direct(fd: int, try_a_block: Callable[[int], bool] | None = None) -> bool:
     """Switch ``fd`` to O_DIRECT; return False where that does not work with ALIGN.
 
     Some filesystems take the flag and refuse the transfer, so a block is moved when there is one.
     """
+    moves = try_a_block or _moves_a_block
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        if _native.direct_alignment(fd) <= ALIGN and _moves_a_block(fd):
+        if _native.direct_alignment(fd) <= ALIGN and moves(fd):
             return True
     except OSError as error:
         if error.errno not in {codes.EINVAL, codes.EOPNOTSUPP}:
@@ -272,3 +283,19 @@ def _moves_a_block(fd: int) -> bool:
         return True  # an empty file has no block to try
     with mmap.mmap(-1, ALIGN) as block:
         return os.pwritev(fd, [block], 0) == ALIGN and os.preadv(fd, [block], 0) == ALIGN
+
+
+def _reads_a_block(fd: int) -> bool:
+    with mmap.mmap(-1, ALIGN) as block:  # an empty file has no block to try
+        return os.preadv(fd, [block], 0) in {0, ALIGN}
+
+
+def _warn_buffered(facts: DirectoryFacts) -> None:
+    device = os.stat(facts.path).st_dev
+    if device not in _warned_buffered:
+        _warned_buffered.add(device)
+        logger.warning(
+            "%s on %s (%s) refuses O_DIRECT: reads and writes go through the page cache, which is"
+            " dropped behind them; expect less speed",
+            *(facts.path, facts.device, facts.filesystem),
+        )

@@ -1,13 +1,15 @@
 """Adam and AdamW whose states are stowed over RAM and disk."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.optim import options
-from tensorstow.optim.options import Directory, States
-from tensorstow.optim.policy import PipelinePolicy
+from tensorstow.optim.options import Directory, Durability, States
+from tensorstow.optim.run import DEFAULT_EVERY, Extra
+from tensorstow.optim.states.policy import Overlap, PipelinePolicy
 from tensorstow.optim.stowed import StowedAdam
 
 
@@ -15,11 +17,18 @@ class AdamW(StowedAdam):
     """``torch.optim.AdamW`` with its states in RAM, on disk, or shared between the two.
 
     ``states``: "ram", "disk", or the fraction of the states' bytes that goes to disk.
-    ``dir``: a directory for scratch files, or several to stripe over; None picks a real disk and
-    logs which. ``ram_budget``: bytes ("512MiB") for the buffers that states on disk pass
-    through; more of it reads further ahead. ``grad_dtype``: lets fp32 parameters have 16-bit
-    gradients. The other keywords are torch's; ``foreach=True``, ``fused=False``,
-    ``capturable=True`` and ``differentiable=True`` are refused by name.
+    ``dir``: the directory of a run, or several to stripe over, whose commits outlive the process;
+    with ``durability="none"``, of scratch files; None picks a real disk for scratch and logs which.
+    ``ram_budget``: bytes ("512MiB") for the buffers that states on disk pass through (48 MiB) and,
+    beyond those, for states that never move. ``state_format``: "fp32"; "split", which loses nothing
+    and is the default for bfloat16 parameters that move; "bf16" and "int8", which are inexact.
+    ``overlap``: "none"; "forward", updates run beside the next forward of ``module``; "backward",
+    beside the backward that makes the gradients (no clipping, no GradScaler; with
+    ``accumulation_steps`` passes per step). ``commit_every``: a time ("10min"), a number of steps,
+    or None for ``commit()`` by hand; ``extra`` returns what the caller keeps with each commit, and
+    ``module`` gives names and buffers. ``grad_dtype``: lets fp32 parameters have 16-bit gradients.
+    The other keywords are torch's; ``foreach=True``, ``fused=False``, ``capturable=True`` and
+    ``differentiable=True`` are refused by name.
     """
 
     def __init__(  # noqa: PLR0913  # torch's own signature, then ours
@@ -39,13 +48,25 @@ class AdamW(StowedAdam):
         states: States = "ram",
         dir: Directory = None,  # noqa: A002
         ram_budget: str | int | None = None,
+        state_format: str | None = None,
+        overlap: Overlap = "none",
+        module: torch.nn.Module | None = None,
+        accumulation_steps: int = 1,
+        durability: Durability = None,
+        commit_every: str | int | None = DEFAULT_EVERY,
+        extra: Callable[[], Extra] | None = None,
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
     ) -> None:
         """Make the optimizer; see the class."""
-        defaults = _torch_defaults(locals(), decoupled=True)
-        where = options.placement(states, dir, ram_budget)
-        super().__init__(params, defaults, where, policy=policy, grad_dtype=grad_dtype)
+        given = locals()
+        super().__init__(
+            params,
+            _torch_defaults(given, decoupled=True),
+            options.stowage(given),
+            run=options.run(given),
+            grad_dtype=grad_dtype,
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Stay AdamW whatever is loaded, as torch's does: an Adam's groups say otherwise."""
@@ -78,13 +99,25 @@ class Adam(StowedAdam):
         states: States = "ram",
         dir: Directory = None,  # noqa: A002
         ram_budget: str | int | None = None,
+        state_format: str | None = None,
+        overlap: Overlap = "none",
+        module: torch.nn.Module | None = None,
+        accumulation_steps: int = 1,
+        durability: Durability = None,
+        commit_every: str | int | None = DEFAULT_EVERY,
+        extra: Callable[[], Extra] | None = None,
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
     ) -> None:
         """Make the optimizer; see the class."""
-        defaults = _torch_defaults(locals(), decoupled=decoupled_weight_decay)
-        where = options.placement(states, dir, ram_budget)
-        super().__init__(params, defaults, where, policy=policy, grad_dtype=grad_dtype)
+        given = locals()
+        super().__init__(
+            params,
+            _torch_defaults(given, decoupled=decoupled_weight_decay),
+            options.stowage(given),
+            run=options.run(given),
+            grad_dtype=grad_dtype,
+        )
 
 
 _TORCH_KEYS = (

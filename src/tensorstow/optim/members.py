@@ -1,15 +1,37 @@
 """Which parameters have states in the store, and under which number."""
 
+import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tensorstow.optim.layout import Family
-from tensorstow.optim.policy import PipelinePolicy
-from tensorstow.optim.states import Placement, StateStore
+from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.optim.accelerator import device
+from tensorstow.optim.accelerator.device import Link
+from tensorstow.optim.accelerator.ferry import Ferry
+from tensorstow.optim.accelerator.mirrors import (
+    Mirror,
+    Stamp,
+    deliver,
+    make_mirrors,
+    mirror_bytes,
+    refresh,
+    stamp_of,
+)
+from tensorstow.optim.states.chunks import Chunk
+from tensorstow.optim.states.layout import RESIDENT_CAPACITY, Family
+from tensorstow.optim.states.on_disk import StateOnDisk
+from tensorstow.optim.states.pipeline import Stored
+from tensorstow.optim.states.state_store import Space, StateStore
+from tensorstow.optim.states.stored import StoredSpace
+from tensorstow.optim.states.stowage import Stowage
+
+logger = logging.getLogger("tensorstow")
+
+OnGradient = Callable[[torch.Tensor], None]
 
 
 @dataclass(slots=True)
@@ -22,11 +44,16 @@ class Member:
     family: Family
     numel: int
     views: dict[str, torch.Tensor]
-    """Its states in the parameter's shape, where all of them are in RAM; else empty."""
+    """What ``optimizer.state`` has of it: its states in its shape where all of them are in RAM,
+    else what stands in for them."""
+    host: torch.Tensor | None = None
+    """Its weight elsewhere for one step, where tests want to see who reads it too early."""
     begun: bool = False
     """It has states that are not zero."""
-    written: tuple[int, int] | None = None
+    written: Stamp | None = None
     """Version counter and address after our last update; others mean that someone else wrote."""
+    mirror: Mirror | None = None
+    """Its weight in host memory, where the parameter is on an accelerator."""
 
     def fits(self, parameter: torch.Tensor, *, amsgrad: bool) -> bool:
         """Return whether ``parameter`` is still what its states were made for."""
@@ -35,31 +62,113 @@ class Member:
             parameter.numel() == self.numel
             and parameter.dtype == family.dtype
             and amsgrad == family.amsgrad
+            and device.is_remote(parameter) == (self.mirror is not None)
         )
 
     @property
     def written_by_others(self) -> bool:
         """Return whether a 16-bit weight must be compared with its master."""
-        return self.written != (self.parameter._version, self.parameter.data_ptr())  # noqa: SLF001
+        return self.written != stamp_of(self.parameter)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Return what the kernel writes."""
+        if self.mirror is not None:
+            return self.mirror.host
+        return self.parameter if self.host is None else self.host
 
     def remember(self) -> None:
         """Take what is there now for our own writing."""
-        self.written = (self.parameter._version, self.parameter.data_ptr())  # noqa: SLF001
+        self.written = stamp_of(self.parameter)
+        if self.mirror is not None:
+            self.mirror.remember()
 
 
 class Members:
     """The parameters of one optimizer, the store of their states, and the hooks on them."""
 
-    def __init__(self, placement: Placement, policy: PipelinePolicy) -> None:
-        """Begin with nobody; raises for a directory that cannot hold states."""
-        self._placement = placement
-        self._policy = policy
+    def __init__(self, stowage: Stowage, on_gradient: OnGradient) -> None:
+        """Begin with nobody; raises for a directory that cannot hold states.
+
+        ``on_gradient`` is called with each parameter whose gradient autograd has accumulated,
+        where states move at all.
+        """
+        self.stowage = stowage
         # By id: hashing a tensor is a call into Python, a hundred times a step. Members hold the
         # parameters, so no id is used twice.
         self._by_id: dict[int, Member] = {}
+        self._numbered: list[Member] = []
+        self._on_gradient = on_gradient
         self._hooks: list[Any] = []
+        self._unhooked: list[torch.Tensor] = []
+        self._link: Link | None = None
+        self.ferry: Ferry | None = None
+        """What carries gradients and weights of parameters on an accelerator."""
         weakref.finalize(self, _remove, self._hooks)
-        self.store = StateStore(placement, policy)
+        if stowage.format is not None and not stowage.format.exact:
+            logger.warning(
+                'state_format="%s" is inexact: moments are rounded by chance, and results differ'
+                " from those of fp32 states",
+                stowage.format.value,
+            )
+        placement = stowage.placement
+        space = StoredSpace(placement.directories, stowage.policy) if placement.durable else None
+        self.store = self._new_store(space)
+
+    def _new_store(self, space: Space | None) -> StateStore:
+        # Weakly: the store must go when its optimizer does, not when a cycle is found.
+        weight_of = weakref.WeakMethod(self.weight)
+
+        def weight(number: int) -> torch.Tensor:
+            method = weight_of()
+            if method is None:
+                message = "The optimizer of these states is gone."
+                raise PoisonedError(message)
+            return method(number)
+
+        stowage = self.stowage
+        return StateStore(stowage.placement, stowage.policy, weight, space, stowage.overlap)
+
+    def weight(self, number: int) -> torch.Tensor:
+        """Return the weight of a number, in host memory; what others wrote is fetched first."""
+        member = self._numbered[number]
+        self._refresh([member])
+        return member.weight
+
+    def refresh(self) -> None:
+        """Fetch weights on an accelerator that others wrote."""
+        self._refresh(self._numbered)
+
+    def _refresh(self, members: Iterable[Member]) -> None:
+        if self._link is not None:
+            refresh((m.mirror for m in members if m.mirror is not None), self._link)
+
+    def deliver(self) -> None:
+        """Let every parameter on an accelerator be what host memory has of it."""
+        if self._link is not None:
+            remote = [m.parameter for m in self._numbered if m.mirror is not None]
+            torch.autograd.graph.increment_version(remote)
+            deliver((m.mirror for m in self._numbered if m.mirror is not None), self._link)
+
+    def finish(self, numbers: Iterable[int] | None = None) -> None:
+        """Let these parameters, or all, have their new weights for the caller's stream."""
+        if self.ferry is not None:
+            self.ferry.finish(numbers)
+
+    def uses(self, number: int) -> bool:
+        """Return whether the gradient of a parameter is still needed."""
+        if self._numbered[number].mirror is not None and self.ferry is not None:
+            return self.ferry.needs(number)
+        return not self.store.pipeline.is_published(number)
+
+    def link_bytes(self) -> tuple[int, int]:
+        """Return the bytes that came down from an accelerator, and went up."""
+        return (0, 0) if self._link is None else (self._link.bytes_down, self._link.bytes_up)
+
+    def buffer_bytes(self) -> tuple[int, int]:
+        """Return the bytes of mirrors, and of staging memory."""
+        mirrors = mirror_bytes(m.parameter for m in self._numbered if m.mirror is not None)
+        return mirrors, 0 if self.ferry is None else self.ferry.plan.nbytes
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -73,9 +182,13 @@ class Members:
         """Return the member that ``parameter`` is; KeyError where it is none."""
         return self._by_id[id(parameter)]
 
-    def all(self) -> Iterable[Member]:
-        """Return every member."""
-        return self._by_id.values()
+    def by_id(self, identity: int) -> Member | None:
+        """Return the member whose parameter has this ``id``, or None."""
+        return self._by_id.get(identity)
+
+    def all(self) -> Sequence[Member]:
+        """Return every member, by number."""
+        return self._numbered
 
     def attach(self, parameters: Iterable[torch.Tensor], amsgrad: Mapping[int, bool]) -> None:
         """Give states to those of ``parameters`` that have none.
@@ -83,18 +196,70 @@ class Members:
         ``amsgrad`` tells for every parameter of the optimizer, by id, whether it wants that state.
         """
         new = [p for p in parameters if id(p) not in self._by_id]
+        self._hook()
         if self._by_id and self._by_id.keys().isdisjoint(amsgrad):
             self.renew()  # every parameter was exchanged for another, as accelerate does
         if not new and self._by_id:
             return
-        families = [Family(p.dtype, amsgrad[id(p)]) for p in new]
-        numbers = self.store.extend([p.numel() for p in new], families)
+        families = [self.stowage.family(p.dtype, amsgrad=amsgrad[id(p)]) for p in new]
+        # What goes over a link goes by chunk, so chunks in RAM are as small there as others.
+        remote = self._refuse_two_devices(new)
+        capacity = self.stowage.policy.chunk_elements if remote else RESIDENT_CAPACITY
+        numbers = self.store.extend([p.numel() for p in new], families, capacity)
         for parameter, number, family in zip(new, numbers, families, strict=True):
             states = self.store.views(number)
             views = {name: view.view(parameter.shape) for name, view in states.items()}
-            self._by_id[id(parameter)] = Member(parameter, number, family, parameter.numel(), views)
-        if self._placement.disk_fraction > 0:
-            self._hook(new)
+            self._add(parameter, number, family, views)
+        self._connect(self._numbered[-len(new) :] if new else [])
+
+    def restore(
+        self,
+        parameters: Sequence[torch.Tensor],
+        families: Sequence[Family],
+        chunks: Sequence[Chunk],
+        adopt: Callable[[], Sequence[Stored]],
+    ) -> None:
+        """Take ``parameters`` and their states as a commit has them, in place of all others.
+
+        ``adopt`` holds what the disk has of each chunk, when what was held before has been let go.
+        """
+        self.renew()
+        self.store.restore([p.numel() for p in parameters], families, chunks, adopt())
+        for number, (parameter, family) in enumerate(zip(parameters, families, strict=True)):
+            self._add(parameter, number, family)
+        self._connect(self._numbered)
+        for member in self._numbered:
+            if member.mirror is not None:
+                member.mirror.remember()  # the weights are put into it next
+
+    def _refuse_two_devices(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether any are on an accelerator; raise OptionError where they are on several."""
+        mirrored = [m.parameter for m in self._numbered if m.mirror is not None]
+        remote = [p for p in parameters if device.is_remote(p)]
+        devices = {p.device for p in (*mirrored, *remote)}
+        if len(devices) > 1:
+            names = " and ".join(sorted(map(str, devices)))
+            message = (
+                f"Parameters on {names} were given to one optimizer, whose link goes to one"
+                " accelerator. Make an optimizer for the parameters of each."
+            )
+            raise OptionError(message)
+        return bool(remote)
+
+    def _connect(self, members: Sequence[Member]) -> None:
+        """Give mirrors to those of ``members`` that are on an accelerator, and carry for them."""
+        remote = [m for m in members if device.is_remote(m.parameter)]
+        if not remote:
+            return
+        if self._link is None:
+            self._link = device.open_link(remote[0].parameter.device)
+        block, mirrors = make_mirrors([m.parameter for m in remote], self._link)
+        for member, mirror in zip(remote, mirrors, strict=True):
+            member.mirror = mirror
+        known = {m.number: m.mirror for m in self._numbered if m.mirror is not None}
+        pipeline = self.store.pipeline
+        self.ferry = Ferry(self._link, pipeline, self.store.chunks, known)
+        pipeline.lent += [block, self.ferry.staging]
 
     def differ(self, amsgrad: Mapping[int, bool]) -> bool:
         """Return whether a member has other states than its group wants."""
@@ -108,28 +273,49 @@ class Members:
 
     def renew(self) -> None:
         """Drop all states and begin with an empty store in the same place."""
-        self.close()
-        self.store = StateStore(self._placement, self._policy)
-        self._by_id = {}
+        _remove(self._hooks)
+        self._unhooked.clear()
+        space: Space | None = None
+        if self.stowage.placement.durable:
+            space = self.store.leave()
+            if isinstance(space, StoredSpace):
+                space.release_all()
+        else:
+            self.store.close()
+        self.store = self._new_store(space)
+        self._by_id, self._numbered = {}, []
+        self.ferry = None
 
     def close(self) -> None:
         """Drop states, buffers, files and hooks. Idempotent."""
         _remove(self._hooks)
         self.store.close()
 
-    def _hook(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Start reading when the first gradient of a backward lands."""
-        # Weakly: a parameter must not keep the optimizer that it was once given to.
-        reads = weakref.WeakMethod(self.store.pipeline.prefetch)
+    def _add(
+        self,
+        parameter: torch.Tensor,
+        number: int,
+        family: Family,
+        views: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        seen = views or dict.fromkeys(family.states, StateOnDisk(parameter))
+        member = Member(parameter, number, family, parameter.numel(), dict(seen))
+        self._by_id[id(parameter)] = member
+        self._numbered.append(member)
+        if self.stowage.moving or self.stowage.overlap == "backward":
+            self._unhooked.append(parameter)
+            self._hook()
 
-        def start_reading(_: torch.Tensor) -> None:
-            prefetch = reads()
-            if prefetch is not None:
-                prefetch()
-
-        for parameter in parameters:
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self._hooks.append(register(start_reading))
+    def _hook(self) -> None:
+        """Watch the parameters that torch lets us watch: a frozen one later."""
+        still: list[torch.Tensor] = []
+        for parameter in self._unhooked:
+            if parameter.requires_grad:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks.append(register(self._on_gradient))
+            else:
+                still.append(parameter)
+        self._unhooked = still
 
 
 def _remove(hooks: list[Any]) -> None:

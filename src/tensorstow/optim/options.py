@@ -9,18 +9,43 @@ import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.sizes import parse_size
-from tensorstow.optim.layout import STATE_DTYPES, Family, refuse_dtype
-from tensorstow.optim.states import Placement
+from tensorstow.optim.accelerator import device
+from tensorstow.optim.formats.state_format import StateFormat
+from tensorstow.optim.run import Interval, Run
+from tensorstow.optim.states.layout import STATE_DTYPES, Family, refuse_dtype
+from tensorstow.optim.states.on_disk import StateOnDisk
+from tensorstow.optim.states.policy import Overlap, PipelinePolicy
+from tensorstow.optim.states.state_store import Placement
+from tensorstow.optim.states.stowage import Stowage
 
 States = Literal["ram", "disk"] | float
+Durability = Literal["commit", "none"] | None
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 Directory = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
-def placement(states: States, directory: Directory, ram_budget: str | int | None) -> Placement:
-    """Read ``states=``, ``dir=`` and ``ram_budget=``; raise OptionError for what makes no sense."""
+def placement(
+    states: States,
+    directory: Directory,
+    ram_budget: str | int | None,
+    durability: Durability = "none",
+) -> Placement:
+    """Read ``states=``, ``dir=``, ``ram_budget=`` and ``durability=``.
+
+    Raises OptionError for what makes no sense.
+    """
+    if durability not in {None, "commit", "none"}:
+        message = f'durability={durability!r} was given: use "commit" or "none" (scratch).'
+        raise OptionError(message)
     fraction = _fraction(states)
-    if fraction == 0.0 and (directory is not None or ram_budget is not None):
+    durable = durability == "commit" or (durability is None and directory is not None)
+    if durable and directory is None:
+        message = (
+            'durability="commit" was asked for without dir=: name a directory, for a run that'
+            " nobody can find cannot be resumed."
+        )
+        raise OptionError(message)
+    if fraction == 0.0 and not durable and (directory is not None or ram_budget is not None):
         name = "dir" if directory is not None else "ram_budget"
         message = (
             f"{name}= was given with states={states!r}, which puts nothing on disk. Leave {name}"
@@ -28,7 +53,97 @@ def placement(states: States, directory: Directory, ram_budget: str | int | None
         )
         raise OptionError(message)
     budget = None if ram_budget is None else parse_size(ram_budget, "ram_budget")
-    return Placement(fraction, directories(directory), budget)
+    return Placement(fraction, directories(directory), budget, durable)
+
+
+def stowage(given: Mapping[str, Any]) -> Stowage:
+    """Read the keywords of our own in an optimizer's constructor."""
+    where = placement(given["states"], given["dir"], given["ram_budget"], given["durability"])
+    overlap = given["overlap"]
+    if overlap not in {"none", "forward", "backward"}:
+        message = f'overlap={overlap!r} was given: it is "none", "forward" or "backward".'
+        raise OptionError(message)
+    policy = given["policy"] or PipelinePolicy()
+    return Stowage(where, policy, overlap, _state_format(given["state_format"], given["amsgrad"]))
+
+
+def run(given: Mapping[str, Any]) -> Run:
+    """Read what the constructor is told of the run that the optimizer is a part of."""
+    module, extra = given["module"], given["extra"]
+    if module is not None and not isinstance(module, torch.nn.Module):
+        message = f"module={module!r} was given: pass the model, a torch.nn.Module."
+        raise OptionError(message)
+    if extra is not None and not callable(extra):
+        message = (
+            f"extra={extra!r} was given: pass a function that returns a dict; it is called at each"
+            " commit."
+        )
+        raise OptionError(message)
+    return Run(
+        module=module,
+        accumulation_steps=given["accumulation_steps"],
+        commit_every=Interval.parse(given["commit_every"]),
+        extra=extra,
+    )
+
+
+def _state_format(name: str | None, amsgrad: object) -> StateFormat | None:
+    if name is None:
+        return None
+    if name not in set(StateFormat):
+        known = ", ".join(f'"{f.value}"' for f in StateFormat)
+        message = f"state_format={name!r} was given: it is one of {known}."
+        raise OptionError(message)
+    chosen = StateFormat(name)
+    if chosen in {StateFormat.BF16, StateFormat.INT8} and amsgrad:
+        message = (
+            f"state_format={name!r} was given with amsgrad=True: it has no running maximum. Use"
+            ' "split" or "fp32".'
+        )
+        raise OptionError(message)
+    return chosen
+
+
+def check_overlap(overlap: Overlap, module: torch.nn.Module | None, steps: int) -> None:
+    """Raise OptionError for a schedule that lacks what it needs or cannot be exact."""
+    if overlap == "forward" and module is None:
+        message = (
+            'overlap="forward" was asked for without module=: the model says where new weights'
+            " must be waited for. Pass module=model."
+        )
+        raise OptionError(message)
+    if overlap != "backward":
+        if steps != 1:
+            message = (
+                f'accumulation_steps={steps} was given with overlap="{overlap}", which needs not'
+                " know: a step is whatever lies between two calls of step(). Leave it out."
+            )
+            raise OptionError(message)
+        return
+    refuse_ranks(module)
+
+
+def refuse_ranks(module: torch.nn.Module | None) -> None:
+    """Raise OptionError where gradients are not final when autograd has them."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel) or (
+        distributed and torch.distributed.get_world_size() > 1
+    ):
+        message = (
+            'overlap="backward" was asked for in a run of several ranks: a gradient is not final'
+            ' when this rank has it. Use overlap="forward" or "none".'
+        )
+        raise OptionError(message)
+
+
+def refuse_scaling(found_inf: object, factor: float) -> None:
+    """Raise OptionError where gradients were to be scaled or skipped that are used already."""
+    if found_inf is not None or factor != 1.0:
+        message = (
+            'A GradScaler (or div_scale) was used with overlap="backward": updates by the scaled'
+            ' gradients have begun. Use overlap="forward" or "none", or bfloat16 without a scaler.'
+        )
+        raise OptionError(message)
 
 
 def directories(directory: Directory) -> tuple[Path, ...]:
@@ -93,12 +208,11 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
     """Raise DTypeError unless the kernels can update ``parameter`` in place."""
     if parameter.dtype not in STATE_DTYPES:
         refuse_dtype(parameter.dtype, name)
-    if parameter.device.type != "cpu":
+    if not (parameter.is_cpu or device.is_remote(parameter)):
         message = (
-            f"{name} is on {parameter.device}: states in RAM or on disk are updated on the CPU."
+            f"{name} is on {parameter.device}: parameters on the CPU and on torch's current"
+            " accelerator are taken."
             + (" Give it memory first: model.to_empty(device='cpu')." if parameter.is_meta else "")
-            + " Move it to the CPU, or use tensorstow.colossalai.HybridAdam, which leaves"
-            " accelerator parameters to torch's fused Adam."
         )
         raise DTypeError(message)
     if parameter.layout != torch.strided or not parameter.is_contiguous():
@@ -141,11 +255,12 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
         raise DTypeError(message)
 
 
-def fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+def fits(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
     """Return whether the kernels can update ``parameter`` by ``gradient``: the quick answer."""
     return (
-        parameter.is_cpu
-        and gradient.is_cpu
+        gradient is not None
+        and gradient.device == parameter.device
+        and (parameter.is_cpu or device.is_remote(parameter))
         and parameter.is_contiguous()
         and gradient.layout == torch.strided
         and gradient.dtype in STATE_DTYPES
@@ -156,7 +271,7 @@ def fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def refuse_change(
-    parameter: torch.Tensor, group: Mapping[str, Any], family: Family, name: str
+    parameter: torch.Tensor, group: Mapping[str, Any], family: Family, elements: int, name: str
 ) -> NoReturn:
     """Raise OptionError for a parameter that is no longer what its states were made for."""
     if parameter.dtype != family.dtype:
@@ -169,12 +284,28 @@ def refuse_change(
             f"amsgrad of {name} was {family.amsgrad} when the optimizer was made and is"
             f" {group['amsgrad']} now: it decides which states exist. Make a new optimizer."
         )
+    elif parameter.numel() == elements:
+        message = (
+            f"{name} is on {parameter.device} now and was elsewhere when the optimizer was made."
+            " Move the model first, then make the optimizer."
+        )
     else:
         message = (
             f"{name} has {parameter.numel()} elements now, another number than when the optimizer"
             " was made: its data was exchanged. Make a new optimizer."
         )
     raise OptionError(message)
+
+
+def refuse_accelerator(parameter: torch.Tensor, name: str) -> None:
+    """Raise DTypeError for a parameter on an accelerator, which ``CPUAdam`` is not for."""
+    if device.is_remote(parameter):
+        message = (
+            f"{name} is on {parameter.device}, and CPUAdam is for parameters in host memory. Use"
+            " tensorstow.AdamW, which updates them on the host all the same, or HybridAdam, which"
+            " leaves them to torch's fused Adam."
+        )
+        raise DTypeError(message)
 
 
 def refuse_duplicates(parameters: Iterable[Any]) -> None:
@@ -202,6 +333,12 @@ def check_saved(
     for key, value in entry.items():
         if key == "step":
             continue
+        if isinstance(value, StateOnDisk):
+            message = (
+                f"The saved {key!r} of {name} stands for a state on disk and has no values: load"
+                " what state_dict() returns, not optimizer.state."
+            )
+            raise OptionError(message)
         if not isinstance(value, torch.Tensor) or value.numel() != parameter.numel():
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             message = (

@@ -115,9 +115,8 @@ def adam_reference(
     """Update `param` and `state` in place by one step.
 
     `param` and `grad` are float32, bfloat16 or float16, in any combination, of one shape.
-    `seed_master` first sets the master to the parameter's value wherever it does not round to the
-    parameter's bits. Raises OptionError where `state` has a master for a float32 parameter or none
-    for a 16-bit one.
+    `seed_master` first sets the master to the parameter's value. Raises OptionError where `state`
+    has a master for a float32 parameter or none for a 16-bit one.
     """
     if (state.master is None) != (param.dtype == torch.float32):
         wants = "a" if state.master is None else "no"
@@ -125,9 +124,7 @@ def adam_reference(
         raise OptionError(message)
     weight = param if state.master is None else state.master
     if seed_master and state.master is not None:
-        rounded = state.master.to(param.dtype).view(torch.int16)
-        kept = rounded == param.view(torch.int16)
-        state.master.copy_(torch.where(kept, state.master, param.float()))
+        state.master.copy_(param)
     g = grad.float() * scalars.grad_factor
     if scalars.l2 != 0.0:
         g = g + weight * scalars.l2

@@ -1,9 +1,14 @@
 """What every Adam here shares: torch's interface over stowed states."""
 
-from collections.abc import Callable, Iterable
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -11,16 +16,32 @@ from torch.optim.optimizer import ParamsT
 import tensorstow._native as _native
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.optim import options
-from tensorstow.optim.layout import StateMemory
+from tensorstow.optim.checkpoints import export
+from tensorstow.optim.checkpoints.commits import Commits, space_of
+from tensorstow.optim.checkpoints.gathering import gather, is_elsewhere, placed
+from tensorstow.optim.checkpoints.resuming import resume
 from tensorstow.optim.members import Member, Members
-from tensorstow.optim.pipeline import StepRow, TraceEvent, Traffic
-from tensorstow.optim.policy import PipelinePolicy
-from tensorstow.optim.reference import adam_scalars
-from tensorstow.optim.states import Placement, StateStore
+from tensorstow.optim.run import Run
+from tensorstow.optim.schedules.backward import LandedGradients
+from tensorstow.optim.schedules.forward import ForwardWaits
+from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideForward
+from tensorstow.optim.states.memory import StateMemory
+from tensorstow.optim.states.pipeline import TraceEvent, Traffic
+from tensorstow.optim.states.state_store import StateStore
+from tensorstow.optim.states.stowage import Stowage
+from tensorstow.optim.updates import (
+    Due,
+    Turn,
+    as_step,
+    check_due,
+    collect,
+    make_turn,
+    name_of,
+    step_of,
+)
+from tensorstow.store.records import Summary
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
-_NO_STEP = StepRow()
+logger = logging.getLogger("tensorstow")
 
 
 class StowedAdam(Optimizer):
@@ -30,30 +51,77 @@ class StowedAdam(Optimizer):
     csrc/kernels/kernels.h; ``optim.reference`` is the same rule in plain torch).
     """
 
-    # torch.amp.GradScaler then hands its scale over instead of making a pass over the gradients.
-    _step_supports_amp_scaling = True
-
     def __init__(
         self,
         params: ParamsT,
         defaults: dict[str, Any],
-        placement: Placement,
+        stowage: Stowage,
         *,
-        policy: PipelinePolicy | None = None,
+        run: Run | None = None,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
         """Check everything, then reserve memory and disk for the states of ``params``."""
         options.check_hyper(defaults)
         options.refuse_torch_keywords(defaults)
-        self._isa = policy.isa if policy else None
+        run = run or Run()
+        options.check_overlap(stowage.overlap, run.module, run.accumulation_steps)
+        self._isa = stowage.policy.isa
         self._members: Members | None = None  # until the groups are known
         self._clip_factor = 1.0
+        self.extra: dict[str, Any] = {}
+        """What the caller kept with the commit that ``resume()`` loaded."""
+        # torch.amp.GradScaler then hands its scale over instead of making a pass over the
+        # gradients; beside backward there are no gradients left to scale.
+        self._step_supports_amp_scaling = stowage.overlap != "backward"
         super().__init__(params, defaults)
         if grad_dtype is not None:
             options.accept_grad_dtype(self._parameters(), grad_dtype)
+        self.register_state_dict_pre_hook(_wait_for_all)
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
-        self._members = Members(placement, policy or PipelinePolicy())
+        # Weakly: a parameter must not keep the optimizer that it was once given to.
+        on_gradient = weakref.WeakMethod(self._on_gradient)
+
+        def landed(parameter: torch.Tensor) -> None:
+            method = on_gradient()
+            if method is not None:
+                method(parameter)
+
+        self._members = Members(stowage, landed)
+        self._commits = Commits(run.commit_every, module=run.module, extra=run.extra)
+        self._schedule, self._waits = self._make_schedule(stowage, run)
         self._attach(p for p in self._parameters() if p.requires_grad)
+        self._owner = os.getpid()
+
+    def _make_schedule(
+        self, stowage: Stowage, run: Run
+    ) -> "tuple[AtOnce | BesideForward | BesideBackward, ForwardWaits | None]":
+        poison = stowage.policy.poison
+        if stowage.overlap == "backward":
+            kept = weakref.ref(self._kept())
+
+            def is_used(number: int) -> bool:
+                members = kept()
+                return members is None or not members.uses(number)
+
+            landed = LandedGradients(run.accumulation_steps, is_used)
+            schedule = BesideBackward(landed, poison=poison)
+            if run.module is None:
+                return schedule, None
+            return schedule, ForwardWaits(run.module, self._make_wait())
+        if stowage.overlap == "none" or run.module is None:
+            return AtOnce(), None
+        waits = ForwardWaits(run.module, self._make_wait())
+        return BesideForward(waits, poison=poison), waits
+
+    def _make_wait(self) -> Callable[[Iterable[int] | None], None]:
+        optimizer = weakref.ref(self)
+
+        def wait(ids: Iterable[int] | None) -> None:
+            alive = optimizer()
+            if alive is not None:
+                alive._schedule.wait(alive._kept(), ids)  # noqa: SLF001  # its own
+
+        return wait
 
     # --- torch.optim.Optimizer ---
 
@@ -70,7 +138,7 @@ class StowedAdam(Optimizer):
             options.refuse_torch_keywords(group)
             for index, parameter in enumerate(group["params"]):
                 if self._takes(parameter):
-                    options.check_parameter(parameter, _name(self.param_groups, group, index))
+                    self._check(parameter, name_of(self.param_groups, group, index))
             if self._members is not None:
                 self._attach(p for p in group["params"] if p.requires_grad)
         except BaseException:
@@ -82,7 +150,7 @@ class StowedAdam(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step; return once every parameter has its new value.
+        """Take one step; return as ``overlap`` says.
 
         Writes of states run on behind it. Raises DTypeError for a gradient that cannot be used,
         before any state is touched; TransferError where the disk failed, after which the
@@ -97,6 +165,15 @@ class StowedAdam(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
         """Drop the gradients, and the clip factor that was computed from them."""
+        if isinstance(self._schedule, BesideBackward) and self._schedule.is_open:
+            self._states().pipeline.check_alive()
+            message = (
+                "zero_grad() was called between backward and step(), and with"
+                ' overlap="backward" updates by these gradients have begun. Call step() first.'
+            )
+            raise OptionError(message)
+        if not set_to_none:
+            self.wait()  # updates may still read the gradients that are about to be zeroed
         super().zero_grad(set_to_none)
         self._clip_factor = 1.0
 
@@ -106,6 +183,7 @@ class StowedAdam(Optimizer):
         torch casts states to the parameter's dtype on the way in; here they stay fp32. Raises
         OptionError for states that do not fit their parameter, before anything is changed.
         """
+        self._settle_step()
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
         def keep_tensors_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
@@ -114,11 +192,11 @@ class StowedAdam(Optimizer):
             amsgrad = {key: bool(g.get("amsgrad")) for key, g in saved}
             light = dict(full["state"])
             for key, entry in full["state"].items():
-                if key in owner and self._takes(owner[key]):
+                if entry and key in owner and self._takes(owner[key]):
                     name = f"Parameter {key}"
                     options.check_saved(entry, owner[key], name, amsgrad=amsgrad[key])
                     loaded[owner[key]] = entry
-                    light[key] = {"step": _as_step(entry["step"])}
+                    light[key] = {"step": as_step(entry["step"])}
             return {**full, "state": light}
 
         def put_tensors_in_place(_: Optimizer) -> None:
@@ -161,36 +239,138 @@ class StowedAdam(Optimizer):
         if not max_norm >= 0.0:
             message = f"max_norm={max_norm} was given: it must not be negative."
             raise OptionError(message)
-        total = 0.0
+        if isinstance(self._schedule, BesideBackward):
+            message = (
+                'clip_grad_norm_ was called, and with overlap="backward" gradients are used'
+                ' before their norm is known. Use overlap="forward", which is exact under clipping.'
+            )
+            raise OptionError(message)
+        gradients = []
         for parameter in self._parameters():
             if parameter.grad is not None:
                 options.check_gradient(parameter, parameter.grad, "a parameter")
-                total += self._squared_norm(parameter.grad)
-        norm = torch.tensor(total, dtype=torch.float64).sqrt()
+                gradients.append(parameter.grad)
+        norm = torch.tensor(sum(self._squared_norms(gradients)), dtype=torch.float64).sqrt()
         if error_if_nonfinite and not torch.isfinite(norm):
             message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
             raise RuntimeError(message)
         self._clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
         return norm
 
+    def _squared_norms(self, gradients: Sequence[torch.Tensor]) -> Sequence[float]:
+        """Return the squared norm of each; those on an accelerator come down in one piece."""
+        norms = [0.0] * len(gradients)
+        away: dict[torch.device, list[int]] = {}
+        for index, gradient in enumerate(gradients):
+            if gradient.is_cpu:
+                norms[index] = self._squared_norm(gradient)
+            else:
+                away.setdefault(gradient.device, []).append(index)
+        for indices in away.values():
+            each = [torch.linalg.vector_norm(gradients[i], dtype=torch.float64) for i in indices]
+            for index, norm in zip(indices, torch.stack(each).tolist(), strict=True):
+                norms[index] = norm * norm
+        return norms
+
     def _squared_norm(self, gradient: torch.Tensor) -> float:
-        if gradient.device.type != "cpu":
-            return float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
         flat = gradient.contiguous()
         name = str(flat.dtype).removeprefix("torch.")
         return _native.squared_norm(flat.data_ptr(), flat.numel(), name, self._isa)
 
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a context in which backward only accumulates: its gradients are not final.
+
+        Where updates run beside backward (``overlap="backward"``); else it changes nothing.
+        """
+        if isinstance(self._schedule, BesideBackward):
+            return self._schedule.landed.accumulate()
+        return LandedGradients(1, lambda _: True).accumulate()
+
+    def wait(self) -> None:
+        """Return once every parameter has its new value: for whoever reads them outside forward."""
+        self._schedule.wait(self._kept())
+
     def synchronize(self) -> None:
-        """Wait until every write of states has landed; raise what failed behind ``step()``."""
+        """Wait until updates and writes have landed; raise what failed behind ``step()``."""
+        self._settle_step()
         self._states().settle()
+
+    def resume(self, which: str | int | None = None) -> int | None:
+        """Go on from the newest commit, a snapshot by name, or a generation by number.
+
+        Weights, buffers (given ``module``), hyper-parameters, step counts and ``extra`` are what
+        they were; states stay on disk until they are needed. Returns how many steps had been taken,
+        or None where nothing was ever committed. Raises OptionError for other parameters than the
+        stored run's.
+        """
+        self._settle_step()
+        kept = self._kept()
+        generation = space_of(kept).store.generation(which)
+        if generation is None:
+            return None
+        self.extra = resume(generation, kept, self.param_groups, self.state, self._commits.module)
+        self._commits.resumed(generation, kept)
+        return generation.step
+
+    def commit(self, extra: Mapping[str, Any] | None = None) -> int:
+        """Make the run of now durable; return the number of steps it has taken.
+
+        ``extra``: numbers, text, lists, tuples, dicts and tensors that ``resume()`` gives back;
+        TypeError for anything else.
+        """
+        kept = self._kept()
+        space_of(kept)
+        self._settle_step()
+        self._refuse_strange_run()
+        self._commits.capture(kept)
+        self._commits.start(kept, self.param_groups, self.state, extra)
+        self._commits.join(kept)
+        return self._commits.step
+
+    def snapshot(self, name: str, extra: Mapping[str, Any] | None = None) -> None:
+        """Keep the run of now under ``name`` until it is dropped; commits where needed.
+
+        Pinning a commit copies nothing; each kept one may hold as much disk again as states do.
+        """
+        self._settle_step()
+        self._refuse_strange_run()
+        if extra is not None or self._commits.committed != self._commits.step:
+            self.commit(extra)
+        space_of(self._kept()).store.pin(name, self._commits.generation)
+
+    def snapshots(self) -> Sequence[Summary]:
+        """Return what is kept under a name, oldest first."""
+        return space_of(self._kept()).store.snapshots()
+
+    def drop(self, name: str) -> None:
+        """Keep a snapshot no longer."""
+        self._commits.join(self._kept())
+        space_of(self._kept()).store.unpin(name)
+
+    def save_safetensors(self, path: str | os.PathLike[str]) -> None:
+        """Write all states and hyper-parameters to one file, durably and in bounded memory.
+
+        Tensors are called ``<parameter>.<state>``, by the names that ``module`` or the parameter
+        groups give, else by place. The weights are the model's to save.
+        """
+        self._settle_step()
+        groups, module = self.param_groups, self._commits.module
+        export.save(Path(path), self._kept(), groups, self.state, module)
+
+    def load_safetensors(self, path: str | os.PathLike[str]) -> None:
+        """Load what ``save_safetensors`` wrote, in any placement or format, in bounded memory."""
+        module = self._commits.module
+        self.load_state_dict(export.state_dict_of(Path(path), self.param_groups, module))
 
     def memory(self) -> StateMemory:
         """Return the bytes of states and buffers, by place."""
-        return self._states().memory()
+        mirrors, staging = self._kept().buffer_bytes()
+        return replace(self._states().memory(), mirror_bytes=mirrors, staging_bytes=staging)
 
     def traffic(self) -> Traffic:
         """Return the bytes of states moved so far."""
-        return self._states().pipeline.traffic()
+        down, up = self._kept().link_bytes()
+        return replace(self._states().pipeline.traffic(), bytes_down=down, bytes_up=up)
 
     def start_trace(self) -> None:
         """Begin the event log that ``trace()`` returns."""
@@ -201,16 +381,47 @@ class StowedAdam(Optimizer):
         return self._states().pipeline.trace()
 
     def close(self) -> None:
-        """Drop states, buffers and files now rather than with the object. Idempotent."""
-        self._kept().close()
-        self.state.clear()
+        """Drop states, buffers and files now rather than with the object. Idempotent.
+
+        What was committed stays; updates and a commit under way are waited for.
+        """
+        try:
+            self._finish()
+        finally:
+            self.state.clear()
+
+    def __del__(self) -> None:
+        """End what runs behind the last step: the model may live on, and is to have its weights.
+
+        A method, for a weakref.finalize would keep the model alive, which may hold the optimizer.
+        """
+        if getattr(self, "_owner", None) != os.getpid():
+            return  # not made to the end, or another process's
+        try:
+            self._finish()
+        except Exception:
+            logger.exception("An optimizer was dropped, and what ran behind its last step failed")
 
     # --- inside ---
+
+    def _finish(self) -> None:
+        try:
+            self._schedule.finish(self._kept())
+            self._commits.join(self._kept())
+        finally:
+            self._commits.close()
+            if self._waits is not None:
+                self._waits.close()
+            self._kept().close()
 
     def _takes(self, parameter: torch.Tensor) -> bool:
         """Return whether the states of ``parameter`` are ours to keep."""
         del parameter
         return True
+
+    def _check(self, parameter: torch.Tensor, name: str) -> None:
+        """Raise unless this optimizer can update ``parameter``."""
+        options.check_parameter(parameter, name)
 
     def _kept(self) -> Members:
         if self._members is None:
@@ -226,10 +437,40 @@ class StowedAdam(Optimizer):
 
     def _attach(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give states to ``parameters`` that have none yet."""
+        self._settle_step()
         self._kept().attach((p for p in parameters if self._takes(p)), self._amsgrad())
 
     def _amsgrad(self) -> dict[int, bool]:
         return {id(p): bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
+
+    def _settle_step(self) -> None:
+        """Wait for updates and a commit under way: what follows changes states or weights."""
+        self._refuse_open_step()
+        self.wait()
+        self._commits.join(self._kept())
+
+    def _refuse_open_step(self) -> None:
+        if isinstance(self._schedule, BesideBackward) and self._schedule.is_open:
+            self._states().pipeline.check_alive()
+            message = (
+                "Something that needs whole states was asked for between backward and step(), and"
+                ' with overlap="backward" updates have begun. Call step() first.'
+            )
+            raise OptionError(message)
+
+    def _refuse_strange_run(self) -> None:
+        """Raise OptionError where the directory holds a run that this one would bury."""
+        kept = self._kept()
+        if not kept.stowage.placement.durable or self._commits.committed is not None:
+            return
+        newest = space_of(kept).store.generation()
+        if newest is not None:
+            message = (
+                f"{kept.store.directories[0]} holds a run, committed at step {newest.step}. Call"
+                " resume() first to go on with it, or name another directory for a new one"
+                " (`tensorstow clean` removes a dead run)."
+            )
+            raise OptionError(message)
 
     # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -240,95 +481,130 @@ class StowedAdam(Optimizer):
         scale = getattr(self, "grad_scale", None)
         factor = self._clip_factor / (divisor * (1.0 if scale is None else float(scale)))
         self._clip_factor = 1.0
-        if found_inf is not None and found_inf.item():
-            return
-        due = self._due()
-        if due:
-            self._apply(due, factor)
-        self._update_elsewhere(factor)
+        if isinstance(self._schedule, BesideBackward):
+            options.refuse_scaling(found_inf, factor)
+            self._end_open_step(self._schedule)
+        elif found_inf is None or not found_inf.item():
+            self._settle_step()
+            self._take_step(self._schedule, factor)
+            self._update_elsewhere(factor)
+        else:
+            self._count_step(commits=False)
+
+    def _take_step(self, schedule: AtOnce | BesideForward, factor: float) -> None:
+        dues = self._collect()
+        self._kept().refresh()
+        commits = self._begin_step()
+        if dues:
+            turn = self._make_turn(dues, factor, commits=commits)
+            schedule.run(turn, self._kept(), self.state)
+        elif commits:
+            self._commits.capture(self._kept())
+        self._count_step(commits=commits)
+
+    def _begin_step(self) -> bool:
+        """Return whether the step commits."""
+        kept = self._kept()
+        if not kept.stowage.placement.durable:
+            return False
+        self._refuse_strange_run()
+        commits = self._commits.due()
+        if commits:
+            self._commits.prepare(kept)
+        return commits
+
+    def _count_step(self, *, commits: bool) -> None:
+        self._commits.step += 1
+        if commits:
+            self._commits.start(self._kept(), self.param_groups, self.state, None)
+
+    def _make_turn(self, dues: list[Due], factor: float, *, commits: bool) -> Turn:
+        turn = make_turn(dues, self._kept(), self.state, factor)
+        turn.commits = commits
+        return turn
+
+    def _collect(self) -> list[Due]:
+        """Return what this step updates, checked; nothing is changed before."""
+        kept = self._kept()
+        found, strangers = collect(self.param_groups, kept, self._takes)
+        # Parameters unfrozen, or exchanged for others, after the optimizer was made.
+        if strangers:
+            self._attach(strangers)
+        return [Due(group, kept.get(p), gradient) for group, p, gradient in found]
 
     def _update_elsewhere(self, factor: float) -> None:
         """Update the parameters that are not ours, by their gradients times ``factor``."""
 
-    def _due(self) -> list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
-        """Return (group, parameter, gradient) of this step, checked; nothing is changed before."""
-        due = []
-        strangers = []
+    # --- beside backward ---
+
+    @torch.no_grad()
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Take a gradient that autograd has just accumulated."""
         kept = self._kept()
+        member = kept.find(parameter)
+        if not isinstance(self._schedule, BesideBackward):
+            kept.store.pipeline.prefetch()
+            return
+        kept.store.pipeline.check_alive()
+        if member is not None and self._schedule.landed.is_final(member.number):
+            if not self._schedule.is_open:
+                self._open_step(self._schedule)
+            self._check_gradient(member)
+            self._schedule.land(member, kept)
+
+    def _open_step(self, schedule: BesideBackward) -> None:
+        kept = self._kept()
+        options.refuse_ranks(self._commits.module)
+        self._settle_step()
+
+        def takes_part(parameter: torch.Tensor) -> bool:
+            return parameter.requires_grad or parameter.grad is not None
+
+        self._attach(p for p in self._parameters() if takes_part(p) and self._takes(p))
+        kept.refresh()
+        commits = self._begin_step()
+        dues = [
+            Due(group, member, None)
+            for group in self.param_groups
+            for p in group["params"]
+            if takes_part(p) and (member := kept.find(p)) is not None
+        ]
         for group in self.param_groups:
             options.check_hyper(group)
-            options.refuse_torch_keywords(group)
-            for index, parameter in enumerate(group["params"]):
-                gradient = parameter.grad
-                member = kept.find(parameter)
-                if gradient is None or (member is None and not self._takes(parameter)):
-                    continue
-                if not options.fits(parameter, gradient) or (
-                    member is not None and not member.fits(parameter, amsgrad=group["amsgrad"])
-                ):
-                    name = _name(self.param_groups, group, index)
-                    options.check_parameter(parameter, name)
-                    options.check_gradient(parameter, gradient, name)
-                    if member is not None:
-                        options.refuse_change(parameter, group, member.family, name)
-                if member is None:
-                    strangers.append(parameter)
-                due.append((group, parameter, gradient.contiguous()))
-        # Parameters unfrozen, or exchanged for others, after the optimizer was made.
-        if strangers:
-            self._attach(strangers)
-        return due
+        for due in dues:
+            parameter, group = due.member.parameter, due.group
+            if not due.member.fits(parameter, amsgrad=bool(group["amsgrad"])):
+                options.refuse_change(
+                    parameter, group, due.member.family, due.member.numel, "A parameter"
+                )
+        schedule.open(self._make_turn(dues, 1.0, commits=commits), kept)
 
-    def _apply(
-        self, due: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], factor: float
-    ) -> None:
+    def _end_open_step(self, schedule: BesideBackward) -> None:
+        schedule.check_unchanged()
         kept = self._kept()
-        members = [kept.get(parameter) for _, parameter, _ in due]
-        steps = [self._step_of(member) for member in members]
-        rows = [_NO_STEP] * len(kept)
-        table: dict[tuple[int, float], int] = {}
-        hypers: list[tuple[float, ...]] = []
-        for (group, parameter, gradient), member, step in zip(due, members, steps, strict=True):
-            key = (id(group), step.item() + 1.0)
-            if key not in table:
-                table[key] = len(hypers)
-                hypers.append(_hyper_row(group, int(key[1]), factor))
-            rows[member.number] = StepRow(
-                parameter.data_ptr(),
-                gradient.data_ptr(),
-                _DTYPE_CODES[gradient.dtype],
-                member.written_by_others,
-                table[key],
+        late, strangers = collect(self.param_groups, kept, self._takes)
+        if not schedule.is_open:
+            self._open_step(schedule)
+        elif strangers:
+            message = (
+                f"{len(strangers)} parameters got a gradient and were frozen when backward began:"
+                ' with overlap="backward" updates have begun by then. Unfreeze before backward.'
             )
-        kept.store.pipeline.step(rows, np.array(hypers, dtype=np.float32))
-        torch._foreach_add_(steps, 1.0)
-        # Native code wrote to them: autograd must know, or a stale graph would use new weights.
-        torch.autograd.graph.increment_version([parameter for _, parameter, _ in due])
-        for member in members:
-            member.remember()
+            raise OptionError(message)
+        commits = schedule.commits
+        schedule.end([kept.get(parameter) for _, parameter, _ in late], kept, self.state)
+        self._count_step(commits=commits)
 
-    def _step_of(self, member: Member) -> torch.Tensor:
-        """Return the parameter's step count, and see to it that its states are what users see.
+    def _check_gradient(self, member: Member) -> None:
+        if options.fits(member.parameter, member.parameter.grad):
+            return
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter is member.parameter:
+                    check_due(self.param_groups, group, index, member)
+                    return
 
-        A user may have emptied the state (a reset), or put other tensors in (a transplant).
-        """
-        state = self.state[member.parameter]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            if member.begun:
-                self._states().put({member.number: {}})
-        member.begun = True
-        placed = {k: v for k, v in state.items() if k in member.family.streams}
-        if any(placed.get(name) is not view for name, view in member.views.items()) or (
-            placed and not member.views
-        ):
-            if placed:
-                self._states().put({member.number: placed})
-            for name in placed:
-                del state[name]
-            state.update(member.views)
-        step: torch.Tensor = state["step"]
-        return step
+    # --- states that come from outside ---
 
     def _load_states(self, loaded: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
         kept = self._kept()
@@ -343,8 +619,14 @@ class StowedAdam(Optimizer):
         kept.forget_versions()
         for member, entry in members:
             member.begun = False
-            self.state[member.parameter] = {"step": _as_step(entry["step"]), **member.views}
-            self._step_of(member)
+            self.state[member.parameter] = {"step": as_step(entry["step"]), **member.views}
+            step_of(member, self.state[member.parameter], kept.store)
+
+
+def _wait_for_all(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, StowedAdam):
+        optimizer._refuse_open_step()  # noqa: SLF001  # its own
+        optimizer.wait()
 
 
 def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -358,36 +640,14 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
     missing = {
         member.number: (i, member.parameter)
         for i, entry in state_dict["state"].items()
-        if (member := kept.find(parameters[i])) is not None and "exp_avg" not in entry
+        if (member := kept.find(parameters[i])) is not None and is_elsewhere(entry, member)
     }
-    for number, tensors in kept.store.read(missing).items():
+    for number, tensors in gather(kept.store, list(missing)).items():
         index, parameter = missing[number]
         entry = state_dict["state"][index]
         shaped = {name: t.view(parameter.shape) for name, t in tensors.items()}
-        # The moments are copies, so the step count is one too: all of the same moment.
-        state_dict["state"][index] = {**entry, "step": entry["step"].clone(), **shaped}
+        # The moments are copies, so the step count is one too: all of the same moment. What
+        # somebody put in meanwhile, for the next step to take, is kept.
+        state_dict["state"][index] = {**entry, **shaped, **placed(entry)}
+        state_dict["state"][index]["step"] = entry["step"].clone()
     return state_dict
-
-
-def _as_step(step: torch.Tensor | float) -> torch.Tensor:
-    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
-
-
-def _name(groups: list[dict[str, Any]], group: dict[str, Any], index: int) -> str:
-    if group.get("param_names"):
-        return f"Parameter {group['param_names'][index]!r}"
-    number = next(i for i, other in enumerate(groups) if other is group)
-    return f"Parameter {index} of group {number}"
-
-
-def _hyper_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
-    return adam_scalars(
-        lr=float(group["lr"]),
-        betas=(float(group["betas"][0]), float(group["betas"][1])),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        step=step,
-        decoupled=bool(group["decoupled_weight_decay"]),
-        bias_correction=bool(group.get("bias_correction", True)),
-        grad_factor=-factor if group["maximize"] else factor,
-    ).as_tuple()

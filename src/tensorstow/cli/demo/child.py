@@ -27,8 +27,9 @@ from tensorstow.cli.demo.training import (
     make_optimizer,
     train,
 )
-from tensorstow.optim.layout import Family, StateMemory, predict_memory
-from tensorstow.optim.pipeline import TraceEvent, Traffic
+from tensorstow.optim.states.layout import Family
+from tensorstow.optim.states.memory import StateMemory, predict_memory
+from tensorstow.optim.states.pipeline import TraceEvent, Traffic
 from tensorstow.optim.stowed import StowedAdam
 
 
@@ -87,6 +88,7 @@ def run_row(row: Row, scale: Scale, steps: int, directory: str, progress: Progre
         allocated_file_bytes=unlinked_file_bytes(directory) if row.is_offloaded else 0,
         bytes_read=traffic.bytes_read,
         bytes_written=traffic.bytes_written,
+        bytes_spared=traffic.bytes_spared,
     )
 
 

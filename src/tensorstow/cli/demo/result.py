@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Self
 
-from tensorstow.optim.layout import StateMemory
+from tensorstow.optim.states.memory import StateMemory
 
 COMPUTE = "compute"
 DISK_LANES = ("read", "update", "write")
@@ -59,6 +59,8 @@ class RowResult:
     """What the filesystem says that the scratch files take."""
     bytes_read: int = 0
     bytes_written: int = 0
+    bytes_spared: int = 0
+    """Not read, because a buffer still held them."""
 
     def lane(self, lane: str) -> list[Span]:
         """Return the spans of one lane."""

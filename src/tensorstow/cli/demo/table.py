@@ -72,6 +72,7 @@ def sections(results: Sequence[RowResult]) -> list[Section]:
             (
                 line("read, GB", lambda r: _gb(r.bytes_read)),
                 line("written, GB", lambda r: _gb(r.bytes_written)),
+                line("not read again, GB", lambda r: _gb(r.bytes_spared)),
                 line("GB/s in opt.step()", _bandwidth),
                 line("outside opt.step()", _outside),
             ),

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.layout import LANE
+from tensorstow.optim.states.layout import LANE
 
+Overlap = Literal["none", "forward", "backward"]
 _CHOICES = {
     "schedule": ("pipelined", "naive"),
     "backend": (None, "uring", "threads"),
@@ -32,6 +33,9 @@ class PipelinePolicy:
 
     isa: Literal["avx512", "avx2", "scalar"] | None = None
     """The instruction set of the kernels; None takes the best one that this CPU runs."""
+
+    poison: bool = False
+    """Weights that an update has not published yet are NaN: a test sees who reads them."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""

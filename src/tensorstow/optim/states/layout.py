@@ -7,23 +7,22 @@ holds several small parameters or a piece of a large one, and moves as one run o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NoReturn
 
 import torch
 
+import tensorstow._native as _native
 from tensorstow.base.errors import BudgetError, DTypeError, OptionError
 from tensorstow.base.sizes import format_bytes
+from tensorstow.optim.formats.state_format import StateFormat, StreamSpec, state_names, streams_of
 
-LANE = 16
-"""A parameter begins at a multiple of this many elements: one vector register of fp32."""
-STATE_BYTES = 4
-"""States are fp32."""
-IO_ALIGN = 4096
+LANE = 32
+"""A parameter begins at a multiple of this many elements: two vector registers of fp32, and one
+group of those that share a scale under int8."""
 RESIDENT_CAPACITY = 16 << 20
 """Elements in one resident chunk: some 8 ms of updating, so that starting one costs nothing, and
 less than the ring takes to fill, so that no read waits for it."""
-STREAM_STAGGER = 3 * IO_ALIGN
-"""Between streams in a slot, so that they never sit a power of two apart."""
 LEAST_SLOTS = 2
 DEFAULT_RING_BYTES = 48 << 20
 
@@ -47,6 +46,7 @@ class Family:
 
     dtype: torch.dtype
     amsgrad: bool
+    format: StateFormat = StateFormat.FP32
 
     def __post_init__(self) -> None:
         """Refuse dtypes that no kernel takes."""
@@ -54,14 +54,23 @@ class Family:
             refuse_dtype(self.dtype, "A parameter")
 
     @property
-    def streams(self) -> tuple[str, ...]:
-        """Return the names of the states, in the order in which a chunk stores them."""
-        names = ["exp_avg", "exp_avg_sq"]
-        if self.amsgrad:
-            names.append("max_exp_avg_sq")
-        if self.dtype != torch.float32:
-            names.append("master")
-        return tuple(names)
+    def specs(self) -> tuple[StreamSpec, ...]:
+        """Return the streams of a chunk, in the order in which it stores them."""
+        return streams_of(self.dtype, self.format, amsgrad=self.amsgrad)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Return the names of the states that users see."""
+        return state_names(self.dtype, amsgrad=self.amsgrad)
+
+    @property
+    def native(self) -> tuple[str, str, bool]:
+        """Return the family as the native core spells it."""
+        return str(self.dtype).removeprefix("torch."), str(self.format), self.amsgrad
+
+    def state_bytes(self, elements: int) -> int:
+        """Return the bytes of the states of ``elements``, padding excluded."""
+        return sum(-(-elements // s.per) * s.dtype.itemsize for s in self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +100,14 @@ class Span:
     stop: int
 
 
-def split(sizes: Sequence[int], disk_fraction: float) -> tuple[list[Span], list[Span]]:
+def split(
+    sizes: Sequence[int], disk_fraction: float, *, group: int = 1
+) -> tuple[list[Span], list[Span]]:
     """Share the elements of ``sizes`` between RAM and disk, in order: the head stays in RAM.
 
     The disk gets ``round(disk_fraction * sum(sizes))`` elements exactly, so at most one parameter
-    is split. Returns (RAM, disk).
+    is split; or up to ``group`` elements more, so that no group that shares a scale is. Returns
+    (RAM, disk).
     """
     if not 0.0 <= disk_fraction <= 1.0:
         message = (
@@ -109,6 +121,8 @@ def split(sizes: Sequence[int], disk_fraction: float) -> tuple[list[Span], list[
     for parameter, size in enumerate(sizes):
         kept = min(size, ram_elements)
         ram_elements -= kept
+        if kept < size:
+            kept -= kept % group
         if kept:
             ram.append(Span(parameter, 0, kept))
         if kept < size:
@@ -160,9 +174,40 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def stream_bytes(elements: int) -> int:
-    """Return the bytes that one stream of a chunk takes in a file."""
-    return round_up(elements * STATE_BYTES, IO_ALIGN)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stream of a chunk, or the weight behind them: where it is, in bytes."""
+
+    width: int
+    per: int
+    """``width`` bytes for each ``per`` elements."""
+    file_at: int
+    """From the chunk's place on disk."""
+    slot_at: int
+    """From the beginning of a slot of the ring."""
+    nbytes: int
+    """Padded to whole disk blocks."""
+
+
+@lru_cache(maxsize=1024)
+def parts_of(family: Family, elements: int) -> tuple[Part, ...]:
+    """Return the parts of a chunk of ``elements``: each stream, then its weights.
+
+    The native core says; [Note: Extents] in csrc/pipeline/chunk.h.
+    """
+    return tuple(Part(*row) for row in _native.chunk_layout(family.native, elements))
+
+
+def chunk_bytes(family: Family, elements: int, *, with_weights: bool) -> int:
+    """Return the bytes on disk that a chunk takes, alignment included."""
+    weight = parts_of(family, elements)[-1]
+    return weight.file_at + (weight.nbytes if with_weights else 0)
+
+
+def slot_bytes(family: Family, elements: int, *, with_weights: bool) -> int:
+    """Return the bytes of the ring that a chunk takes while it is in memory."""
+    weight = parts_of(family, elements)[-1]
+    return weight.slot_at + (weight.nbytes if with_weights else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +216,6 @@ class RingPlan:
 
     slots: int
     slot_bytes: int
-    stream_stride: int
 
     @property
     def nbytes(self) -> int:
@@ -179,77 +223,21 @@ class RingPlan:
         return self.slots * self.slot_bytes
 
 
-def plan_ring(
-    *, streams: int, chunk_elements: int, chunks: int, budget: int | None, slots: int | None = None
-) -> RingPlan:
-    """Fit slots into ``budget`` bytes (default DEFAULT_RING_BYTES), never more than ``chunks``.
+def plan_ring(slot: int, chunks: int, *, budget: int | None, slots: int | None = None) -> RingPlan:
+    """Fit slots of ``slot`` bytes into ``budget``, never more than ``chunks``.
 
-    Raises BudgetError where not even LEAST_SLOTS slots fit.
+    The budget counts up to DEFAULT_RING_BYTES, which is also its default: what is beyond buys
+    states that stay in RAM. Raises BudgetError where not even LEAST_SLOTS slots fit.
     """
-    stride = stream_bytes(chunk_elements) + STREAM_STAGGER
-    slot = stride * streams
     if chunks == 0:
-        return RingPlan(0, slot, stride)
-    fitting = (DEFAULT_RING_BYTES if budget is None else budget) // slot
+        return RingPlan(0, slot)
+    asked = DEFAULT_RING_BYTES if budget is None else budget
+    fitting = min(asked, max(DEFAULT_RING_BYTES, LEAST_SLOTS * slot)) // slot
     if fitting < LEAST_SLOTS:
-        asked = DEFAULT_RING_BYTES if budget is None else budget
         message = (
             f"A RAM budget of {format_bytes(asked)} was given: the ring needs at least"
             f" {LEAST_SLOTS} chunks of {format_bytes(slot)}, {format_bytes(LEAST_SLOTS * slot)}."
             " Raise ram_budget, or make chunks smaller (PipelinePolicy.chunk_elements)."
         )
         raise BudgetError(message)
-    return RingPlan(min(fitting, chunks, slots or fitting), slot, stride)
-
-
-@dataclass(frozen=True, slots=True)
-class StateMemory:
-    """Bytes of optimizer states by place, and of the buffers between them."""
-
-    logical_bytes: int
-    """All states, padding excluded: 8 bytes per fp32 parameter under Adam."""
-    ram_bytes: int
-    """States that stay in RAM, padding excluded."""
-    disk_bytes: int
-    """States on disk, padding excluded."""
-    file_bytes: int
-    """The files on disk, alignment included."""
-    ring_bytes: int
-    """Host memory that the states on disk pass through; does not grow with the model."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Return the host memory that states and buffers hold."""
-        return self.ram_bytes + self.ring_bytes
-
-
-def predict_memory(
-    sizes: Sequence[int],
-    family: Family,
-    *,
-    disk_fraction: float,
-    chunk_elements: int,
-    budget: int | None = None,
-    slots: int | None = None,
-) -> StateMemory:
-    """Return what one family of parameters with ``sizes`` elements will hold where.
-
-    ``slots`` caps the ring where a schedule wants fewer than fit (``PipelinePolicy.most_slots``).
-    """
-    ram, disk = split(sizes, disk_fraction)
-    chunks = list(cut(lay_out(disk), chunk_elements))
-    width = STATE_BYTES * len(family.streams)
-    ring = plan_ring(
-        streams=len(family.streams),
-        chunk_elements=chunk_elements,
-        chunks=len(chunks),
-        budget=budget,
-        slots=slots,
-    )
-    return StateMemory(
-        logical_bytes=width * sum(sizes),
-        ram_bytes=width * sum(s.stop - s.start for s in ram),
-        disk_bytes=width * sum(s.stop - s.start for s in disk),
-        file_bytes=len(family.streams) * sum(stream_bytes(c.elements) for c in chunks),
-        ring_bytes=ring.nbytes,
-    )
+    return RingPlan(min(fitting, chunks, slots or fitting), slot)

@@ -1,0 +1,57 @@
+// One pass over one chunk: verify what was read, update, and sum up what will be written.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "pipeline/chunk.h"
+
+namespace stow {
+
+// What one step does with one parameter. `grad` null: it has no gradient (yet).
+struct StepParameter {
+  void* param;
+  const void* grad;
+  DType grad_dtype;
+  bool seed_master;
+  std::int32_t hyper;
+  std::uint64_t key;  // of the random bits that inexact formats round with
+};
+
+// The gradient of one segment, from the segment's first element on. `data` null: there is none.
+struct SegmentGradient {
+  const char* data = nullptr;
+  DType dtype = DType::f32;
+  bool due = false;  // it may still land
+};
+
+// Memory of a chunk in one step. `states` is what the kernel works on.
+struct UpdateMemory {
+  char* states[kMaxStreams];
+  char* copy[kMaxStreams];  // where the new states also go; null: nowhere
+  char* weight;             // where the new weights also go; null: nowhere
+};
+
+struct UpdateTask {
+  const ChunkSpec& spec;
+  const ChunkParts& parts;
+  const std::vector<SegmentGradient>& gradients;  // by segment
+  Marks& marks;
+  UpdateMemory memory;
+  bool fresh;   // the states are zero and their memory holds something else
+  bool idle;    // no gradient: only verified and copied
+  bool verify;  // the states come from disk
+  bool sum;     // the states go to disk
+};
+
+// Runs on the pool with `threads` threads (0: all of them). Returns the first block whose states
+// are not what was written, or -1.
+std::int64_t update_chunk(const UpdateTask& task, const std::vector<StepParameter>& parameters,
+                          const std::vector<AdamHyper>& hypers, Isa isa, int threads);
+
+// Fills `marks.published` for one segment from the weights at `weight` (the parameter's begin), or,
+// with `compare`, tells whether they are what it says.
+bool publish_segment(const ChunkSpec& spec, const ChunkParts& parts, Marks& marks,
+                     std::int32_t segment, const void* weight, bool compare);
+
+}  // namespace stow

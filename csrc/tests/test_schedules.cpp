@@ -1,0 +1,238 @@
+// Random schedules of everything a pipeline can be asked for, against flat arrays: no chunk is
+// updated twice or never, no slot is used by two, nothing waits for ever. A failure names its seed,
+// and `test_schedules SEED` runs that one alone.
+#include <algorithm>
+#include <cerrno>
+#include <numeric>
+
+#include "base/pool.h"
+#include "pipeline_rig.h"
+
+namespace stow {
+namespace {
+
+constexpr int kSchedules = 60;
+constexpr int kSteps = 14;
+
+class Schedule {
+ public:
+  Schedule(Make make, unsigned long seed)
+      : random_(static_cast<unsigned>(seed)), options_(draw_options()), rig_(slow(make), options_) {
+    rig_.pipeline().trace().start(chance(3) ? 100 : 0);
+  }
+
+  void run() {
+    for (int number = 1; number <= kSteps; ++number) {
+      before_a_step();
+      const StepSpec spec = draw_step();
+      std::vector<char> due(options_.shapes.size());
+      for (char& one : due) one = !chance(5);
+      if (chance(12)) due.assign(due.size(), 0);
+      rig_.begin(number, due, spec);
+      if (spec.open) land_in_any_order(due);
+      finish(spec, due);
+      if (chance(3)) look_at_everything();
+    }
+    look_at_everything();
+    CHECK(rig_.pipeline().counters().slots_high_water <= most_slots_);
+    if (chance(2)) {  // and destroy it in the middle of one more
+      rig_.begin(kSteps + 1, rig_.all_but(), draw_step());
+      usleep(draw(300));
+      rig_.destroy_pipeline();
+      rig_.spoil_gradients();
+    }
+  }
+
+ private:
+  int draw(int below) { return static_cast<int>(random_() % static_cast<unsigned>(below)); }
+  bool chance(int one_in) { return draw(one_in) == 0; }
+
+  RigOptions draw_options() {
+    static const Family families[] = {
+        {DType::f32, StateFormat::fp32, false},  {DType::f32, StateFormat::fp32, true},
+        {DType::bf16, StateFormat::fp32, false}, {DType::bf16, StateFormat::split, true},
+        {DType::bf16, StateFormat::int8, false}, {DType::f32, StateFormat::bf16, false}};
+    RigOptions options;
+    options.shapes.clear();
+    const int kinds = 1 + draw(3);
+    for (int p = 0, count = 1 + draw(7); p < count; ++p) {
+      options.shapes.push_back({families[draw(kinds) * 7 % 6], 1 + draw(chance(3) ? 4000 : 900)});
+    }
+    options.capacity = 32 * (8 + draw(40));
+    options.gap = 32 * draw(4);
+    options.order = chance(2) ? Order::alternating : Order::given;
+    options.slots = most_slots_ = chance(3) ? 1 : 1 + draw(6);
+    options.few = 1 + draw(2);
+    options.durable = !chance(3);
+    if (!chance(3)) {
+      const int chunks = Rig(make_threads_engine({1, 4096}), options).chunks();
+      for (int c = 0; c < chunks; ++c) {
+        if (chance(3)) options.home.push_back(c);
+      }
+    }
+    return options;
+  }
+
+  std::unique_ptr<Engine> slow(Make make) {
+    auto engine = make({1 + draw(4), 4096});
+    for (int fault = draw(4); fault > 0; --fault) {
+      const Op op = chance(2) ? Op::read : Op::write;
+      engine->faults().add({op, draw(60), 1 + draw(20), 0, chance(4) ? 512 : 0, draw(400)});
+    }
+    return engine;
+  }
+
+  StepSpec draw_step() { return {chance(2), options_.durable && chance(2), chance(3), chance(2)}; }
+
+  void before_a_step() {
+    if (chance(3)) usleep(draw(500));
+    if (chance(3)) rig_.pipeline().prefetch();
+    if (chance(5)) CHECK(rig_.pipeline().wait_written().error == 0);
+    if (chance(6)) {
+      CHECK(rig_.pipeline().quiesce().error == 0);
+      if (chance(2)) {
+        rig_.set_slots(1 + draw(5));
+        most_slots_ = std::max(most_slots_, 5);
+      }
+      if (chance(4)) rig_.reopen();
+    }
+    if (chance(6)) rig_.pipeline().set_order(shuffled(rig_.chunks()));
+    if (options_.durable && chance(4)) {
+      const int chunk = draw(rig_.chunks());
+      if (rig_.pipeline().state(chunk) != ChunkState::writing) rig_.aim(draw(Rig::kAreas), chunk);
+    }
+    if (chance(5)) rig_.rewrite(draw(rig_.parameters()), random_);
+    if (chance(3)) usleep(draw(500));
+    if (chance(8)) rig_.pipeline().prefetch();
+    for (int p = 0; p < rig_.parameters(); ++p) {
+      if (rig_.is_16_bit(p)) CHECK(rig_.unchanged(p) == rig_.published(p));
+    }
+  }
+
+  std::vector<int> shuffled(int count) {
+    std::vector<int> numbers(count);
+    std::iota(numbers.begin(), numbers.end(), 0);
+    std::shuffle(numbers.begin(), numbers.end(), random_);
+    return numbers;
+  }
+
+  void land_in_any_order(std::vector<char>& due) {
+    Pipeline& pipeline = rig_.pipeline();
+    std::vector<char> missing = due;
+    for (const int p : shuffled(rig_.parameters())) {
+      if (!due[p] || chance(10)) continue;
+      CHECK(!pipeline.is_published(p));
+      rig_.land(p);
+      missing[p] = 0;
+      if (chance(4)) usleep(draw(300));
+      if (chance(3) && !rig_.shares_a_chunk(p, missing)) {
+        CHECK(pipeline.wait_parameters({p}).error == 0);
+        CHECK(pipeline.is_published(p));
+        CHECK(rig_.weight_agrees(p));
+      }
+    }
+    pipeline.close();
+  }
+
+  void finish(const StepSpec& spec, const std::vector<char>& due) {
+    Pipeline& pipeline = rig_.pipeline();
+    if (chance(3)) pipeline.prefetch();  // does nothing, or begins the next
+    if (spec.background || chance(3)) {
+      std::vector<int> some = shuffled(rig_.parameters());
+      some.resize(draw(rig_.parameters()) + 1);
+      CHECK(pipeline.wait_parameters(some).error == 0);
+      for (const int p : some) {
+        CHECK(pipeline.is_published(p));
+        CHECK(rig_.weight_agrees(p));
+      }
+    }
+    if (chance(6)) CHECK(pipeline.quiesce().error == 0);
+    if (chance(6)) CHECK(pipeline.wait_written().error == 0);
+    CHECK(pipeline.wait_published().error == 0);
+    CHECK(rig_.agrees());
+    for (int p = 0; p < rig_.parameters(); ++p) CHECK(pipeline.is_published(p) || !due[p]);
+    if (!spec.capture || !chance(2)) return;
+    CHECK(pipeline.wait_written().error == 0);
+    CHECK(rig_.all_captured());
+    CHECK(rig_.captures_agree());
+  }
+
+  void look_at_everything() {
+    CHECK(rig_.pipeline().quiesce().error == 0);
+    const PipelineCounters counters = rig_.pipeline().counters();
+    CHECK(counters.slots_in_use == 0);
+    CHECK(rig_.agrees());
+    CHECK(rig_.states_agree());
+    if (options_.durable) CHECK(rig_.captures_agree());
+  }
+
+  std::mt19937 random_;
+  int most_slots_ = 0;
+  RigOptions options_;
+  Rig rig_;
+};
+
+// The same with one failing block: it is told, nothing hangs, and the gradients are the caller's.
+void run_with_a_failure(Make make, unsigned long seed) {
+  std::mt19937 random(static_cast<unsigned>(seed));
+  const auto draw = [&](int below) {
+    return static_cast<int>(random() % static_cast<unsigned>(below));
+  };
+  RigOptions options;
+  options.shapes.assign(4, Shape{{}, 1500});
+  options.order = draw(2) ? Order::alternating : Order::given;
+  options.slots = 1 + draw(3);
+  options.durable = draw(2) == 0;
+  for (int c = 0; c < 6; ++c) {
+    if (draw(3) == 0) options.home.push_back(c);
+  }
+  Rig rig(make({1 + draw(3), 4096}), options);
+  Pipeline& pipeline = rig.pipeline();
+  const int error = draw(2) ? EIO : ENOSPC;
+  rig.engine().faults().add({Op::read, draw(40), 4, 0, 0, draw(300)});
+  rig.engine().faults().add({draw(2) ? Op::read : Op::write, draw(60), 1, error, 0, draw(300)});
+  Failure failure;
+  for (int number = 1; number <= 8 && failure.error == 0; ++number) {
+    if (draw(2)) pipeline.prefetch();
+    const StepSpec spec = {draw(2) == 0, options.durable && draw(2), draw(2) == 0, draw(2) == 0};
+    rig.begin(number, rig.all_but(), spec);
+    if (spec.open) {
+      const int least = draw(2);
+      for (int p = 3; p >= least; --p) rig.land(p);
+      if (least == 0 && draw(2)) pipeline.wait_parameters({draw(4)});
+      pipeline.close();
+    }
+    failure = draw(4) == 0   ? pipeline.wait_written()
+              : draw(3) == 0 ? pipeline.quiesce()
+                             : pipeline.wait_published();
+    rig.spoil_gradients();
+    if (failure.error == 0) CHECK(rig.agrees());
+  }
+  CHECK(failure.error == 0 || failure.error == error);
+  if (draw(2)) CHECK(pipeline.quiesce().error == pipeline.failure().error);
+}
+
+void run_one(Make make, unsigned long seed) {
+  doing("a schedule", seed);
+  const long before = tally().failed;
+  Schedule(make, seed).run();
+  doing("a schedule with a failure", seed);
+  run_with_a_failure(make, seed);
+  if (tally().failed != before) std::fprintf(stderr, "that was seed %lu\n", seed);
+}
+
+}  // namespace
+}  // namespace stow
+
+int main(int count, char** arguments) {
+  using namespace stow;
+  set_pool_threads(2);
+  for (const Make make : backends()) {
+    if (count > 1) {
+      for (int k = 1; k < count; ++k) run_one(make, std::strtoul(arguments[k], nullptr, 10));
+      continue;
+    }
+    for (unsigned long seed = 1; seed <= kSchedules; ++seed) run_one(make, seed);
+  }
+  return report();
+}

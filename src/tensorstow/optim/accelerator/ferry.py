@@ -1,0 +1,250 @@
+"""The ferry: gradients of accelerator parameters go down to their chunk, new weights back up.
+
+[Note: By chunk] What crosses the link at once is what one chunk of states needs: the pieces of its
+parameters' gradients, into one slot of pinned staging memory, as soon as all of them are there. So
+no slot ever waits for a gradient that is still to come, two slots are enough for any model, and a
+large parameter's first piece is updated while its last is on the way. When a chunk is updated its
+slot is free again, and its new weights go up from the mirrors.
+
+    gradients there -> falling (a copy down) -> updating (the pipeline's) -> rising (a copy up)
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from tensorstow.io.pinned import PinnedBlock
+from tensorstow.optim.accelerator.device import Link, Mark
+from tensorstow.optim.accelerator.mirrors import Mirror, flat
+from tensorstow.optim.states.chunks import Chunk
+from tensorstow.optim.states.layout import Run
+from tensorstow.optim.states.memory import StagingPlan, plan_staging
+from tensorstow.optim.states.pipeline import DTYPE_CODES, UpdatePipeline
+
+
+@dataclass(eq=False, slots=True)
+class _Cargo:
+    """What crosses the link for one chunk."""
+
+    chunk: int
+    runs: tuple[Run, ...]
+    """Of parameters on the device."""
+    awaited: int = 0
+    """Gradients that are still to come in this step."""
+
+
+@dataclass(eq=False, slots=True)
+class _Gradient:
+    """A gradient on the device, while copies of it are to be made."""
+
+    flat: torch.Tensor
+    made: Mark
+    copies_left: int
+
+
+@dataclass(eq=False, slots=True)
+class _Trip:
+    """A cargo under way."""
+
+    cargo: _Cargo
+    slot: int
+    landing: list[tuple[int, int, int]]
+    """(parameter, address, dtype) of each piece that the step expects."""
+    fallen: Mark
+
+
+class _Stage(Enum):
+    """How far a step is."""
+
+    OVER = "nothing is under way"
+    OPEN = "gradients may come"
+    WHOLE = "all gradients are there, and some have not landed"
+    LANDED = "some weights have not gone up"
+    FAILED = "nobody may go on from here"
+
+
+class Ferry:
+    """One optimizer's traffic over the link, a step at a time.
+
+    It lives on the thread that steps: whatever it is asked moves everything on that can move.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        pipeline: UpdatePipeline,
+        chunks: Sequence[Chunk],
+        mirrors: Mapping[int, Mirror],
+    ) -> None:
+        """Serve the parameters of ``mirrors``, by number; take the staging memory."""
+        self.link = link
+        self._pipeline = pipeline
+        self._mirrors = mirrors
+        self._cargoes: dict[int, _Cargo] = {}
+        self._of: dict[int, list[_Cargo]] = {}
+        for chunk in chunks:
+            runs = tuple(run for run in chunk.plan.runs if run.parameter in mirrors)
+            if runs:
+                cargo = self._cargoes[chunk.number] = _Cargo(chunk.number, runs)
+                for run in runs:
+                    self._of.setdefault(run.parameter, []).append(cargo)
+        elements = [c.plan.elements for c in chunks if c.number in self._cargoes]
+        self.plan: StagingPlan = plan_staging(elements)
+        self.staging = PinnedBlock(self.plan.nbytes, link.device, link.settle)
+        self._free = list(range(self.plan.slots))
+        self._expected: set[int] = set()
+        self._gradients: dict[int, _Gradient] = {}
+        self._pending: set[int] = set()
+        self._ready: deque[_Cargo] = deque()
+        self._falling: deque[_Trip] = deque()
+        self._updating: deque[_Trip] = deque()
+        self._risen: Mark | None = None
+        self._stage = _Stage.OVER
+
+    # --- a step ---
+
+    def open(self, numbers: Iterable[int]) -> None:
+        """Begin a step, which the pipeline has begun, in which these parameters may get gradients.
+
+        Numbers of parameters that are not on the device are passed over.
+        """
+        # What went up of the last step is over before its mirrors change: the gradients behind
+        # which they do so come down behind the caller's stream, which has waited for it.
+        self._risen = None
+        self._expected = {n for n in numbers if n in self._mirrors}
+        for cargo in self._cargoes.values():
+            cargo.awaited = sum(run.parameter in self._expected for run in cargo.runs)
+        self._gradients.clear()
+        self._pending.clear()
+        self._stage = _Stage.OPEN
+
+    def offer(self, number: int, gradient: torch.Tensor, made: Mark) -> None:
+        """Take a parameter's contiguous gradient, which is complete behind ``made``."""
+        cargoes = self._of.get(number, [])
+        if cargoes:
+            self._gradients[number] = _Gradient(flat(gradient), made, len(cargoes))
+        for cargo in cargoes:
+            self._pending.add(cargo.chunk)
+            cargo.awaited -= 1
+            if cargo.awaited == 0:
+                self._ready.append(cargo)
+
+    def end(self) -> None:
+        """Say that no more gradients come, and begin with what the pipeline begins with."""
+        rank = {chunk: i for i, chunk in enumerate(self._pipeline.order_now())}
+        late = [self._cargoes[c] for c in self._pending if self._cargoes[c].awaited > 0]
+        self._ready = deque(sorted([*self._ready, *late], key=lambda cargo: rank[cargo.chunk]))
+        self._stage = _Stage.WHOLE
+        self.move_on()
+
+    def needs(self, number: int) -> bool:
+        """Return whether the gradient of a parameter must live on."""
+        return number in self._gradients
+
+    def move_on(self) -> None:
+        """Do what can be done without waiting for anything."""
+        if self._stage != _Stage.FAILED:
+            with self._poisoning():
+                self._move_on()
+
+    def finish(self, numbers: Iterable[int] | None = None) -> None:
+        """Return when these parameters, or all, have their new weights for the caller's stream.
+
+        Raises what failed in the pipeline. Before ``end``, which is what makes a step take an end,
+        and outside of one nothing is waited for.
+        """
+        if self._stage in {_Stage.OPEN, _Stage.FAILED}:
+            return
+        asked = self._of if numbers is None else numbers
+        wanted = {cargo.chunk for n in asked for cargo in self._of.get(n, [])}
+        with self._poisoning():
+            self._move_on()
+            while not wanted.isdisjoint(self._pending):
+                self._wait()
+                self._move_on()
+        if self._risen is not None:
+            self.link.join(self._risen)
+
+    # --- inside ---
+
+    def _move_on(self) -> None:
+        while self._falling and self._falling[0].fallen.query():
+            self._land()
+        while self._updating and self._pipeline.is_updated(self._updating[0].cargo.chunk):
+            self._rise()
+        while self._ready and self._free:
+            self._fall(self._ready.popleft())
+        if self._stage == _Stage.WHOLE and not (self._ready or self._falling):
+            self._pipeline.close_step()
+            self._stage = _Stage.LANDED
+        if self._stage == _Stage.LANDED and not self._pending:
+            self._stage = _Stage.OVER
+
+    def _wait(self) -> None:
+        """Return when one thing more can be done."""
+        if self._falling:
+            self._falling[0].fallen.synchronize()
+        else:
+            self._pipeline.wait_chunk(self._updating[0].cargo.chunk)
+
+    def _fall(self, cargo: _Cargo) -> None:
+        """Send a chunk's gradients down."""
+        slot = self._free.pop()
+        pairs = []
+        landing = []
+        marks = {}
+        for run in cargo.runs:
+            if run.parameter not in self._expected:
+                continue
+            gradient = self._gradients.get(run.parameter)
+            if gradient is None:  # it never came
+                landing.append((run.parameter, 0, 0))
+                continue
+            source = gradient.flat[run.start : run.start + run.count]
+            at = self.plan.offset(slot, run.position)
+            target = self.staging.tensor(at, run.count, source.dtype)
+            pairs.append((target, source))
+            landing.append((run.parameter, target.data_ptr(), DTYPE_CODES[source.dtype]))
+            marks[id(gradient.made)] = gradient.made
+        self._falling.append(_Trip(cargo, slot, landing, self.link.down(pairs, marks.values())))
+
+    def _land(self) -> None:
+        """Hand the pipeline what has come down; the device's copy is not needed any more."""
+        trip = self._falling.popleft()
+        self._pipeline.land_pieces(trip.cargo.chunk, trip.landing)
+        for number, address, _ in trip.landing:
+            gradient = self._gradients.get(number)
+            if not address or gradient is None:
+                continue
+            gradient.copies_left -= 1
+            if gradient.copies_left == 0:
+                del self._gradients[number]
+        self._updating.append(trip)
+
+    def _rise(self) -> None:
+        """Send a chunk's new weights up; its slot is free."""
+        trip = self._updating.popleft()
+        landed = {number for number, address, _ in trip.landing if address}
+        pairs = []
+        for run in trip.cargo.runs:
+            if run.parameter in landed:
+                mirror = self._mirrors[run.parameter]
+                piece = slice(run.start, run.start + run.count)
+                pairs.append((flat(mirror.parameter)[piece], flat(mirror.host)[piece]))
+        self._risen = self.link.up(pairs)
+        self._free.append(trip.slot)
+        self._pending.discard(trip.cargo.chunk)
+
+    @contextmanager
+    def _poisoning(self) -> Iterator[None]:
+        """Whatever fails on the way leaves a step half taken: nobody may go on from there."""
+        try:
+            yield
+        except BaseException as error:
+            self._stage = _Stage.FAILED
+            self._pipeline.poison(error)
+            raise

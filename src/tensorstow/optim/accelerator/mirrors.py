@@ -1,0 +1,86 @@
+"""Mirrors: the weights of an accelerator's parameters in host memory, where the kernel writes them.
+
+[Note: Mirrors] A mirror is the newer of the two from the update of its parameter until the new
+weight has gone up, and again when others have written the parameter it is the older one, which its
+version and address tell. It has the parameter's dtype: under split states it is the upper half of
+the master, and for fp32 parameters it is the master.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tensorstow.io.pinned import PinnedBlock
+from tensorstow.optim.accelerator.device import Link
+from tensorstow.optim.states.layout import round_up
+
+_ALIGN = 128
+Stamp = tuple[int, int]
+
+
+@dataclass(eq=False, slots=True)
+class Mirror:
+    """The weight of one parameter in host memory."""
+
+    parameter: torch.Tensor
+    host: torch.Tensor
+    """In the parameter's shape and dtype."""
+    stamp: Stamp | None = None
+    """What the parameter's was when both were the same; None: never."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether others wrote the parameter since."""
+        return self.stamp != stamp_of(self.parameter)
+
+    def remember(self) -> None:
+        """Take the mirror for what the parameter is, or is going to be."""
+        self.stamp = stamp_of(self.parameter)
+
+
+def stamp_of(parameter: torch.Tensor) -> Stamp:
+    """Return version counter and address: others, where somebody wrote it or exchanged its data."""
+    return parameter._version, parameter.data_ptr()  # noqa: SLF001
+
+
+def mirror_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Return the host memory that the mirrors of ``parameters`` take."""
+    return sum(round_up(p.numel() * p.element_size(), _ALIGN) for p in parameters)
+
+
+def make_mirrors(
+    parameters: Sequence[torch.Tensor], link: Link
+) -> tuple[PinnedBlock, list[Mirror]]:
+    """Return mirrors that hold nothing yet, in one block of memory."""
+    block = PinnedBlock(mirror_bytes(parameters), link.device, link.settle)
+    mirrors = []
+    at = 0
+    for parameter in parameters:
+        host = block.tensor(at, parameter.numel(), parameter.dtype).view(parameter.shape)
+        mirrors.append(Mirror(parameter, host))
+        at += mirror_bytes([parameter])
+    return block, mirrors
+
+
+def refresh(mirrors: Iterable[Mirror], link: Link) -> None:
+    """Fetch the weights that others wrote; return when they are here."""
+    stale = [m for m in mirrors if m.is_stale]
+    if not stale:
+        return
+    pairs = [(flat(m.host), flat(m.parameter)) for m in stale]
+    link.down(pairs, [link.mark()]).synchronize()
+    for mirror in stale:
+        mirror.remember()
+
+
+def deliver(mirrors: Iterable[Mirror], link: Link) -> None:
+    """Let every parameter be what its mirror is, for whatever the caller's stream does next."""
+    pairs = [(flat(m.parameter), flat(m.host)) for m in mirrors]
+    if pairs:
+        link.join(link.up(pairs, [link.mark()]))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in one row, apart from autograd and its version counter."""
+    return tensor.data.view(-1)

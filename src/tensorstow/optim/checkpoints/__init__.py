@@ -1,0 +1,1 @@
+"""What outlives a process: commits, the way back, state dicts, safetensors."""

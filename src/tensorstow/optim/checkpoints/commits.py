@@ -1,0 +1,296 @@
+"""Commits: when one is due, what goes into it, and how it becomes durable behind the next forward.
+
+[Note: A commit] Whether a step commits is decided before it begins, so that its update also puts
+the new weights into the ring beside the states. What is small (buffers, hyper-parameters, the
+caller's extra) is written before ``step()`` returns. Waiting for the writes, the sync of the files
+and the transaction happen on a thread behind it; the next step begins by waiting for that, for
+until then no chunk has a second extent that may be overwritten.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+import tensorstow._native as _native
+from tensorstow.base.errors import ForkError, OptionError
+from tensorstow.optim.checkpoints.extras import take_apart
+from tensorstow.optim.members import Member, Members
+from tensorstow.optim.run import Extra, Interval
+from tensorstow.optim.states.chunks import Chunk
+from tensorstow.optim.states.layout import parts_of
+from tensorstow.optim.states.pipeline import NOWHERE, Place, StepKind, StepRow
+from tensorstow.optim.states.state_store import StateStore
+from tensorstow.optim.states.stored import StoredSpace
+from tensorstow.optim.updates import Groups, States, must_seed
+from tensorstow.store.records import (
+    ChunkRecord,
+    ChunkShape,
+    Content,
+    Generation,
+    StreamShape,
+    TensorRecord,
+)
+
+
+class Commits:
+    """The commits of one optimizer over one store."""
+
+    def __init__(
+        self,
+        every: Interval,
+        *,
+        module: torch.nn.Module | None,
+        extra: Callable[[], Extra] | None,
+    ) -> None:
+        """Take names and buffers from ``module``, and from ``extra`` what the caller keeps."""
+        self.every = every
+        self.module = module
+        self.extra_now = extra
+        self.step = 0
+        """Steps taken since the run began, skipped ones too."""
+        self.committed: int | None = None
+        """The step of the generation that this run goes on from."""
+        self.generation: int | None = None
+        """Its number: after going back to a snapshot, not the newest one's."""
+        self._last = time.monotonic()
+        self._owner = os.getpid()
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[Generation] | None = None
+        self._places: dict[Chunk, Place] = {}
+        self._kept: dict[tuple[str, str], tuple[tuple[int, int], TensorRecord]] = {}
+        self._temporary: list[TensorRecord] = []
+
+    def due(self) -> bool:
+        """Return whether the step that is about to be taken commits."""
+        if self.every.steps is not None:
+            return (self.step + 1) % self.every.steps == 0
+        if self.every.seconds is not None:
+            return time.monotonic() - self._last >= self.every.seconds
+        return False
+
+    def join(self, kept: Members) -> None:
+        """Wait until the commit under way, if any, is durable; raise what failed in it."""
+        if self._pending is None:
+            return
+        if self._owner != os.getpid():
+            message = "A commit was waited for in a forked process: it is the parent's."
+            raise ForkError(message)
+        pending, self._pending = self._pending, None
+        try:
+            generation = pending.result()
+            self._retarget(kept.store, space_of(kept))
+        except BaseException as error:
+            kept.store.pipeline.poison(error)
+            raise
+        self.committed, self.generation = generation.step, generation.number
+
+    def prepare(self, kept: Members) -> None:
+        """Before a step that commits: find weights that others wrote since the last one."""
+        for member in kept.all():
+            if member.written_by_others:
+                kept.store.pipeline.forget_capture(member.number)
+
+    def start(self, kept: Members, groups: Groups, states: States, extra: Extra | None) -> None:
+        """Make the step that was just taken, with capture, a generation; return before it is one.
+
+        ``extra`` None: what the caller's function returns now.
+        """
+        space = space_of(kept)
+        given: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
+        if not isinstance(given, Mapping):
+            message = (
+                f"extra is a {type(given).__name__}: it is a dict, or a function that returns one."
+            )
+            raise TypeError(message)
+        plain, tensors = take_apart(dict(given), "extra")
+        hyper, numbers = take_apart(self._hyper(kept, groups, states), "a parameter group")
+        records = [
+            *self._write_all("extra", tensors, space),
+            *self._write_all("hyper", numbers, space),
+            *self._write_module(kept, space),
+        ]
+        layout = layout_of(kept, names_of(groups, self.module))
+        step = self.step
+
+        def finish() -> Generation:
+            with kept.store.pipeline.lock:
+                kept.store.pipeline.wait_written()
+                chunks = [_record(chunk, kept.store, space) for chunk in kept.store.chunks]
+            content = Content(step, layout, hyper, plain, chunks, records)
+            return space.store.commit(content)
+
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensorstow-commit")
+        self._pending = self._executor.submit(finish)
+        self._last = time.monotonic()
+
+    def capture(self, kept: Members) -> None:
+        """Write to disk what it has not got of the states and weights of now."""
+        kept.refresh()
+        self.prepare(kept)
+        rows = [StepRow(weight=member.weight.data_ptr()) for member in kept.all()]
+        none = np.zeros((0, 9), dtype=np.float32)
+        kept.store.pipeline.step(rows, none, StepKind(capture=True))
+
+    def resumed(self, generation: Generation, kept: Members) -> None:
+        """Go on behind a generation that was just loaded."""
+        self.step = self.committed = generation.step
+        self.generation = generation.number
+        self._last = time.monotonic()
+        for record in (*self._temporary, *(record for _, record in self._kept.values())):
+            space_of(kept).store.release(record.extent)
+        self._kept.clear()
+        self._temporary.clear()
+        self._places = {c: kept.store.pipeline.place(c) for c in kept.store.chunks}
+
+    def close(self) -> None:
+        """Let the thread go. Idempotent."""
+        if self._executor is not None and self._owner == os.getpid():
+            self._executor.shutdown(wait=True)
+            self._executor = None
+
+    def _retarget(self, store: StateStore, space: StoredSpace) -> None:
+        """Give every chunk whose extent is committed now another one to be written to."""
+        for record in self._temporary:
+            space.store.release(record.extent)
+        self._temporary.clear()
+        for chunk in store.chunks:
+            place = store.pipeline.place(chunk)
+            if place != store.pipeline.target_of(chunk):
+                continue  # not written since the commit before: its other extent is still free
+            before = self._places.get(chunk, NOWHERE)
+            if before not in {NOWHERE, place}:
+                space.release(before)
+            self._places[chunk] = place
+            (free,) = space.reserve([chunk.file_bytes])
+            store.pipeline.target(chunk, free)
+
+    def _hyper(self, kept: Members, groups: Groups, states: States) -> dict[str, Any]:
+        saved = [
+            {k: v for k, v in group.items() if k not in {"params", "param_names"}}
+            for group in groups
+        ]
+        members = [[_number(kept.find(p)) for p in group["params"]] for group in groups]
+        counts = {
+            str(m.number): float(states[m.parameter]["step"])
+            for m in kept.all()
+            if "step" in states.get(m.parameter, {})
+        }
+        reseed = [m.number for m in kept.all() if must_seed(m, kept.store)]
+        return {"groups": saved, "members": members, "steps": counts, "reseed": reseed}
+
+    def _write_all(
+        self, kind: str, tensors: Sequence[torch.Tensor], space: StoredSpace
+    ) -> list[TensorRecord]:
+        """Write tensors that belong to this commit alone."""
+        records = []
+        for i, tensor in enumerate(tensors):
+            written = space.store.write_tensor(kind, str(i), tensor.detach().cpu().contiguous())
+            self._temporary.append(written)  # at once: the next one may fail
+            records.append(written)
+        return records
+
+    def _write_module(self, kept: Members, space: StoredSpace) -> list[TensorRecord]:
+        """Write buffers and parameters that no optimizer updates, where they changed."""
+        if self.module is None:
+            return []
+        members = {id(m.parameter) for m in kept.all()}
+        records = []
+        for name, tensor in module_tensors(self.module):
+            if id(tensor) in members:
+                continue
+            key = ("module", name)
+            # Both: batch_norm writes its statistics without telling the version counter.
+            held = tensor.detach().cpu().contiguous()
+            nbytes = held.numel() * held.element_size()
+            mark = (tensor._version, _native.checksum(held.data_ptr(), nbytes))  # noqa: SLF001
+            before = self._kept.get(key)
+            if before is None or before[0] != mark:
+                now = space.store.write_tensor(*key, held)
+                self._kept[key] = (mark, now)
+                if before is not None:
+                    self._temporary.append(before[1])
+            records.append(self._kept[key][1])
+        return records
+
+
+def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers by the names that ``state_dict`` has for them.
+
+    Not by ``state_dict`` itself: that waits for updates which run behind the step.
+    """
+    yield from module.named_parameters()
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in part._non_persistent_buffers_set:  # noqa: SLF001
+                yield name, buffer
+
+
+def space_of(kept: Members) -> StoredSpace:
+    """Return the durable space; raise OptionError where states are scratch."""
+    space = kept.store.space
+    if isinstance(space, StoredSpace):
+        return space
+    message = (
+        "A commit was asked for, and the states are scratch: nothing of them outlives the process."
+        ' Make the optimizer with dir="..." and without durability="none".'
+    )
+    raise OptionError(message)
+
+
+def names_of(groups: Groups, module: torch.nn.Module | None) -> dict[int, str]:
+    """Return names of parameters by their id: the module's, else those that a group gives."""
+    by_id: dict[int, str] = {}
+    for group in groups:
+        given = group.get("param_names") or ()
+        by_id |= {id(p): n for p, n in zip(group["params"], given, strict=False)}
+    if module is not None:
+        by_id |= {id(p): name for name, p in module.named_parameters()}
+    return by_id
+
+
+def layout_of(kept: Members, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return how the states lie in chunks, as JSON."""
+    return {
+        "parameters": [
+            {
+                "name": names.get(id(m.parameter)),
+                "shape": list(m.parameter.shape),
+                "dtype": str(m.family.dtype).removeprefix("torch."),
+                "amsgrad": m.family.amsgrad,
+                "format": str(m.family.format),
+            }
+            for m in kept.all()
+        ],
+        "chunks": [_chunk_entry(chunk) for chunk in kept.store.chunks],
+    }
+
+
+def _chunk_entry(chunk: Chunk) -> dict[str, Any]:
+    *streams, weight = (
+        StreamShape(part.width, part.per) for part in parts_of(chunk.family, chunk.plan.elements)
+    )
+    shape = ChunkShape(chunk.plan.elements, _native.UPDATE_BLOCK, tuple(streams), weight)
+    runs = [[r.parameter, r.start, r.count, r.position] for r in chunk.plan.runs]
+    return {**asdict(shape), "runs": runs}
+
+
+def _record(chunk: Chunk, store: StateStore, space: StoredSpace) -> ChunkRecord:
+    states, weights = store.pipeline.checksums(chunk)
+    return ChunkRecord(
+        chunk=chunk.number,
+        extent=space.extent(store.pipeline.place(chunk)),
+        blank=store.pipeline.state(chunk) == "blank",
+        checksums=states,
+        weight_checksums=weights,
+    )
+
+
+def _number(member: Member | None) -> int | None:
+    return None if member is None else member.number

@@ -1,0 +1,261 @@
+"""From a commit back to an optimizer: weights are read, states stay where they are."""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+import tensorstow._native as _native
+from tensorstow.base.errors import DamageError, OptionError, StoreFormatError
+from tensorstow.optim.checkpoints.commits import module_tensors, names_of, space_of
+from tensorstow.optim.checkpoints.extras import put_together
+from tensorstow.optim.formats.state_format import StateFormat
+from tensorstow.optim.members import Member, Members
+from tensorstow.optim.states.chunks import Chunk
+from tensorstow.optim.states.layout import ChunkPlan, Family, Run, parts_of
+from tensorstow.optim.states.pipeline import Stored
+from tensorstow.optim.states.state_store import StateStore
+from tensorstow.optim.states.stored import StoredSpace
+from tensorstow.optim.updates import Groups, States, as_step
+from tensorstow.store.checksums import differing_runs, weight_checksums
+from tensorstow.store.records import Generation, TensorRecord, chunk_shapes
+
+
+def resume(
+    generation: Generation,
+    kept: Members,
+    groups: Groups,
+    states: MutableMapping[torch.Tensor, dict[str, Any]],
+    module: torch.nn.Module | None,
+) -> dict[str, Any]:
+    """Make the optimizer and the model what they were at ``generation``; return its ``extra``.
+
+    Reads the weights; states are read when the first step needs them. Raises OptionError or
+    BudgetError where the run is of other parameters or does not fit, before anything is changed;
+    whatever fails behind that poisons the optimizer until it is resumed anew.
+    """
+    entries = generation.layout["parameters"]
+    _refuse_other_blocks(generation)
+    order = _match(entries, generation.hyper, groups, module)
+    _refuse_unknown(kept, order, names_of(groups, module))
+    families = [_family(entry, kept) for entry in entries]
+    space = space_of(kept)
+    plans = list(_plans(generation.layout["chunks"], families))
+    records = sorted(generation.chunks, key=lambda record: record.chunk)
+
+    def adopt() -> list[Stored]:
+        return [
+            Stored(space.adopt(r.extent), r.blank, r.checksums, r.weight_checksums) for r in records
+        ]
+
+    kept.store.check_budget(plans)
+    for member in kept.all():
+        states.pop(member.parameter, None)
+    try:
+        kept.restore(order, families, plans, adopt)
+        _load_weights(generation, kept.store, space)
+        kept.deliver()
+        _load_module(generation, kept, module, space)
+        hyper = _put_back(generation.hyper, "hyper", generation, space)
+        for group, values in zip(groups, hyper["groups"], strict=True):
+            group.update(values)
+        for number, count in hyper["steps"].items():
+            member = kept.all()[int(number)]
+            states[member.parameter] = {"step": as_step(count), **member.views}
+        for member in kept.all():
+            _begin(member, kept.store, reseed=member.number in hyper["reseed"], states=states)
+        return _put_back(generation.extra, "extra", generation, space)
+    except BaseException as error:
+        kept.store.pipeline.poison(error)
+        raise
+
+
+def _refuse_other_blocks(generation: Generation) -> None:
+    """Raise StoreFormatError where a checksum stands for another number of elements than here."""
+    found = {shape.block for shape in chunk_shapes(generation.layout)} - {_native.UPDATE_BLOCK}
+    if found:
+        message = (
+            f"The run that is stored here has checksums over {min(found)} elements each, and this"
+            f" version takes {_native.UPDATE_BLOCK}. Resume it with the version that wrote it, save"
+            " state_dict() there, and load that into a new run."
+        )
+        raise StoreFormatError(message)
+
+
+def _match(
+    entries: Sequence[Mapping[str, Any]],
+    hyper: Mapping[str, Any],
+    groups: Groups,
+    module: torch.nn.Module | None,
+) -> list[torch.Tensor]:
+    """Return the parameters that the saved ones are, in their order.
+
+    By name where all have one, else by their places in the groups. Those that have no states yet,
+    being frozen, are found too: the run may have unfrozen them on its way.
+    """
+    places = {
+        number: (g, i)
+        for g, members in enumerate(hyper["members"])
+        for i, number in enumerate(members)
+        if number is not None
+    }
+    _check_groups(len(hyper["groups"]), groups)
+    names = names_of(groups, module)
+    by_name = {
+        names[id(p)]: (g, p)
+        for g, group in enumerate(groups)
+        for p in group["params"]
+        if id(p) in names
+    }
+    named = all(e["name"] for e in entries) and len(by_name) == sum(
+        len(group["params"]) for group in groups
+    )
+    found = []
+    for number, entry in enumerate(entries):
+        at = places.get(number)
+        if named:
+            group, parameter = by_name.get(entry["name"], (None, None))
+            if parameter is not None and at is not None and group != at[0]:
+                message = (
+                    f"{entry['name']} is in parameter group {group} here, and in group {at[0]} of"
+                    " the run that is stored here: it would get another one's hyper-parameters."
+                    " Make the same groups in the same order."
+                )
+                raise OptionError(message)
+        else:
+            parameter = _at(groups, at)
+        if parameter is None or _print(parameter) != (tuple(entry["shape"]), entry["dtype"]):
+            raise OptionError(_difference(number, entry, parameter, len(entries), groups))
+        found.append(parameter)
+    return found
+
+
+def _at(groups: Groups, place: tuple[int, int] | None) -> torch.Tensor | None:
+    if place is None or place[1] >= len(groups[place[0]]["params"]):
+        return None
+    parameter: torch.Tensor = groups[place[0]]["params"][place[1]]
+    return parameter
+
+
+def _difference(
+    number: int,
+    entry: Mapping[str, Any],
+    parameter: torch.Tensor | None,
+    saved: int,
+    groups: Groups,
+) -> str:
+    there = f"{entry['name'] or f'number {number}'} ({entry['dtype']} {tuple(entry['shape'])})"
+    here = "nothing" if parameter is None else "{1} {0}".format(*_print(parameter))
+    count = sum(len(group["params"]) for group in groups)
+    return (
+        f"The run that is stored here trains {saved} parameters, this optimizer has {count}, and"
+        f" they are not the same: {there} of the run is {here} here. Give it the same model"
+        " in the same order, or another directory."
+    )
+
+
+def _refuse_unknown(kept: Members, order: Sequence[torch.Tensor], names: Mapping[int, str]) -> None:
+    known = {id(p) for p in order}
+    strange = [m for m in kept.all() if id(m.parameter) not in known]
+    if strange:
+        told = [names.get(id(m.parameter), f"number {m.number}") for m in strange[:5]]
+        message = (
+            f"This optimizer trains {len(strange)} parameters that the run which is stored here"
+            f" does not ({', '.join(told)}). Give it the same model, or another directory; one that"
+            " is to be trained from now on is to be unfrozen behind resume()."
+        )
+        raise OptionError(message)
+
+
+def _print(parameter: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+
+
+def _family(entry: Mapping[str, Any], kept: Members) -> Family:
+    dtype = getattr(torch, entry["dtype"])
+    saved = Family(dtype, bool(entry["amsgrad"]), StateFormat(entry["format"]))
+    wanted = kept.stowage.family(dtype, amsgrad=saved.amsgrad)
+    if kept.stowage.format is not None and wanted != saved:
+        message = (
+            f"state_format={kept.stowage.format.value!r} was asked for, and the run that is stored"
+            f" here keeps its {entry['dtype']} parameters' states as {saved.format.value!r}. Leave"
+            " state_format out; to change it, save state_dict() and load it into a new run."
+        )
+        raise OptionError(message)
+    return saved
+
+
+def _plans(entries: Sequence[Mapping[str, Any]], families: Sequence[Family]) -> Iterator[Chunk]:
+    for entry in entries:
+        runs = tuple(Run(p, start, count, at) for p, start, count, at in entry["runs"])
+        yield Chunk(ChunkPlan(runs, entry["elements"]), families[runs[0].parameter])
+
+
+def _load_weights(generation: Generation, store: StateStore, space: StoredSpace) -> None:
+    shapes = chunk_shapes(generation.layout)
+    records = {record.chunk: record for record in generation.chunks}
+    for chunk in store.chunks:
+        record = records[chunk.number]
+        part = parts_of(chunk.family, chunk.plan.elements)[-1]
+        read = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
+        number, offset = store.pipeline.place(chunk)
+        space.file(number).read(read, offset + part.file_at).wait()
+        found = weight_checksums(shapes[chunk.number], read.data_ptr())
+        if found != record.weight_checksums:
+            block, _ = next(differing_runs(found, record.weight_checksums))
+            message = (
+                f"The weights of chunk {chunk.number} (block {block}) in {space.path(number)} at"
+                f" offset {offset + part.file_at} are not those that were written: their checksum"
+                " does not fit. `tensorstow scrub` says what else is damaged; go on from a"
+                " snapshot."
+            )
+            raise DamageError(message)
+        weights = read.view(chunk.family.dtype)
+        for run in chunk.plan.runs:
+            target = store.weights(run.parameter).detach().reshape(-1)
+            target[run.start : run.start + run.count] = weights[
+                run.position : run.position + run.count
+            ]
+
+
+@torch.no_grad()
+def _load_module(
+    generation: Generation, kept: Members, module: torch.nn.Module | None, space: StoredSpace
+) -> None:
+    records = {r.name: r for r in generation.tensors if r.kind == "module"}
+    if module is None:
+        return
+    members = {id(m.parameter) for m in kept.all()}
+    for name, tensor in module_tensors(module):
+        if id(tensor) not in members and name in records:
+            tensor.copy_(space.store.read_tensor(records[name]).view(tensor.shape))
+
+
+def _put_back(
+    plain: object, kind: str, generation: Generation, space: StoredSpace
+) -> dict[str, Any]:
+    records: dict[int, TensorRecord] = {
+        int(r.name): r for r in generation.tensors if r.kind == kind
+    }
+    value: dict[str, Any] = put_together(plain, lambda i: space.store.read_tensor(records[i]))
+    return value
+
+
+def _check_groups(saved: int, groups: Groups) -> None:
+    if saved != len(groups):
+        message = (
+            f"The run that is stored here has {saved} parameter groups and this optimizer"
+            f" {len(groups)}. Make the same groups in the same order."
+        )
+        raise OptionError(message)
+
+
+def _begin(member: Member, store: StateStore, *, reseed: bool, states: States) -> None:
+    member.begun = "step" in states.get(member.parameter, {})
+    if reseed:
+        store.pipeline.unpublish(member.number)
+        member.written = None
+        return
+    if member.family.dtype != torch.float32:
+        store.pipeline.publish(member.number, member.weight.detach())
+    member.remember()

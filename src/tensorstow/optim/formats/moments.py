@@ -1,0 +1,105 @@
+"""Moments in fewer bits than fp32.
+
+[Note: Stochastic rounding] in csrc/kernels/moments.h and [Note: Byte moments] in
+csrc/kernels/group_loop.h, in plain torch, bit for bit. Where a chance is None a value is rounded
+to the nearest.
+"""
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+"""Elements that share a scale."""
+_LEAST = 2.0**-149
+_LEAST_SCALE = 2.0**-100
+_LARGEST_BF16 = 0x7F7F
+_LARGEST_ROOT = 0x5F7F
+"""The bf16 number whose square is still finite."""
+
+
+def to_half(x: Tensor, chance: Tensor | None) -> Tensor:
+    """Round fp32 to bf16; ``chance`` is a 16-bit number per element."""
+    if chance is None:
+        return x.bfloat16()
+    bits = x.view(torch.int32)
+    added = torch.where((bits & 0x7FFFFFFF) >= _LARGEST_BF16 << 16, 0x8000, chance)
+    rounded = ((bits + added) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(x.isnan(), x.bfloat16(), rounded)
+
+
+def to_bytes(m: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return fp32 first moments as int8 codes and bf16 scales per group."""
+    groups = _grouped(m)
+    scale = _scale_above(groups, _LARGEST_BF16)
+    wide = scale.float()[:, None]
+    part = groups.abs() * 0.5
+    t = part / (part + wide * 0.5).clamp(min=_LEAST) * 254.0
+    t = t.nan_to_num(0.0) * wide.isfinite()
+    low = t.trunc()
+    if chance is None:
+        up = t - low >= 0.5
+    else:
+        up = _uniform(chance) * (254.0 - t) < (t - low) * (253.0 - low)
+    code = (low + up).clamp(max=127.0)
+    signed = torch.where(groups.signbit(), -code, code)
+    return signed.flatten()[: m.numel()].to(torch.int8), scale
+
+
+def from_bytes(code: Tensor, scale: Tensor) -> Tensor:
+    """Return the first moments of ``to_bytes``."""
+    n = code.float()
+    return n / (254.0 - n.abs()) * _spread(scale.float(), n)
+
+
+def to_unsigned_bytes(v: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return fp32 second moments as uint8 codes of their roots and bf16 scales per group."""
+    root = _grouped(v).double().sqrt().float()
+    scale = _scale_above(root, _LARGEST_ROOT)
+    wide = scale.float()[:, None]
+    per_scale = torch.tensor(255.0, device="cpu") / wide.clamp(
+        min=_LEAST_SCALE
+    )  # one rounding, unlike 255.0 / x
+    t = root * per_scale
+    t = t.nan_to_num(0.0) * wide.isfinite()
+    low = t.trunc()
+    if chance is None:
+        up = t - low >= 0.5
+    else:
+        up = _uniform(chance) * (low + low + 1.0) < (t - low) * (t + low)
+    least = ((root > 0.0) & wide.isfinite()).float()
+    code = torch.maximum((low + up).clamp(max=255.0), least)
+    return code.flatten()[: v.numel()].to(torch.uint8), scale
+
+
+def from_unsigned_bytes(code: Tensor, scale: Tensor) -> Tensor:
+    """Return the second moments of ``to_unsigned_bytes``."""
+    n = code.float()
+    root = n * _spread(scale.float() * torch.tensor(1.0 / 255.0, device="cpu"), n)
+    return root * root
+
+
+def _grouped(x: Tensor) -> Tensor:
+    rows = -(-x.numel() // GROUP)
+    padded = torch.zeros(rows * GROUP, dtype=torch.float32, device="cpu")
+    padded[: x.numel()] = x
+    return padded.view(rows, GROUP)
+
+
+def _scale_above(groups: Tensor, most: int) -> Tensor:
+    """Return the least bf16 number that no magnitude of a group exceeds.
+
+    That with the bits ``most`` is the largest; NaN where a magnitude is not finite.
+    """
+    top = (groups.view(torch.int32) & 0x7FFFFFFF).amax(1)
+    up = ((top + 0xFFFF) >> 16).clamp(max=most)
+    bits = torch.where(top >= 0x7F800000, 0x7FC0, up)
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def _spread(scale: Tensor, elements: Tensor) -> Tensor:
+    return scale.repeat_interleave(GROUP)[: elements.numel()]
+
+
+def _uniform(chance: Tensor) -> Tensor:
+    """Return numbers between 0 and 1, both excluded, group by group."""
+    return (_grouped(chance.float()) + 0.5) * 2.0**-16

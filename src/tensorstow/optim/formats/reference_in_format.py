@@ -1,0 +1,52 @@
+"""The kernels' update with states in a format, in plain torch: decode, update, encode."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tensorstow.optim.formats.state_format import StateFormat, decode, encode
+from tensorstow.optim.reference import AdamScalars, AdamState, adam_reference
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The states of a 1-D parameter as they are kept: the streams of ``streams_of``."""
+
+    streams: Sequence[Tensor]
+    format: StateFormat
+    amsgrad: bool
+    first: int = 0
+    """Index in the parameter of the first element."""
+
+
+def adam_reference_in_format(
+    param: Tensor,
+    grad: Tensor,
+    kept: Kept,
+    scalars: AdamScalars,
+    *,
+    key: int = 0,
+    seed_master: bool = False,
+) -> None:
+    """Update ``param`` and ``kept`` in place by one step, as ``adam_reference`` does.
+
+    ``key`` tells the random bits of one parameter and step from those of others.
+    """
+    states = decode(kept.streams, param, kept.format, amsgrad=kept.amsgrad)
+    state = AdamState(
+        states["exp_avg"],
+        states["exp_avg_sq"],
+        master=states.get("master"),
+        vmax=states.get("max_exp_avg_sq"),
+    )
+    adam_reference(param, grad, state, scalars, seed_master=seed_master)
+    encode(
+        states,
+        param,
+        kept.streams,
+        kept.format,
+        amsgrad=kept.amsgrad,
+        key=key,
+        first=kept.first,
+    )

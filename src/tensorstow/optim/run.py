@@ -1,0 +1,52 @@
+"""What users tell an optimizer of the run that it is a part of."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tensorstow.base.errors import OptionError
+
+Extra = Mapping[str, Any]
+DEFAULT_EVERY = "10min"
+_UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d)?\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """How often to commit: after some seconds, or after some steps, or only by hand."""
+
+    seconds: float | None = None
+    steps: int | None = None
+
+    @classmethod
+    def parse(cls, value: str | int | None) -> "Interval":
+        """Read "10min", "90s", "2h", "1d", a number of steps, or None for only by hand."""
+        if value is None:
+            return cls()
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return cls(steps=value)
+        match = _TIME.fullmatch(value.lower()) if isinstance(value, str) else None
+        if match is not None and float(match[1]) > 0:
+            return cls(seconds=float(match[1]) * _UNITS[match[2] or ""])
+        message = (
+            f'commit_every={value!r} was given: use a time ("10min", "90s", "2h"), a number of'
+            " steps, or None to commit only by hand."
+        )
+        raise OptionError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What an optimizer knows of the run that it is a part of."""
+
+    module: torch.nn.Module | None = None
+    """The model: gives names, buffers, and the places where new weights are waited for."""
+    accumulation_steps: int = 1
+    """Backward passes per step, where updates run beside the last one."""
+    commit_every: Interval = field(default_factory=Interval)
+    extra: Callable[[], Extra] | None = None
+    """Called at each commit for what the caller keeps with it."""

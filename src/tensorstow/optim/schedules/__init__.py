@@ -1,0 +1,1 @@
+"""When updates run: at once, beside forward, beside backward."""

@@ -1,0 +1,104 @@
+"""``overlap="backward"``: each gradient is handed over as soon as it is final.
+
+[Note: Final] A parameter's gradient is final when autograd has accumulated it in the last backward
+of the step. Which backward is the last is known by counting (``accumulation_steps``) or by the
+context that the others run in. Gradients of parameters that took part in fewer of them are final
+when ``step()`` is called.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.optim.landed import LandedGradient
+
+
+class LandedGradients:
+    """Which gradients of the step were handed over, and the memory of those still needed."""
+
+    def __init__(self, accumulation_steps: int, is_published: Callable[[int], bool]) -> None:
+        """Hold a gradient until ``is_published`` of its parameter's number."""
+        if accumulation_steps < 1:
+            message = f"accumulation_steps={accumulation_steps} was given: it is at least 1."
+            raise OptionError(message)
+        self._accumulation_steps = accumulation_steps
+        self._is_published = is_published
+        self._counts: dict[int, int] = {}
+        self._accumulating = 0
+        self._backward: int | None = None
+        self._held: list[tuple[int, torch.Tensor]] = []
+        self._stand_ins: list[tuple[torch.Tensor, LandedGradient]] = []
+        self.arrived: list[int] = []
+        """Numbers of parameters, in the order in which their gradients became final."""
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Take no gradient inside for final: more will be added to it."""
+        self._accumulating += 1
+        try:
+            yield
+        finally:
+            self._accumulating -= 1
+
+    def is_final(self, number: int) -> bool:
+        """Count one more gradient of a parameter; return whether it was the last of the step.
+
+        Raises OptionError where a second backward adds to a step whose updates have begun.
+        """
+        if self._accumulating:
+            return False
+        self._counts[number] = self._counts.get(number, 0) + 1
+        if self._counts[number] < self._accumulation_steps:
+            return False
+        # What torch calls a graph task is one call of backward; a reentrant checkpoint has its own.
+        task = torch._C._current_graph_task_id()  # noqa: SLF001
+        if self._backward is None:
+            self._backward = task
+        elif self._backward != task:
+            message = (
+                "Gradients of one step came from two backward passes, and updates by the first have"
+                ' begun. With overlap="backward" say accumulation_steps=, or run all but the last'
+                " backward under `with optimizer.accumulate():`. Checkpointing with"
+                " use_reentrant=True runs passes of its own: use use_reentrant=False, or"
+                ' overlap="forward".'
+            )
+            raise OptionError(message)
+        return True
+
+    def hand_over(
+        self, number: int, parameter: torch.Tensor, land: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Take ``.grad`` away from ``parameter``, let ``land`` have it, and leave a stand-in."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        contiguous = gradient.detach().contiguous()
+        stand_in = LandedGradient(contiguous)
+        parameter.grad = stand_in
+        self._stand_ins.append((parameter, stand_in))
+        self.let_go()
+        self._held.append((number, contiguous))
+        self.arrived.append(number)
+        land(contiguous)
+
+    def let_go(self) -> None:
+        """Free gradients that nobody needs any more.
+
+        Of any age: one may wait for another of its chunk, which comes at the end of backward.
+        """
+        self._held = [(n, g) for n, g in self._held if not self._is_published(n)]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether each gradient that was handed over still has its stand-in in ``.grad``."""
+        return all(parameter.grad is stand_in for parameter, stand_in in self._stand_ins)
+
+    def restart(self) -> None:
+        """Begin a new step: all gradients of the last one have been used."""
+        self._counts.clear()
+        self._held.clear()
+        self._stand_ins.clear()
+        self._backward = None
+        self.arrived = []

@@ -1,0 +1,135 @@
+"""``overlap="forward"``: who has to wait for which new weights, and in which order they are needed.
+
+[Note: Waiting] A block of the model (a child of a ``ModuleList`` or ``Sequential``) waits, before
+it runs, for every parameter in it, whichever of its modules reads them. A module outside of all
+blocks waits for its parameters too, but for those in blocks that were seen to run on their own: so
+the root waits for the rest, as does a submodule that is called directly. Until a block has been
+seen, its parameters are the root's: somebody may read them past the block.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the model's own blocks: the children of its outermost containers of several."""
+
+    def walk(parent: nn.Module) -> Iterator[nn.Module]:
+        if isinstance(parent, _CONTAINERS) and len(parent) > 1:
+            yield from parent
+            return
+        for child in parent.children():
+            yield from walk(child)
+
+    return list(dict.fromkeys(walk(module)))
+
+
+class ForwardWaits:
+    """Hooks on a model that wait for weights before they are read."""
+
+    def __init__(self, module: nn.Module, wait: Callable[[Iterable[int] | None], None]) -> None:
+        """Call ``wait`` with ids of parameters, or None for all, before they are read.
+
+        ``wait`` returns at once where nothing is under way. Hooks hold ``module``, not the other
+        way round.
+        """
+        self._root = module
+        self._wait = wait
+        self._blocks = blocks_of(module)
+        self._block_ids = {id(block) for block in self._blocks}
+        self._inside: set[int] = {id(m) for b in self._blocks for m in b.modules()}
+        self._seen: dict[int, nn.Module] = {}
+        self._sets: dict[int, frozenset[int]] = {}
+        self._calls: dict[int, nn.Module] = {}
+        self._order: list[int] = []
+        self._known = frozenset(id(p) for p in module.parameters())
+        self._hooks: list[Any] = []
+        for part in module.modules():
+            self._hooks.append(part.register_forward_pre_hook(self._before, prepend=True))
+            saving: Any = part.register_state_dict_pre_hook
+            loading: Any = part.register_load_state_dict_pre_hook
+            self._hooks += [saving(self._before_all_of), loading(self._before_all_of)]
+
+    def close(self) -> None:
+        """Take the hooks off. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Make a saved model, whose bytes are taken later, one of new weights that never waits."""
+        self._wait(None)
+        return _inert, ()
+
+    @torch.no_grad()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardWaits":
+        """Make a copy of the model, which nobody updates behind its back, wait for nothing.
+
+        Weights that were copied before anybody asked for a hook may be old: they are copied anew.
+        """
+        self._wait(None)
+        for parameter in self._root.parameters():
+            if id(parameter) in memo:
+                memo[id(parameter)].copy_(parameter)
+        return _inert()
+
+    def covers(self, identity: int) -> bool:
+        """Return whether anybody waits for the parameter with this ``id``."""
+        return identity in self._known
+
+    def order(self) -> list[int]:
+        """Return ids of parameters in the order in which forward needed them since the last call.
+
+        Where there was no forward, the order before.
+        """
+        if self._calls or not self._order:
+            needed = self._needs(self._root)
+            first = [id(p) for p in self._root.parameters() if id(p) in needed]
+            rest = [id(p) for block in self._calls.values() for p in block.parameters()]
+            self._order = list(dict.fromkeys((*first, *rest)))
+            self._calls.clear()
+        return self._order
+
+    # A graph would take "nothing is under way" for a constant.
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def _before(self, module: nn.Module, _: Any) -> None:  # noqa: ANN401  # torch's own signature
+        if id(module) in self._block_ids:
+            self._calls.setdefault(id(module), module)
+            if id(module) not in self._seen:
+                self._seen[id(module)] = module
+                self._sets.clear()
+        self._wait(self._needs(module))
+
+    def _before_all_of(self, module: nn.Module, *_: Any) -> None:  # noqa: ANN401
+        self._wait([id(p) for p in module.parameters()])
+
+    def _needs(self, module: nn.Module) -> frozenset[int]:
+        """Return the ids of the parameters that ``module`` waits for."""
+        found = self._sets.get(id(module))
+        if found is None:
+            needed = {id(p): None for p in module.parameters()}
+            if id(module) not in self._inside:
+                own = {id(p) for p in self._outside_of_seen(module)}
+                needed = {i: None for i in needed if i in own}
+            found = self._sets[id(module)] = frozenset(needed)
+        return found
+
+    def _outside_of_seen(self, module: nn.Module) -> Iterator[torch.Tensor]:
+        if id(module) in self._seen:
+            return
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from self._outside_of_seen(child)
+
+
+def _inert() -> ForwardWaits:
+    return ForwardWaits(nn.Module(), _nothing)
+
+
+def _nothing(_: Iterable[int] | None) -> None:
+    pass

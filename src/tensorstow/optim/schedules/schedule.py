@@ -1,0 +1,301 @@
+"""When updates run: before ``step()`` returns, beside the next forward, or beside backward.
+
+[Note: Schedules] All three hand the same rows to the same pipeline, so they differ in when a weight
+is published and in nothing else.
+
+none      ``step()`` returns when every weight is new.
+forward   ``step()`` returns at once; whoever reads a weight waits for it (``ForwardWaits``).
+backward  a step is open while backward runs; each gradient is handed over when it is final, and
+          ``step()`` closes it and waits for the rest.
+
+[Note: Carried] Gradients on an accelerator reach the pipeline through the ferry, so their step is
+an open one under every schedule. With "forward" the ferry moves on whenever a weight is waited for:
+what the device computes meanwhile was given to it before, so the caller's thread is free for that.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.optim.accelerator.ferry import Ferry
+from tensorstow.optim.members import Member, Members
+from tensorstow.optim.schedules.backward import LandedGradients
+from tensorstow.optim.schedules.delivery import deliver, hide, shadow
+from tensorstow.optim.schedules.forward import ForwardWaits
+from tensorstow.optim.schedules.order import by_first, by_last
+from tensorstow.optim.states.pipeline import DTYPE_CODES, StepKind
+from tensorstow.optim.updates import Due, States, Turn, account, scalars_of
+
+
+def carry(turn: Turn, ferry: Ferry | None) -> bool:
+    """Give the gradients that are on an accelerator to the ferry; return whether there are any.
+
+    The pipeline has begun an open step.
+    """
+    dues = [due for due in turn.dues if due.member.mirror is not None]
+    if ferry is None or not dues:
+        return False
+    ferry.open(due.member.number for due in dues)
+    made = ferry.link.mark()
+    for due in dues:
+        if due.gradient is not None:
+            ferry.offer(due.member.number, due.gradient, made)
+    ferry.end()
+    return True
+
+
+def is_carried(turn: Turn) -> bool:
+    """Return whether any gradient of the step is on an accelerator."""
+    return any(due.member.mirror is not None for due in turn.dues)
+
+
+class AtOnce:
+    """``overlap="none"``."""
+
+    def run(self, turn: Turn, kept: Members, states: States) -> None:
+        """Return when every weight is new."""
+        kind = StepKind(open=is_carried(turn), capture=turn.commits)
+        kept.store.pipeline.step(turn.rows, turn.scalars, kind)
+        if carry(turn, kept.ferry):
+            kept.finish()
+            kept.store.pipeline.wait_published()
+        account(turn, states)
+        for due in turn.dues:
+            deliver(due.member)
+
+    def wait(self, kept: Members, ids: Iterable[int] | None = None) -> None:
+        """Return: nothing is ever under way."""
+
+    def finish(self, kept: Members) -> None:
+        """Return, as ``wait`` does."""
+
+
+class BesideForward:
+    """``overlap="forward"``."""
+
+    def __init__(self, waits: ForwardWaits, *, poison: bool) -> None:
+        """Take from ``waits`` who waits for what, and what the last forward needed first.
+
+        ``poison``: weights are NaN until they are published, so that tests see who reads them.
+        """
+        self._waits = waits
+        self._poison = poison
+        self._last_order: tuple[int, list[int]] = (0, [])
+        self._under_way: dict[int, Due] = {}
+        self._versions: dict[int, int] = {}
+
+    def run(self, turn: Turn, kept: Members, states: States) -> None:
+        """Return at once; gradients stay alive until they are used.
+
+        Weights that nobody can wait for, for they are outside of the model, are new by then.
+        """
+        self._arrange(kept)
+        pipeline = kept.store.pipeline
+        if self._poison:
+            shadow(turn)
+            for due in turn.dues:
+                hide(due.member)
+        carried = is_carried(turn)
+        kind = StepKind(carried, turn.commits, background=not carried, home_first=True)
+        pipeline.step(turn.rows, turn.scalars, kind)
+        if carry(turn, kept.ferry) and turn.commits:
+            kept.finish()  # the thread that commits cannot move the ferry on
+        self._under_way = {id(due.member.parameter): due for due in turn.dues}
+        self._versions = {i: _version(due) for i, due in self._under_way.items()}
+        account(turn, states)
+        self.wait(kept, [i for i in self._under_way if not self._waits.covers(i)])
+
+    def wait(self, kept: Members, ids: Iterable[int] | None = None) -> None:
+        """Return once the parameters with these ids, or all, have their new weights."""
+        if not self._under_way:
+            return
+        wanted = list(self._under_way) if ids is None else [i for i in ids if i in self._under_way]
+        if not wanted:
+            return
+        numbers = [self._under_way[i].member.number for i in wanted]
+        try:
+            kept.finish(None if ids is None else numbers)
+            if ids is None:
+                kept.store.pipeline.wait_published()
+            else:
+                kept.store.pipeline.wait_parameters(numbers)
+        except BaseException:
+            self._under_way.clear()  # the pipeline is poisoned, and no gradient is being read
+            raise
+        for identity in wanted:
+            due = self._under_way.pop(identity)
+            if _version(due) != self._versions[identity]:
+                self._under_way.clear()
+                error = _changed_while_used()
+                kept.store.pipeline.poison(error)
+                raise error
+            deliver(due.member)
+
+    def finish(self, kept: Members) -> None:
+        """End the step that is under way: no more will come."""
+        self.wait(kept)
+
+    def _arrange(self, kept: Members) -> None:
+        order = (id(kept.store), self._waits.order())
+        if order != self._last_order:
+            members = [m for i in order[1] if (m := kept.by_id(i)) is not None]
+            kept.store.pipeline.order(by_first(kept.store.chunks, [m.number for m in members]))
+            self._last_order = order
+
+
+class BesideBackward:
+    """``overlap="backward"``."""
+
+    def __init__(self, landed: LandedGradients, *, poison: bool) -> None:
+        """``landed`` knows which gradients are final; ``poison`` as in BesideForward."""
+        self.landed = landed
+        self._poison = poison
+        self._turn: Turn | None = None
+        self._versions: dict[int, int] = {}
+        self._last_order: list[int] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether updates of a step have begun that ``step()`` has not ended."""
+        return self._turn is not None
+
+    def open(self, turn: Turn, kept: Members) -> None:
+        """Begin a step of which no gradient is there yet."""
+        if not self._last_order:
+            # Nothing is known of this model yet: backward mostly goes from its end to its begin.
+            last_first = range(len(kept) - 1, -1, -1)
+            kept.store.pipeline.order(by_last(kept.store.chunks, last_first))
+        if self._poison:
+            shadow(turn)
+        kind = StepKind(open=True, capture=turn.commits, background=not is_carried(turn))
+        kept.store.pipeline.step(turn.rows, turn.scalars, kind)
+        if kept.ferry is not None:
+            kept.ferry.open(due.member.number for due in turn.dues)
+        self._turn = turn
+        self._versions = {d.member.number: d.member.parameter._version for d in turn.dues}  # noqa: SLF001
+
+    def land(self, member: Member, kept: Members) -> None:
+        """Hand over the gradient of ``member``, which is final."""
+        turn = self._turn
+        if turn is None:
+            message = "A gradient was handed over outside of a step."
+            raise OptionError(message)
+        pipeline = kept.store.pipeline
+
+        def start(gradient: torch.Tensor) -> None:
+            # Before the weight changes: a graph that still needs the old one must not go on.
+            torch.autograd.graph.increment_version(member.parameter)
+            hide(member)
+            self._versions[member.number] = member.parameter._version  # noqa: SLF001
+            if member.mirror is None or kept.ferry is None:
+                pipeline.land(member.number, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+            else:
+                kept.ferry.offer(member.number, gradient, kept.ferry.link.mark())
+                kept.ferry.move_on()
+
+        self.landed.hand_over(member.number, member.parameter, start)
+
+    @property
+    def commits(self) -> bool:
+        """Whether the open step commits."""
+        return self._turn is not None and self._turn.commits
+
+    def check_unchanged(self) -> None:
+        """Raise OptionError where something is not what updates have begun with."""
+        turn = self._turn
+        if turn is None:
+            return
+        now = scalars_of(turn.dues, turn.counts, 1.0)
+        rows = [turn.rows[due.member.number].scalars for due in turn.dues]
+        began = [tuple(turn.scalars[row].tolist()) for row in rows]
+        if now != began:
+            message = (
+                "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"
+                ' backward and step(), and with overlap="backward" updates have begun by then.'
+                " Change it before backward or after step()."
+            )
+            raise OptionError(message)
+        if not self.landed.untouched:
+            message = (
+                "A gradient was dropped or replaced (by model.zero_grad(), say) between backward"
+                ' and step(), and with overlap="backward" it has been used by then. Call step()'
+                " first."
+            )
+            raise OptionError(message)
+        for due in turn.dues:
+            if due.member.parameter._version != self._versions[due.member.number]:  # noqa: SLF001
+                message = (
+                    "A weight was written between backward and step(), and with"
+                    ' overlap="backward" updates have begun by then. Write it after step().'
+                )
+                raise OptionError(message)
+
+    def end(self, late: Iterable[Member], kept: Members, states: States) -> None:
+        """End the step that is open; ``late`` have gradients that were not final before."""
+        opened = self._turn
+        if opened is None:
+            message = "A step was ended that had not begun."
+            raise OptionError(message)
+        pipeline = kept.store.pipeline
+        on_time = len(self.landed.arrived)
+        for member in late:
+            self.land(member, kept)
+        arrived = set(self.landed.arrived)
+        pairs = [
+            (due, count)
+            for due, count in zip(opened.dues, opened.counts, strict=True)
+            if due.member.number in arrived
+        ]
+        order = self.landed.arrived
+        self._turn = None
+        try:
+            if kept.ferry is None:
+                pipeline.close_step()
+            else:
+                kept.ferry.end()
+                kept.finish()
+            pipeline.wait_published()
+        finally:
+            self.landed.restart()  # no gradient is being read, whatever has failed
+        if order != self._last_order and on_time == len(order):
+            pipeline.order(by_last(kept.store.chunks, order))
+            self._last_order = order
+        ended = Turn([d for d, _ in pairs], [c for _, c in pairs], [], opened.scalars)
+        for due in opened.dues:
+            if due.member.number in arrived:
+                deliver(due.member)
+            due.member.host = None
+        account(ended, states)
+
+    def wait(self, kept: Members, ids: Iterable[int] | None = None) -> None:
+        """Return: ``step()`` has waited. Raises OptionError before that, outside of backward.
+
+        Inside, a checkpoint's forward runs again; what it reads is not updated yet, or autograd
+        finds out.
+        """
+        del kept, ids
+        if self.is_open and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+            message = (
+                "Weights or states were read or set between backward and step(), and with"
+                ' overlap="backward" some are new and some old by then. Call step() first. Several'
+                " backward passes per step need accumulation_steps=, or all but the last under"
+                " `with optimizer.accumulate():`."
+            )
+            raise OptionError(message)
+
+    def finish(self, kept: Members) -> None:
+        """Return: a step without its ``step()`` is given up."""
+
+
+def _version(due: Due) -> int:
+    return 0 if due.gradient is None else due.gradient._version  # noqa: SLF001
+
+
+def _changed_while_used() -> OptionError:
+    message = (
+        "A gradient was changed in place between step() and the forward that waits for its update"
+        " (by model.zero_grad(set_to_none=False), say), and the update was still reading it. Use"
+        " optimizer.zero_grad(), set_to_none=True, or call optimizer.wait() before."
+    )
+    return OptionError(message)

@@ -1,0 +1,412 @@
+"""The native pipeline over a set of chunks: its life, its failures, its counters."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import tensorstow._native as _native
+from tensorstow.base.cores import usable_cores
+from tensorstow.base.errors import DamageError, ForkError, PoisonedError
+from tensorstow.io.files import transfer_error
+from tensorstow.optim.states.chunks import Chunk, Ring
+from tensorstow.optim.states.policy import Overlap, PipelinePolicy
+
+_LONGEST_TRACE = 1 << 18
+_DAMAGED = -2  # csrc/pipeline/pipeline.h
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
+_FEW_THREADS = 4
+"""At most so many beside a caller who computes. Not one: a team of threads waits for its last
+member, so whoever takes a single core of it takes all of them, and for longer."""
+Failure = tuple[int, str, int, int, int, int]
+Place = tuple[int, int]
+"""Engine's number of a file, and the byte in it; NOWHERE before the first write."""
+NOWHERE: Place = (-1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """One entry of the event log: what ``lane`` did between two times of ``time.monotonic()``."""
+
+    lane: str
+    """read, update, write, or wait: the caller was blocked."""
+    start: float
+    stop: float
+    chunk: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What moved since the optimizer was made."""
+
+    bytes_read: int
+    bytes_written: int
+    chunks_updated: int
+    ring_high_water_bytes: int
+    wait_seconds: float
+    """Time that the caller was blocked."""
+    bytes_spared: int = 0
+    """Not read, because a buffer still held them."""
+    bytes_down: int = 0
+    """From an accelerator: gradients, and weights that others wrote."""
+    bytes_up: int = 0
+    """To an accelerator: new weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """What one step does with one parameter; the default leaves it alone."""
+
+    weight: int = 0
+    gradient: int = 0
+    """Addresses; no gradient, no update."""
+    gradient_dtype: int = 0
+    seed_master: bool = False
+    scalars: int = 0
+    """Row of the step's table of scalars."""
+    key: int = 0
+    """Of the random bits that inexact formats round with."""
+    expected: bool = False
+    """In an open step: its gradient may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """How a step runs; csrc/pipeline/pipeline.h, StepSpec."""
+
+    open: bool = False
+    """Gradients follow one by one."""
+    capture: bool = False
+    """What is written also holds the new weights: a commit."""
+    background: bool = False
+    """The call returns at once, and the caller computes on the same cores beside it."""
+    home_first: bool = False
+    """Resident chunks before the others: those that the next forward needs first."""
+
+
+_WHOLE = StepKind()
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the disk already has of a chunk."""
+
+    place: Place = NOWHERE
+    blank: bool = True
+    checksums: bytes = b""
+    """Of its states, a u32 for each block."""
+    weight_checksums: bytes = b""
+    """Of the weights behind them; empty where those are not the weights of now."""
+
+
+class UpdatePipeline:
+    """READ, UPDATE and WRITE of chunks in native threads."""
+
+    def __init__(self, policy: PipelinePolicy, overlap: Overlap = "none") -> None:
+        """Remember how; ``connect`` says what."""
+        # There and back, so that a step begins with what the last one left in the ring; where
+        # backward or forward gives the order, that cannot be.
+        self._alternate = overlap == "none" and policy.schedule == "pipelined"
+        self._policy = policy
+        self._owner = os.getpid()
+        self._native: _native.Pipeline | None = None
+        self._chunks: list[Chunk] = []
+        self._targets: dict[int, Place] = {}
+        self._ring: Ring | None = None
+        self._path_of: Callable[[int], Path] = lambda _: Path("(no file)")
+        self._poison: BaseException | None = None
+        self._closed = False
+        self.lent: list[object] = []
+        """Memory, not of the ring, that steps read and write: it must outlive this pipeline."""
+        self.lock = threading.RLock()
+        """Held by whoever uses the ring: a step, or reading and setting states."""
+        self._last_traffic = Traffic(0, 0, 0, 0, 0.0)
+        self._last_trace: list[TraceEvent] = []
+        self._tracing = False
+
+    def connect(
+        self,
+        engine: _native.Engine,
+        ring: Ring,
+        chunks: Sequence[Chunk],
+        stored: Sequence[Stored],
+        path_of: Callable[[int], Path],
+    ) -> None:
+        """Serve ``chunks`` too from now on, all of them through ``ring``."""
+        if self._native is None:
+            isa = self._policy.isa
+            self._native = _native.Pipeline(
+                engine, isa, self._alternate, min(_FEW_THREADS, usable_cores())
+            )
+            if self._tracing:
+                self._native.start_trace(_LONGEST_TRACE)
+        self.settle()
+        if ring is not self._ring:
+            self._native.set_ring(ring.address, ring.plan.slots, ring.plan.slot_bytes)
+        self._ring, self._path_of = ring, path_of
+        for chunk, there in zip(chunks, stored, strict=True):
+            chunk.number = self._native.add_chunk(
+                chunk.family.native,
+                [(r.parameter, r.start, r.position, r.count) for r in chunk.plan.runs],
+                chunk.plan.elements,
+                there.place,
+                [view.data_ptr() for view in chunk.resident],
+                there.blank,
+                (there.checksums, there.weight_checksums),
+            )
+            self._chunks.append(chunk)
+
+    def prefetch(self) -> None:
+        """Start reading the first chunks of the next step, as many as the ring holds.
+
+        Called from inside backward, so what is wrong is left for ``step`` to say.
+        """
+        if self._owner != os.getpid() or self._policy.schedule == "naive":
+            return
+        # Whoever holds the lock is using the ring; reading ahead is no loss to leave out.
+        if self.lock.acquire(blocking=False):
+            try:
+                if self._native is not None and self._poison is None:
+                    self._native.prefetch()
+            finally:
+                self.lock.release()
+
+    def step(
+        self,
+        rows: Sequence[StepRow],
+        scalars: npt.NDArray[np.float32],
+        kind: StepKind = _WHOLE,
+    ) -> None:
+        """Hand over one step; return once it is published, unless it is open or in background.
+
+        The weights and gradients must stay where they are until they are published.
+        """
+        with self.lock:
+            table = np.array(
+                [
+                    (
+                        r.weight,
+                        r.gradient,
+                        r.gradient_dtype,
+                        r.seed_master,
+                        r.scalars,
+                        r.key,
+                        r.expected,
+                    )
+                    for r in rows
+                ],
+                dtype=np.int64,
+            ).reshape(-1, 7)
+            native = self._live()
+            self._check(native.failure())
+            failure = native.begin(
+                table,
+                scalars,
+                open=kind.open,
+                capture=kind.capture,
+                background=kind.background,
+                home_first=kind.home_first,
+            )
+            # What fails in a step that goes on is for whoever waits for it to say: at once or
+            # later, as the disk has it, would be two behaviours.
+            if not (kind.open or kind.background):
+                self._check(failure)
+            if self._policy.schedule == "naive" and not (kind.open or kind.background):
+                self.settle()
+
+    def land(self, parameter: int, gradient: int, dtype: int) -> None:
+        """Give an open step the gradient at address ``gradient``."""
+        self._live().land(parameter, gradient, dtype)
+
+    def land_pieces(self, chunk: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """Give an open step gradients of a chunk's pieces, each once: (parameter, address, dtype).
+
+        An address is that of the piece's first element; 0: none comes.
+        """
+        self._live().land_pieces(chunk, pieces)
+
+    def close_step(self) -> None:
+        """Say that no more gradients come."""
+        self._live().close()
+
+    def wait_published(self) -> None:
+        """Block until every parameter of the step has its new weight."""
+        self._check(self._live().wait_published())
+
+    def wait_parameters(self, parameters: Sequence[int]) -> None:
+        """Block until these parameters have their new weights."""
+        self._check(self._live().wait_parameters(parameters))
+
+    def wait_chunk(self, chunk: int) -> None:
+        """Block until the step is done with a chunk: its weights are new, its gradients used."""
+        self._check(self._live().wait_chunk(chunk))
+
+    def is_updated(self, chunk: int) -> bool:
+        """Return whether the step is done with a chunk."""
+        return self._live().is_updated(chunk)
+
+    def is_published(self, parameter: int) -> bool:
+        """Return whether the parameter has its new weight, and its gradient is not needed."""
+        return self._live().is_published(parameter)
+
+    def wait_written(self) -> None:
+        """Block until every write of the step has landed; what is read ahead may stay."""
+        self._check(self._live().wait_written())
+
+    def settle(self) -> None:
+        """Wait until every write has landed and no buffer is in use."""
+        if self._native is not None or self._poison is not None or self._closed:
+            self._check(self._live().quiesce())
+
+    def order(self, chunks: Iterable[int]) -> None:
+        """Take chunks in this order from the next step on."""
+        self._live().set_order(list(chunks))
+
+    def order_now(self) -> Sequence[int]:
+        """Return the chunks in the order of the step under way, or of the next one."""
+        return self._live().order()
+
+    def state(self, chunk: Chunk) -> str:
+        """Return the chunk's state: resident, blank, stored, ... (csrc/pipeline/chunk.h)."""
+        return self._live().state(chunk.number)
+
+    def place(self, chunk: Chunk) -> Place:
+        """Return where the chunk's states were last written."""
+        file, offset = self._live().place(chunk.number)
+        return file, offset
+
+    def target(self, chunk: Chunk, place: Place) -> None:
+        """Write the chunk there from its next write on."""
+        self._targets[chunk.number] = place
+        self._live().set_target(chunk.number, *place)
+
+    def target_of(self, chunk: Chunk) -> Place:
+        """Return where the chunk is written next."""
+        return self._targets[chunk.number]
+
+    def captured(self, chunk: Chunk) -> bool:
+        """Return whether the chunk's place holds its states and the weights of now."""
+        return self._live().captured(chunk.number)
+
+    def forget_capture(self, parameter: int) -> None:
+        """Say that someone else wrote the weight since a commit did."""
+        self._live().forget_capture(parameter)
+
+    def checksums(self, chunk: Chunk) -> tuple[bytes, bytes]:
+        """Return the block checksums of its states and of its weights as they were written."""
+        states, weights = self._live().checksums(chunk.number)
+        return states, weights
+
+    def rewritten(self, chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:
+        """Say that ``streams`` were put into the chunk's memory, or written to its target."""
+        self._live().rewritten(chunk.number, [s.data_ptr() for s in streams])
+
+    def check_intact(self, chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:
+        """Raise DamageError unless ``streams`` are what was written last."""
+        if not self._live().intact(chunk.number, [s.data_ptr() for s in streams]):
+            file, offset = self.place(chunk)
+            raise _damage(self._path_of(file), offset, chunk.file_bytes)
+
+    def publish(self, parameter: int, weight: torch.Tensor) -> None:
+        """Take ``weight`` for what an update of ours left in the parameter."""
+        self._live().publish(parameter, weight.data_ptr())
+
+    def unpublish(self, parameter: int) -> None:
+        """Seed the master anew at the next update."""
+        self._live().unpublish(parameter)
+
+    def unchanged(self, parameter: int, weight: torch.Tensor) -> bool:
+        """Return whether ``weight`` is what our last update left in the parameter."""
+        return self._live().unchanged(parameter, weight.data_ptr())
+
+    def check_alive(self) -> None:
+        """Raise PoisonedError or ForkError where nobody may go on."""
+        self._live()
+
+    def poison(self, error: BaseException) -> None:
+        """Refuse everything from now on: ``error`` left the states half written."""
+        self._poison = error
+
+    def traffic(self) -> Traffic:
+        """Return what moved so far."""
+        if self._native is None or self._ring is None:
+            return self._last_traffic
+        now = self._native.counters()
+        return Traffic(
+            bytes_read=int(now["bytes_read"]),
+            bytes_written=int(now["bytes_written"]),
+            bytes_spared=int(now["bytes_spared"]),
+            chunks_updated=int(now["chunks_updated"]),
+            ring_high_water_bytes=int(now["slots_high_water"]) * self._ring.plan.slot_bytes,
+            wait_seconds=now["wait_seconds"],
+        )
+
+    def start_trace(self) -> None:
+        """Begin an event log (bounded: the first 262,144 events are kept)."""
+        self._tracing = True
+        self._last_trace = []
+        if self._native is not None:
+            self._native.start_trace(_LONGEST_TRACE)
+
+    def trace(self) -> list[TraceEvent]:
+        """Return the event log so far, empty where none was begun."""
+        if self._native is None:
+            return self._last_trace
+        return [TraceEvent(*event) for event in self._native.trace()]
+
+    def close(self) -> None:
+        """Drain and stop the threads. Idempotent; does nothing in a forked child."""
+        if self._owner == os.getpid():
+            self._last_traffic, self._last_trace = self.traffic(), self.trace()
+            self._native, self._chunks = None, []
+            self._closed = True
+
+    def _refuse_fork(self) -> None:
+        if self._owner != os.getpid():
+            message = (
+                "An optimizer was used in a forked process: its threads, buffers and files belong"
+                " to the parent. Make the optimizer in the process that steps it."
+            )
+            raise ForkError(message)
+
+    def _live(self) -> _native.Pipeline:
+        self._refuse_fork()
+        if self._poison is not None:
+            message = (
+                f"This optimizer failed before and its states are half updated: {self._poison}"
+                " Load a checkpoint into a new optimizer; one over the directory of a run goes on"
+                " from its last commit by resume()."
+            )
+            raise PoisonedError(message) from self._poison
+        if self._native is None:
+            message = "This optimizer was closed: its states are gone. Make a new one."
+            raise PoisonedError(message)
+        return self._native
+
+    def _check(self, failure: Failure) -> None:
+        code, operation, file, _, offset, length = failure
+        if code:
+            path = self._path_of(file)
+            error: OSError
+            if code == _DAMAGED:
+                error = _damage(path, offset, length)
+            else:
+                error = transfer_error(path, operation, code, offset, length)
+            self.poison(error)
+            raise error
+
+
+def _damage(path: Path, offset: int, length: int) -> DamageError:
+    message = (
+        f"read of {length} bytes at offset {offset} of {path} gave other bytes than were written"
+        " there: their checksum does not fit. Look at `dmesg` and the drive's health; go on from a"
+        " snapshot, or from a checkpoint elsewhere."
+    )
+    return DamageError(message)

@@ -1,0 +1,233 @@
+"""One step of an optimizer: who takes part in it, and with which numbers."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorstow.optim import options
+from tensorstow.optim.landed import LandedGradient
+from tensorstow.optim.members import Member, Members
+from tensorstow.optim.reference import adam_scalars
+from tensorstow.optim.states.on_disk import StateOnDisk
+from tensorstow.optim.states.pipeline import DTYPE_CODES, StepRow
+from tensorstow.optim.states.state_store import StateStore
+
+Groups = list[dict[str, Any]]
+States = Mapping[torch.Tensor, dict[str, Any]]
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads consecutive numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A parameter that has a gradient in this step."""
+
+    group: dict[str, Any]
+    member: Member
+    gradient: torch.Tensor | None
+    """Contiguous; None where it is still to come."""
+
+    @property
+    def on_host(self) -> torch.Tensor | None:
+        """Return the gradient where the kernel can read it, else None."""
+        return None if self.member.mirror is not None else self.gradient
+
+
+@dataclass(slots=True)
+class Turn:
+    """One step: what the pipeline gets, and what must stay alive until it is published."""
+
+    dues: list[Due]
+    counts: list[torch.Tensor]
+    """Each parameter's step count, before this step."""
+    rows: list[StepRow]
+    scalars: npt.NDArray[np.float32]
+    commits: bool = False
+
+
+def collect(
+    groups: Groups, kept: Members, takes: Callable[[torch.Tensor], bool]
+) -> tuple[list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
+    """Return (group, parameter, gradient) of this step, checked, and parameters without states.
+
+    Raises before anything is changed.
+    """
+    due = []
+    strangers = []
+    for group in groups:
+        options.check_hyper(group)
+        options.refuse_torch_keywords(group)
+        for index, parameter in enumerate(group["params"]):
+            gradient = parameter.grad
+            member = kept.find(parameter)
+            if gradient is None or isinstance(gradient, LandedGradient):
+                continue
+            if member is None and not takes(parameter):
+                continue
+            check_due(groups, group, index, member)
+            if member is None:
+                strangers.append(parameter)
+            due.append((group, parameter, gradient.contiguous()))
+    return due, strangers
+
+
+def check_due(groups: Groups, group: dict[str, Any], index: int, member: Member | None) -> None:
+    """Raise for a parameter or a gradient that the kernels cannot take."""
+    parameter = group["params"][index]
+    gradient = parameter.grad
+    amsgrad = bool(group["amsgrad"])
+    if options.fits(parameter, gradient) and (
+        member is None or member.fits(parameter, amsgrad=amsgrad)
+    ):
+        return
+    name = name_of(groups, group, index)
+    options.check_parameter(parameter, name)
+    options.check_gradient(parameter, gradient, name)
+    if member is not None:
+        options.refuse_change(parameter, group, member.family, member.numel, name)
+
+
+def make_turn(dues: list[Due], kept: Members, states: States, factor: float) -> Turn:
+    """Round the hyper-parameters once and lay out what the pipeline gets.
+
+    ``factor`` multiplies gradients.
+    """
+    counts = [
+        step_of(
+            due.member,
+            # A mapping that makes what it lacks must make nothing for a gradient that never comes.
+            states[due.member.parameter]
+            if due.gradient is not None
+            else states.get(due.member.parameter, {}),
+            kept.store,
+            begins=due.gradient is not None,
+        )
+        for due in dues
+    ]
+    rows = [_row_of_bystander(member) for member in kept.all()]
+    table: dict[tuple[int, float], int] = {}
+    scalars: list[tuple[float, ...]] = []
+    for due, count in zip(dues, counts, strict=True):
+        key = (id(due.group), count.item() + 1.0)
+        if key not in table:
+            table[key] = len(scalars)
+            scalars.append(_scalar_row(due.group, int(key[1]), factor))
+        rows[due.member.number] = _row(due, kept.store, table[key], int(key[1]))
+    return Turn(dues, counts, rows, np.array(scalars, dtype=np.float32).reshape(-1, 9))
+
+
+def account(turn: Turn, states: States) -> None:
+    """Count the step, and tell autograd that native code wrote to the weights.
+
+    A stale graph would otherwise use the new ones.
+    """
+    if not turn.dues:
+        return
+    torch._foreach_add_(turn.counts, 1.0)
+    torch.autograd.graph.increment_version([due.member.parameter for due in turn.dues])
+    for due, count in zip(turn.dues, turn.counts, strict=True):
+        state = states[due.member.parameter]
+        if "step" not in state:
+            state.update({"step": count, **due.member.views})
+        due.member.begun = True
+        due.member.remember()
+
+
+def step_of(
+    member: Member, state: dict[str, Any], store: StateStore, *, begins: bool = True
+) -> torch.Tensor:
+    """Return the parameter's step count, and see to it that its states are what users see.
+
+    A user may have emptied the state (a reset), or put other tensors in (a transplant). Where a
+    gradient ``begins`` it, a parameter without states gets them.
+    """
+    step: torch.Tensor | None = state.get("step")
+    if step is None:
+        step = torch.zeros((), dtype=torch.float32, device="cpu")
+        if member.begun:
+            store.put({member.number: {}})
+            member.begun = False
+    if not begins and not state:
+        return step
+    state["step"] = step
+    member.begun = True
+    placed = {k: v for k, v in state.items() if k in member.family.states}
+    if any(placed.get(name) is not view for name, view in member.views.items()):
+        _transplant(member, placed, store)
+        for name in placed:
+            del state[name]
+        state.update(member.views)
+    return step
+
+
+def _transplant(member: Member, placed: Mapping[str, torch.Tensor], store: StateStore) -> None:
+    """Take states that a user put in; those beside them stay what they were."""
+    given = {name: s for name, s in placed.items() if not isinstance(s, StateOnDisk)}
+    if given and len(given) < len(placed):
+        given = store.read([member.number])[member.number] | given
+    if given:
+        store.put({member.number: given})
+
+
+def must_seed(member: Member, store: StateStore) -> bool:
+    """Return whether someone else wrote the 16-bit weight that a master belongs to."""
+    if member.family.dtype == torch.float32 or not member.written_by_others:
+        return False
+    return not store.pipeline.unchanged(member.number, store.weights(member.number))
+
+
+def name_of(groups: Groups, group: dict[str, Any], index: int) -> str:
+    """Return what to call a parameter in a message."""
+    if group.get("param_names"):
+        return f"Parameter {group['param_names'][index]!r}"
+    number = next(i for i, other in enumerate(groups) if other is group)
+    return f"Parameter {index} of group {number}"
+
+
+def as_step(step: torch.Tensor | float) -> torch.Tensor:
+    """Return a step count as torch's optimizers keep it."""
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
+def scalars_of(dues: Iterable[Due], counts: Sequence[torch.Tensor], factor: float) -> list[Any]:
+    """Return the hyper-parameters of each parameter's step, to be compared."""
+    return [
+        _scalar_row(due.group, int(count.item() + 1.0), factor)
+        for due, count in zip(dues, counts, strict=True)
+    ]
+
+
+def _row(due: Due, store: StateStore, scalars: int, step: int) -> StepRow:
+    # A function of the parameter and its step alone, so that a resumed run rounds alike.
+    member, gradient = due.member, due.on_host
+    key = (step * _GOLDEN + member.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
+    return StepRow(
+        member.weight.data_ptr(),
+        0 if gradient is None else gradient.data_ptr(),
+        0 if gradient is None else DTYPE_CODES[gradient.dtype],
+        must_seed(member, store),
+        scalars,
+        key,
+        expected=gradient is None,
+    )
+
+
+def _row_of_bystander(member: Member) -> StepRow:
+    """Name its weight alone: a commit takes that too."""
+    return StepRow(weight=member.weight.data_ptr())
+
+
+def _scalar_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
+    return adam_scalars(
+        lr=float(group["lr"]),
+        betas=(float(group["betas"][0]), float(group["betas"][1])),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=step,
+        decoupled=bool(group["decoupled_weight_decay"]),
+        bias_correction=bool(group.get("bias_correction", True)),
+        grad_factor=-factor if group["maximize"] else factor,
+    ).as_tuple()

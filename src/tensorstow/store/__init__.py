@@ -1,0 +1,1 @@
+"""What is kept on disk: extents in data files, generations in a manifest, and who holds it."""

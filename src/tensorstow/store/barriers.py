@@ -1,0 +1,65 @@
+"""Everything that makes writes durable, behind one small interface.
+
+[Note: Barriers] A commit is durable because three things happen in this order: data is written,
+`sync_file` returns, the manifest's transaction ends. A file exists because its directory was
+synced after it was made. A killed process cannot show that one of these is missing, since the
+page cache and the drive's cache outlive it; so tests put a recorder here, log writes and barriers
+in order, and replay a power loss at every point of the log.
+"""
+
+import os
+import sqlite3
+from pathlib import Path
+from typing import Protocol
+
+import tensorstow._native as _native
+from tensorstow.io.files import File, open_file
+
+
+class Disk(Protocol):
+    """What a store asks of the system when order matters."""
+
+    def create(self, path: Path, contents: bytes) -> None:
+        """Make the new file ``path``, its owner's alone; nothing is durable yet."""
+
+    def open(self, engine: _native.Engine, path: Path) -> File:
+        """Open the data file ``path``, which exists."""
+
+    def sync_file(self, file: File) -> None:
+        """Return once all that was written to ``file`` before is durable."""
+
+    def sync_directory(self, path: Path) -> None:
+        """Return once the names in ``path`` are durable."""
+
+    def end_transaction(self, connection: sqlite3.Connection) -> None:
+        """Make the manifest's open transaction durable, whole or not at all."""
+
+
+class SystemDisk:
+    """The real one."""
+
+    def create(self, path: Path, contents: bytes) -> None:
+        """Make the new file ``path``, its owner's alone; nothing is durable yet."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(contents)
+
+    def open(self, engine: _native.Engine, path: Path) -> File:
+        """Open the data file ``path``, which exists."""
+        return open_file(engine, path)
+
+    def sync_file(self, file: File) -> None:
+        """Return once all that was written to ``file`` before is durable."""
+        os.fdatasync(file.fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Return once the names in ``path`` are durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def end_transaction(self, connection: sqlite3.Connection) -> None:
+        """Make the manifest's open transaction durable, whole or not at all."""
+        connection.execute("COMMIT")

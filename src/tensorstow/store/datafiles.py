@@ -1,0 +1,107 @@
+"""The data files: one per directory, each saying in its first page which run it belongs to."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tensorstow._native as _native
+from tensorstow.base.errors import StoreFormatError
+from tensorstow.io.files import File
+from tensorstow.store.barriers import Disk
+from tensorstow.store.records import PAGE
+
+PATTERN = "states-*.bin"
+_HEADER = re.compile(rb"tensorstow states 1\nrun (\S+)\nfile (\d+) of (\d+)\n\0*")
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What the first page of a data file says."""
+
+    run: str
+    """The same in all files of a store and in its manifest, in no other's."""
+    index: int
+    count: int
+
+    def page(self) -> bytes:
+        """Return it as the page."""
+        text = f"tensorstow states 1\nrun {self.run}\nfile {self.index} of {self.count}\n"
+        return text.encode("ascii").ljust(PAGE, b"\0")
+
+
+def data_path(directory: Path, index: int) -> Path:
+    """Return the path of file ``index``, which lies in ``directory``."""
+    return directory / f"states-{index}.bin"
+
+
+def read_label(path: Path) -> Label | None:
+    """Read a data file's label; None where it has none, so that it is not ours."""
+    with path.open("rb") as file:
+        match = _HEADER.fullmatch(file.read(PAGE))
+    return Label(match[1].decode("ascii"), int(match[2]), int(match[3])) if match else None
+
+
+def check_unused(directories: Sequence[Path]) -> None:
+    """Raise StoreFormatError where one of ``directories`` has states of some run."""
+    for directory in directories:
+        for path in directory.glob(PATTERN):
+            _check_is_nothing(path, directories[0])
+
+
+def create_files(disk: Disk, run: str, directories: Sequence[Path]) -> None:
+    """Make the data files of a new store; nothing is durable yet."""
+    for index, directory in enumerate(directories):
+        path = data_path(directory, index)
+        disk.create(path, Label(run, index, len(directories)).page())
+
+
+def check_files(run: str, directories: Sequence[Path]) -> None:
+    """Raise StoreFormatError unless each of ``directories`` has its file of ``run``."""
+    for index, directory in enumerate(directories):
+        path = data_path(directory, index)
+        wanted = Label(run, index, len(directories))
+        found = read_label(path) if path.is_file() else None
+        if found == wanted:
+            continue
+        message = (
+            f"{path} was asked for as file {index} of {len(directories)} of run {run};"
+            f" {_describe(path, found)}. Name the directories of one run, in the order in which"
+            " they were named when it began (`tensorstow inspect` prints it)."
+        )
+        raise StoreFormatError(message)
+
+
+def open_files(disk: Disk, engine: _native.Engine, directories: Sequence[Path]) -> tuple[File, ...]:
+    """Open the data files in ``directories``."""
+    files: list[File] = []
+    try:
+        for index, directory in enumerate(directories):
+            files.append(disk.open(engine, data_path(directory, index)))
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return tuple(files)
+
+
+def _check_is_nothing(path: Path, first: Path) -> None:
+    # A store that was being made when its process died leaves a first page and no manifest.
+    label = read_label(path)
+    size = path.stat().st_size
+    if size == 0 or (size <= PAGE and (label is not None or not any(path.read_bytes()))):
+        return
+    message = (
+        f"A store was asked for whose first directory, {first}, has no manifest; but there is"
+        f" {path}: {_describe(path, label)}. Name the directories of that run in the order in which"
+        " they were named when it began, or empty ones."
+    )
+    raise StoreFormatError(message)
+
+
+def _describe(path: Path, label: Label | None) -> str:
+    if not path.is_file():
+        return "there is no such file"
+    if label is None:
+        return "it is no data file of a store"
+    return f"it is file {label.index} of {label.count} of run {label.run}"

@@ -1,0 +1,139 @@
+"""Which bytes of the data files are in use, by whom, and which are free: arithmetic, no I/O."""
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from tensorstow.base.errors import OptionError
+from tensorstow.store.records import PAGE, Extent
+
+
+class FreeSpace:
+    """The free runs of one file, in order; neighbours are one run."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """All free bytes."""
+        return sum(self._ends) - sum(self._starts)
+
+    def add(self, start: int, end: int) -> None:
+        """Make ``start`` to ``end`` free."""
+        at = bisect.bisect_left(self._starts, start)
+        if at and self._ends[at - 1] == start:
+            at -= 1
+            start = self._starts[at]
+            del self._starts[at], self._ends[at]
+        if at < len(self._starts) and self._starts[at] == end:
+            end = self._ends[at]
+            del self._starts[at], self._ends[at]
+        self._starts.insert(at, start)
+        self._ends.insert(at, end)
+
+    def take(self, nbytes: int) -> int | None:
+        """Take ``nbytes`` from the first run that has them; return where, or None."""
+        for at, start in enumerate(self._starts):
+            if self._ends[at] - start >= nbytes:
+                self._starts[at] += nbytes
+                if self._starts[at] == self._ends[at]:
+                    del self._starts[at], self._ends[at]
+                return start
+        return None
+
+    def trailing(self, end: int) -> int:
+        """Return the free bytes that reach up to ``end``."""
+        return end - self._starts[-1] if self._ends and self._ends[-1] == end else 0
+
+
+class Extents:
+    """Every extent of a store: held by the caller, referred to by generations, or free.
+
+    An extent that is held or referred to is never handed out; one that is neither is free at once.
+    """
+
+    def __init__(self, sizes: Iterable[int], kept: Mapping[int, Iterable[Extent]]) -> None:
+        """Take files of ``sizes`` bytes, and the extents of each generation by number."""
+        self.sizes = list(sizes)
+        self.free = [FreeSpace() for _ in self.sizes]
+        self._held: Counter[Extent] = Counter()
+        self._kept: dict[int, frozenset[Extent]] = {}
+        self._references: Counter[Extent] = Counter()
+        for number, extents in kept.items():
+            self.refer(number, extents)
+        self._free_the_gaps()
+
+    def in_use(self, extent: Extent) -> bool:
+        """Return whether somebody holds ``extent`` or a kept generation refers to it."""
+        return self._held[extent] > 0 or self._references[extent] > 0
+
+    def is_kept(self, extent: Extent) -> bool:
+        """Return whether a kept generation refers to ``extent``."""
+        return self._references[extent] > 0
+
+    def grow(self, file: int, size: int) -> None:
+        """Take note that ``file`` now has ``size`` bytes."""
+        if size > self.sizes[file]:
+            self.free[file].add(self.sizes[file], size)
+            self.sizes[file] = size
+
+    def take(self, file: int, nbytes: int) -> Extent | None:
+        """Hand out free bytes of ``file``, held by the caller; None where there are too few."""
+        start = self.free[file].take(nbytes)
+        if start is None:
+            return None
+        extent = Extent(file, start, nbytes)
+        self._held[extent] += 1
+        return extent
+
+    def hold(self, extents: Iterable[Extent]) -> None:
+        """Add a hold to each of ``extents``; all must be in use, else none gets one."""
+        wanted = list(extents)
+        for extent in wanted:
+            if not self.in_use(extent):
+                message = (
+                    f"{extent} was named but nobody holds it and no generation refers to it: its"
+                    " bytes may be another's by now. Name extents that were allocated or adopted."
+                )
+                raise OptionError(message)
+        self._held.update(wanted)
+
+    def release(self, extents: Iterable[Extent]) -> None:
+        """End one hold of each of ``extents``."""
+        for extent in extents:
+            if self._held[extent] < 1:
+                message = f"{extent} was to be released, but the caller does not hold it."
+                raise OptionError(message)
+            self._drop(self._held, extent)
+
+    def refer(self, number: int, extents: Iterable[Extent]) -> None:
+        """Take note of generation ``number``, made of ``extents``, which are in use."""
+        self._kept[number] = frozenset(extents)
+        self._references.update(self._kept[number])
+
+    def forget(self, number: int) -> None:
+        """Take note that generation ``number`` is gone."""
+        for extent in self._kept.pop(number):
+            self._drop(self._references, extent)
+
+    def _drop(self, counts: "Counter[Extent]", extent: Extent) -> None:
+        counts[extent] -= 1
+        if not counts[extent]:
+            del counts[extent]
+        if not self.in_use(extent):
+            self.free[extent.file].add(extent.offset, extent.end)
+
+    def _free_the_gaps(self) -> None:
+        ends = [PAGE] * len(self.sizes)  # the first page is the file's header
+        for extent in sorted(self._references):
+            if extent.offset > ends[extent.file]:
+                self.free[extent.file].add(ends[extent.file], extent.offset)
+            ends[extent.file] = max(ends[extent.file], extent.end)
+        for file, end in enumerate(ends):
+            # A file that lost its end keeps its damage: what is handed out lies behind all that
+            # anything refers to.
+            size, self.sizes[file] = self.sizes[file] // PAGE * PAGE, end
+            self.grow(file, size)

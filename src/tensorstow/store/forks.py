@@ -1,0 +1,39 @@
+"""What a forked child lets go of at once, before any of its own code runs.
+
+An flock belongs to the open file, which a child shares: a killed parent's store would stay locked
+for as long as a data loader's worker lives. A SQLite handle must not be touched in a child, not
+even to close it.
+"""
+
+import os
+import threading
+import weakref
+from typing import Protocol
+
+
+class Inherited(Protocol):
+    """Something that a child inherits and must not keep."""
+
+    def abandon(self) -> None:
+        """Let go, in the child; what the parent holds must not notice."""
+
+
+guard = threading.RLock()
+"""Held while such a thing is made and registered, so that no fork falls in between."""
+
+_alive: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
+
+
+def abandon_in_children(thing: Inherited) -> None:
+    """Call ``thing.abandon()`` in every child forked from now on, for as long as it lives."""
+    _alive.add(thing)
+
+
+def _in_child() -> None:
+    for thing in list(_alive):
+        thing.abandon()
+    _alive.clear()
+    guard.release()
+
+
+os.register_at_fork(before=guard.acquire, after_in_parent=guard.release, after_in_child=_in_child)

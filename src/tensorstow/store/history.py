@@ -1,0 +1,55 @@
+"""Which generations there are, which are meant, and which may go."""
+
+from collections.abc import Sequence
+
+from tensorstow.base.errors import OptionError
+from tensorstow.store.records import Summary
+
+
+def find(kept: Sequence[Summary], which: str | int) -> Summary:
+    """Return the generation with that number or snapshot's name."""
+    for summary in kept:
+        if which == summary.number or which in summary.names:
+            return summary
+    there = ", ".join(
+        f"{summary.number} ({', '.join(summary.names)})" if summary.names else str(summary.number)
+        for summary in kept
+    )
+    asked = f"snapshot {which!r}" if isinstance(which, str) else f"generation {which}"
+    message = f"The {asked} was asked for and is not there. There are: {there or 'none at all'}."
+    raise OptionError(message)
+
+
+def replaced(kept: Sequence[Summary], keep: int) -> list[int]:
+    """Return the generations that no snapshot pins, but for the newest ``keep`` of them."""
+    unpinned = [summary.number for summary in kept if not summary.names]
+    return unpinned[: max(0, len(unpinned) - keep)]
+
+
+def nameable(kept: Sequence[Summary], name: str, number: int | None) -> Summary:
+    """Return the generation (the newest) to call ``name``, which must be new and a name."""
+    # Checked here, for an error in the middle of the transaction would end the store.
+    if not _is_name(name):
+        message = (
+            f"A snapshot {name!r} was asked for: give a name of printable characters with a letter"
+            " in it."
+        )
+        raise OptionError(message)
+    if not kept:
+        message = f"A snapshot {name!r} was asked for and nothing is committed yet: commit first."
+        raise OptionError(message)
+    for summary in kept:
+        if name in summary.names:
+            message = (
+                f"A snapshot {name!r} was asked for and generation {summary.number} has that name:"
+                " drop it first, or give another one."
+            )
+            raise OptionError(message)
+    return kept[-1] if number is None else find(kept, number)
+
+
+def _is_name(name: object) -> bool:
+    """Return whether the command can print it, SQLite can keep it, and it is no number."""
+    return (
+        isinstance(name, str) and bool(name.strip()) and name.isprintable() and not name.isdigit()
+    )

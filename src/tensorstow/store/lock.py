@@ -1,0 +1,135 @@
+"""One holder per directory, known by its process."""
+
+import contextlib
+import errno as codes
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tensorstow.base.errors import DirectoryError, LockedError, StoreFormatError, advice_for
+from tensorstow.store import forks
+
+LOCK_NAME = "lock"
+_TEXT_BYTES = 400  # more than a host name may have
+_PATIENCE_SECONDS = 1.0  # one who only looks (`peek`) holds a shared lock for a few milliseconds
+
+
+class DirectoryLock:
+    """The right to use a directory's store. It ends with the process, however that ends."""
+
+    def __init__(self, directory: Path) -> None:
+        """Take it, or raise LockedError saying who has it."""
+        self.path = directory / LOCK_NAME
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        self._fd = -1
+        while not self._try():
+            if time.monotonic() > deadline:
+                message = (
+                    f"The store in {directory} was asked for but is held by"
+                    f" {read_holder(self.path)}. Wait until that is over, or name another"
+                    " directory."
+                )
+                raise LockedError(message)
+            time.sleep(0.02)
+        self._check_is_ours()
+        text = f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
+        # Over the one before, so that it needs no room; and a courtesy, which a full disk that is
+        # opened for reading may do without.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, text.encode().ljust(_TEXT_BYTES), 0)
+
+    def _check_is_ours(self) -> None:
+        found = os.pread(self._fd, 4, 0)
+        if found not in {b"", b"pid "}:
+            self.release()
+            message = (
+                f"The lock {self.path} was asked for and there is another program's file of that"
+                " name. It was not touched: name another directory."
+            )
+            raise StoreFormatError(message)
+
+    def release(self) -> None:
+        """Give it back. Idempotent; the file stays, since another may be waiting on it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def abandon(self) -> None:
+        """Close a child's copy, so that only the parent keeps the lock alive."""
+        self.release()
+
+    def _try(self) -> bool:
+        with forks.guard:
+            self._fd = _open(self.path)
+            forks.abandon_in_children(self)
+        if _lock(self._fd, fcntl.LOCK_EX) and _is_named(self._fd, self.path):
+            return True
+        self.release()
+        return False
+
+
+@contextmanager
+def peek(directory: Path) -> Iterator[str | None]:
+    """Say who holds a directory's store, or None; without a holder, nobody can come meanwhile.
+
+    Nothing is written, and those who also only look are not in the way.
+    """
+    path = directory / LOCK_NAME
+    try:
+        with forks.guard:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield None  # no lock was ever taken here
+        return
+    try:
+        yield None if _lock(fd, fcntl.LOCK_SH) else read_holder(path)
+    finally:
+        os.close(fd)
+
+
+def read_holder(path: Path) -> str:
+    """Return what the holder of the lock file ``path`` said of itself."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        text = ""
+    if text.startswith(f"pid {os.getpid()} on {socket.gethostname()} "):
+        return f"this process itself ({text})"
+    return text or "a process that has not said which"
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        message = (
+            f"The lock {path} was asked for: {error.strerror}."
+            f" {advice_for(error.errno or codes.EIO)}"
+        )
+        raise DirectoryError(message) from error
+
+
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in {codes.EWOULDBLOCK, codes.EACCES}:
+            return False
+        message = (
+            f"A lock was asked for and the filesystem gives none ({error.strerror}): two runs could"
+            " write to one store. Name a directory on a filesystem with flock."
+        )
+        raise DirectoryError(message) from error
+    return True
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    """Return whether ``path`` is still the locked file: it may have been removed meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False

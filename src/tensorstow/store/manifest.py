@@ -1,0 +1,219 @@
+"""The manifest: which generations there are and what they hold. One SQLite file, one connection."""
+
+import ctypes
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+
+from tensorstow.base.directories import DirectoryFacts
+from tensorstow.store import forks
+from tensorstow.store.barriers import Disk
+from tensorstow.store.records import Content, Extent, Generation, Summary
+from tensorstow.store.rows import (
+    delete_generations,
+    insert_generation,
+    read_directories,
+    read_extents,
+    read_generation,
+    read_summaries,
+)
+from tensorstow.store.schema import (
+    APPLICATION,
+    FORMAT,
+    TABLES,
+    check_marks,
+    read_failure,
+    read_meta,
+    write_failure,
+)
+
+logger = logging.getLogger("tensorstow")
+
+MANIFEST_NAME = "manifest.sqlite"
+_LONG_LOG_BYTES = 4 << 20
+_NETWORK = (
+    "nfs",
+    "cifs",
+    "smb",
+    "fuse",
+    "9p",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "afs",
+    "virtiofs",
+)
+_warned_network: set[Path] = set()
+
+
+class Journal(Enum):
+    """How SQLite makes a transaction whole.
+
+    A write-ahead log needs memory that all who open the file share, which network filesystems do
+    not give.
+    """
+
+    WRITE_AHEAD = ("WAL", "FULL")
+    ROLLBACK = ("DELETE", "EXTRA")  # EXTRA: the directory is synced after the journal is unlinked
+
+
+def choose_journal(facts: DirectoryFacts) -> Journal:
+    """Return the journal that works in a directory; warn once where it is not the quick one."""
+    if not facts.filesystem.startswith(_NETWORK):
+        return Journal.WRITE_AHEAD
+    if facts.path not in _warned_network:
+        _warned_network.add(facts.path)
+        logger.warning(
+            "%s is on a network filesystem (%s from %s): the manifest does without a write-ahead"
+            " log, so each commit waits for a few more syncs; a local directory is quicker",
+            facts.path,
+            facts.filesystem,
+            facts.device,
+        )
+    return Journal.ROLLBACK
+
+
+class Manifest:
+    """The tables of one store. Any thread may call any method; they take turns."""
+
+    def __init__(self, path: Path, disk: Disk, journal: Journal) -> None:
+        """Open ``path``; raise StoreFormatError unless it is empty or a manifest."""
+        self.path = path
+        self._disk = disk
+        self.lock = threading.RLock()
+        """Held by who needs several answers about one state."""
+        try:
+            with forks.guard:
+                self._connection = sqlite3.connect(
+                    path, timeout=30, isolation_level=None, check_same_thread=False
+                )
+                forks.abandon_in_children(self)
+        except sqlite3.Error as error:
+            raise read_failure(path, error) from error
+        try:
+            with self._reading() as connection:
+                self.is_new = not check_marks(connection, path)
+                mode, synchronous = journal.value
+                connection.execute(f"PRAGMA journal_mode = {mode}")
+                connection.execute(f"PRAGMA synchronous = {synchronous}")
+                # By hand, behind commits: else a pin could be what has to copy the whole log.
+                connection.execute("PRAGMA wal_autocheckpoint = 0")
+        except BaseException:
+            self.close()
+            raise
+
+    def begin_run(self, run: str, directories: Sequence[Path]) -> None:
+        """Make the tables of a new store."""
+        with self._transaction() as connection:
+            connection.execute(f"PRAGMA application_id = {APPLICATION}")
+            connection.execute(f"PRAGMA user_version = {FORMAT}")
+            for statement in TABLES.split(";"):
+                connection.execute(statement)
+            marks = [("run", run), ("writer", version("tensorstow"))]
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", marks)
+            rows = [(file, str(path)) for file, path in enumerate(directories)]
+            connection.executemany("INSERT INTO files VALUES (?, ?)", rows)
+        self.is_new = False
+
+    @property
+    def run(self) -> str:
+        """The id that the data files carry too."""
+        with self._reading() as connection:
+            return read_meta(connection, "run")
+
+    def note_directories(self, directories: Sequence[Path]) -> None:
+        """Take note of where the data files are now: a run's directories may be moved."""
+        with self._reading() as connection:
+            if read_directories(connection) == list(directories):
+                return
+        with self._transaction() as connection:
+            rows = [(str(path), file) for file, path in enumerate(directories)]
+            connection.executemany("UPDATE files SET directory = ? WHERE file = ?", rows)
+
+    def summaries(self) -> list[Summary]:
+        """Return all kept generations, oldest first."""
+        with self._reading() as connection:
+            return read_summaries(connection)
+
+    def load(self, summary: Summary) -> Generation:
+        """Return all of the generation that ``summary`` is of."""
+        with self._reading() as connection:
+            return read_generation(connection, summary)
+
+    def extents(self) -> dict[int, list[Extent]]:
+        """Return the extents of every kept generation by its number."""
+        with self._reading() as connection:
+            return read_extents(connection)
+
+    def add(self, content: Content, created: float, drop: Sequence[int]) -> int:
+        """In one transaction add a generation and remove others; return its number."""
+        with self._transaction() as connection:
+            number = insert_generation(connection, content, created)
+            delete_generations(connection, drop)
+            writer = ("writer", version("tensorstow"))
+            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", writer)
+        return number
+
+    def pin(self, name: str, number: int) -> None:
+        """Add a snapshot."""
+        with self._transaction() as connection:
+            connection.execute("INSERT INTO snapshots VALUES (?, ?)", (name, number))
+
+    def unpin(self, name: str, drop: Sequence[int]) -> None:
+        """In one transaction remove a snapshot and generations."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM snapshots WHERE name = ?", (name,))
+            delete_generations(connection, drop)
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Remove generations."""
+        with self._transaction() as connection:
+            delete_generations(connection, numbers)
+
+    def checkpoint(self) -> None:
+        """Bring a long log into the database, so that it does not grow for ever."""
+        log = self.path.with_name(f"{self.path.name}-wal")
+        with self.lock:
+            try:
+                if log.exists() and log.stat().st_size > _LONG_LOG_BYTES:
+                    self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            except sqlite3.Error as error:
+                raise write_failure(self.path, error) from error
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        with self.lock:
+            self._connection.close()
+
+    def abandon(self) -> None:
+        """Keep a child's copy for ever: SQLite would clean up behind the parent's back."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self.lock:
+            try:
+                yield self._connection
+            except sqlite3.Error as error:
+                raise read_failure(self.path, error) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        connection = self._connection
+        with self.lock:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                try:
+                    yield connection
+                    self._disk.end_transaction(connection)
+                finally:
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+            except sqlite3.Error as error:
+                raise write_failure(self.path, error) from error

@@ -1,0 +1,89 @@
+"""How a store's parts are opened or made, in an order that a crash at any point leaves openable."""
+
+import errno as codes
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import tensorstow._native as _native
+from tensorstow.base.directories import check_directory
+from tensorstow.base.errors import DirectoryError, OptionError, StowError, advice_for
+from tensorstow.io.files import File
+from tensorstow.store.barriers import Disk
+from tensorstow.store.datafiles import check_files, check_unused, create_files, open_files
+from tensorstow.store.lock import DirectoryLock
+from tensorstow.store.manifest import MANIFEST_NAME, Manifest, choose_journal
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a store is made of."""
+
+    files: tuple[File, ...]
+    manifest: Manifest
+    disk: Disk
+    resources: ExitStack
+    """Closes all of it, the lock last."""
+
+
+def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) -> Parts:
+    """Lock ``directories`` and open what is in them, or make it."""
+    facts = [check_directory(directory) for directory in directories]
+    paths = [fact.path for fact in facts]
+    if not paths or len(set(paths)) < len(paths):
+        message = f"A store was asked for in {[str(d) for d in directories]}: name each once."
+        raise OptionError(message)
+    with ExitStack() as resources, _told_of(paths[0]):
+        for path in paths:
+            resources.callback(DirectoryLock(path).release)
+        path = paths[0] / MANIFEST_NAME
+        if not path.exists():
+            check_unused(paths)  # before anything is made
+            disk.create(path, b"")
+        manifest = Manifest(path, disk, choose_journal(facts[0]))
+        resources.callback(manifest.close)
+        files = _open_files(manifest, paths, engine, disk)
+        for file in files:
+            resources.callback(file.close)
+        return Parts(files, manifest, disk, resources.pop_all())
+
+
+def _open_files(
+    manifest: Manifest, paths: Sequence[Path], engine: _native.Engine, disk: Disk
+) -> tuple[File, ...]:
+    if not manifest.is_new:
+        check_files(manifest.run, paths)
+        manifest.note_directories(paths)
+        return open_files(disk, engine, paths)
+    check_unused(paths)
+    run = str(uuid.uuid4())
+    create_files(disk, run, paths)
+    files = open_files(disk, engine, paths)
+    try:
+        for file in files:
+            disk.sync_file(file)
+        for path in paths:
+            disk.sync_directory(path)
+        # Last: where there are tables, there are the files that they name.
+        manifest.begin_run(run, paths)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return files
+
+
+@contextmanager
+def _told_of(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except StowError:
+        raise
+    except OSError as error:
+        message = (
+            f"A store was asked for in {directory}: {error.strerror} ({error.filename})."
+            f" {advice_for(error.errno or codes.EIO)}"
+        )
+        raise DirectoryError(message) from error

@@ -1,0 +1,142 @@
+"""The manifest's tables, its marks, and what its errors mean."""
+
+import errno as codes
+import sqlite3
+from pathlib import Path
+
+from tensorstow.base.errors import (
+    CommitError,
+    OptionError,
+    StoreError,
+    StoreFormatError,
+    SyncError,
+    advice_for,
+)
+
+FORMAT = 1
+"""Counts up with every change that an older reader would misread."""
+APPLICATION = 0x73746F77  # "stow": by this a manifest is told from any other SQLite file
+
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE files (file INTEGER PRIMARY KEY, directory TEXT NOT NULL);
+CREATE TABLE layouts (layout INTEGER PRIMARY KEY, hash TEXT NOT NULL UNIQUE, body TEXT NOT NULL);
+CREATE TABLE generations (
+    generation INTEGER PRIMARY KEY AUTOINCREMENT, step INTEGER NOT NULL, created REAL NOT NULL,
+    layout INTEGER NOT NULL REFERENCES layouts, hyper TEXT NOT NULL, extra TEXT NOT NULL,
+    chunks INTEGER NOT NULL, bytes INTEGER NOT NULL
+);
+CREATE TABLE chunks (
+    generation INTEGER NOT NULL REFERENCES generations, chunk INTEGER NOT NULL,
+    file INTEGER NOT NULL, offset INTEGER NOT NULL, nbytes INTEGER NOT NULL,
+    blank INTEGER NOT NULL, checksums BLOB NOT NULL, weight_checksums BLOB NOT NULL,
+    PRIMARY KEY (generation, chunk)
+) WITHOUT ROWID;
+CREATE TABLE tensors (
+    generation INTEGER NOT NULL REFERENCES generations, kind TEXT NOT NULL, name TEXT NOT NULL,
+    dtype TEXT NOT NULL, shape TEXT NOT NULL,
+    file INTEGER NOT NULL, offset INTEGER NOT NULL, nbytes INTEGER NOT NULL,
+    checksum INTEGER NOT NULL,
+    PRIMARY KEY (generation, kind, name)
+) WITHOUT ROWID;
+CREATE TABLE snapshots (
+    name TEXT PRIMARY KEY, generation INTEGER NOT NULL REFERENCES generations
+) WITHOUT ROWID;
+"""
+
+
+def check_marks(connection: sqlite3.Connection, path: Path) -> bool:
+    """Return whether there is a manifest: False for an empty database, which is a store to be.
+
+    Raises StoreFormatError where it is another program's, newer than this version, or damaged.
+    """
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if not application and not tables:
+        return False
+    if application != APPLICATION:
+        message = (
+            f"{path} was asked for as a store's manifest and is another program's database. It was"
+            " not touched: name another directory."
+        )
+        raise StoreFormatError(message)
+    version = read_format(connection)
+    if version > FORMAT:
+        message = (
+            f"{path} was written in store format {version} by tensorstow"
+            f" {read_meta(connection, 'writer')}; this version reads up to {FORMAT}. Install that"
+            " version or a newer one."
+        )
+        raise StoreFormatError(message)
+    (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise _damaged(path, str(verdict))
+    return True
+
+
+def read_format(connection: sqlite3.Connection) -> int:
+    """Return the version of the format that a manifest is in."""
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def read_meta(connection: sqlite3.Connection, key: str) -> str:
+    """Return one value of the table meta; "(unknown)" where it has none."""
+    row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return str(row[0]) if row else "(unknown)"
+
+
+def read_failure(path: Path, error: sqlite3.Error) -> StoreError:
+    """Return the exception for ``error``, met while nothing was being written."""
+    if _primary(error) in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
+        return _damaged(path, str(error))
+    message = (
+        f"The manifest {path} was to be read: {error} ({_name(error)}). Look at the permissions of"
+        " the directory, its free space, and `dmesg`."
+    )
+    return CommitError(message)
+
+
+def write_failure(path: Path, error: sqlite3.Error) -> StoreError | OptionError:
+    """Return the exception for ``error``, met in a transaction that was rolled back.
+
+    An I/O error is different from the rest: whether the transaction will be seen after a power
+    loss is not known.
+    """
+    primary = _primary(error)
+    if primary in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
+        return _damaged(path, str(error))
+    if primary == sqlite3.SQLITE_CONSTRAINT:
+        message = (
+            f"A commit was asked for in which two records are the same chunk or tensor ({error})."
+            " Give each chunk its own number, each tensor its own kind and name."
+        )
+        return OptionError(message)
+    told = f"The manifest {path} was to be written: {error} ({_name(error)})."
+    if primary == sqlite3.SQLITE_IOERR:
+        message = (
+            f"{told} Whether the last transaction is durable is not known, so no more are begun."
+            f" {advice_for(codes.EIO)} Opening the store again finds the last one that is whole."
+        )
+        return SyncError(message)
+    advice = {
+        sqlite3.SQLITE_FULL: advice_for(codes.ENOSPC),
+        sqlite3.SQLITE_READONLY: advice_for(codes.EROFS),
+        sqlite3.SQLITE_BUSY: "Something else has the file open: end it and try again.",
+    }.get(primary, "Look at the message, and at `dmesg`.")
+    return CommitError(f"{told} What was committed before is whole. {advice}")
+
+
+def _damaged(path: Path, found: str) -> StoreFormatError:
+    message = (
+        f"The manifest {path} was to be read and is damaged: {found}. It was not touched: restore"
+        " it from a copy, or name another directory."
+    )
+    return StoreFormatError(message)
+
+
+def _primary(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _name(error: sqlite3.Error) -> str:
+    return str(getattr(error, "sqlite_errorname", type(error).__name__))

@@ -1,0 +1,160 @@
+"""What is in a store, found out without holding it: for people who only look."""
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from tensorstow.base.directories import inspect_directory
+from tensorstow.base.errors import StoreFormatError
+from tensorstow.store.datafiles import data_path
+from tensorstow.store.lock import peek
+from tensorstow.store.manifest import MANIFEST_NAME
+from tensorstow.store.records import PAGE, Extent, Summary, chunk_shapes
+from tensorstow.store.rows import (
+    read_directories,
+    read_extents,
+    read_generation,
+    read_summaries,
+)
+from tensorstow.store.schema import check_marks, read_failure, read_format, read_meta
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """One data file."""
+
+    path: Path
+    bytes: int | None
+    """Its size; None where it is gone."""
+    used_bytes: int
+    """What kept generations refer to."""
+
+    @property
+    def free_bytes(self) -> int | None:
+        """The rest: free, or written by a live run and not committed yet."""
+        return None if self.bytes is None else max(0, self.bytes - PAGE - self.used_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFacts:
+    """What the newest generation's layout says."""
+
+    elements: int
+    """In all chunks."""
+    chunks: int
+    shapes: tuple[str, ...]
+    """Each kind of chunk: bytes of states and of weight per element."""
+    notes: dict[str, Any]
+    """What the writer's layout has beside chunks and is short enough to print."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """All that is known of a store from outside."""
+
+    directory: Path
+    run: str
+    writer: str
+    format: int
+    holder: str | None
+    """Who uses it now."""
+    generations: tuple[Summary, ...]
+    files: tuple[FileFacts, ...]
+    layout: LayoutFacts | None
+    """None where nothing is committed."""
+
+
+def survey(directory: Path) -> Survey:
+    """Look at the store in ``directory``, its run may be live; nothing is written or held up.
+
+    Raises StoreFormatError where there is none.
+    """
+    path = inspect_directory(directory).path
+    with read_only(path) as (connection, holder):
+        summaries = read_summaries(connection)
+        used = _used_bytes(read_extents(connection))
+        newest = read_generation(connection, summaries[-1]) if summaries else None
+        return Survey(
+            directory=path,
+            run=read_meta(connection, "run"),
+            writer=read_meta(connection, "writer"),
+            format=read_format(connection),
+            holder=holder,
+            generations=tuple(summaries),
+            files=tuple(
+                FileFacts(name, name.stat().st_size if name.is_file() else None, used.get(file, 0))
+                for file, name in enumerate(data_paths(read_directories(connection), path))
+            ),
+            layout=_look_at(newest.layout) if newest else None,
+        )
+
+
+def data_paths(noted: Sequence[Path], first: Path) -> list[Path]:
+    """Return the paths of the data files, where the manifest was found in ``first``.
+
+    The run's first directory may have been moved since it noted them.
+    """
+    return [data_path(first if k == 0 else path, k) for k, path in enumerate(noted)]
+
+
+@contextmanager
+def read_only(directory: Path) -> Iterator[tuple[sqlite3.Connection, str | None]]:
+    """Open a manifest to read, and say who holds the store; raise StoreFormatError without one."""
+    path = directory / MANIFEST_NAME
+    with peek(directory) as holder:
+        if not path.is_file():
+            message = f"A store was asked for in {directory}: there is no {MANIFEST_NAME} in it."
+            raise StoreFormatError(message)
+        try:
+            with _connect(path, holder) as connection:
+                if not check_marks(connection, path):
+                    message = (
+                        f"A store was asked for in {directory}: it was never finished, and nothing"
+                        " is in it. A run may start there; or remove it by hand."
+                    )
+                    raise StoreFormatError(message)
+                yield connection, holder
+        except sqlite3.Error as error:
+            raise read_failure(path, error) from error
+
+
+@contextmanager
+def _connect(path: Path, holder: str | None) -> Iterator[sqlite3.Connection]:
+    # Without a holder and without a log of a killed one, nothing changes under us (`peek` keeps
+    # others out), and saying so keeps SQLite from making files beside it.
+    log = path.with_name(f"{path.name}-wal")
+    is_still = holder is None and not (log.exists() and log.stat().st_size)
+    uri = f"file:{quote(str(path))}?mode=ro" + ("&immutable=1" if is_still else "")
+    connection = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
+    try:
+        connection.execute("BEGIN")  # one state of it, though a run may be committing
+        yield connection
+    finally:
+        connection.close()
+
+
+def _used_bytes(extents: dict[int, list[Extent]]) -> dict[int, int]:
+    used: dict[int, int] = {}
+    for extent in {extent for kept in extents.values() for extent in kept}:
+        used[extent.file] = used.get(extent.file, 0) + extent.nbytes
+    return used
+
+
+def _look_at(layout: dict[str, Any]) -> LayoutFacts:
+    shapes = chunk_shapes(layout)
+    kinds = dict.fromkeys((shape.streams, shape.weight) for shape in shapes)
+    return LayoutFacts(
+        elements=sum(shape.elements for shape in shapes),
+        chunks=len(shapes),
+        shapes=tuple(
+            " + ".join(f"{float(Fraction(s.bytes, s.per)):g}" for s in streams)
+            + f" bytes of states, {float(Fraction(weight.bytes, weight.per)):g} of weight"
+            for streams, weight in kinds
+        ),
+        notes={k: v for k, v in layout.items() if isinstance(v, str | int | float)},
+    )

@@ -1,0 +1,199 @@
+"""Features broken on purpose: updates beside compute, formats, commits and what stays in RAM."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parity.candidate import NO_TAPS, Taps
+from tensorstow.optim.checkpoints import commits, resuming
+from tensorstow.optim.checkpoints.commits import Commits
+from tensorstow.optim.members import Member
+from tensorstow.optim.schedules import forward, schedule
+from tensorstow.optim.schedules.backward import LandedGradients
+from tensorstow.optim.states.chunks import Chunk
+from tensorstow.optim.states.state_store import StateStore
+from tensorstow.optim.states.stored import StoredSpace
+from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.updates import Turn
+from tensorstow.store.records import ChunkRecord
+
+Land = Callable[[torch.Tensor], None]
+
+
+def nobody_waits(patch: pytest.MonkeyPatch, _: Path) -> None:
+    patch.setattr(forward.ForwardWaits, "_before", lambda *_: None)
+
+
+def blocks_wait_for_nothing(patch: pytest.MonkeyPatch, _: Path) -> None:
+    """Let the root wait for what is outside of blocks, and nobody for the rest."""
+    needs = forward.ForwardWaits._needs
+
+    def none_of_blocks(self: forward.ForwardWaits, module: torch.nn.Module) -> frozenset[int]:
+        return frozenset() if id(module) in self._inside else needs(self, module)
+
+    patch.setattr(forward.ForwardWaits, "_needs", none_of_blocks)
+
+
+def weights_not_delivered(patch: pytest.MonkeyPatch, _: Path) -> None:
+    def forget(member: Member) -> None:
+        member.host = None
+
+    patch.setattr(schedule, "deliver", forget)
+
+
+def another_gradient(patch: pytest.MonkeyPatch, _: Path) -> None:
+    """Let a parameter be updated by the gradient of another one of its size."""
+    hand_over = LandedGradients.hand_over
+    last: list[torch.Tensor] = []
+
+    def confused(self: LandedGradients, number: int, parameter: torch.Tensor, land: Land) -> None:
+        def land_last(gradient: torch.Tensor) -> None:
+            same = [g for g in last if g.numel() == gradient.numel()]
+            last.append(gradient)
+            land(same[-1] if same else gradient)
+
+        hand_over(self, number, parameter, land_last)
+
+    patch.setattr(LandedGradients, "hand_over", confused)
+
+
+def first_micro_batches_lost(patch: pytest.MonkeyPatch, _: Path) -> None:
+    """Let the context drop what it was to accumulate."""
+    accumulate = StowedAdam.accumulate
+
+    @contextmanager
+    def dropping(self: StowedAdam) -> Iterator[None]:
+        with accumulate(self):
+            yield
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    patch.setattr(StowedAdam, "accumulate", dropping)
+
+
+def _in_streams(change: Callable[[Chunk, Any], None]) -> Taps:
+    """Change what is kept of the states after each step."""
+
+    def put(optimizer: StowedAdam, _: int) -> None:
+        optimizer.synchronize()
+        store = optimizer._states()
+        for chunk in store.chunks:
+            if store.pipeline.state(chunk) != "blank":
+                for _, streams in store._in_memory([chunk]):
+                    change(chunk, streams)
+                    if not chunk.resident:
+                        store._save(chunk)
+                    store.pipeline.rewritten(chunk, streams)
+
+    return replace(NO_TAPS, after_step=put)
+
+
+def low_halves_lost(_: pytest.MonkeyPatch, __: Path) -> Taps:
+    def drop(chunk: Chunk, streams: Any) -> None:  # noqa: ANN401  # tensors by position
+        for spec, stream in zip(chunk.family.specs, streams, strict=True):
+            if spec.dtype == torch.int16:
+                stream.zero_()
+
+    return _in_streams(drop)
+
+
+def masters_rounded_in_fp32(_: pytest.MonkeyPatch, __: Path) -> Taps:
+    """Do the same where the whole master is kept."""
+
+    def drop(chunk: Chunk, streams: Any) -> None:  # noqa: ANN401  # tensors by position
+        for spec, stream in zip(chunk.family.specs, streams, strict=True):
+            if spec.name == "master":
+                stream.copy_(stream.to(chunk.family.dtype).float())
+
+    return _in_streams(drop)
+
+
+def ring_is_stale(_: pytest.MonkeyPatch, __: Path) -> Taps:
+    """Let the slots that keep what was written hold something else when the next step begins."""
+
+    def spoil(optimizer: StowedAdam, step: int) -> None:
+        if step == 3:
+            store = optimizer._states()
+            store.pipeline.wait_written()
+            assert store._ring._arena is not None
+            store._ring._arena.tensor(0, store._ring.plan.nbytes, torch.uint8).zero_()
+
+    return replace(NO_TAPS, before_backward=spoil)
+
+
+# --- commits ---
+
+
+def committed_extent_is_written_again(patch: pytest.MonkeyPatch, _: Path) -> None:
+    patch.setattr(Commits, "_retarget", lambda *_: None)
+
+
+def commit_without_its_weights(patch: pytest.MonkeyPatch, _: Path) -> None:
+    """Let a step that commits not put the new weights beside the states."""
+    make_turn = StowedAdam._make_turn
+
+    def without(self: StowedAdam, *given: Any, commits: bool) -> Turn:  # noqa: ANN401  # passed on
+        del commits
+        return make_turn(self, *given, commits=False)
+
+    patch.setattr(StowedAdam, "_make_turn", without)
+
+
+def commit_of_weights_before_the_step(patch: pytest.MonkeyPatch, _: Path) -> None:
+    """Let resume take the weights of the model as it is for those of the commit."""
+    patch.setattr(resuming, "_load_weights", lambda *_: None)
+
+
+def step_counts_not_committed(patch: pytest.MonkeyPatch, _: Path) -> None:
+    hyper = Commits._hyper
+
+    def without(self: Commits, *given: Any) -> dict[str, Any]:  # noqa: ANN401  # passed on
+        return {**hyper(self, *given), "steps": {}}
+
+    patch.setattr(Commits, "_hyper", without)
+
+
+def groups_not_committed(patch: pytest.MonkeyPatch, _: Path) -> None:
+    hyper = Commits._hyper
+
+    def without(self: Commits, *given: Any) -> dict[str, Any]:  # noqa: ANN401  # passed on
+        saved = hyper(self, *given)
+        return {**saved, "groups": [{} for _ in saved["groups"]]}
+
+    patch.setattr(Commits, "_hyper", without)
+
+
+def what_stays_is_not_committed(patch: pytest.MonkeyPatch, _: Path) -> None:
+    record = commits._record
+
+    def blank_if_resident(chunk: Chunk, store: StateStore, space: StoredSpace) -> ChunkRecord:
+        made = record(chunk, store, space)
+        return replace(made, blank=True) if chunk.resident else made
+
+    patch.setattr(commits, "_record", blank_if_resident)
+
+
+def what_stays_is_not_updated(patch: pytest.MonkeyPatch, _: Path) -> Taps:
+    """Put the states of resident chunks back to what they were before a step."""
+    kept: dict[int, list[torch.Tensor]] = {}
+    del patch
+
+    def remember(optimizer: StowedAdam, step: int) -> None:
+        if step == 1:
+            optimizer.synchronize()
+            for chunk in optimizer._states().chunks:
+                kept[chunk.number] = [s.clone() for s in chunk.resident]
+
+    def put_back(optimizer: StowedAdam, step: int) -> None:
+        if step == 1:
+            optimizer.synchronize()
+            for chunk in optimizer._states().chunks:
+                for stream, before in zip(chunk.resident, kept[chunk.number], strict=True):
+                    stream.copy_(before)
+
+    return replace(NO_TAPS, before_backward=remember, after_step=put_back)

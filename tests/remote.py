@@ -1,0 +1,191 @@
+"""DEVICE = CPU: parameters of the CPU that count as an accelerator's, over links that test.
+
+A ``LateLink`` makes every copy as late as it may, and looks at what whoever drives it must keep to:
+sources that live and do not change until the mark behind their copy is over.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tensorstow.optim.accelerator import device
+from tensorstow.optim.accelerator.device import Link, Mark, Pairs
+
+
+class Later:
+    """A mark of work that is done when somebody needs it."""
+
+    def __init__(self, stream: "Stream", position: int, patience: int) -> None:
+        self.stream, self.position = stream, position
+        self.patience = patience
+        """How often whoever asks is told that the work is not over."""
+
+    def query(self) -> bool:
+        if self.stream.done < self.position and self.patience > 0:
+            self.patience -= 1
+            return False
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        self.stream.run_to(self.position)
+
+
+@dataclass
+class Stream:
+    """Work in order, none of it done before it must be."""
+
+    work: deque[Callable[[], None]] = field(default_factory=deque)
+    done: int = 0
+
+    def add(self, work: Callable[[], None]) -> int:
+        self.work.append(work)
+        return self.done + len(self.work)
+
+    def run_to(self, position: int) -> None:
+        while self.done < position:
+            self.work.popleft()()
+            self.done += 1
+
+
+class LateLink:
+    """A link to the CPU whose copies are late; ``seed`` decides how late."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.device = torch.device("cpu")
+        self.bytes_down = self.bytes_up = 0
+        self.copies_down = self.copies_up = 0
+        self.falling, self.rising = Stream(), Stream()
+        self.unseen: list[Unseen] = []
+        self.random = random.Random(seed)  # noqa: S311  # no secret
+
+    def mark(self) -> Mark:
+        """Mark the caller's stream, whose work is over; it has waited for what it has joined."""
+        return Caller(self, [copy for copy in self.unseen if copy.joined])
+
+    def down(self, pairs: Pairs, after: Iterable[Mark]) -> Mark:
+        position = self.falling.done + len(self.falling.work)
+        for to, source in pairs:
+            position = self.falling.add(late_copy(to, source, after=tuple(after)))
+            self.bytes_down += to.nbytes
+        self.copies_down += 1
+        return Later(self.falling, position, self.random.randrange(3))
+
+    def up(self, pairs: Pairs, after: Iterable[Mark] = ()) -> Mark:
+        for copy in self.unseen:
+            copy.check()
+        position = self.rising.done + len(self.rising.work)
+        for to, source in pairs:
+            self.unseen.append(Unseen(Place.of(source), source.clone()))
+            position = self.rising.add(late_copy(to, source, after=tuple(after)))
+            self.bytes_up += to.nbytes
+        self.copies_up += 1
+        return Later(self.rising, position, self.random.randrange(3))
+
+    def join(self, mark: Mark) -> None:
+        """Let the caller's stream wait, which here is the caller; the host has seen nothing."""
+        mark.synchronize()
+        for copy in self.unseen:
+            copy.joined = True
+
+    def settle(self) -> None:
+        for stream in (self.falling, self.rising):
+            stream.run_to(stream.done + len(stream.work))
+
+
+class Caller:
+    """A mark on the caller's stream: behind it, what that has joined is over for the host too."""
+
+    def __init__(self, link: LateLink, joined: "list[Unseen]") -> None:
+        self.link, self.joined = link, joined
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        for copy in self.joined:
+            if copy in self.link.unseen:
+                copy.check()
+                self.link.unseen.remove(copy)
+
+
+@dataclass(eq=False)
+class Unseen:
+    """The source of a copy up which the host does not know to be over."""
+
+    place: "Place"
+    before: torch.Tensor
+    joined: bool = False
+    """The caller's stream waits for it."""
+
+    def check(self) -> None:
+        now = self.place.find("source")
+        assert same_bits(now, self.before), "a source changed before its copy up was over"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def late_copy(
+    to: torch.Tensor, source: torch.Tensor, *, after: tuple[Mark, ...]
+) -> Callable[[], None]:
+    """Return the copy; it holds neither the memory it reads nor that which it writes."""
+    reads, writes = Place.of(source), Place.of(to)
+    before = source.clone()
+
+    def copy() -> None:
+        for mark in after:
+            mark.synchronize()
+        now = reads.find("source")
+        assert same_bits(now, before), "a source changed before its copy"
+        writes.find("target").copy_(now)
+
+    return copy
+
+
+@dataclass
+class Place:
+    """Where a 1-D tensor has its elements, without keeping them alive."""
+
+    storage: StorageWeakRef
+    offset: int
+    count: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Place":
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return cls(storage, tensor.storage_offset(), tensor.numel(), tensor.dtype)
+
+    def find(self, what: str) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        assert storage is not None, f"the {what} was freed before its copy"
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, (self.count,), (1,))
+
+
+def every(_: torch.Tensor) -> bool:
+    """Return that any parameter is on the accelerator."""
+    return True
+
+
+def make_remote(
+    patch: pytest.MonkeyPatch,
+    is_remote: Callable[[torch.Tensor], bool] = every,
+    link: Callable[[], Link] = LateLink,
+) -> list[Link]:
+    """Let parameters count as an accelerator's from now on; return the links as they are opened."""
+    opened: list[Link] = []
+
+    def open_link(_: torch.device) -> Link:
+        opened.append(link())
+        return opened[-1]
+
+    patch.setattr(device, "is_remote", is_remote)
+    patch.setattr(device, "open_link", open_link)
+    return opened

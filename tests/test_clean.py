@@ -1,0 +1,41 @@
+from pathlib import Path
+
+import pytest
+
+from powerloss.contents import make_content
+from tensorstow.cli.main import main
+from tensorstow.io.engine import open_engine
+from tensorstow.store.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    with Store.open([tmp_path], open_engine()) as opened:
+        opened.commit(make_content(opened, 7))
+        opened.pin("seven")
+    (tmp_path / "notes.txt").touch()
+    return tmp_path
+
+
+def test_it_only_says_what_it_would_do(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(store.iterdir())
+    assert main(["clean", str(store)]) == 0
+    assert sorted(store.iterdir()) == before
+    said = capsys.readouterr().out
+    assert "committed steps 7 (seven)" in said
+    assert f"would remove {store / 'states-0.bin'}" in said
+    assert f"left alone, not this run's: {store / 'notes.txt'}" in said
+    assert "add --yes" in said
+
+
+def test_it_does_it_when_told(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clean", "--yes", str(store)]) == 0
+    assert [path.name for path in store.iterdir()] == ["notes.txt"]
+    assert f"removed {store / 'manifest.sqlite'}" in capsys.readouterr().out
+
+
+def test_a_live_run_is_refused(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store.open([store], open_engine()):
+        assert main(["clean", "--yes", str(store)]) == 2
+    assert "End that first" in capsys.readouterr().err
+    assert (store / "states-0.bin").exists()

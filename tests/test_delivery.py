@@ -1,0 +1,58 @@
+import torch
+
+from tensorstow.optim.members import Member
+from tensorstow.optim.schedules.delivery import deliver, hide, shadow
+from tensorstow.optim.states.layout import Family
+from tensorstow.optim.states.pipeline import StepRow
+from tensorstow.optim.updates import Due, Turn
+from tensorstow.optim.updates import Turn as Step  # one step of the optimizer
+
+
+def member_of(values: torch.Tensor, number: int = 0) -> Member:
+    family = Family(values.dtype, amsgrad=False)
+    return Member(torch.nn.Parameter(values), number, family, values.numel(), {})
+
+
+def turn_of(*members: Member) -> Step:
+    dues = [Due({}, member, None) for member in members]
+    rows = [StepRow(weight=member.weight.data_ptr(), scalars=3) for member in members]
+    return Turn(dues, [], rows, torch.zeros(0, 9).numpy())
+
+
+def test_a_shadow_is_written_in_place_of_the_weight() -> None:
+    member = member_of(torch.arange(4.0))
+    turn = turn_of(member)
+    shadow(turn)
+    assert member.host is not None
+    assert turn.rows[0] == StepRow(weight=member.host.data_ptr(), scalars=3)
+    assert member.weight is member.host
+    assert torch.equal(member.parameter, torch.arange(4.0))
+    hide(member)
+    assert member.parameter.isnan().all()
+    member.host.mul_(2)
+    deliver(member)
+    assert torch.equal(member.parameter, 2 * torch.arange(4.0))
+    assert member.host is None
+    assert not member.written_by_others
+
+
+def test_what_has_no_shadow_is_left_alone() -> None:
+    member = member_of(torch.ones(4))
+    before = member.parameter._version
+    hide(member)
+    deliver(member)
+    assert member.parameter._version == before
+    assert torch.equal(member.parameter, torch.ones(4))
+
+
+def test_autograd_sees_a_delivery() -> None:
+    member = member_of(torch.ones(4))
+    graph = member.parameter.square().sum()
+    shadow(turn_of(member))
+    deliver(member)
+    try:
+        torch.autograd.backward(graph)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError

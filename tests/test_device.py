@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from tensorstow.optim.accelerator import device
+from tensorstow.optim.accelerator.device import PlainLink, StreamLink, is_remote, open_link
+
+
+def test_without_an_accelerator_nothing_is_remote() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is one: tests/gpu")
+    assert not is_remote(torch.zeros(3))
+    assert not is_remote(torch.zeros(3, device="meta"))
+
+
+def test_what_the_current_accelerator_has_is_remote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_accelerator", lambda: "meta")  # any device that is not the CPU
+    assert is_remote(torch.zeros(3, device="meta"))
+    assert not is_remote(torch.zeros(3))
+
+
+def test_a_link_to_the_cpu_copies_at_once_and_counts() -> None:
+    link = open_link(torch.device("cpu"))
+    assert isinstance(link, PlainLink)
+    host, away = torch.zeros(6), torch.arange(6.0)
+    mark = link.down([(host[:4], away[:4]), (host[5:], away[5:])], [link.mark()])
+    assert mark.query()
+    assert host.tolist() == [0, 1, 2, 3, 0, 5]
+    assert (link.bytes_down, link.bytes_up) == (20, 0)
+    mark = link.up([(away[:1], host[3:4])])
+    mark.synchronize()
+    link.join(mark)
+    link.settle()
+    assert away.tolist() == [3, 1, 2, 3, 4, 5]
+    assert (link.bytes_down, link.bytes_up) == (20, 4)
+
+
+def test_another_link_s_mark_is_refused() -> None:
+    link = StreamLink(torch.device("cpu"))  # a stream of the CPU is none, but takes no marks either
+    with pytest.raises(TypeError, match="mark of another link"):
+        link.down([], [PlainLink().mark()])

@@ -1,0 +1,357 @@
+"""What crosses the link, when, and through how much memory. Bits are test_device_parity's."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remote import LateLink, make_remote
+from tensorstow import Adam, AdamW, PipelinePolicy
+from tensorstow.base.errors import DTypeError, OptionError, PoisonedError
+from tensorstow.colossalai import CPUAdam
+from tensorstow.optim import options
+from tensorstow.optim.accelerator.ferry import Ferry
+from tensorstow.optim.states import memory
+from tensorstow.optim.states.memory import StagingPlan, plan_staging
+from tensorstow.optim.stowed import StowedAdam
+
+CHUNK = 1024
+SMALL = PipelinePolicy(chunk_elements=CHUNK)
+SIZES = (3000, 10, 500, 1, 5000, 700)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+OVERLAPS = ("none", "forward", "backward")
+
+
+class Net(nn.Module):
+    """Reads its parameters one after the other, the last first in backward."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.parts = nn.ParameterList(
+            [nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in SIZES]
+        )
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([(p.float().sin() * p.float()).mean() for p in self.parts]).sum()
+
+
+def train(net: Net, optimizer: StowedAdam, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(net())
+        optimizer.step()
+    optimizer.wait()
+
+
+def ferry_of(optimizer: StowedAdam) -> Ferry:
+    ferry = optimizer._kept().ferry
+    assert ferry is not None
+    return ferry
+
+
+def link_of(optimizer: StowedAdam) -> LateLink:
+    link = ferry_of(optimizer).link
+    assert isinstance(link, LateLink)
+    return link
+
+
+def make(net: Net, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
+    given = {"policy": SMALL, "states": "disk", **given}
+    return AdamW(net.parameters(), lr=0.01, module=net, **given)
+
+
+def test_staging_is_a_slot_per_chunk_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_staging([]) == StagingPlan(0, 0)
+    assert plan_staging([1000]) == StagingPlan(1, 4096)
+    assert plan_staging([1 << 19] * 1000) == StagingPlan(32, 2 << 20)
+    assert plan_staging([1 << 19] * 1000).nbytes == memory.DEFAULT_STAGING_BYTES
+    assert plan_staging([1 << 25] * 9) == StagingPlan(2, 128 << 20)  # never fewer than two
+    monkeypatch.setattr(memory, "DEFAULT_STAGING_BYTES", 3 * 4096)
+    assert plan_staging([1000, 1, 1000, 1000]).offset(2, 3) == 2 * 4096 + 12
+
+
+@pytest.mark.parametrize("states", ["ram", "disk"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_and_bytes_are_the_formula(
+    dtype: str, states: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_remote(monkeypatch)
+    net = Net(DTYPES[dtype])
+    optimizer = make(net, states=states)
+    width = DTYPES[dtype].itemsize
+    mirrors = sum(-(-n * width // 128) * 128 for n in SIZES)
+    elements = sum(-(-n // 32) * 32 for n in SIZES)
+    chunks = -(-elements // CHUNK)
+    held = optimizer.memory()
+    assert (held.mirror_bytes, held.staging_bytes) == (mirrors, chunks * 4 * CHUNK)
+    assert held.host_bytes == held.ram_bytes + held.ring_bytes + mirrors + held.staging_bytes
+    train(net, optimizer)
+    begun = optimizer.traffic()
+    assert begun.bytes_down == 2 * sum(SIZES) * width  # the first time, the weights too
+    train(net, optimizer, 3)
+    moved = optimizer.traffic()
+    assert moved.bytes_down - begun.bytes_down == 3 * sum(SIZES) * width
+    assert moved.bytes_up == 4 * sum(SIZES) * width
+
+
+def test_fp32_weights_with_bf16_gradients_move_half_as_much_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, grad_dtype=torch.bfloat16)
+    train(net, optimizer)
+    before = optimizer.traffic()
+    train(net, optimizer)
+    after = optimizer.traffic()
+    assert after.bytes_down - before.bytes_down == 2 * sum(SIZES)
+    assert after.bytes_up - before.bytes_up == 4 * sum(SIZES)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_two_slots_are_enough(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "DEFAULT_STAGING_BYTES", 1)
+    want, net = Net(), Net()
+    train(want, make(want), 4)
+    make_remote(monkeypatch)
+    optimizer = make(net, overlap=overlap)
+    assert optimizer.memory().staging_bytes == 2 * 4 * CHUNK
+    train(net, optimizer, 4)
+    assert all(map(torch.equal, net.parameters(), want.parameters()))
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_gradients_on_the_device_are_let_go(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, overlap=overlap)
+    train(net, optimizer, 2)
+    assert not any(ferry_of(optimizer).needs(n) for n in range(len(SIZES)))
+    optimizer._kept().finish()  # outside of a step there is nothing to wait for
+
+
+def test_beside_backward_gradients_leave_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, overlap="backward")
+    train(net, optimizer)
+    before = link_of(optimizer).copies_down
+    optimizer.zero_grad()
+    torch.autograd.backward(net())
+    assert link_of(optimizer).copies_down > before  # and step() was not called yet
+    optimizer.step()
+
+
+def test_beside_forward_step_does_not_wait_for_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "DEFAULT_STAGING_BYTES", 1)
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, overlap="forward")
+    train(net, optimizer)
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer.zero_grad()
+    torch.autograd.backward(net())
+    optimizer.step()
+    assert any(map(torch.equal, net.parameters(), before))
+    net()  # waits
+    assert not any(map(torch.equal, net.parameters(), before))
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_that_others_wrote_is_what_is_updated(
+    dtype: str, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meddle(net: Net, optimizer: StowedAdam) -> None:
+        train(net, optimizer, 2)
+        with torch.no_grad():
+            net.parts[0].mul_(1.5)
+        net.parts[4].data = net.parts[4].data.flip(0).clone()
+        train(net, optimizer, 2)
+
+    want, net = Net(DTYPES[dtype]), Net(DTYPES[dtype])
+    meddle(want, make(want))
+    make_remote(monkeypatch)
+    meddle(net, make(net, overlap=overlap))
+    assert all(map(torch.equal, net.parameters(), want.parameters()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_commit_has_what_others_wrote(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_remote(monkeypatch)
+    net = Net(DTYPES[dtype])
+    optimizer = make(net, dir=tmp_path, commit_every=None)
+    train(net, optimizer, 2)
+    with torch.no_grad():
+        net.parts[2].fill_(0.25)
+    optimizer.commit()
+    optimizer.close()
+    other = Net(DTYPES[dtype], seed=1)
+    again = make(other, dir=tmp_path, commit_every=None)
+    assert again.resume() == 2
+    assert all(map(torch.equal, other.parameters(), net.parameters()))
+    train(other, again)
+    assert other.parts[2].ne(0.25).any()
+    again.close()
+
+
+def test_states_say_what_others_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    net = Net(torch.bfloat16)
+    optimizer = make(net, state_format="split")
+    train(net, optimizer, 2)
+    with torch.no_grad():
+        net.parts[3].fill_(7)
+    assert optimizer.state_dict()["state"][3]["master"].item() == 7
+
+
+@pytest.mark.parametrize("commit_every", [1, 2])
+def test_beside_forward_a_commit_is_never_waited_for_in_vain(
+    commit_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, dir=tmp_path, overlap="forward", commit_every=commit_every)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(net())
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_an_optimizer_may_go_in_the_middle_of_a_step(
+    overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, overlap=overlap)
+    train(net, optimizer)
+    optimizer.zero_grad()
+    torch.autograd.backward(net())
+    if overlap != "backward":
+        optimizer.step()
+    watcher = weakref.ref(optimizer._kept().store)
+    for parameter in net.parameters():
+        parameter.grad = None
+    del optimizer
+    gc.collect()
+    assert watcher() is None
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_what_fails_on_the_link_ends_the_run(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, overlap=overlap)
+    train(net, optimizer)
+
+    def broken(*_: object) -> None:
+        message = "CUDA error: unspecified launch failure"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(link_of(optimizer), "up", broken)
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        train(net, optimizer)
+    monkeypatch.undo()
+    with pytest.raises(PoisonedError, match="unspecified launch failure"):
+        optimizer.state_dict()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_disk_that_fails_is_told_as_ever(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, overlap=overlap)
+    train(net, optimizer)
+    optimizer.synchronize()
+    engine = optimizer._states().engine
+    assert engine is not None
+    engine.inject_fault("read", times=-1, error=5)
+    with pytest.raises(OSError, match="read of"):
+        train(net, optimizer)
+    engine.clear_faults()
+    with pytest.raises(PoisonedError):
+        train(net, optimizer)
+    optimizer.close()
+
+
+def test_a_group_on_the_device_joins_one_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def both(first: Net, second: Net) -> None:
+        optimizer = make(first)
+        train(first, optimizer, 2)
+        optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.02})
+        optimizer.zero_grad()
+        for _ in range(2):
+            torch.autograd.backward(first() + second())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    want, got = (Net(), Net(seed=1)), (Net(), Net(seed=1))
+    both(*want)
+    of_second = {id(p) for p in got[1].parameters()}
+    make_remote(monkeypatch, lambda p: id(p) in of_second)
+    both(*got)
+    for a, b in zip(want, got, strict=True):
+        assert all(map(torch.equal, a.parameters(), b.parameters()))
+
+
+def test_frozen_for_a_while_and_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def freeze(net: Net, optimizer: StowedAdam) -> None:
+        for step in range(5):
+            net.parts[4].requires_grad_(step not in {1, 2})
+            optimizer.zero_grad()
+            torch.autograd.backward(net())
+            if step == 3:
+                net.parts[0].grad = None
+            optimizer.step()
+        optimizer.wait()
+
+    want, net = Net(), Net()
+    freeze(want, make(want))
+    make_remote(monkeypatch)
+    freeze(net, make(net, overlap="forward"))
+    assert all(map(torch.equal, net.parameters(), want.parameters()))
+
+
+def test_a_model_that_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    optimizer = make(net)
+    train(net, optimizer)
+    make_remote(monkeypatch)
+    torch.autograd.backward(net())
+    with pytest.raises(OptionError, match=r"Parameter 0 of group 0 .*Move the model first"):
+        optimizer.step()
+
+
+def test_two_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    first = nn.Parameter(torch.ones(3))
+    second = nn.Parameter(torch.ones(3, device="meta"))
+    with pytest.raises(OptionError, match="cpu and meta"):
+        Adam([first, second])
+
+
+def test_cpu_adam_is_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    with pytest.raises(DTypeError, match="CPUAdam is for parameters in host memory"):
+        CPUAdam([nn.Parameter(torch.ones(3))])
+
+
+def test_gradient_and_parameter_are_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    parameter = nn.Parameter(torch.ones(3))
+    wrong = torch.ones(3, device="meta")  # torch itself would not let it through
+    assert not options.fits(parameter, wrong)
+    with pytest.raises(DTypeError, match="is on meta and the parameter on cpu"):
+        options.check_gradient(parameter, wrong, "Parameter 0 of group 0")

@@ -1,0 +1,55 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from powerloss.contents import make_content
+from tensorstow.cli.main import main
+from tensorstow.io.engine import open_engine
+from tensorstow.store.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    with Store.open([tmp_path], open_engine()) as opened:
+        opened.commit(make_content(opened, 7))
+        opened.pin("seven")
+    return tmp_path
+
+
+def test_it_prints_what_there_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(store)]) == 0
+    said = capsys.readouterr().out
+    for words in ("by nobody", "states-0.bin", "seven", "9,000 in 3 chunks", "bytes of states"):
+        assert words in said
+
+
+def test_json_says_the_same(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--json", str(store)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    (generation,) = facts["generations"]
+    assert (generation["step"], generation["names"]) == (7, ["seven"])
+    assert facts["files"][0]["path"] == str(store / "states-0.bin")
+    assert facts["layout"]["elements"] == 9000
+
+
+def test_a_live_store_may_be_looked_at(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store.open([store], open_engine()):
+        assert main(["inspect", str(store)]) == 0
+    assert "by this process itself" in capsys.readouterr().out
+
+
+def test_an_empty_store_and_a_missing_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Store.open([tmp_path], open_engine()).close()
+    (tmp_path / "states-0.bin").unlink()
+    assert main(["inspect", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "is gone" in said
+    assert "nothing is committed yet" in said
+
+
+def test_no_store_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "there is no manifest.sqlite" in capsys.readouterr().err

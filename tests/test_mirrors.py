@@ -1,0 +1,69 @@
+import torch
+from torch import nn
+
+from remote import LateLink
+from tensorstow.optim.accelerator.mirrors import (
+    Mirror,
+    deliver,
+    flat,
+    make_mirrors,
+    mirror_bytes,
+    refresh,
+    stamp_of,
+)
+
+
+def parameters() -> list[nn.Parameter]:
+    return [
+        nn.Parameter(torch.randn(3, 5)),
+        nn.Parameter(torch.randn(0, 2)),
+        nn.Parameter(torch.randn(100).bfloat16()),
+        nn.Parameter(torch.randn(()).half()),
+    ]
+
+
+def mirrors_of(given: list[nn.Parameter], link: LateLink) -> list[Mirror]:
+    return make_mirrors(given, link)[1]
+
+
+def test_bytes_are_one_copy_aligned() -> None:
+    assert mirror_bytes(parameters()) == 128 + 0 + 256 + 128
+    link = LateLink()
+    block, mirrors = make_mirrors(parameters(), link)
+    assert block.nbytes == 512
+    assert [m.host.shape for m in mirrors] == [(3, 5), (0, 2), (100,), ()]
+    assert [m.host.dtype for m in mirrors] == [p.dtype for p in parameters()]
+    assert all(m.host.data_ptr() % 128 == 0 for m in mirrors if m.host.numel())
+
+
+def test_what_others_wrote_is_fetched_and_nothing_else() -> None:
+    link, given = LateLink(), parameters()
+    mirrors = mirrors_of(given, link)
+    refresh(mirrors, link)
+    assert all(torch.equal(m.host, p) for m, p in zip(mirrors, given, strict=True))
+    first = link.bytes_down
+    assert first == 60 + 200 + 2
+    refresh(mirrors, link)
+    assert link.bytes_down == first
+    with torch.no_grad():
+        given[2].mul_(2)
+    given[3].data = torch.ones((), dtype=torch.float16)
+    assert [m.is_stale for m in mirrors] == [False, False, True, True]
+    refresh(mirrors, link)
+    assert link.bytes_down == first + 200 + 2
+    assert all(torch.equal(m.host, p) for m, p in zip(mirrors, given, strict=True))
+
+
+def test_delivery_is_no_writing_by_others_and_no_part_of_a_graph() -> None:
+    link, given = LateLink(), parameters()
+    mirrors = mirrors_of(given, link)
+    refresh(mirrors, link)
+    before = [stamp_of(p) for p in given]
+    for mirror in mirrors:
+        mirror.host.fill_(3)
+    deliver(mirrors, link)
+    assert all(p.eq(3).all() for p in given)
+    assert [stamp_of(p) for p in given] == before
+    assert not any(m.is_stale for m in mirrors)
+    assert not flat(given[0]).requires_grad
+    deliver([], link)

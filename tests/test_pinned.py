@@ -1,0 +1,122 @@
+import gc
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tensorstow.io import pinned
+from tensorstow.io.pinned import PinnedBlock
+
+CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda:0"), torch.device("xpu:0")
+
+
+class Driver:
+    """What torch.cuda.cudart() returns, as far as it is used."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self.answer = answer
+        self.calls: list[tuple[str, int, int]] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        assert flags == 1
+        self.calls.append(("register", address, nbytes))
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append(("unregister", address, 0))
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _nobody_was_warned() -> Iterator[None]:
+    before = set(pinned._warned)
+    pinned._warned.clear()
+    yield
+    pinned._warned.clear()
+    pinned._warned.update(before)
+
+
+def nothing() -> None:
+    pass
+
+
+def test_views_share_the_block_and_begin_at_zero() -> None:
+    block = PinnedBlock(1000, CPU, nothing)
+    assert block.pinned
+    assert block.nbytes == 1000
+    halves = block.tensor(512, 100, torch.bfloat16)
+    assert halves.dtype == torch.bfloat16
+    assert halves.shape == (100,)
+    assert not halves.any()
+    halves.fill_(1)
+    assert block.tensor(512, 50, torch.int32).eq(0x3F803F80).all()
+    assert not block.tensor(0, 128, torch.float32).any()
+
+
+def test_memory_is_registered_once_and_let_go_when_copies_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(pinned, "_runtime", lambda: driver)
+    order: list[str] = []
+    block = PinnedBlock(10_000, CUDA, lambda: order.append(f"settled {len(driver.calls)}"))
+    assert block.pinned
+    address = block.tensor(0, 1, torch.uint8).data_ptr()
+    assert driver.calls == [("register", address, 10_000)]
+    del block
+    gc.collect()
+    assert order == ["settled 1"]
+    assert driver.calls[1:] == [("unregister", address, 0)]
+
+
+def test_a_driver_that_refuses_is_told_once_and_forgets(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver(answer=2)
+    asked: list[object] = []
+
+    def innocent(*_: object, device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        message = "CUDA error: out of memory"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(pinned, "_runtime", lambda: driver)
+    monkeypatch.setattr(torch, "empty", innocent)
+    with caplog.at_level(logging.WARNING, logger="tensorstow"):
+        first = PinnedBlock(2 << 20, CUDA, nothing)
+        second = PinnedBlock(2 << 20, CUDA, nothing)
+    assert not first.pinned
+    assert not second.pinned
+    assert asked == [CUDA, CUDA]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2.0 MiB of host memory could not be pinned for cuda")
+    assert "ulimit -l" in record.getMessage()
+    assert first.tensor(0, 4, torch.float32).tolist() == [0, 0, 0, 0]
+    del first, second
+    assert all(call[0] == "register" for call in driver.calls)
+
+
+def test_elsewhere_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def zeros(nbytes: int, **given: object) -> torch.Tensor:
+        asked.append(given)
+        return torch.full((nbytes,), 7, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    block = PinnedBlock(64, OTHER, nothing)
+    assert block.pinned
+    assert asked == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
+    assert block.tensor(0, 2, torch.uint8).tolist() == [7, 7]
+
+
+def test_where_torch_cannot_pin_memory_is_pageable(caplog: pytest.LogCaptureFixture) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("torch can, here")
+    with caplog.at_level(logging.WARNING, logger="tensorstow"):
+        block = PinnedBlock(64, OTHER, nothing)
+    assert not block.pinned
+    assert len(caplog.records) == 1
+    assert block.tensor(0, 64, torch.uint8).eq(0).all()

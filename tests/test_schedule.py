@@ -1,0 +1,236 @@
+"""When updates run: what is beside what, shown by times, and by gradients in every order.
+
+The disk is slow on purpose, as in test_overlap: one worker sleeps before each block. Sleeping
+stands for compute too. Noise only adds, so the best of a few tries counts, and the bound lies
+halfway between what overlap would take and what its lack would.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tensorstow import AdamW, PipelinePolicy
+from tensorstow.base.errors import OptionError
+from tensorstow.optim.schedules.backward import LandedGradients
+from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward
+from tensorstow.optim.states import layout
+from tensorstow.optim.states.layout import Family, slot_bytes
+from tensorstow.optim.states.policy import Overlap
+
+CHUNK = 4096
+CHUNKS = 6
+DELAY_S = 0.005
+READS_S = 2 * CHUNKS * DELAY_S  # two streams of a chunk
+WRITES_S = READS_S
+STEPS = 3
+TRIES = 3
+POLICY = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
+FP32 = Family(torch.float32, amsgrad=False)
+
+
+class Sleeping(torch.autograd.Function):
+    """Take ``seconds`` in forward and as many as are said in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:  # noqa: ANN401
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        time.sleep(ctx.backward_s)
+        return grads[0], None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(CHUNK))
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        slept = Sleeping.apply(x, self.forward_s, self.backward_s)
+        out: Tensor = slept + self.weight.square().mean()
+        return out
+
+
+def model_of(forward_s: float, backward_s: float) -> nn.Sequential:
+    """Return a model whose forward and backward take so long."""
+    each = forward_s / CHUNKS, backward_s / CHUNKS
+    return nn.Sequential(*(Layer(*each) for _ in range(CHUNKS)))
+
+
+def seconds_of(directory: Path, overlap: Overlap, forward_s: float, backward_s: float) -> float:
+    """Return the best time of STEPS steps and what runs behind them."""
+    model = model_of(forward_s, backward_s)
+    optimizer = AdamW(
+        model.parameters(), states="disk", dir=directory, durability="none", overlap=overlap,
+        module=model, policy=POLICY,
+    )  # fmt: skip
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(model(torch.zeros((), requires_grad=True)))
+        optimizer.step()
+
+    step()
+    step()  # from here on every schedule knows its order
+    optimizer.synchronize()
+    engine = optimizer._states().engine
+    assert engine is not None
+    for operation in ("read", "write"):
+        engine.inject_fault(operation, times=-1, delay_us=round(DELAY_S * 1e6))
+    start = time.monotonic()
+    for _ in range(STEPS):
+        step()
+    optimizer.synchronize()
+    took = time.monotonic() - start
+    optimizer.close()
+    return took
+
+
+def assert_at_most(bound: float, seconds: Callable[[], float]) -> None:
+    tries = []
+    for _ in range(TRIES):
+        tries.append(seconds())
+        if tries[-1] <= bound:
+            return
+    pytest.fail(f"none of {tries} is within {bound:.3f} s")
+
+
+@pytest.mark.parametrize("backward_s", [1.5 * (READS_S + WRITES_S), 0.4 * (READS_S + WRITES_S)])
+def test_beside_backward_the_longer_one_counts(tmp_path: Path, backward_s: float) -> None:
+    disk_s = READS_S + WRITES_S
+    # Before the first gradient's update there is a read, and behind the last one a write.
+    tail = (READS_S + WRITES_S) / CHUNKS
+    longest = STEPS * (max(backward_s, disk_s) + tail)
+    total = STEPS * (backward_s + disk_s)
+    bound = (longest + total) / 2
+    assert_at_most(bound, lambda: seconds_of(tmp_path, "backward", 0.0, backward_s))
+
+
+def test_beside_forward_the_longer_one_counts(tmp_path: Path) -> None:
+    """No backward to read in: without overlap all reads are waited for in step()."""
+    forward_s = READS_S + WRITES_S
+    longest = STEPS * forward_s + READS_S + WRITES_S
+    alone = STEPS * (forward_s + READS_S) + WRITES_S
+    assert longest < 0.95 * alone
+    without = min(seconds_of(tmp_path, "none", forward_s, 0.0) for _ in range(2))
+    assert without >= 0.999 * STEPS * forward_s
+    bound = (longest + max(without, alone)) / 2
+    assert_at_most(bound, lambda: seconds_of(tmp_path, "forward", forward_s, 0.0))
+
+
+def test_updates_begin_before_backward_ends(tmp_path: Path) -> None:
+    model = model_of(0.0, 0.12)
+    optimizer = AdamW(
+        model.parameters(), states="disk", dir=tmp_path, durability="none", overlap="backward",
+        policy=POLICY,
+    )  # fmt: skip
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.start_trace()
+        torch.autograd.backward(model(torch.zeros((), requires_grad=True)))
+        ended = time.monotonic()
+        optimizer.step()
+    updates = [event for event in optimizer.trace() if event.lane == "update"]
+    assert [event.chunk for event in updates] == list(range(CHUNKS))[::-1]
+    assert sum(event.stop < ended for event in updates) >= CHUNKS - 1
+    optimizer.close()
+
+
+# --- gradients in every order ---
+
+SIZES = (700, 5000, 3, 1024, 0, 2500, 1023, 40, 3000, 1)
+SMALL = 1024
+
+
+def in_any_order(directory: Path | None, seed: int, **given: Any) -> list[Tensor]:  # noqa: ANN401
+    """Train with gradients that come in another order each step, some of them not at all."""
+    rng = random.Random(seed)  # noqa: S311  # an order, no secret
+    parameters = [nn.Parameter(torch.full((n,), 0.5)) for n in SIZES]
+    where = {} if directory is None else {"states": "disk", "dir": directory, **given}
+    delay_s = given.pop("delay_s", 0.0)
+    optimizer = AdamW(parameters, lr=0.1, **{k: v for k, v in where.items() if k != "delay_s"})
+    engine = optimizer._states().engine
+    assert engine is not None
+    for operation in ("read", "write") if delay_s else ():
+        engine.inject_fault(operation, times=-1, delay_us=round(delay_s * 1e6))
+    for _ in range(8):
+        optimizer.zero_grad()
+        used = [p for p in parameters if rng.random() < 0.8]
+        rng.shuffle(used)
+        slow = [rng.random() < 0.3 for _ in used]
+        total = torch.zeros((), requires_grad=True) * 1.0
+        for parameter, sleeps in zip(used, slow, strict=True):
+            total = Sleeping.apply(total, 0.0, 0.002 * sleeps) + parameter.square().sum()
+        torch.autograd.backward(total)
+        optimizer.step()
+    optimizer.wait()
+    out = [p.detach().clone() for p in parameters]
+    optimizer.close()
+    return out
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", ["uring", "threads"])
+@pytest.mark.parametrize(
+    "kind", ["scratch", "commits", "commits and a share", "naive", "slow disk"]
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_two_slots_are_enough_for_gradients_in_any_order(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    kind: str,
+    backend: Any,  # noqa: ANN401
+) -> None:
+    commits = kind.startswith("commits")
+    slot = slot_bytes(FP32, SMALL, with_weights=commits)
+    budget = 2 * slot
+    if kind == "commits and a share":
+        monkeypatch.setattr(layout, "DEFAULT_RING_BYTES", budget)
+        budget += 5 * FP32.state_bytes(SMALL)
+    policy = PipelinePolicy(
+        chunk_elements=SMALL, backend=backend, schedule="naive" if kind == "naive" else "pipelined"
+    )
+    got = in_any_order(
+        tmp_path, seed, overlap="backward", policy=policy, ram_budget=budget,
+        durability="commit" if commits else "none", commit_every=1 + seed % 3 if commits else None,
+        delay_s=0.0005 if kind == "slow disk" else 0.0,
+    )  # fmt: skip
+    want = in_any_order(None, seed)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# --- by themselves ---
+
+
+def test_what_is_at_once_is_never_under_way(tmp_path: Path) -> None:
+    optimizer = AdamW([nn.Parameter(torch.ones(4))])
+    assert isinstance(optimizer._schedule, AtOnce)
+    optimizer._schedule.wait(optimizer._kept())
+    optimizer._schedule.finish(optimizer._kept())
+    optimizer.close()
+    del tmp_path
+
+
+def test_a_step_that_did_not_begin_cannot_end() -> None:
+    optimizer = AdamW([nn.Parameter(torch.ones(4))])
+    schedule = BesideBackward(LandedGradients(1, lambda _: True), poison=False)
+    assert not schedule.is_open
+    assert not schedule.commits
+    schedule.check_unchanged()
+    member = optimizer._kept().all()[0]
+    with pytest.raises(OptionError, match="outside of a step"):
+        schedule.land(member, optimizer._kept())
+    with pytest.raises(OptionError, match="had not begun"):
+        schedule.end([], optimizer._kept(), optimizer.state)
+    optimizer.close()

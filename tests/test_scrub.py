@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+
+from powerloss.contents import SHAPE, make_content
+from tensorstow.cli.main import main
+from tensorstow.io.engine import open_engine
+from tensorstow.store.records import ChunkRecord
+from tensorstow.store.store import Store
+
+
+def make_store(directory: Path) -> ChunkRecord:
+    """Pin one generation and add another; return the first's first chunk."""
+    with Store.open([directory], open_engine()) as store:
+        old = make_content(store, 1)
+        store.commit(old)
+        store.pin("old")
+        store.commit(make_content(store, 2))
+    return old.chunks[0]
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_all_is_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_store(tmp_path)
+    assert main(["scrub", str(tmp_path)]) == 0
+    assert "read back: all as written" in capsys.readouterr().out
+
+
+def test_a_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = make_store(tmp_path)
+    at = record.extent.offset + SHAPE.weight_offset + 5
+    flip(tmp_path / "states-0.bin", at)
+    assert main(["scrub", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    start = record.extent.offset + SHAPE.weight_offset
+    assert f"{tmp_path}/states-0.bin, 2048 bytes at offset {start}: chunk 0, weights" in said
+    assert "(generation 1)" in said
+    assert "1 damaged" in said
+
+
+@pytest.mark.parametrize(("which", "status"), [("old", 1), ("1", 1), ("2", 0)])
+def test_one_generation(
+    which: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(tmp_path / "states-0.bin", make_store(tmp_path).extent.offset)
+    assert main(["scrub", "--generation", which, str(tmp_path)]) == status
+    assert main(["scrub", "--generation", "never", str(tmp_path)]) == 2
+    assert "There are: 1 (old), 2" in capsys.readouterr().err
+
+
+def test_a_live_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store.open([tmp_path], open_engine()):
+        assert main(["scrub", str(tmp_path)]) == 2
+    assert "is held by this process" in capsys.readouterr().err
+
+
+def test_nothing_is_made(tmp_path: Path) -> None:
+    assert main(["scrub", str(tmp_path)]) == 2
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,84 @@
+"""Removing a dead run: all of its own files, and none of anybody else's."""
+
+from pathlib import Path
+
+import pytest
+
+from powerloss.contents import make_content
+from tensorstow.base.errors import LockedError, StoreFormatError
+from tensorstow.io.engine import open_engine
+from tensorstow.store.cleaning import hold_dead_run, remove
+from tensorstow.store.store import Store
+
+
+def make_store(*directories: Path) -> Store:
+    for directory in directories:
+        directory.mkdir(exist_ok=True)
+    store = Store.open(directories, open_engine())
+    store.commit(make_content(store, 4))
+    return store
+
+
+def left(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def clean(directory: Path) -> None:
+    with hold_dead_run(directory) as cleaning:
+        remove(cleaning)
+
+
+def test_only_its_own_files_go(tmp_path: Path) -> None:
+    one, two = tmp_path / "a", tmp_path / "b"
+    make_store(one, two).close()
+    (one / "notes.txt").write_text("mine")
+    (two / "states-7.bin").write_bytes(b"who knows")
+    with hold_dead_run(one) as cleaning:
+        assert [s.step for s in cleaning.generations] == [4]
+        assert cleaning.foreign == (one / "notes.txt", two / "lock", two / "states-7.bin")
+        assert cleaning.nbytes >= sum(f.stat().st_blocks * 512 for f in cleaning.files) > 0
+        assert left(one) == ["lock", "manifest.sqlite", "notes.txt", "states-0.bin"]
+        remove(cleaning)
+    assert left(one) == ["notes.txt"]
+    assert left(two) == ["lock", "states-7.bin"]
+
+
+def test_a_directory_can_be_used_again(tmp_path: Path) -> None:
+    make_store(tmp_path / "a").close()
+    clean(tmp_path / "a")
+    assert left(tmp_path / "a") == []
+    make_store(tmp_path / "a").close()
+
+
+def test_a_data_file_of_another_run_stays(tmp_path: Path) -> None:
+    one, two, three = (tmp_path / name for name in "abc")
+    make_store(one, two).close()
+    make_store(three, tmp_path / "d").close()
+    (two / "states-1.bin").write_bytes((tmp_path / "d" / "states-1.bin").read_bytes())
+    clean(one)
+    assert left(two) == ["lock", "states-1.bin"]
+
+
+def test_a_live_run_is_refused(tmp_path: Path) -> None:
+    with make_store(tmp_path / "a"):
+        before = left(tmp_path / "a")
+        with pytest.raises(LockedError, match="End that first"), hold_dead_run(tmp_path / "a"):
+            pass
+        assert left(tmp_path / "a") == before
+
+
+def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
+    make_store(tmp_path / "a", tmp_path / "b").close()
+    (tmp_path / "a" / "states-0.bin").unlink()
+    (tmp_path / "b" / "states-1.bin").unlink()
+    (tmp_path / "b" / "lock").unlink()
+    (tmp_path / "b").rmdir()
+    clean(tmp_path / "a")
+    assert left(tmp_path / "a") == []
+
+
+def test_a_folder_that_is_no_store_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "states-0.bin").write_text("not ours")
+    with pytest.raises(StoreFormatError), hold_dead_run(tmp_path):
+        pass
+    assert left(tmp_path) == ["states-0.bin"]

@@ -1,0 +1,63 @@
+"""Labels of data files: whose they are, and what is nobody's."""
+
+from pathlib import Path
+
+import pytest
+
+from tensorstow.base.errors import DirectoryError, StoreFormatError
+from tensorstow.io.engine import open_engine
+from tensorstow.store.barriers import SystemDisk
+from tensorstow.store.datafiles import (
+    Label,
+    check_files,
+    check_unused,
+    create_files,
+    data_path,
+    open_files,
+    read_label,
+)
+
+
+def test_a_label_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    label = Label("1b2c", 1, 3)
+    path.write_bytes(label.page())
+    assert len(label.page()) == 4096
+    assert read_label(path) == label
+    for other in (b"", b"\0" * 4096, label.page()[:-1] + b"x", b"tensorstow states 2\n"):
+        path.write_bytes(other)
+        assert read_label(path) is None
+
+
+def test_files_are_checked_against_their_run(tmp_path: Path) -> None:
+    create_files(SystemDisk(), "mine", [tmp_path])
+    check_files("mine", [tmp_path])
+    with pytest.raises(StoreFormatError, match="of run yours; it is file 0 of 1 of run mine"):
+        check_files("yours", [tmp_path])
+    data_path(tmp_path, 0).write_text("x")
+    with pytest.raises(StoreFormatError, match="it is no data file of a store"):
+        check_files("mine", [tmp_path])
+    data_path(tmp_path, 0).unlink()
+    with pytest.raises(StoreFormatError, match="there is no such file"):
+        check_files("mine", [tmp_path])
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 4096, Label("dead", 0, 2).page()])
+def test_what_a_store_that_was_being_made_leaves_is_nobodys(left: bytes, tmp_path: Path) -> None:
+    data_path(tmp_path, 0).write_bytes(left)
+    check_unused([tmp_path])
+
+
+@pytest.mark.parametrize("there", [b"x", b"\0" * 8192, Label("live", 0, 2).page() + b"\0"])
+def test_what_somebody_may_miss(there: bytes, tmp_path: Path) -> None:
+    data_path(tmp_path, 0).write_bytes(there)
+    with pytest.raises(StoreFormatError, match="has no manifest; but there is"):
+        check_unused([tmp_path])
+
+
+def test_files_are_opened_all_or_none(tmp_path: Path) -> None:
+    create_files(SystemDisk(), "mine", [tmp_path])
+    with pytest.raises(DirectoryError, match="No such file"):
+        open_files(SystemDisk(), open_engine(), [tmp_path, tmp_path])
+    (file,) = open_files(SystemDisk(), open_engine(), [tmp_path])
+    file.close()

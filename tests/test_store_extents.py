@@ -1,0 +1,75 @@
+"""Free runs, and who has which extent."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorstow.base.errors import OptionError
+from tensorstow.store.extents import Extents, FreeSpace
+from tensorstow.store.records import PAGE, Extent
+
+
+@given(st.lists(st.integers(0, 40), unique=True), st.lists(st.integers(1, 5), max_size=30))
+@settings(deadline=None)
+def test_free_runs_are_what_a_set_of_pages_is(freed: list[int], wanted: list[int]) -> None:
+    space, pages = FreeSpace(), set(freed)
+    for page in freed:
+        space.add(page, page + 1)
+    for count in wanted:
+        start = space.take(count)
+        fits = [s for s in sorted(pages) if pages >= set(range(s, s + count))]
+        assert start == (fits[0] if fits else None)
+        if start is not None:
+            pages -= set(range(start, start + count))
+    assert space.nbytes == len(pages)
+    assert all(b > a for a, b in zip(space._ends, space._starts[1:], strict=False))
+
+
+def test_what_reaches_the_end_of_a_file() -> None:
+    space = FreeSpace()
+    assert space.trailing(0) == 0
+    space.add(3, 7)
+    assert (space.trailing(7), space.trailing(8)) == (4, 0)
+
+
+def test_what_generations_do_not_refer_to_is_free() -> None:
+    kept = {
+        1: [Extent(0, 2 * PAGE, PAGE)],
+        2: [Extent(0, 4 * PAGE, PAGE), Extent(0, 2 * PAGE, PAGE)],
+    }
+    extents = Extents([8 * PAGE + 100, 10], kept)
+    assert extents.free[0].nbytes == 7 * PAGE - 2 * PAGE
+    assert extents.sizes == [8 * PAGE, PAGE]  # the header, and whole pages
+    assert extents.take(0, 2 * PAGE) == Extent(0, 5 * PAGE, 2 * PAGE)
+    assert extents.take(0, PAGE) == Extent(0, PAGE, PAGE)
+    assert extents.take(1, PAGE) is None
+
+
+def test_a_file_that_lost_its_end_is_not_used_there() -> None:
+    extents = Extents([PAGE], {1: [Extent(0, 8 * PAGE, PAGE)]})
+    assert extents.sizes == [9 * PAGE]
+    extents.grow(0, 10 * PAGE)
+    extents.grow(0, 2 * PAGE)  # never less
+    assert extents.take(0, 8 * PAGE) is None
+    assert extents.free[0].nbytes == 7 * PAGE + PAGE
+
+
+def test_an_extent_is_free_when_nobody_has_it() -> None:
+    extents = Extents([10 * PAGE], {})
+    one = extents.take(0, PAGE)
+    assert one is not None
+    extents.hold([one])
+    extents.refer(5, [one, one])
+    extents.release([one])
+    extents.release([one])
+    assert extents.is_kept(one)
+    with pytest.raises(OptionError, match="does not hold"):
+        extents.release([one])
+    extents.refer(6, [one])
+    extents.forget(5)
+    assert extents.in_use(one)
+    extents.forget(6)
+    assert not extents.in_use(one)
+    assert extents.free[0].nbytes == 9 * PAGE
+    with pytest.raises(OptionError, match="nobody holds it"):
+        extents.hold([one])

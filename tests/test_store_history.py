@@ -1,0 +1,34 @@
+"""Which generations are meant, and which may go."""
+
+import pytest
+
+from tensorstow.base.errors import OptionError
+from tensorstow.store.history import find, nameable, replaced
+from tensorstow.store.records import Summary
+
+KEPT = [
+    Summary(number, number, 0.0, names, 0, 0)
+    for number, names in ((2, ("a",)), (3, ()), (5, ("b", "c")), (6, ()), (7, ()))
+]
+
+
+@pytest.mark.parametrize(("keep", "gone"), [(0, [3, 6, 7]), (1, [3, 6]), (3, []), (9, [])])
+def test_what_a_commit_replaces(keep: int, gone: list[int]) -> None:
+    assert replaced(KEPT, keep) == gone
+
+
+def test_by_number_or_name() -> None:
+    assert find(KEPT, 6).number == 6
+    assert find(KEPT, "c").number == 5
+    with pytest.raises(OptionError, match=r"snapshot 'd' .* There are: 2 \(a\), 3, 5 \(b, c\), 6"):
+        find(KEPT, "d")
+    with pytest.raises(OptionError, match=r"generation 1 .* none at all"):
+        find([], 1)
+
+
+def test_what_may_be_named() -> None:
+    assert nameable(KEPT, "new", None).number == 7
+    assert nameable(KEPT, "new", 2).number == 2
+    for kept, name, told in ((KEPT, "a", "has that name"), (KEPT, "7", "letter"), ([], "x", "yet")):
+        with pytest.raises(OptionError, match=told):
+            nameable(kept, name, None)

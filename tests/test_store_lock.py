@@ -1,0 +1,104 @@
+"""One holder; looking does not disturb; another program's file is left alone."""
+
+import errno as codes
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tensorstow.base.errors import DirectoryError, LockedError, StoreFormatError
+from tensorstow.store import lock as lock_module
+from tensorstow.store.lock import DirectoryLock, peek, read_holder
+
+
+def test_the_holder_is_named_and_the_lock_comes_back(tmp_path: Path) -> None:
+    held = DirectoryLock(tmp_path)
+    with peek(tmp_path) as holder:
+        assert holder is not None
+        assert f"pid {os.getpid()} on " in holder
+    with pytest.raises(LockedError, match="Wait until that is over"):
+        DirectoryLock(tmp_path)
+    held.release()
+    held.release()
+    with peek(tmp_path) as holder:
+        assert holder is None
+    DirectoryLock(tmp_path).release()
+
+
+def test_without_a_lock_there_is_no_holder(tmp_path: Path) -> None:
+    with peek(tmp_path) as holder:
+        assert holder is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_who_looks_is_waited_for(tmp_path: Path) -> None:
+    DirectoryLock(tmp_path).release()
+    looking = threading.Event()
+
+    def look() -> None:
+        with peek(tmp_path):
+            looking.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    looking.wait()
+    DirectoryLock(tmp_path).release()
+    thread.join()
+
+
+def test_a_lock_that_was_removed_meanwhile_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, times = fcntl.flock, []
+
+    def slow(fd: int, kind: int) -> None:
+        if not times:  # somebody cleans up between our opening and our locking
+            (tmp_path / "lock").unlink()
+        times.append(fd)
+        real(fd, kind)
+
+    monkeypatch.setattr(lock_module.fcntl, "flock", slow)
+    held = DirectoryLock(tmp_path)
+    assert len(times) == 2
+    assert os.path.samestat(os.fstat(held._fd), (tmp_path / "lock").stat())
+    held.release()
+
+
+def test_another_programs_file_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("door")
+    with pytest.raises(StoreFormatError, match="another program's file"):
+        DirectoryLock(tmp_path)
+    assert (tmp_path / "lock").read_text() == "door"
+
+
+def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_fd: int, _kind: int) -> None:
+        raise OSError(codes.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock_module.fcntl, "flock", refuse)
+    with pytest.raises(DirectoryError, match="the filesystem gives none"):
+        DirectoryLock(tmp_path)
+
+
+def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match="No such file"):
+        DirectoryLock(tmp_path / "absent")
+
+
+def test_a_holder_that_says_nothing(tmp_path: Path) -> None:
+    assert read_holder(tmp_path / "absent") == "a process that has not said which"
+
+
+def test_a_full_disk_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_fd: int, _data: bytes, _offset: int) -> int:
+        raise OSError(codes.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    held = DirectoryLock(tmp_path)
+    with peek(tmp_path) as holder:
+        assert holder == "a process that has not said which"
+    held.release()

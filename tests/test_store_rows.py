@@ -1,0 +1,78 @@
+"""Records to rows and back."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tensorstow.base.errors import OptionError
+from tensorstow.store.records import ChunkRecord, Content, Extent, TensorRecord
+from tensorstow.store.rows import (
+    delete_generations,
+    insert_generation,
+    read_directories,
+    read_extents,
+    read_generation,
+    read_summaries,
+    to_json,
+)
+from tensorstow.store.schema import TABLES
+
+
+@pytest.fixture
+def connection() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.executescript(TABLES)
+    return connection
+
+
+def content_of(step: int) -> Content:
+    return Content(
+        step=step,
+        layout={"chunks": []},
+        hyper=[{"lr": 1e-5}],
+        extra={"a": [1, None]},
+        chunks=tuple(
+            ChunkRecord(k, Extent(k, 4096 * step, 8192), k == 1, b"\0\1\2\xff", b"w")
+            for k in (0, 1)
+        ),
+        tensors=(
+            TensorRecord("buffer", "mean", "float32", (2, 3), Extent(0, 1 << 40, 4096), 0xFFFFFFFF),
+            TensorRecord("extra", "none", "bool", (0, 3), Extent(0, 0, 0), 0),
+        ),
+    )
+
+
+def test_a_generation_comes_back(connection: sqlite3.Connection) -> None:
+    number = insert_generation(connection, content_of(3), 12.5)
+    connection.execute("INSERT INTO snapshots VALUES ('b', 1), ('a', 1)")
+    (summary,) = read_summaries(connection)
+    assert (summary.number, summary.step, summary.created) == (number, 3, 12.5)
+    assert summary.names == ("a", "b")
+    assert (summary.chunk_count, summary.bytes) == (2, 2 * 8192 + 4096)
+    found = read_generation(connection, summary)
+    wanted = content_of(3)
+    assert (found.chunks, found.tensors) == (wanted.chunks, wanted.tensors)
+    assert (found.layout, found.hyper, found.extra) == (wanted.layout, wanted.hyper, wanted.extra)
+    assert found.extents() == wanted.extents()
+    assert read_extents(connection) == {number: wanted.extents()}
+
+
+def test_numbers_are_never_used_twice(connection: sqlite3.Connection) -> None:
+    numbers = []
+    for step in range(4):
+        numbers.append(insert_generation(connection, content_of(step), 0.0))
+        delete_generations(connection, numbers[-1:])
+    assert numbers == [1, 2, 3, 4]
+    for table in ("generations", "chunks", "tensors", "layouts"):
+        assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)  # noqa: S608
+
+
+def test_directories_in_their_order(connection: sqlite3.Connection) -> None:
+    connection.execute("INSERT INTO files VALUES (1, '/b'), (0, '/z')")
+    assert read_directories(connection) == [Path("/z"), Path("/b")]
+
+
+def test_what_json_cannot_hold() -> None:
+    with pytest.raises(OptionError, match="whose hyper cannot be kept"):
+        to_json({1, 2}, "hyper")

@@ -1,0 +1,82 @@
+"""Room: files take turns and grow ahead; what is given back is used again."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.io.engine import open_engine
+from tensorstow.io.files import File, scratch_file
+from tensorstow.store.records import Extent
+from tensorstow.store.space import GROWTH_BYTES, Space
+
+MIB = 1 << 20
+
+
+class Files:
+    """Files that only remember what was reserved, up to a limit each."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self.path, self.limit, self.asked = path, limit, list[int]()
+
+    def reserve(self, nbytes: int) -> None:
+        self.asked.append(nbytes)
+        if nbytes > self.limit:
+            message = f"{nbytes} are too many"
+            raise DirectoryError(message)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_bytes(bytes(4096))
+    return tmp_path / "file"
+
+
+def test_files_grow_ahead_and_in_turn(path: Path) -> None:
+    files = [Files(path, 1 << 40) for _ in range(2)]
+    space = Space(files, {})  # type: ignore[arg-type]
+    extents = [space.allocate(MIB) for _ in range(8)]
+    assert [e.file for e in extents] == [0, 1] * 4
+    assert [f.asked for f in files] == [[4096 + GROWTH_BYTES]] * 2
+    assert space.allocate(2 * GROWTH_BYTES).nbytes == 2 * GROWTH_BYTES
+
+
+def test_the_end_of_a_file_is_used_before_it_grows(path: Path) -> None:
+    (file,) = files = [Files(path, 4096 + 20 * MIB)]
+    space = Space(files, {})  # type: ignore[arg-type]
+    space.allocate(14 * MIB)
+    space.allocate(6 * MIB)  # two are left, four are missing
+    assert file.asked == [4096 + 16 * MIB, 4096 + 32 * MIB, 4096 + 20 * MIB]
+    with pytest.raises(DirectoryError, match=r"extent of 4\.0 KiB was asked for and no data file"):
+        space.allocate(1)
+
+
+def test_what_is_released_is_handed_out_again(path: Path) -> None:
+    space = Space([Files(path, 1 << 40)], {})  # type: ignore[list-item]
+    one, two = space.allocate(5000), space.allocate(5000)
+    assert (one.nbytes, two.offset) == (8192, one.end)
+    space.release([one, Extent(0, 0, 0)])
+    assert space.allocate(8192) == one
+    space.refer(1, [two])
+    space.release([two])
+    assert space.allocate(8192) != two
+    space.adopt(two)
+    space.forget([1])
+    space.release([two])
+    assert space.allocate(8192) == two
+    with pytest.raises(OptionError, match="no kept generation"):
+        space.adopt(one)
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[File]:
+    with scratch_file(open_engine(), tmp_path, 4096) as file:
+        yield file
+
+
+def test_real_files_are_reserved(real: File, path: Path) -> None:
+    real.path = path  # a scratch file has no name to ask the size of
+    Space([real], {}).allocate(MIB)
+    assert os.fstat(real.fd).st_size == 4096 + GROWTH_BYTES

@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorstow.optim.formats.state_format import StateFormat
+from tensorstow.optim.states.state_store import Placement
+from tensorstow.optim.states.stowage import Stowage
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+WHERE = (Path(),)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "durable", "moving"),
+    [(0.0, False, False), (0.1, False, True), (1.0, False, True), (0.0, True, True)],
+)
+def test_what_moves(fraction: float, durable: bool, moving: bool) -> None:  # noqa: FBT001
+    stowage = Stowage(Placement(fraction, WHERE, None, durable))
+    assert stowage.moving == moving
+    best = StateFormat.SPLIT if moving else StateFormat.FP32
+    assert stowage.family(BF16, amsgrad=False).format == best
+    assert stowage.family(FP32, amsgrad=True).format == StateFormat.FP32
+
+
+@pytest.mark.parametrize("wanted", StateFormat)
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+def test_a_format_that_is_asked_for_is_used_where_it_can_be(
+    wanted: StateFormat, dtype: torch.dtype
+) -> None:
+    stowage = Stowage(Placement(1.0, WHERE, None), format=wanted)
+    only_bf16 = wanted == StateFormat.SPLIT and dtype != BF16
+    expected = StateFormat.FP32 if only_bf16 else wanted
+    assert stowage.family(dtype, amsgrad=False).format == expected
