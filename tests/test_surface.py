@@ -11,6 +11,7 @@ def test_exported_names() -> None:
         "AdamW",
         "PipelinePolicy",
         "StowError",
+        "StowedOptimizer",
         "__version__",
     ]
     assert sorted(tensorstow.colossalai.__all__) == ["CPUAdam", "HybridAdam"]

@@ -1,0 +1,56 @@
+"""Which parameters move as a whole and which in chunks, and what each will take."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+from tensorstow.optim.piecewise.pieces import Member, Piece, cut_up, expect, plan_of
+from tensorstow.optim.piecewise.stepper import Stepper
+
+
+def how(parameter: torch.Tensor, *, elementwise: bool = True, threads: int = 1) -> list[Piece]:
+    return cut_up(parameter, elements=4096, threads=threads, elementwise=elementwise)
+
+
+def test_large_ones_of_an_elementwise_class_are_cut() -> None:
+    assert [p.cut.numel for p in how(torch.ones(100, 100)) if p.cut] == [4096, 4096, 1808]
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.ones(4096),
+        torch.ones(100, 200).t(),
+        torch.ones(10_000, dtype=torch.complex64),
+    ],
+    ids=["small", "turned", "complex"],
+)
+def test_others_move_as_a_whole(parameter: torch.Tensor) -> None:
+    [piece] = how(parameter)
+    assert piece.cut is None
+
+
+def test_what_threads_share_unevenly_and_other_classes_move_as_a_whole() -> None:
+    assert len(how(torch.ones(10_000), threads=2)) == 1
+    assert len(how(torch.ones(10_000), elementwise=False)) == 1
+
+
+def test_what_is_expected_of_each_piece() -> None:
+    parameter = nn.Parameter(torch.ones(100, 100))
+    stepper = Stepper(optim.AdamW, [{"params": [parameter]}], {})
+    pieces = how(parameter)
+    expected = expect(stepper, stepper.group_options[0], parameter, pieces)
+    assert expected.disk_bytes == 8 * 10_000
+    assert expected.ram_bytes == 4
+    assert expected.piece_bytes == (32_768, 32_768, 16_384)
+    member = Member(parameter, parameter.numel(), parameter.dtype, pieces, expected)
+    plan = plan_of(member)
+    assert (plan.how, plan.pieces, plan.piece_bytes) == ("chunks", 3, 32_768)
+    assert not member.stows
+
+
+def test_what_stays_in_ram_is_expected_there() -> None:
+    parameter = nn.Parameter(torch.ones(10, 10))
+    stepper = Stepper(optim.AdamW, [{"params": [parameter]}], {})
+    expected = expect(stepper, stepper.group_options[0], parameter, [])
+    assert (expected.ram_bytes, expected.disk_bytes) == (8 * 100 + 4, 0)
