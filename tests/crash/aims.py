@@ -1,0 +1,64 @@
+"""Moments at which a child kills itself: before or after the n-th call of something."""
+
+import functools
+import os
+import signal
+from typing import Any
+
+from tensorstow.optim.checkpoints import commits, resuming
+from tensorstow.optim.states import state_store, stored
+from tensorstow.store import barriers, manifest, space, store
+
+MOMENTS: dict[str, tuple[Any, str, str]] = {
+    # Making a store.
+    "a new manifest without tables": (manifest.Manifest, "begin_run", "before"),
+    "a new store": (manifest.Manifest, "begin_run", "after"),
+    "room for states": (space.Space, "_grow", "after"),
+    # A commit, in its order.
+    "a tensor of a commit written": (store.Store, "write_tensor", "after"),
+    "states not waited for": (commits, "_record", "before"),
+    "before the sync of files": (barriers.SystemDisk, "sync_file", "before"),
+    "between sync and transaction": (barriers.SystemDisk, "sync_file", "after"),
+    "rows written, not committed": (barriers.SystemDisk, "end_transaction", "before"),
+    "behind the transaction": (barriers.SystemDisk, "end_transaction", "after"),
+    "before chunks get new extents": (commits.Commits, "_retarget", "before"),
+    "an extent given back": (stored.StoredSpace, "release", "after"),
+    "chunks have new extents": (commits.Commits, "_retarget", "after"),
+    # Going back.
+    "resuming begins": (resuming, "_match", "before"),
+    "an extent adopted": (stored.StoredSpace, "adopt", "after"),
+    "weights half loaded": (resuming, "weight_checksums", "after"),
+    "resumed but for a little": (resuming, "_begin", "after"),
+    # Snapshots.
+    "before a pin": (manifest.Manifest, "pin", "before"),
+    "behind a pin": (manifest.Manifest, "pin", "after"),
+    "before a drop": (manifest.Manifest, "unpin", "before"),
+    "behind a drop": (manifest.Manifest, "unpin", "after"),
+    # A step.
+    "a step handed over": (state_store.UpdatePipeline, "step", "after"),
+    "a step begins": (state_store.UpdatePipeline, "step", "before"),
+}
+
+
+def arm(moment: str, count: int) -> None:
+    """Kill this process the ``count``-th time that ``moment`` comes."""
+    owner, name, when = MOMENTS[moment]
+    function = getattr(owner, name)
+    left = count
+
+    @functools.wraps(function)
+    def deadly(*args: object, **kwargs: object) -> object:
+        nonlocal left
+        left -= 1
+        if left == 0 and when == "before":
+            die()
+        result = function(*args, **kwargs)
+        if left == 0:
+            die()
+        return result
+
+    setattr(owner, name, deadly)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,40 @@
+"""Kill runs at random for as long as it takes: `make soak KILLS=500`."""
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from crash.cases import CASES
+from crash.lives import nursery, random_deaths, tell_story
+
+
+def main() -> None:
+    """Kill as often as was asked for; stop at the first run that is not the one never killed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kills", type=int)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    kills = story_number = 0
+    print(f"seed {asked.seed}", flush=True)  # noqa: T201
+    with nursery() as children:
+        while kills < asked.kills:
+            case = CASES[story_number % len(CASES)]
+            directory = Path(tempfile.mkdtemp(prefix="tensorstow-soak-", dir=Path.cwd()))
+            seed = asked.seed + story_number
+            story = tell_story(children, case, random_deaths(seed, 6), directory)
+            kills += story.kills
+            story_number += 1
+            print(f"{kills} kills; resumed at {story.resumed}", flush=True)  # noqa: T201
+            if story.wrong:
+                sys.exit(f"{case}, seed {seed}, in {directory}: {story.wrong}")
+            shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""A run that is killed at any moment and started again is the run that nobody killed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from crash.aims import MOMENTS
+from crash.cases import CASES
+from crash.lives import Death, Nursery, nursery, random_deaths, tell_story
+from crash.world import Case
+from tensorstow.optim.states.policy import Overlap
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Nursery]:
+    torch.set_num_threads(1)
+    with nursery() as process:
+        yield process
+
+
+def name_of(case: Case) -> str:
+    parts = (case.overlap, case.state_format, case.commit_every, case.ram_budget, case.pin_every)
+    return "-".join(str(part) for part in parts)
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(CASES)), ids=list(map(name_of, CASES)))
+def test_killed_at_random(seed: int, case: Case, tmp_path: Path, children: Nursery) -> None:
+    story = tell_story(children, case, random_deaths(seed, 4), tmp_path)
+    assert story.wrong == []
+
+
+@pytest.mark.parametrize(("number", "moment"), list(enumerate(MOMENTS)), ids=list(MOMENTS))
+def test_killed_at(number: int, moment: str, tmp_path: Path, children: Nursery) -> None:
+    """At the first and at a later time, and again in the life after that."""
+    kills = 0
+    for count in (1, 3):
+        overlap: Overlap = ("none", "forward", "backward")[(number + count) % 3]
+        case = Case(overlap, commit_every=2, pin_every=2, ram_budget="1100KiB", steps=14)
+        begun = Death(moment="behind the transaction", count=4)
+        aimed = Death(moment=moment, count=count)
+        is_beginning = "new" in moment.split() or moment == "room for states"
+        deaths = [aimed, aimed] if is_beginning else [begun, aimed, aimed]
+        directory = tmp_path / str(count)
+        directory.mkdir()
+        story = tell_story(children, case, deaths, directory)
+        assert story.wrong == []
+        kills += story.kills - (not is_beginning)
+    assert kills > 0
