@@ -1,0 +1,139 @@
+"""What crosses the link, through which memory, beside what; and that nobody stops the device."""
+
+import gc
+import time
+
+import pytest
+import torch
+from training import SIZES, SMALL, Net, make, train
+
+from tensorstow.optim.accelerator.device import StreamLink, is_remote
+from tensorstow.optim.states.memory import plan_staging
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OVERLAPS = ("none", "forward", "backward")
+
+
+def spin(device: torch.device, seconds: float) -> None:
+    """Give the current stream work for at least ``seconds``."""
+    if device.type == "cuda":
+        torch.cuda._sleep(int(seconds * 3e9))
+        return
+    matrix = torch.ones(4096, 4096, device=device)
+    start = time.monotonic()
+    (matrix @ matrix).sum().item()
+    once = max(time.monotonic() - start, 1e-4)
+    for _ in range(int(seconds / once) + 1):
+        matrix @ matrix
+
+
+def test_what_is_remote(device: torch.device) -> None:
+    assert is_remote(torch.zeros(3, device=device))
+    assert not is_remote(torch.zeros(3))
+
+
+def test_copies_there_and_back(device: torch.device) -> None:
+    link = StreamLink(device)
+    away = torch.arange(1 << 16, dtype=torch.float32, device=device)
+    host, back = torch.zeros(1 << 16), torch.zeros(1 << 16, device=device)
+    link.down([(host, away)], [link.mark()]).synchronize()
+    assert torch.equal(host, away.cpu())
+    link.join(link.up([(back, host)], [link.mark()]))
+    assert torch.equal(back, away)
+    assert link.bytes_down == link.bytes_up == 4 << 16
+    link.settle()
+
+
+def test_memory_is_pinned(device: torch.device) -> None:
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(net)
+    train(net, optimizer, 0, 1)
+    ferry = optimizer._kept().ferry
+    assert ferry is not None
+    assert ferry.staging.pinned
+    assert ferry.staging.tensor(0, 16, torch.uint8).is_pinned()
+    assert all(m.weight.is_pinned() for m in optimizer._kept().all())
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_over_the_link_and_in_memory(dtype: str, overlap: str, device: torch.device) -> None:
+    net = Net(DTYPES[dtype]).to(device)
+    optimizer = make(net, overlap=overlap)
+    width = DTYPES[dtype].itemsize
+    elements = sum(-(-n // 32) * 32 for n in SIZES)
+    chunks = -(-elements // SMALL.chunk_elements)
+    held = optimizer.memory()
+    assert held.mirror_bytes == sum(-(-n * width // 128) * 128 for n in SIZES)
+    assert held.staging_bytes == plan_staging([SMALL.chunk_elements] * chunks).nbytes
+    train(net, optimizer, 0, 1)
+    before = optimizer.traffic()
+    train(net, optimizer, 1, 4)
+    after = optimizer.traffic()
+    assert after.bytes_down - before.bytes_down == 3 * width * sum(SIZES)
+    assert after.bytes_up - before.bytes_up == 3 * width * sum(SIZES)
+
+
+def test_the_device_holds_no_states(device: torch.device) -> None:
+    net = Net(torch.float32).to(device)
+    optimizer = make(net, overlap="backward")
+    train(net, optimizer, 0, 2)
+    optimizer.zero_grad()
+    gc.collect()
+    held = torch.accelerator.memory_allocated(device)
+    train(net, optimizer, 2, 4)
+    optimizer.zero_grad()
+    gc.collect()
+    assert torch.accelerator.memory_allocated(device) == held
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_step_waits_for_no_other_stream(overlap: str, device: torch.device) -> None:
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(net, overlap=overlap)
+    train(net, optimizer, 0, 2)
+    torch.accelerator.synchronize()
+    other = torch.Stream(device=device)
+    with other:
+        spin(device, 2.0)
+    elsewhere = other.record_event()
+    train(net, optimizer, 2, 3)
+    torch.accelerator.current_stream(device).synchronize()
+    assert not elsewhere.query(), "the whole device was waited for"
+    other.synchronize()
+
+
+def test_gradients_come_down_beside_what_the_device_computes(device: torch.device) -> None:
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(net, overlap="backward")
+    train(net, optimizer, 0, 2)
+    torch.accelerator.synchronize()
+    optimizer.zero_grad()
+    torch.autograd.backward(net(2))
+    spin(device, 1.0)
+    end = torch.accelerator.current_stream(device).record_event()
+    ferry = optimizer._kept().ferry
+    assert ferry is not None
+    deadline = time.monotonic() + 30
+    while any(ferry.needs(n) for n in range(len(SIZES))) and time.monotonic() < deadline:
+        ferry.move_on()
+    assert not end.query(), "copies waited for what was computed behind them"
+    optimizer.step()
+
+
+def test_weights_are_there_for_whatever_the_stream_does_next(device: torch.device) -> None:
+    """Many steps without a word to the device: a copy that comes late would change a weight."""
+    net, twin = Net(torch.bfloat16).to(device), Net(torch.bfloat16)
+    optimizer, reference = make(net, overlap="forward"), make(twin)
+    seen: list[torch.Tensor] = []
+    for step in range(20):
+        optimizer.zero_grad()
+        torch.autograd.backward(net(step))
+        optimizer.step()
+        optimizer.wait()
+        seen.append(torch.cat([p.detach().view(-1) for p in net.parameters()]))
+    for step, weights in enumerate(seen):
+        train(twin, reference, step, step + 1)
+        assert torch.equal(
+            weights.cpu(), torch.cat([p.detach().view(-1) for p in twin.parameters()])
+        )

@@ -1,0 +1,169 @@
+"""Parameters on the accelerator: the bits of the CPU path, whatever the route."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from training import CPU, STEPS, Net, make, same_states, same_weights, train
+
+from tensorstow import AdamW
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OVERLAPS = ("none", "forward", "backward")
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("states", ["ram", "disk", 0.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_are_those_of_the_cpu(
+    dtype: str, states: str | float, overlap: str, device: torch.device
+) -> None:
+    want, got = Net(DTYPES[dtype]), Net(DTYPES[dtype]).to(device)
+    reference = make(want, states="ram")
+    train(want, reference)
+    optimizer = make(got, states=states, overlap=overlap)
+    train(got, optimizer)
+    assert same_weights(got, want)
+    for entry in optimizer.state_dict()["state"].values():
+        assert all(value.device == CPU for value in entry.values())
+    assert same_states(optimizer, reference)
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "split", "bf16", "int8"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_formats(state_format: str, overlap: str, device: torch.device) -> None:
+    """Inexact ones round alike too: what they draw hangs on the step and the element alone."""
+    want, got = Net(torch.bfloat16), Net(torch.bfloat16).to(device)
+    train(want, make(want, state_format=state_format))
+    train(got, make(got, state_format=state_format, overlap=overlap))
+    assert same_weights(got, want)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_goes_on_from_its_commit(
+    dtype: str, overlap: str, tmp_path: Path, device: torch.device
+) -> None:
+    want = Net(DTYPES[dtype])
+    train(want, make(want))
+    got = Net(DTYPES[dtype]).to(device)
+    given = {"dir": tmp_path / "run", "overlap": overlap, "commit_every": 2}
+    first = make(got, **given)
+    train(got, first, 0, 3)
+    first.close()
+    other = Net(DTYPES[dtype], seed=7).to(device)
+    second = make(other, **given)
+    assert second.resume() == 2
+    train(other, second, 2, STEPS)
+    assert same_weights(other, want)
+    second.close()
+
+
+def test_a_state_dict_goes_from_device_to_host_and_back(device: torch.device) -> None:
+    want, got = Net(torch.bfloat16), Net(torch.bfloat16).to(device)
+    train(want, make(want))
+    first = make(got)
+    train(got, first, 0, 2)
+    host = Net(torch.bfloat16, seed=5)
+    host.load_state_dict(got.state_dict())
+    second = make(host, states="ram")
+    second.load_state_dict(first.state_dict())
+    train(host, second, 2, 3)
+    back = Net(torch.bfloat16, seed=6).to(device)
+    back.load_state_dict(host.state_dict())
+    third = make(back, overlap="forward")
+    third.load_state_dict(second.state_dict())
+    train(back, third, 3, STEPS)
+    assert same_weights(back, want)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_clipping_is_that_of_the_cpu_but_for_the_norm_s_last_bits(
+    overlap: str, device: torch.device
+) -> None:
+    def clipped(net: Net, optimizer: AdamW) -> list[float]:
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            torch.autograd.backward(net(step))
+            norms.append(optimizer.clip_grad_norm_(0.5).item())
+            optimizer.step()
+        optimizer.wait()
+        return norms
+
+    want, got = Net(torch.float32), Net(torch.float32).to(device)
+    norms = clipped(want, make(want))
+    assert clipped(got, make(got, overlap=overlap)) == pytest.approx(norms, rel=1e-12)
+    for ours, theirs in zip(got.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_accumulation(overlap: str, device: torch.device) -> None:
+    def accumulate(net: Net, optimizer: AdamW) -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                torch.autograd.backward(net(10 * step))
+            torch.autograd.backward(net(10 * step + 1))
+            optimizer.step()
+        optimizer.wait()
+
+    want, got = Net(torch.float32), Net(torch.float32).to(device)
+    accumulate(want, make(want))
+    accumulate(got, make(got, overlap=overlap))
+    assert same_weights(got, want)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_a_grad_scaler_scales_and_skips(overlap: str, device: torch.device) -> None:
+    def scaled(net: Net, optimizer: AdamW, kind: str) -> float:
+        scaler = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=2)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            torch.autograd.backward(scaler.scale(net(step)))
+            if step == 1:
+                next(net.parameters()).grad.view(-1)[3] = torch.inf  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.wait()
+        return scaler.get_scale()
+
+    want, got = Net(torch.float32), Net(torch.float32).to(device)
+    scale = scaled(want, make(want), "cpu")
+    assert scaled(got, make(got, overlap=overlap), device.type) == scale
+    assert same_weights(got, want)
+
+
+def test_host_and_device_in_one_optimizer(device: torch.device) -> None:
+    class Two(nn.Module):
+        def __init__(self, where: torch.device) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Net(torch.float32), Net(torch.float32, seed=3).to(where)])
+
+        def forward(self, step: int) -> torch.Tensor:
+            first: torch.Tensor = self.blocks[0](step)
+            second: torch.Tensor = self.blocks[1](step)
+            return first + second.cpu()
+
+    for overlap in OVERLAPS:
+        want, got = Two(CPU), Two(device)
+        train(want, make(want))
+        train(got, make(got, overlap=overlap))
+        assert same_weights(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_others_write_on_the_device_is_seen(dtype: str, device: torch.device) -> None:
+    def meddle(net: Net, optimizer: AdamW) -> None:
+        train(net, optimizer, 0, 2)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(0.5)
+        train(net, optimizer, 2, STEPS)
+
+    want, got = Net(DTYPES[dtype]), Net(DTYPES[dtype]).to(device)
+    meddle(want, make(want))
+    meddle(got, make(got))
+    assert same_weights(got, want)

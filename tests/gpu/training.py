@@ -1,0 +1,78 @@
+"""A training whose gradients are known to the bit on any device, so weights can be compared."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorstow import AdamW, PipelinePolicy
+from tensorstow.optim.stowed import StowedAdam
+
+SIZES = (70_000, 96, 3, 40_000, 1, 5_000, 30_000)
+CPU = torch.device("cpu")
+SMALL = PipelinePolicy(chunk_elements=1 << 14)
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        made = [torch.randn(n, generator=generator).to(dtype) for n in sizes]
+        self.parts = nn.ParameterList([nn.Parameter(p) for p in made])
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        # The gradient of each parameter is what it is multiplied with, exactly.
+        terms = [(p * g).sum().float() for p, g in zip(self.parts, gradients, strict=True)]
+        return torch.stack(terms).sum()
+
+
+class Net(nn.Module):
+    """Two blocks, as ``overlap="forward"`` waits for them."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.blocks = nn.ModuleList(
+            [Block(SIZES[:4], dtype, seed), Block(SIZES[4:], dtype, seed + 1)]
+        )
+
+    def forward(self, step: int) -> torch.Tensor:
+        device = next(self.parameters()).device
+        gradients = [g.to(device) for g in gradients_of(step, self.dtype)]
+        first: torch.Tensor = self.blocks[0](gradients[:4])
+        second: torch.Tensor = self.blocks[1](gradients[4:])
+        return first + second
+
+
+def gradients_of(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
+
+
+def make(net: nn.Module, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
+    given = {"policy": SMALL, "states": "disk", "module": net, **given}
+    return AdamW(net.parameters(), lr=0.01, **given)
+
+
+def train(net: nn.Module, optimizer: StowedAdam, first: int = 0, last: int = STEPS) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        torch.autograd.backward(net(step))
+        optimizer.step()
+    optimizer.wait()
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return all(torch.equal(p.detach().cpu(), q.detach().cpu()) for p, q in pairs)
+
+
+def same_states(a: StowedAdam, b: StowedAdam) -> bool:
+    ours, theirs = a.state_dict()["state"], b.state_dict()["state"]
+    assert ours.keys() == theirs.keys()
+    return all(
+        torch.equal(value.cpu(), theirs[key][name].cpu())
+        for key, entry in ours.items()
+        for name, value in entry.items()
+    )
