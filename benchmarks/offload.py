@@ -18,8 +18,8 @@ from benchmarks.raw import RawFile, alternate, cut
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.optim.adam import AdamW
-from tensorstow.optim.layout import STATE_BYTES
-from tensorstow.optim.policy import PipelinePolicy
+from tensorstow.optim.states.layout import Family
+from tensorstow.optim.states.policy import PipelinePolicy
 
 _PARAMETERS = 256 << 20
 _TENSORS = 16  # matrices of 16M elements: a large model's
@@ -30,13 +30,14 @@ def figures(settings: Settings) -> Iterator[Figure]:
     use_all_cores()
     count = (1 << 22 if settings.quick else _PARAMETERS) // _TENSORS
     policy = PipelinePolicy()
-    state_bytes = 2 * STATE_BYTES * count * _TENSORS
+    family = Family(torch.float32, amsgrad=False)
+    state_bytes = family.state_bytes(count * _TENSORS)
     directory = settings.scratch(2 * state_bytes)
 
     parameters = [torch.nn.Parameter(torch.zeros(count)) for _ in range(_TENSORS)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.01)
-    optimizer = AdamW(parameters, states="disk", dir=directory, policy=policy)
+    optimizer = AdamW(parameters, states="disk", dir=directory, durability="none", policy=policy)
     optimizer.step()  # the first step only writes
     optimizer.synchronize()
 
@@ -48,7 +49,7 @@ def figures(settings: Settings) -> Iterator[Figure]:
     engine = open_engine(policy.backend, depth=policy.depth)
     with scratch_file(engine, directory, state_bytes) as file:
         raw = RawFile(engine, file.fd, optimizer.memory().ring_bytes)
-        piece = STATE_BYTES * policy.chunk_elements
+        piece = family.state_bytes(policy.chunk_elements) // len(family.specs)  # of one stream
         writes = cut("write", 0, state_bytes, piece)
         both = alternate(cut("read", 0, state_bytes, piece), writes)
         raw.run(writes)

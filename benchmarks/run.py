@@ -14,6 +14,9 @@ SUBJECTS = {
     "optimizer": "opt.step of the seed example in RAM",
     "offload": "the offloaded step against disk and kernel alone",
     "raw_io": "reads and writes against fio",
+    "durable": "commits, pins, resumes, and bytes per parameter",
+    "overlap": "updates beside backward and beside the next forward",
+    "gpu": "parameters on an accelerator, where there is one",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }
