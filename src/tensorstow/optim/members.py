@@ -21,6 +21,7 @@ from tensorstow.optim.accelerator.mirrors import (
     refresh,
     stamp_of,
 )
+from tensorstow.optim.shards import shard_of
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import RESIDENT_CAPACITY, Family
 from tensorstow.optim.states.on_disk import StateOnDisk
@@ -38,7 +39,10 @@ OnGradient = Callable[[torch.Tensor], None]
 class Member:
     """A parameter whose states we keep."""
 
+    owner: torch.Tensor
+    """The parameter that users know: in groups, in ``optimizer.state``, with ``.grad``."""
     parameter: torch.Tensor
+    """What this rank has of it ([Note: Shards]); itself for most."""
     number: int
     """Its name in the store."""
     family: Family
@@ -55,9 +59,9 @@ class Member:
     mirror: Mirror | None = None
     """Its weight in host memory, where the parameter is on an accelerator."""
 
-    def fits(self, parameter: torch.Tensor, *, amsgrad: bool) -> bool:
-        """Return whether ``parameter`` is still what its states were made for."""
-        family = self.family
+    def fits(self, *, amsgrad: bool) -> bool:
+        """Return whether the parameter is still what its states were made for."""
+        family, parameter = self.family, self.parameter
         return (
             parameter.numel() == self.numel
             and parameter.dtype == family.dtype
@@ -201,14 +205,15 @@ class Members:
             self.renew()  # every parameter was exchanged for another, as accelerate does
         if not new and self._by_id:
             return
+        shards = [shard_of(p) for p in new]
         families = [self.stowage.family(p.dtype, amsgrad=amsgrad[id(p)]) for p in new]
         # What goes over a link goes by chunk, so chunks in RAM are as small there as others.
-        remote = self._refuse_two_devices(new)
+        remote = self._refuse_two_devices(shards)
         capacity = self.stowage.policy.chunk_elements if remote else RESIDENT_CAPACITY
-        numbers = self.store.extend([p.numel() for p in new], families, capacity)
-        for parameter, number, family in zip(new, numbers, families, strict=True):
+        numbers = self.store.extend([s.numel() for s in shards], families, capacity)
+        for parameter, shard, number, family in zip(new, shards, numbers, families, strict=True):
             states = self.store.views(number)
-            views = {name: view.view(parameter.shape) for name, view in states.items()}
+            views = {name: view.view(shard.shape) for name, view in states.items()}
             self._add(parameter, number, family, views)
         self._connect(self._numbered[-len(new) :] if new else [])
 
@@ -224,7 +229,8 @@ class Members:
         ``adopt`` holds what the disk has of each chunk, when what was held before has been let go.
         """
         self.renew()
-        self.store.restore([p.numel() for p in parameters], families, chunks, adopt())
+        sizes = [shard_of(p).numel() for p in parameters]
+        self.store.restore(sizes, families, chunks, adopt())
         for number, (parameter, family) in enumerate(zip(parameters, families, strict=True)):
             self._add(parameter, number, family)
         self._connect(self._numbered)
@@ -298,8 +304,9 @@ class Members:
         family: Family,
         views: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        seen = views or dict.fromkeys(family.states, StateOnDisk(parameter))
-        member = Member(parameter, number, family, parameter.numel(), dict(seen))
+        shard = shard_of(parameter)
+        seen = views or dict.fromkeys(family.states, StateOnDisk(shard))
+        member = Member(parameter, shard, number, family, shard.numel(), dict(seen))
         self._by_id[id(parameter)] = member
         self._numbered.append(member)
         if self.stowage.moving or self.stowage.overlap == "backward":

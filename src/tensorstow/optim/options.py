@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.sizes import parse_size
 from tensorstow.optim.accelerator import device
 from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.run import Interval, Run
+from tensorstow.optim.shards import is_sharded
 from tensorstow.optim.states.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.optim.states.on_disk import StateOnDisk
 from tensorstow.optim.states.policy import Overlap, PipelinePolicy
@@ -120,18 +122,21 @@ def check_overlap(overlap: Overlap, module: torch.nn.Module | None, steps: int) 
             )
             raise OptionError(message)
         return
-    refuse_ranks(module)
+    refuse_ranks(module, ())
 
 
-def refuse_ranks(module: torch.nn.Module | None) -> None:
-    """Raise OptionError where gradients are not final when autograd has them."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+def refuse_ranks(module: torch.nn.Module | None, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise OptionError where gradients are not final when autograd has them.
+
+    FSDP2's are: it has reduced them before it calls the hooks of a sharded parameter.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if isinstance(module, torch.nn.parallel.DistributedDataParallel) or (
-        distributed and torch.distributed.get_world_size() > 1
+        several and not all(is_sharded(p) for p in parameters)
     ):
         message = (
             'overlap="backward" was asked for in a run of several ranks: a gradient is not final'
-            ' when this rank has it. Use overlap="forward" or "none".'
+            ' when this rank has it. Use overlap="forward" or "none", or fully_shard the model.'
         )
         raise OptionError(message)
 
@@ -224,8 +229,8 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise DTypeError(message)
     if type(parameter) not in _PLAIN:
         message = (
-            f"{name} is a {type(parameter).__name__}: tensor subclasses (DTensor among them) are"
-            " not taken yet."
+            f"{name} is a {type(parameter).__name__}: of tensor subclasses only DTensor over plain"
+            " shards (FSDP2's fully_shard) is taken."
         )
         raise DTypeError(message)
 

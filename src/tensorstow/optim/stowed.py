@@ -25,6 +25,7 @@ from tensorstow.optim.run import Run
 from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.forward import ForwardWaits
 from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideForward
+from tensorstow.optim.shards import anywhere, gradient_of, shard_of, sum_over_shards
 from tensorstow.optim.states.memory import StateMemory
 from tensorstow.optim.states.pipeline import TraceEvent, Traffic
 from tensorstow.optim.states.state_store import StateStore
@@ -89,6 +90,8 @@ class StowedAdam(Optimizer):
         self._members = Members(stowage, landed)
         self._commits = Commits(run.commit_every, module=run.module, extra=run.extra)
         self._schedule, self._waits = self._make_schedule(stowage, run)
+        if stowage.overlap == "backward":
+            options.refuse_ranks(run.module, self._parameters())
         self._attach(p for p in self._parameters() if p.requires_grad)
         self._owner = os.getpid()
 
@@ -245,29 +248,38 @@ class StowedAdam(Optimizer):
                 ' before their norm is known. Use overlap="forward", which is exact under clipping.'
             )
             raise OptionError(message)
+        parameters = list(self._parameters())
         gradients = []
-        for parameter in self._parameters():
-            if parameter.grad is not None:
-                options.check_gradient(parameter, parameter.grad, "a parameter")
-                gradients.append(parameter.grad)
-        norm = torch.tensor(sum(self._squared_norms(gradients)), dtype=torch.float64).sqrt()
+        for parameter in parameters:
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                options.check_gradient(shard_of(parameter), gradient, "a parameter")
+            gradients.append(gradient)
+        squares = sum_over_shards(parameters, self._squared_norms(gradients))
+        norm = torch.tensor(sum(squares), dtype=torch.float64).sqrt()
         if error_if_nonfinite and not torch.isfinite(norm):
             message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
             raise RuntimeError(message)
         self._clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
         return norm
 
-    def _squared_norms(self, gradients: Sequence[torch.Tensor]) -> Sequence[float]:
+    def _squared_norms(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[float]:
         """Return the squared norm of each; those on an accelerator come down in one piece."""
         norms = [0.0] * len(gradients)
         away: dict[torch.device, list[int]] = {}
         for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
             if gradient.is_cpu:
                 norms[index] = self._squared_norm(gradient)
             else:
                 away.setdefault(gradient.device, []).append(index)
         for indices in away.values():
-            each = [torch.linalg.vector_norm(gradients[i], dtype=torch.float64) for i in indices]
+            each = [
+                torch.linalg.vector_norm(g, dtype=torch.float64)
+                for i in indices
+                if (g := gradients[i]) is not None
+            ]
             for index, norm in zip(indices, torch.stack(each).tolist(), strict=True):
                 norms[index] = norm * norm
         return norms
@@ -421,7 +433,7 @@ class StowedAdam(Optimizer):
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         """Raise unless this optimizer can update ``parameter``."""
-        options.check_parameter(parameter, name)
+        options.check_parameter(shard_of(parameter), name)
 
     def _kept(self) -> Members:
         if self._members is None:
@@ -484,7 +496,9 @@ class StowedAdam(Optimizer):
         if isinstance(self._schedule, BesideBackward):
             options.refuse_scaling(found_inf, factor)
             self._end_open_step(self._schedule)
-        elif found_inf is None or not found_inf.item():
+        elif found_inf is None or not anywhere(
+            list(self._parameters()), here=bool(found_inf.item())
+        ):
             self._settle_step()
             self._take_step(self._schedule, factor)
             self._update_elsewhere(factor)
@@ -554,7 +568,7 @@ class StowedAdam(Optimizer):
 
     def _open_step(self, schedule: BesideBackward) -> None:
         kept = self._kept()
-        options.refuse_ranks(self._commits.module)
+        options.refuse_ranks(self._commits.module, self._parameters())
         self._settle_step()
 
         def takes_part(parameter: torch.Tensor) -> bool:
@@ -573,7 +587,7 @@ class StowedAdam(Optimizer):
             options.check_hyper(group)
         for due in dues:
             parameter, group = due.member.parameter, due.group
-            if not due.member.fits(parameter, amsgrad=bool(group["amsgrad"])):
+            if not due.member.fits(amsgrad=bool(group["amsgrad"])):
                 options.refuse_change(
                     parameter, group, due.member.family, due.member.numel, "A parameter"
                 )
@@ -596,11 +610,11 @@ class StowedAdam(Optimizer):
         self._count_step(commits=commits)
 
     def _check_gradient(self, member: Member) -> None:
-        if options.fits(member.parameter, member.parameter.grad):
+        if options.fits(member.parameter, gradient_of(member.owner)):
             return
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
-                if parameter is member.parameter:
+                if parameter is member.owner:
                     check_due(self.param_groups, group, index, member)
                     return
 
@@ -619,8 +633,8 @@ class StowedAdam(Optimizer):
         kept.forget_versions()
         for member, entry in members:
             member.begun = False
-            self.state[member.parameter] = {"step": as_step(entry["step"]), **member.views}
-            step_of(member, self.state[member.parameter], kept.store)
+            self.state[member.owner] = {"step": as_step(entry["step"]), **member.views}
+            step_of(member, self.state[member.owner], kept.store)
 
 
 def _wait_for_all(optimizer: Optimizer) -> None:

@@ -12,6 +12,7 @@ from tensorstow.optim import options
 from tensorstow.optim.landed import LandedGradient
 from tensorstow.optim.members import Member, Members
 from tensorstow.optim.reference import adam_scalars
+from tensorstow.optim.shards import gradient_of, shard_of
 from tensorstow.optim.states.on_disk import StateOnDisk
 from tensorstow.optim.states.pipeline import DTYPE_CODES, StepRow
 from tensorstow.optim.states.state_store import StateStore
@@ -61,12 +62,14 @@ def collect(
         options.check_hyper(group)
         options.refuse_torch_keywords(group)
         for index, parameter in enumerate(group["params"]):
-            gradient = parameter.grad
+            gradient = gradient_of(parameter)
             member = kept.find(parameter)
             if gradient is None or isinstance(gradient, LandedGradient):
                 continue
             if member is None and not takes(parameter):
                 continue
+            if member is not None:
+                member.parameter = shard_of(parameter)
             check_due(groups, group, index, member)
             if member is None:
                 strangers.append(parameter)
@@ -76,16 +79,15 @@ def collect(
 
 def check_due(groups: Groups, group: dict[str, Any], index: int, member: Member | None) -> None:
     """Raise for a parameter or a gradient that the kernels cannot take."""
-    parameter = group["params"][index]
-    gradient = parameter.grad
+    parameter = shard_of(group["params"][index])
+    gradient = gradient_of(group["params"][index])
     amsgrad = bool(group["amsgrad"])
-    if options.fits(parameter, gradient) and (
-        member is None or member.fits(parameter, amsgrad=amsgrad)
-    ):
+    if options.fits(parameter, gradient) and (member is None or member.fits(amsgrad=amsgrad)):
         return
     name = name_of(groups, group, index)
     options.check_parameter(parameter, name)
-    options.check_gradient(parameter, gradient, name)
+    if gradient is not None:
+        options.check_gradient(parameter, gradient, name)
     if member is not None:
         options.refuse_change(parameter, group, member.family, member.numel, name)
 
@@ -99,9 +101,9 @@ def make_turn(dues: list[Due], kept: Members, states: States, factor: float) -> 
         step_of(
             due.member,
             # A mapping that makes what it lacks must make nothing for a gradient that never comes.
-            states[due.member.parameter]
+            states[due.member.owner]
             if due.gradient is not None
-            else states.get(due.member.parameter, {}),
+            else states.get(due.member.owner, {}),
             kept.store,
             begins=due.gradient is not None,
         )
@@ -129,7 +131,7 @@ def account(turn: Turn, states: States) -> None:
     torch._foreach_add_(turn.counts, 1.0)
     torch.autograd.graph.increment_version([due.member.parameter for due in turn.dues])
     for due, count in zip(turn.dues, turn.counts, strict=True):
-        state = states[due.member.parameter]
+        state = states[due.member.owner]
         if "step" not in state:
             state.update({"step": count, **due.member.views})
         due.member.begun = True

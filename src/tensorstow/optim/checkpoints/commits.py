@@ -178,9 +178,9 @@ class Commits:
         ]
         members = [[_number(kept.find(p)) for p in group["params"]] for group in groups]
         counts = {
-            str(m.number): float(states[m.parameter]["step"])
+            str(m.number): float(states[m.owner]["step"])
             for m in kept.all()
-            if "step" in states.get(m.parameter, {})
+            if "step" in states.get(m.owner, {})
         }
         reseed = [m.number for m in kept.all() if must_seed(m, kept.store)]
         return {"groups": saved, "members": members, "steps": counts, "reseed": reseed}
@@ -200,7 +200,7 @@ class Commits:
         """Write buffers and parameters that no optimizer updates, where they changed."""
         if self.module is None:
             return []
-        members = {id(m.parameter) for m in kept.all()}
+        members = {id(m.owner) for m in kept.all()}
         records = []
         for name, tensor in module_tensors(self.module):
             if id(tensor) in members:
@@ -260,7 +260,7 @@ def layout_of(kept: Members, names: Mapping[int, str]) -> dict[str, Any]:
     return {
         "parameters": [
             {
-                "name": names.get(id(m.parameter)),
+                "name": names.get(id(m.owner)),
                 "shape": list(m.parameter.shape),
                 "dtype": str(m.family.dtype).removeprefix("torch."),
                 "amsgrad": m.family.amsgrad,

@@ -11,6 +11,7 @@ from tensorstow.optim.checkpoints.commits import module_tensors, names_of, space
 from tensorstow.optim.checkpoints.extras import put_together
 from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.members import Member, Members
+from tensorstow.optim.shards import shard_of
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import ChunkPlan, Family, Run, parts_of
 from tensorstow.optim.states.pipeline import Stored
@@ -50,7 +51,7 @@ def resume(
 
     kept.store.check_budget(plans)
     for member in kept.all():
-        states.pop(member.parameter, None)
+        states.pop(member.owner, None)
     try:
         kept.restore(order, families, plans, adopt)
         _load_weights(generation, kept.store, space)
@@ -61,7 +62,7 @@ def resume(
             group.update(values)
         for number, count in hyper["steps"].items():
             member = kept.all()[int(number)]
-            states[member.parameter] = {"step": as_step(count), **member.views}
+            states[member.owner] = {"step": as_step(count), **member.views}
         for member in kept.all():
             _begin(member, kept.store, reseed=member.number in hyper["reseed"], states=states)
         return _put_back(generation.extra, "extra", generation, space)
@@ -156,9 +157,9 @@ def _difference(
 
 def _refuse_unknown(kept: Members, order: Sequence[torch.Tensor], names: Mapping[int, str]) -> None:
     known = {id(p) for p in order}
-    strange = [m for m in kept.all() if id(m.parameter) not in known]
+    strange = [m for m in kept.all() if id(m.owner) not in known]
     if strange:
-        told = [names.get(id(m.parameter), f"number {m.number}") for m in strange[:5]]
+        told = [names.get(id(m.owner), f"number {m.number}") for m in strange[:5]]
         message = (
             f"This optimizer trains {len(strange)} parameters that the run which is stored here"
             f" does not ({', '.join(told)}). Give it the same model, or another directory; one that"
@@ -168,6 +169,7 @@ def _refuse_unknown(kept: Members, order: Sequence[torch.Tensor], names: Mapping
 
 
 def _print(parameter: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    parameter = shard_of(parameter)
     return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
 
 
@@ -225,7 +227,7 @@ def _load_module(
     records = {r.name: r for r in generation.tensors if r.kind == "module"}
     if module is None:
         return
-    members = {id(m.parameter) for m in kept.all()}
+    members = {id(m.owner) for m in kept.all()}
     for name, tensor in module_tensors(module):
         if id(tensor) not in members and name in records:
             tensor.copy_(space.store.read_tensor(records[name]).view(tensor.shape))
@@ -251,7 +253,7 @@ def _check_groups(saved: int, groups: Groups) -> None:
 
 
 def _begin(member: Member, store: StateStore, *, reseed: bool, states: States) -> None:
-    member.begun = "step" in states.get(member.parameter, {})
+    member.begun = "step" in states.get(member.owner, {})
     if reseed:
         store.pipeline.unpublish(member.number)
         member.written = None

@@ -13,6 +13,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.landed import LandedGradient
+from tensorstow.optim.shards import gradient_of
 
 
 class LandedGradients:
@@ -71,11 +72,11 @@ class LandedGradients:
         self, number: int, parameter: torch.Tensor, land: Callable[[torch.Tensor], None]
     ) -> None:
         """Take ``.grad`` away from ``parameter``, let ``land`` have it, and leave a stand-in."""
-        gradient = parameter.grad
-        if gradient is None:
+        whole, gradient = parameter.grad, gradient_of(parameter)
+        if whole is None or gradient is None:
             return
         contiguous = gradient.detach().contiguous()
-        stand_in = LandedGradient(contiguous)
+        stand_in = LandedGradient(whole)
         parameter.grad = stand_in
         self._stand_ins.append((parameter, stand_in))
         self.let_go()

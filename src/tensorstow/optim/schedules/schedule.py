@@ -101,7 +101,7 @@ class BesideForward:
         pipeline.step(turn.rows, turn.scalars, kind)
         if carry(turn, kept.ferry) and turn.commits:
             kept.finish()  # the thread that commits cannot move the ferry on
-        self._under_way = {id(due.member.parameter): due for due in turn.dues}
+        self._under_way = {id(due.member.owner): due for due in turn.dues}
         self._versions = {i: _version(due) for i, due in self._under_way.items()}
         account(turn, states)
         self.wait(kept, [i for i in self._under_way if not self._waits.covers(i)])
@@ -194,7 +194,7 @@ class BesideBackward:
                 kept.ferry.offer(member.number, gradient, kept.ferry.link.mark())
                 kept.ferry.move_on()
 
-        self.landed.hand_over(member.number, member.parameter, start)
+        self.landed.hand_over(member.number, member.owner, start)
 
     @property
     def commits(self) -> bool:

@@ -1,0 +1,92 @@
+"""What this rank has of a parameter, and of its gradient.
+
+[Note: Shards] FSDP2 makes every parameter a DTensor, of which a rank holds one shard. States are
+kept of the shard, so everything here that reads bytes works on it, and everything that users see
+(groups, ``optimizer.state``, names) on the parameter itself. Two attributes of a shard's tensor say
+that its bytes are elsewhere: ``home``, a weight's tensor in host memory; ``landed``, a gradient's.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+import torch.distributed as dist
+
+from tensorstow.optim.landed import LandedGradient
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
+    """Return whether ``tensor`` is a DTensor, whose import takes half a second."""
+    return hasattr(tensor, "device_mesh")
+
+
+@torch.no_grad()
+def shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that holds this rank's elements of ``parameter``; itself for most."""
+    local = parameter.to_local() if is_sharded(parameter) else parameter
+    home: torch.Tensor = getattr(local, "home", local)
+    return home
+
+
+@torch.no_grad()
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's elements of the gradient of ``parameter``, or None.
+
+    A LandedGradient where they were handed over.
+    """
+    gradient = parameter.grad
+    if gradient is None or isinstance(gradient, LandedGradient):
+        return gradient
+    local = gradient.to_local() if is_sharded(gradient) else gradient
+    landed: torch.Tensor | None = getattr(local, "landed", local)
+    return landed
+
+
+def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
+    """Return the ranks among which ``parameter`` is sharded; None where this one has it whole.
+
+    Replicas of a shard have groups of their own.
+    """
+    if not is_sharded(parameter):
+        return None
+    mesh = parameter.device_mesh
+    dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
+    if not dims or mesh.size(dims[0]) == 1:
+        return None
+    return mesh.get_group(dims[0])
+
+
+def sum_over_shards(parameters: Sequence[torch.Tensor], parts: Sequence[float]) -> list[float]:
+    """Return the sum over ranks of each parameter's part, in rank order: the same on every rank."""
+    sums = list(parts)
+    groups: dict[dist.ProcessGroup, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        group = group_of(parameter)
+        if group is not None:
+            groups.setdefault(group, []).append(index)
+    for group, indices in groups.items():
+        for index, total in zip(indices, _sum(group, [parts[i] for i in indices]), strict=True):
+            sums[index] = total
+    return sums
+
+
+def anywhere(parameters: Sequence[torch.Tensor], *, here: bool) -> bool:
+    """Return whether ``here`` is true on any rank that has a shard of ``parameters``."""
+    groups = dict.fromkeys(g for p in parameters if (g := group_of(p)) is not None)
+    return any([_sum(group, [float(here)])[0] > 0.0 for group in groups] or [here])
+
+
+def _sum(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
+    mine = torch.tensor(values, dtype=torch.float64, device=_device_of(group))
+    all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_ranks, mine, group=group)
+    return [sum(parts) for parts in zip(*(rank.tolist() for rank in all_ranks), strict=True)]
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return where the group's collectives take tensors: on the CPU where they can."""
+    devices = group._device_types  # noqa: SLF001  # no public way says it
+    return torch.device("cpu") if torch.device("cpu") in devices else devices[0]

@@ -1,0 +1,75 @@
+"""Processes that are the ranks of a run, kept for all tests that want as many."""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+Task = Callable[..., Any]
+
+
+class RankError(Exception):
+    """A rank failed; its traceback is the message."""
+
+
+class Ranks:
+    """``world`` processes with a gloo group among them."""
+
+    def __init__(self, world: int) -> None:
+        """Start them: spawned, for a forked one would share threads that it has not."""
+        self.world = world
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="tensorstow-ranks-")
+        meeting = str(Path(self._folder.name) / "meeting")
+        self._ends: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, world, meeting))
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, task: Task, *given: Any) -> list[Any]:  # noqa: ANN401  # whatever tasks take
+        """Call ``task`` in every rank; return what each returned, by rank."""
+        for end in self._ends:
+            end.send((task, given))
+        answers = [end.recv() for end in self._ends]
+        failed = [f"rank {i}: {text}" for i, (ok, text) in enumerate(answers) if not ok]
+        if failed:
+            raise RankError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End them."""
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+
+def _serve(end: Connection, rank: int, world: int, meeting: str) -> None:
+    import torch  # noqa: PLC0415  # in the child alone
+    import torch.distributed as dist  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    while True:
+        try:
+            task, given = end.recv()
+        except EOFError:
+            break
+        try:
+            end.send((True, task(*given)))
+        except BaseException:  # noqa: BLE001  # the parent raises it
+            end.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
