@@ -9,10 +9,14 @@ def test_exported_names() -> None:
     assert sorted(tensorstow.__all__) == [
         "Adam",
         "AdamW",
+        "Budget",
         "PipelinePolicy",
+        "Plan",
         "StowError",
         "StowedOptimizer",
+        "Tier",
         "__version__",
+        "stow",
     ]
     assert sorted(tensorstow.colossalai.__all__) == ["CPUAdam", "HybridAdam"]
     assert sorted(tensorstow.tensornvme.__all__) == ["AsyncFileWriter", "DiskOffloader"]

@@ -298,9 +298,19 @@ class StowedAdam(Optimizer):
             return self._schedule.landed.accumulate()
         return LandedGradients(1, lambda _: True).accumulate()
 
-    def wait(self) -> None:
-        """Return once every parameter has its new value: for whoever reads them outside forward."""
-        self._schedule.wait(self._kept())
+    def wait(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Return once ``parameters``, or all, have their new values.
+
+        For whoever reads them outside of the forward of ``module``.
+        """
+        ids = None if parameters is None else [id(p) for p in parameters]
+        self._schedule.wait(self._kept(), ids)
+
+    @property
+    def placement_of_states(self) -> str:
+        """Where states live: "ram", "disk", or "shared" between the two."""
+        fraction = self._kept().stowage.placement.disk_fraction
+        return {0.0: "ram", 1.0: "disk"}.get(fraction, "shared")
 
     def synchronize(self) -> None:
         """Wait until updates and writes have landed; raise what failed behind ``step()``."""

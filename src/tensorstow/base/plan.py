@@ -1,0 +1,91 @@
+"""What lives where and moves when: everything the engine is told about a run."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal, Self, get_args
+
+from tensorstow.base.errors import OptionError
+from tensorstow.base.tiers import Tier
+
+Overlap = Literal["none", "forward", "backward"]
+_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where parameters and states of a model live, and how ranks share them.
+
+    ``parameters`` and ``states``: a tier ("device", "host", "disk"); ``units``: another tier for
+    the parameters of single units, by name. ``stage``: ZeRO's, 0 (nothing is shared) to 3 (all is).
+    ``replicas``: groups of ranks that each have a whole copy (HSDP). ``overlap``: when updates run,
+    as in ``AdamW``. ``accumulation_steps``: backward passes per step. ``prefetch``: how many units
+    ahead weights are fetched. ``ram_budget``: the optimizer's host memory for states, in bytes.
+    """
+
+    parameters: Tier = Tier.HOST
+    states: Tier = Tier.HOST
+    units: Mapping[str, Tier] = field(default_factory=dict)
+    stage: int = 3
+    replicas: int = 1
+    overlap: Overlap = "none"
+    accumulation_steps: int = 1
+    prefetch: int = 2
+    ram_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value; raises OptionError."""
+        object.__setattr__(self, "parameters", _tier(self.parameters, "parameters"))
+        object.__setattr__(self, "states", _tier(self.states, "states"))
+        units = {name: _tier(tier, f"units[{name!r}]") for name, tier in self.units.items()}
+        object.__setattr__(self, "units", units)
+        if self.stage not in _STAGES:
+            message = f"stage={self.stage!r} was given: ZeRO's stages are 0, 1, 2 and 3."
+            raise OptionError(message)
+        if self.overlap not in get_args(Overlap):
+            message = f'overlap={self.overlap!r} was given: it is "none", "forward" or "backward".'
+            raise OptionError(message)
+        for name, least in (("replicas", 1), ("accumulation_steps", 1), ("prefetch", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                message = f"{name}={value!r} was given: it is a number, at least {least}."
+                raise OptionError(message)
+        if self.stage < 3 and Tier.DISK in {self.parameters, *self.units.values()}:
+            message = (
+                f"stage={self.stage} was given with parameters on disk: they are fetched for a unit"
+                " and let go behind it, which is stage 3."
+            )
+            raise OptionError(message)
+
+    def tier_of(self, unit: str) -> Tier:
+        """Return where the parameters of a unit live."""
+        return self.units.get(unit, self.parameters)
+
+    def but(self, **changes: Any) -> Self:  # noqa: ANN401  # the fields' types
+        """Return a plan that differs in some fields."""
+        return replace(self, **changes)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON that ``from_json`` reads."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read a plan; raises OptionError for a name that is no field."""
+        given = json.loads(text)
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                message = f"A plan has no {name!r}" + (f": {near[0]!r}?" if near else ".")
+                raise OptionError(message)
+        return cls(**given)
+
+
+def _tier(value: object, name: str) -> Tier:
+    if not isinstance(value, str) or value not in set(Tier):
+        known = ", ".join(f'"{t.value}"' for t in Tier)
+        message = f"{name}={value!r} was given: a tier is one of {known}."
+        raise OptionError(message)
+    return Tier(value)

@@ -1,0 +1,14 @@
+"""The three places where bytes can live."""
+
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """A place for parameters or states, from fast and small to slow and large."""
+
+    DEVICE = "device"
+    """The accelerator's memory; where there is no accelerator, the CPU's."""
+    HOST = "host"
+    """The CPU's memory."""
+    DISK = "disk"
+    """Files, read with direct I/O."""

@@ -1,0 +1,98 @@
+"""``plan="auto"``: the simplest placement that a budget allows, by arithmetic over sizes."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tensorstow.base.budget import Budget
+from tensorstow.base.errors import BudgetError
+from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import format_bytes
+from tensorstow.base.tiers import Tier
+from tensorstow.engine.units import Unit
+
+RING_BYTES = 48 << 20
+"""What states on disk pass through, whatever the model's size."""
+_UNITS_AT_ONCE = 2
+_STATE_BYTES = {torch.float32: 8, torch.bfloat16: 10}
+_WIDEST_STATES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of one rank's share of a model."""
+
+    parameters: int
+    gradients: int
+    states: int
+    largest_unit: int
+    """Of all ranks together: what is gathered at once."""
+
+    @classmethod
+    def of(cls, units: Iterable[Unit], ranks: int) -> "Sizes":
+        """Add up the trained and the frozen; states are Adam's in the format that loses nothing."""
+        units = list(units)
+        all_of = [p for unit in units for p in unit.parameters.values()]
+        trained = [p for p in all_of if p.requires_grad]
+        return cls(
+            sum(p.numel() * p.element_size() for p in all_of) // ranks,
+            sum(p.numel() * p.element_size() for p in trained) // ranks,
+            sum(p.numel() * _STATE_BYTES.get(p.dtype, _WIDEST_STATES) for p in trained) // ranks,
+            max((unit.nbytes for unit in units), default=0),
+        )
+
+
+def auto_plan(sizes: Sizes, budget: Budget, *, device_is_host: bool) -> Plan:
+    """Return the first placement that ``budget`` holds, per rank.
+
+    In this order:
+
+    1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
+    2. the same, states on DISK behind a ring of 48 MiB;
+    3. parameters on HOST, states on HOST; 4. the same, states on DISK;
+    5. parameters and states on DISK, two units at a time in memory.
+
+    Gradients are on HOST. Raises BudgetError with what is short where none fits.
+    """
+    short: dict[Tier, int] = {}
+    for plan in _candidates(device_is_host=device_is_host):
+        needed = bytes_of(plan, sizes, device_is_host=device_is_host)
+        missing = {t: n for t, n in _missing(needed, budget).items() if n > 0}
+        if not missing:
+            return plan
+        short = missing
+    told = " and ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in short.items())
+    message = (
+        f"The model does not fit: with parameters and states on disk, {told} more than the budget"
+        " are needed. Raise the budget, or train on more ranks."
+    )
+    raise BudgetError(message)
+
+
+def _candidates(*, device_is_host: bool) -> list[Plan]:
+    tiers = [Tier.HOST] if device_is_host else [Tier.DEVICE, Tier.HOST]
+    plans = [Plan(parameters=t, states=s) for t in tiers for s in (Tier.HOST, Tier.DISK)]
+    return [*plans, Plan(parameters=Tier.DISK, states=Tier.DISK)]
+
+
+def bytes_of(plan: Plan, sizes: Sizes, *, device_is_host: bool) -> Mapping[Tier, int]:
+    """Return what a plan holds on each tier of one rank."""
+    at_once = _UNITS_AT_ONCE * sizes.largest_unit
+    held = {Tier.DEVICE: at_once, Tier.HOST: sizes.gradients, Tier.DISK: 0}
+    if plan.parameters == Tier.DISK:
+        held[Tier.HOST] += at_once
+    if plan.parameters == Tier.DEVICE:
+        held[Tier.HOST] += sizes.parameters  # the mirrors that updates write
+    held[plan.parameters] += sizes.parameters
+    held[plan.states] += sizes.states
+    if plan.states == Tier.DISK:
+        held[Tier.HOST] += RING_BYTES
+    if device_is_host:
+        held[Tier.DEVICE] = 0
+    return held
+
+
+def _missing(needed: Mapping[Tier, int], budget: Budget) -> dict[Tier, int]:
+    limits = {tier: budget.bytes_of(tier) for tier in Tier}
+    return {t: needed[t] - limit for t, limit in limits.items() if limit is not None}

@@ -1,0 +1,176 @@
+"""``stow``: a model and its optimizer over DEVICE, HOST and DISK."""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from tensorstow.base.budget import Budget
+from tensorstow.base.errors import OptionError
+from tensorstow.base.plan import Plan
+from tensorstow.base.tiers import Tier
+from tensorstow.engine.auto import Sizes, auto_plan
+from tensorstow.engine.cells import Cell
+from tensorstow.engine.landing import Landing, move_buffers
+from tensorstow.engine.loading import Sources
+from tensorstow.engine.mesh import device_here, host_group, mesh_of, world_here
+from tensorstow.engine.micro_batches import MicroBatches
+from tensorstow.engine.optimizers import Make, asked_of, check, make, placement_of
+from tensorstow.engine.sharding import Sharding, shard
+from tensorstow.engine.units import Unit, aliases_of, units_of
+from tensorstow.optim.stowed import StowedAdam
+
+Path = str | os.PathLike[str] | None
+
+
+def stow(  # noqa: PLR0913  # the one door to everything
+    model: nn.Module,
+    optimizer: Make,
+    *,
+    plan: Plan | Literal["auto"] = "auto",
+    budget: Budget | None = None,
+    compute_dtype: torch.dtype | None = None,
+    dir: Path = None,  # noqa: A002
+    mesh: DeviceMesh | None = None,
+    units: Sequence[nn.Module] | None = None,
+    weights: Path = None,
+    init: Callable[[nn.Module], None] | None = None,
+) -> tuple[nn.Module, StowedAdam]:
+    """Place ``model`` and the states of its optimizer as ``plan`` says; return both.
+
+    ``optimizer`` is called with the named parameters and keywords that say where states live
+    (``states``, ``overlap``, ``module``, ``dir`` ...), which it is to pass on to an optimizer of
+    tensorstow: ``partial(tensorstow.AdamW, lr=1e-5)``, or a function that makes groups.
+
+    ``plan``: a ``Plan``, or "auto": the first of ``engine.auto``'s placements that fits ``budget``.
+    ``compute_dtype``: what forward and backward compute in; masters keep the parameters' dtype.
+    ``dir``: where states on disk and commits go. ``mesh``: the ranks, (shard,) or (replicate,
+    shard); None: all there are, and nothing is sharded where this process is alone and nothing is
+    to be cast or fetched. ``units``: modules that move as one; None: the model's repeated blocks.
+    ``weights``: safetensors to load, a file or a directory; ``init`` gives one module of a model on
+    the meta device its first values (None: its ``reset_parameters``).
+
+    The model is changed in place; every rank begins with the first one's values. Raises OptionError
+    or BudgetError before anything is placed.
+    """
+    device = device_here()
+    chosen = units_of(model, units)
+    _check_parameters(chosen)
+    if plan == "auto":
+        plan = _automatic(chosen, budget or Budget(), device, mesh, optimizer)
+    elif budget is not None:
+        message = "budget= was given beside a plan, which says itself what lives where."
+        raise OptionError(message)
+    _check_units(plan, chosen)
+    placed = placement_of(plan, model, dir)
+    check(optimizer, placed)
+    if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
+        sources = Sources(weights, init, None)
+        sources.fill(chosen, aliases_of(model))
+        sources.buffers(model)
+        if device.type != "cpu":
+            model.to(device)
+        _sum_wide(model, plan)
+        return model, make(optimizer, model, placed)
+    mesh = mesh or mesh_of(device, stage=plan.stage, replicas=plan.replicas)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
+    sharding = Sharding(mesh, device, precision, plan.stage == 3)
+    held = _shard_all(model, chosen, plan, sharding, Sources(weights, init, host_group()))
+    landing = Landing(parameter for parameter, _ in held)
+    model.register_forward_pre_hook(landing.hook, prepend=True)
+    made = make(optimizer, model, placed)
+    _read_new_weights(held, made)
+    if plan.stage == 1 and isinstance(model, FSDPModule):
+        MicroBatches(model, plan.accumulation_steps).watch(model, made)
+    return model, made
+
+
+def _shard_all(
+    model: nn.Module, units: Iterable[Unit], plan: Plan, sharding: Sharding, sources: Sources
+) -> list[tuple[DTensor, Cell]]:
+    aliases = aliases_of(model)
+    held: list[tuple[DTensor, Cell]] = []
+    for unit in units:
+        held += shard(unit, plan.tier_of(unit.name), sharding, sources.rows(unit, aliases))
+    sources.buffers(model)
+    move_buffers(model, sharding.device)
+    return held
+
+
+def _automatic(
+    units: Sequence[Unit],
+    budget: Budget,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    optimizer: Make,
+) -> Plan:
+    """Return the first placement that fits, with what the user has told the optimizer."""
+    ranks = world_here() if mesh is None else mesh.size(mesh.ndim - 1)
+    plan = auto_plan(Sizes.of(units, ranks), budget, device_is_host=device.type == "cpu")
+    asked = asked_of(optimizer)
+    if "states" in asked:
+        plan = plan.but(states=Tier.DISK if asked["states"] == "disk" else Tier.HOST)
+    if "overlap" in asked:
+        plan = plan.but(overlap=asked["overlap"])
+    return plan
+
+
+def _stays_whole(
+    plan: Plan, units: Iterable[Unit], device: torch.device, compute_dtype: torch.dtype | None
+) -> bool:
+    """Return whether parameters are where they are computed with, on one rank, as they are."""
+    here = {Tier.DEVICE, Tier.HOST} if device.type == "cpu" else {Tier.DEVICE}
+    dtypes = {p.dtype for unit in units for p in unit.parameters.values()}
+    return (
+        world_here() == 1
+        and (compute_dtype is None or dtypes <= {compute_dtype})
+        and {plan.tier_of(unit.name) for unit in units} <= here
+    )
+
+
+def _sum_wide(model: nn.Module, plan: Plan) -> None:
+    """Let autograd sum the gradients of several micro-batches in fp32, as sharded ones are."""
+    if plan.accumulation_steps > 1:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = torch.float32
+
+
+def _read_new_weights(held: Iterable[tuple[DTensor, Cell]], optimizer: StowedAdam) -> None:
+    """Let whoever reads a parameter wait for its update."""
+    known = weakref.ref(optimizer)
+
+    def waiting_for(parameter: torch.Tensor) -> Callable[[], None]:
+        def wait() -> None:
+            alive = known()
+            if alive is not None:
+                alive.wait([parameter])
+
+        return wait
+
+    for parameter, cell in held:
+        cell.before_read = waiting_for(parameter)
+
+
+def _check_parameters(units: Iterable[Unit]) -> None:
+    for unit in units:
+        for name, parameter in unit.parameters.items():
+            if parameter.ndim == 0:
+                message = (
+                    f"{name} is a scalar, which FSDP2 cannot shard: make it one of shape (1,)."
+                )
+                raise OptionError(message)
+
+
+def _check_units(plan: Plan, units: Iterable[Unit]) -> None:
+    names = [unit.name for unit in units]
+    unknown = sorted(set(plan.units) - set(names))
+    if unknown:
+        message = f"The plan places units that the model has not ({unknown}): it has {names}."
+        raise OptionError(message)

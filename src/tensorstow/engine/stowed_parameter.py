@@ -1,0 +1,161 @@
+"""A parameter without memory: FSDP2's public extension asks it for its bytes when it gathers them.
+
+[Note: What FSDP2 does to it] At ``fully_shard`` it splits the parameter, pads the shard and takes
+views; nothing of that needs bytes, so until it has a cell every operation is arithmetic over
+shapes. From then on ``fsdp_pre_all_gather`` hands out the cell's bytes, and whoever else reads or
+writes the parameter (``state_dict``, ``load_state_dict``, ``full_tensor``) does so with the cell.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tensorstow.base.errors import PoisonedError
+from tensorstow.engine.cells import Cell
+
+_SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+_PADDING = frozenset(
+    {torch.ops.aten.new_zeros.default, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default}
+)
+
+
+class Slot:
+    """Where all tensors that are made of one parameter find its cell."""
+
+    __slots__ = ("cell",)
+
+    def __init__(self) -> None:
+        """Be empty, as while FSDP2 shards the parameter."""
+        self.cell: Cell | None = None
+
+    def filled(self) -> Cell:
+        """Return the cell; raise PoisonedError where there is none."""
+        if self.cell is None:
+            message = "A parameter was read before it had bytes: stow() did not end."
+            raise PoisonedError(message)
+        return self.cell
+
+
+class StowedParameter(torch.Tensor):
+    """A shard of a parameter, of which FSDP2 knows shape, dtype and device alone."""
+
+    slot: Slot
+
+    @staticmethod
+    def __new__(cls: type[Self], like: torch.Tensor, device: torch.device, slot: Slot) -> Self:  # noqa: D102
+        tensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
+            cls, like.shape, dtype=like.dtype, device=device
+        )
+        tensor.slot = slot
+        return tensor
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what it is, without its bytes."""
+        return f"StowedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def home(self) -> torch.Tensor:
+        """This rank's elements in host memory."""
+        return self.slot.filled().home
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,  # noqa: ANN401  # torch's own signature, all five
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,  # noqa: ANN401
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Size]:
+        """Return what this rank gives to the all-gather: its padded shard, cast."""
+        del mesh, outer_stride, module
+        shard = self.slot.filled().read()
+        dtype = mp_policy.param_dtype or shard.dtype
+        return (shard.to(self.device, dtype, non_blocking=True),), outer_size
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: torch.Size,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Return the gathered parameter and the memory that is freed with it."""
+        del metadata, param_dtype
+        (gathered,) = all_gather_outputs
+        return None if out is not None else (gathered, (gathered,))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is typed as an instance's
+        cls,
+        func: Any,  # noqa: ANN401  # torch's own signature
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Do arithmetic over shapes while there are no bytes, and else run ``func`` on them."""
+        first = args[0] if isinstance(args[0], cls) else None
+        if first is not None and func in _SAME:
+            return cls(first, first.device, first.slot)
+        if first is not None and first.slot.cell is None:
+            return first.on_shape(func, args, kwargs or {})
+        if first is not None and first.is_padded_again(func, args):
+            return first.on_shape(func, args, kwargs or {})
+        return _on_bytes(func, args, kwargs or {})
+
+    def is_padded_again(self, func: Any, args: Sequence[Any]) -> bool:  # noqa: ANN401
+        """Return whether this is FSDP2, which pads shards anew at the first forward."""
+        cell = self.slot.filled()
+        whole = {cell.padded.shape, cell.home.shape}
+        if func == torch.ops.aten.copy_.default:
+            return isinstance(args[1], StowedParameter) and args[1].slot is self.slot
+        if func not in _PADDING or self.shape not in whole:
+            return False
+        out = func(torch.empty_like(self, device="meta"), *args[1:])
+        return out.shape in whole or out.shape == (cell.padded.numel(),)
+
+    def on_shape(
+        self,
+        func: Any,  # noqa: ANN401
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:  # noqa: ANN401
+        """Return what ``func`` would, without bytes."""
+
+        def shape_of(value: Any) -> Any:  # noqa: ANN401
+            if not isinstance(value, StowedParameter):
+                return value
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+        given = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+        out = func(*tree_map(shape_of, args), **given)
+        if func == torch.ops.aten.copy_.default:
+            return self
+
+        def wrap(value: Any) -> Any:  # noqa: ANN401
+            if not isinstance(value, torch.Tensor):
+                return value
+            return StowedParameter(value, self.device, self.slot)
+
+        return tree_map(wrap, out)
+
+
+def _on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Run ``func`` on host memory in place of stowed parameters."""
+
+    def bytes_of(value: Any) -> Any:  # noqa: ANN401
+        if not isinstance(value, StowedParameter):
+            return value
+        cell = value.slot.filled()
+        cell.before_read()
+        held = cell.padded if value.shape == cell.padded.shape else cell.home
+        return held.view(value.shape)
+
+    out = func(*tree_map(bytes_of, args), **tree_map(bytes_of, kwargs))
+    first = args[0]
+    if func._schema.is_mutable and isinstance(first, StowedParameter):  # noqa: SLF001
+        return first
+    return out

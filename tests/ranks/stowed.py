@@ -1,0 +1,183 @@
+"""Training a model through ``stow``, and the same in one process with everything in RAM."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import tensorstow
+from tensorstow import Plan
+
+WIDTH = 12
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Course:
+    """One way of training."""
+
+    plan: Plan = field(default_factory=Plan)
+    dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype | None = None
+    clip: float | None = None
+    torch_clips: bool = False
+
+    def __str__(self) -> str:
+        """Name what differs from the default."""
+        p = self.plan
+        parts = [f"z{p.stage}", p.parameters, p.states, p.overlap, f"acc{p.accumulation_steps}"]
+        parts += [str(self.dtype)[6:], str(self.compute_dtype)[6:] if self.compute_dtype else ""]
+        parts += [f"x{p.replicas}", "clip" * (self.clip is not None), "torch" * self.torch_clips]
+        return "-".join(p for p in parts if p)
+
+
+class Block(nn.Module):
+    """A block of odd sizes, so that shards are uneven."""
+
+    def __init__(self) -> None:
+        """Make two layers."""
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add to the stream."""
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head that is tied to it."""
+
+    def __init__(self) -> None:
+        """Make three blocks."""
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def model_of(dtype: torch.dtype) -> Model:
+    """Return the model, the same at each call."""
+    torch.manual_seed(3)
+    return Model().to(dtype)
+
+
+def loss_of(model: nn.Module, rank: int, step: int, micro: int) -> torch.Tensor:
+    """Return the loss of what a rank sees."""
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
+    tokens = torch.randint(11, (2, 5), generator=generator)
+    logits = model(tokens[:, :-1]).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def groups_of(named: list[tuple[str, torch.Tensor]], **placement: object) -> tensorstow.AdamW:
+    """Make an optimizer with two groups, as a user's code does."""
+    decayed = [(n, p) for n, p in named if p.ndim > 1]
+    rest = [(n, p) for n, p in named if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return tensorstow.AdamW(groups, lr=1e-2, **placement)
+
+
+def stowed(course: Course) -> list[torch.Tensor]:
+    """Train through ``stow``; return whole weights."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1,)) if world == 1 else None
+    plan = course.plan
+    model, optimizer = tensorstow.stow(
+        model_of(course.dtype),
+        groups_of,
+        plan=plan,
+        compute_dtype=course.compute_dtype,
+        mesh=mesh,
+    )
+    for step in range(STEPS):
+        for micro in range(plan.accumulation_steps):
+            loss_of(model, dist.get_rank(), step, micro).backward()
+        if course.clip is not None and course.torch_clips:
+            nn.utils.clip_grad_norm_(model.parameters(), course.clip)
+        elif course.clip is not None:
+            optimizer.clip_grad_norm_(course.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return finish(model, optimizer)
+
+
+def finish(model: nn.Module, optimizer: tensorstow.AdamW) -> list[torch.Tensor]:
+    """Return whole weights; end the optimizer."""
+    optimizer.wait()
+    weights = [
+        (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for p in model.parameters()
+    ]
+    optimizer.close()
+    return weights
+
+
+def alone(course: Course, world: int) -> list[torch.Tensor]:
+    """Train in this process on what ``world`` ranks would see, everything in RAM."""
+    master = model_of(course.dtype)
+    optimizer = groups_of(list(master.named_parameters()))
+    for parameter in master.parameters():
+        parameter.grad_dtype = None
+    for step in range(STEPS):
+        summed = _summed(course, master, step, world)
+        for parameter, gradient in zip(master.parameters(), summed, strict=True):
+            parameter.grad = gradient
+        if course.clip is not None:
+            optimizer.clip_grad_norm_(course.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return finish(master, optimizer)
+
+
+def _summed(course: Course, master: nn.Module, step: int, world: int) -> list[torch.Tensor]:
+    """Return gradients over ranks and micro-batches, summed in the order that the stage has."""
+    steps = course.plan.accumulation_steps
+    at_once = course.plan.stage != 1
+    total: list[torch.Tensor] = []
+    if at_once:
+        for micro in range(steps):
+            each = [_gradients(course, master, r, step, micro) for r in range(world)]
+            total = _plus(total, _mean(each, course.dtype), wide=True)
+        return total
+    sums = []
+    for rank in range(world):
+        own: list[torch.Tensor] = []
+        for micro in range(steps):
+            own = _plus(own, _gradients(course, master, rank, step, micro), wide=False)
+        sums.append(own)
+    return _mean(sums, course.dtype)
+
+
+def _gradients(
+    course: Course, master: nn.Module, rank: int, step: int, micro: int
+) -> list[torch.Tensor]:
+    working = model_of(course.dtype)
+    working.load_state_dict(master.state_dict())
+    working.to(course.compute_dtype or course.dtype)
+    loss_of(working, rank, step, micro).backward()
+    return [p.grad for p in working.parameters() if p.grad is not None]
+
+
+def _plus(a: list[torch.Tensor], b: list[torch.Tensor], *, wide: bool) -> list[torch.Tensor]:
+    if not a:
+        return b
+    return [(x.float() if wide else x) + y for x, y in zip(a, b, strict=True)]
+
+
+def _mean(each: list[list[torch.Tensor]], dtype: torch.dtype) -> list[torch.Tensor]:
+    total = each[0]
+    for more in each[1:]:
+        total = [x + y for x, y in zip(total, more, strict=True)]
+    return [(x / len(each)).to(dtype) for x in total]
