@@ -20,6 +20,11 @@ COURSES = [
     *(Course(Plan(stage=stage, accumulation_steps=2)) for stage in (0, 1, 2)),
     Course(Plan(stage=1, states="disk", overlap="forward"), dtype=torch.bfloat16),
     Course(Plan(parameters="device", states="disk")),
+    Course(Plan(parameters="disk", states="disk")),
+    Course(Plan(parameters="disk"), clip=0.1),
+    Course(Plan(parameters="disk", states="disk", overlap="backward"), dtype=torch.bfloat16),
+    Course(Plan(parameters="disk", states="disk", accumulation_steps=2), dtype=torch.bfloat16),
+    Course(Plan(units={"blocks.1": "disk"}, states="disk", overlap="backward")),
 ]
 
 

@@ -22,6 +22,8 @@ class Plan:
     ``replicas``: groups of ranks that each have a whole copy (HSDP). ``overlap``: when updates run,
     as in ``AdamW``. ``accumulation_steps``: backward passes per step. ``prefetch``: how many units
     ahead weights are fetched. ``ram_budget``: the optimizer's host memory for states, in bytes.
+    ``shelf_bytes``: host memory for parameters on disk while they are used; None: the largest
+    unit's, and as much for each that is fetched ahead.
     """
 
     parameters: Tier = Tier.HOST
@@ -33,6 +35,7 @@ class Plan:
     accumulation_steps: int = 1
     prefetch: int = 2
     ram_budget: int | None = None
+    shelf_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value; raises OptionError."""
@@ -51,6 +54,12 @@ class Plan:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 message = f"{name}={value!r} was given: it is a number, at least {least}."
                 raise OptionError(message)
+        if self.overlap == "forward" and Tier.DISK in {self.parameters, *self.units.values()}:
+            message = (
+                'overlap="forward" was given with parameters on disk: updates beside the next'
+                ' forward would need weights that it has let go of. Use "backward" or "none".'
+            )
+            raise OptionError(message)
         if self.stage < 3 and Tier.DISK in {self.parameters, *self.units.values()}:
             message = (
                 f"stage={self.stage} was given with parameters on disk: they are fetched for a unit"

@@ -1,14 +1,16 @@
-"""A cell: this rank's bytes of one parameter in host memory, and who may read them when."""
+"""A cell: this rank's bytes of one parameter, and who may read them when."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-Wait = Callable[[], None]
+from tensorstow.engine.prefetch import Prefetcher
+from tensorstow.io.shelves import Shelf
 
 
 class Cell:
-    """One parameter's shard, padded to the size that all ranks' shards have.
+    """One parameter's shard in host memory, padded to the size that all ranks' shards have.
 
     ``rows`` of the padded tensor's first dimension are this rank's; FSDP2 gathers the padding too.
     """
@@ -16,16 +18,60 @@ class Cell:
     def __init__(self, padded: torch.Tensor, rows: int) -> None:
         """Take ``padded``, which is contiguous host memory."""
         self.padded = padded
-        self.rows = rows
         self.home = padded.narrow(0, 0, rows)
         """This rank's elements, without padding: what the optimizer updates."""
-        self.before_read: Wait = _at_once
+        self.lessor: Shelf | None = None
+        """Where the bytes are on disk; None: they stay in host memory."""
+        self.before_read: Callable[[], None] = _at_once
         """Returns when the weight is the newest one."""
 
-    def read(self) -> torch.Tensor:
-        """Return the padded weight, the newest one."""
+    def open(self) -> torch.Tensor:
+        """Return the padded weight, the newest one; it may be read until ``close``."""
         self.before_read()
         return self.padded
+
+    def close(self) -> None:
+        """Say that what ``open`` returned was read."""
+
+    @contextmanager
+    def opened(self, *, to_change: bool) -> Iterator[None]:
+        """Let ``home`` and ``padded`` be read inside, and written where ``to_change``."""
+        del to_change
+        self.before_read()
+        yield
+
+
+class ShelvedCell(Cell):
+    """One parameter's shard on a shelf."""
+
+    def __init__(
+        self, padded: torch.Tensor, rows: int, shelf: Shelf, prefetcher: Prefetcher
+    ) -> None:
+        """Take ``padded``, which is a view of the shelf's memory."""
+        super().__init__(padded, rows)
+        self.lessor = self._shelf = shelf
+        self._prefetcher = prefetcher
+
+    def open(self) -> torch.Tensor:
+        """Return the padded weight, the newest one; it may be read until ``close``."""
+        self.before_read()
+        self._shelf.lease()
+        self._prefetcher.used(self._shelf)
+        return self.padded
+
+    def close(self) -> None:
+        """Say that what ``open`` returned was read."""
+        self._shelf.release()
+
+    @contextmanager
+    def opened(self, *, to_change: bool) -> Iterator[None]:
+        """Let ``home`` and ``padded`` be read inside, and written where ``to_change``."""
+        self.before_read()
+        self._shelf.lease(to_change=to_change)
+        try:
+            yield
+        finally:
+            self._shelf.release(changed=to_change)
 
 
 def _at_once() -> None:

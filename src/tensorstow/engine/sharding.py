@@ -1,6 +1,7 @@
 """A unit's parameters: from a module's own tensors to shards in host memory that FSDP2 gathers."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.tiers import Tier
-from tensorstow.engine.cells import Cell
+from tensorstow.engine.cells import Cell, ShelvedCell
 from tensorstow.engine.loading import Rows
+from tensorstow.engine.prefetch import Prefetcher
 from tensorstow.engine.stowed_parameter import Slot, StowedParameter
 from tensorstow.engine.units import Unit
+from tensorstow.io.shelves import Shelves
+from tensorstow.optim.states.layout import round_up
+
+_ALIGN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +52,25 @@ class Sharding:
 
 
 def shard(
-    unit: Unit, tier: Tier, sharding: Sharding, sources: Mapping[str, Rows]
+    unit: Unit,
+    tier: Tier,
+    sharding: Sharding,
+    sources: Mapping[str, Rows],
+    storeroom: "Storeroom | None",
 ) -> list[tuple[DTensor, Cell]]:
     """Give a unit to FSDP2; return its sharded parameters that have cells: none on DEVICE.
 
-    ``sources`` have the values; what was the module's tensor is let go of.
+    ``sources`` have the values; what was the module's tensor is let go of. ``storeroom``: where
+    there are units on DISK.
     """
     if tier == Tier.DEVICE:
         _fill(unit, sharding.device, sources)
         _apply(unit, sharding)
         return []
     slots: dict[str, Slot] = {}
-    cells: dict[str, Cell] = {}
+    cells = _cells(unit, sharding, storeroom if tier == Tier.DISK else None)
+    _put(unit, cells, sharding, sources)
     for name, parameter in unit.parameters.items():
-        cells[name] = _cell(parameter.shape, parameter.dtype, sharding, sources[name])
         slots[name] = Slot()
         stowed = StowedParameter(parameter.detach(), sharding.device, slots[name])
         exchange(unit.module, parameter, nn.Parameter(stowed, parameter.requires_grad))
@@ -75,12 +86,53 @@ def shard(
     return found
 
 
-def _cell(shape: torch.Size, dtype: torch.dtype, sharding: Sharding, source: Rows) -> Cell:
-    start, stop, length = sharding.rows(shape)
-    padded = torch.zeros((length, *shape[1:]), dtype=dtype, device="cpu")
-    if stop > start:
-        padded[: stop - start] = source(start, stop)
-    return Cell(padded, stop - start)
+@dataclass(frozen=True, slots=True)
+class Storeroom:
+    """Where units on DISK have their bytes."""
+
+    shelves: Shelves
+    prefetcher: Prefetcher
+
+
+def shelf_bytes(unit: Unit, sharding: Sharding) -> int:
+    """Return the bytes of this rank's padded shards of a unit, each aligned."""
+    return sum(_padded_bytes(p, sharding) for p in unit.parameters.values())
+
+
+def _cells(unit: Unit, sharding: Sharding, storeroom: Storeroom | None) -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    shelf = None if storeroom is None else storeroom.shelves.add(shelf_bytes(unit, sharding))
+    at = 0
+    for name, parameter in unit.parameters.items():
+        start, stop, length = sharding.rows(parameter.shape)
+        shape = (length, *parameter.shape[1:])
+        if shelf is None or storeroom is None:
+            zeros = torch.zeros(shape, dtype=parameter.dtype, device="cpu")
+            cells[name] = Cell(zeros, stop - start)
+            continue
+        padded = shelf.tensor(at, shape, parameter.dtype)
+        cells[name] = ShelvedCell(padded, stop - start, shelf, storeroom.prefetcher)
+        at += _padded_bytes(parameter, sharding)
+    return cells
+
+
+def _padded_bytes(parameter: torch.Tensor, sharding: Sharding) -> int:
+    _, _, length = sharding.rows(parameter.shape)
+    elements = length * parameter.shape[1:].numel()
+    return round_up(elements * parameter.element_size(), _ALIGN)
+
+
+@torch.no_grad()
+def _put(
+    unit: Unit, cells: Mapping[str, Cell], sharding: Sharding, sources: Mapping[str, Rows]
+) -> None:
+    with ExitStack() as opened:
+        for cell in cells.values():
+            opened.enter_context(cell.opened(to_change=True))
+        for name, parameter in unit.parameters.items():
+            start, stop, _ = sharding.rows(parameter.shape)
+            if stop > start:
+                cells[name].home.copy_(sources[name](start, stop))
 
 
 def _fill(unit: Unit, device: torch.device, sources: Mapping[str, Rows]) -> None:

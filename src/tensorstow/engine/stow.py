@@ -1,6 +1,7 @@
 """``stow``: a model and its optimizer over DEVICE, HOST and DISK."""
 
 import os
+import pathlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -12,8 +13,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.budget import Budget
-from tensorstow.base.errors import OptionError
+from tensorstow.base.directories import choose_directory
+from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.engine.auto import Sizes, auto_plan
 from tensorstow.engine.cells import Cell
@@ -22,8 +25,11 @@ from tensorstow.engine.loading import Sources
 from tensorstow.engine.mesh import device_here, host_group, mesh_of, world_here
 from tensorstow.engine.micro_batches import MicroBatches
 from tensorstow.engine.optimizers import Make, asked_of, check, make, placement_of
-from tensorstow.engine.sharding import Sharding, shard
+from tensorstow.engine.prefetch import Prefetcher
+from tensorstow.engine.sharding import Sharding, Storeroom, shard, shelf_bytes
 from tensorstow.engine.units import Unit, aliases_of, units_of
+from tensorstow.io.files import ALIGN
+from tensorstow.io.shelves import Shelves
 from tensorstow.optim.stowed import StowedAdam
 
 Path = str | os.PathLike[str] | None
@@ -81,7 +87,8 @@ def stow(  # noqa: PLR0913  # the one door to everything
     mesh = mesh or mesh_of(device, stage=plan.stage, replicas=plan.replicas)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
     sharding = Sharding(mesh, device, precision, plan.stage == 3)
-    held = _shard_all(model, chosen, plan, sharding, Sources(weights, init, host_group()))
+    sources = Sources(weights, init, host_group())
+    held = _shard_all(model, chosen, plan, sharding, sources, dir)
     landing = Landing(parameter for parameter, _ in held)
     model.register_forward_pre_hook(landing.hook, prepend=True)
     made = make(optimizer, model, placed)
@@ -92,15 +99,42 @@ def stow(  # noqa: PLR0913  # the one door to everything
 
 
 def _shard_all(
-    model: nn.Module, units: Iterable[Unit], plan: Plan, sharding: Sharding, sources: Sources
+    model: nn.Module,
+    units: Sequence[Unit],
+    plan: Plan,
+    sharding: Sharding,
+    sources: Sources,
+    directory: Path,
 ) -> list[tuple[DTensor, Cell]]:
     aliases = aliases_of(model)
+    storeroom = _storeroom(units, plan, sharding, directory)
     held: list[tuple[DTensor, Cell]] = []
     for unit in units:
-        held += shard(unit, plan.tier_of(unit.name), sharding, sources.rows(unit, aliases))
+        rows = sources.rows(unit, aliases)
+        held += shard(unit, plan.tier_of(unit.name), sharding, rows, storeroom)
     sources.buffers(model)
     move_buffers(model, sharding.device)
     return held
+
+
+def _storeroom(
+    units: Sequence[Unit], plan: Plan, sharding: Sharding, directory: Path
+) -> Storeroom | None:
+    """Make room on disk for the units that are to live there, and say how much of it is lent."""
+    sizes = [shelf_bytes(u, sharding) for u in units if plan.tier_of(u.name) == Tier.DISK]
+    if not sizes:
+        return None
+    total = sum(sizes) + ALIGN * len(sizes)
+    least = max(sizes) + ALIGN
+    capacity = plan.shelf_bytes or least * (1 + plan.prefetch)
+    if capacity < least:
+        message = (
+            f"shelf_bytes={format_bytes(capacity)} was given for parameters on disk, and the"
+            f" largest unit has {format_bytes(least)}: give at least that, or smaller units."
+        )
+        raise BudgetError(message)
+    place = choose_directory(total).path if directory is None else pathlib.Path(directory)
+    return Storeroom(Shelves(place, total, capacity), Prefetcher(plan.prefetch))
 
 
 def _automatic(

@@ -7,6 +7,7 @@ writes the parameter (``state_dict``, ``load_state_dict``, ``full_tensor``) does
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from tensorstow.base.errors import PoisonedError
 from tensorstow.engine.cells import Cell
+from tensorstow.io.shelves import Shelf
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _PADDING = frozenset(
@@ -61,6 +63,11 @@ class StowedParameter(torch.Tensor):
         """This rank's elements in host memory."""
         return self.slot.filled().home
 
+    @property
+    def lessor(self) -> Shelf | None:
+        """Who lends ``home`` its memory, where it has none of its own."""
+        return self.slot.filled().lessor
+
     def fsdp_pre_all_gather(
         self,
         mesh: Any,  # noqa: ANN401  # torch's own signature, all five
@@ -71,9 +78,11 @@ class StowedParameter(torch.Tensor):
     ) -> tuple[tuple[torch.Tensor, ...], torch.Size]:
         """Return what this rank gives to the all-gather: its padded shard, cast."""
         del mesh, outer_stride, module
-        shard = self.slot.filled().read()
+        shard = self.slot.filled().open()
         dtype = mp_policy.param_dtype or shard.dtype
-        return (shard.to(self.device, dtype, non_blocking=True),), outer_size
+        # What was lent may be taken back when the host, not the device, has come by.
+        stays = self.lessor is None
+        return (shard.to(self.device, dtype, non_blocking=stays),), outer_size
 
     def fsdp_post_all_gather(
         self,
@@ -85,6 +94,7 @@ class StowedParameter(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the gathered parameter and the memory that is freed with it."""
         del metadata, param_dtype
+        self.slot.filled().close()
         (gathered,) = all_gather_outputs
         return None if out is not None else (gathered, (gathered,))
 
@@ -144,18 +154,33 @@ class StowedParameter(torch.Tensor):
 
 
 def _on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Run ``func`` on host memory in place of stowed parameters."""
+    """Run ``func`` on host memory in place of stowed parameters.
+
+    The first is written where ``func`` writes. What comes out has memory of its own.
+    """
+    changes = func._schema.is_mutable and isinstance(args[0], StowedParameter)  # noqa: SLF001
+    first = args[0] if changes else None
+    cells: dict[int, Cell] = {}
 
     def bytes_of(value: Any) -> Any:  # noqa: ANN401
         if not isinstance(value, StowedParameter):
             return value
         cell = value.slot.filled()
-        cell.before_read()
+        cells[id(cell)] = cell
         held = cell.padded if value.shape == cell.padded.shape else cell.home
         return held.view(value.shape)
 
-    out = func(*tree_map(bytes_of, args), **tree_map(bytes_of, kwargs))
-    first = args[0]
-    if func._schema.is_mutable and isinstance(first, StowedParameter):  # noqa: SLF001
-        return first
-    return out
+    given, named = tree_map(bytes_of, args), tree_map(bytes_of, kwargs)
+    with ExitStack() as opened:
+        for cell in cells.values():
+            target = first is not None and first.slot.cell is cell
+            opened.enter_context(cell.opened(to_change=target))
+        out = func(*given, **named)
+        storages = {cell.padded.untyped_storage().data_ptr() for cell in cells.values()}
+
+        def own(value: Any) -> Any:  # noqa: ANN401
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.clone() if value.untyped_storage().data_ptr() in storages else value
+
+        return first if first is not None else tree_map(own, out)

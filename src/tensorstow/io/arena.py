@@ -45,6 +45,10 @@ class Arena:
         """Return a 1-D view of ``count`` elements from byte ``offset``; it keeps the mapping."""
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._skip + offset)
 
+    def drop(self) -> None:
+        """Give all pages back; the next touch finds zeros."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def _advise(self, advice: int) -> None:
         # A kernel built without huge pages answers EINVAL: the mapping works all the same.
         try:

@@ -2,7 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from tensorstow.optim.accelerator.mirrors import (
     refresh,
     stamp_of,
 )
-from tensorstow.optim.shards import shard_of
+from tensorstow.optim.shards import Lessor, lessor_of, shard_of
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import RESIDENT_CAPACITY, Family
 from tensorstow.optim.states.on_disk import StateOnDisk
@@ -58,6 +59,8 @@ class Member:
     """Version counter and address after our last update; others mean that someone else wrote."""
     mirror: Mirror | None = None
     """Its weight in host memory, where the parameter is on an accelerator."""
+    lessor: Lessor | None = None
+    """Who lends its weight memory, where it is on disk."""
 
     def fits(self, *, amsgrad: bool) -> bool:
         """Return whether the parameter is still what its states were made for."""
@@ -73,6 +76,18 @@ class Member:
     def written_by_others(self) -> bool:
         """Return whether a 16-bit weight must be compared with its master."""
         return self.written != stamp_of(self.parameter)
+
+    @contextmanager
+    def held(self, *, to_change: bool = False) -> Iterator[None]:
+        """Let the weight be in memory inside."""
+        if self.lessor is None:
+            yield
+            return
+        self.lessor.lease(to_change=to_change)
+        try:
+            yield
+        finally:
+            self.lessor.release(changed=to_change)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -134,10 +149,24 @@ class Members:
         return StateStore(stowage.placement, stowage.policy, weight, space, stowage.overlap)
 
     def weight(self, number: int) -> torch.Tensor:
-        """Return the weight of a number, in host memory; what others wrote is fetched first."""
+        """Return the weight of a number, in host memory; what others wrote is fetched first.
+
+        A copy where it is on disk.
+        """
         member = self._numbered[number]
         self._refresh([member])
-        return member.weight
+        if member.lessor is None:
+            return member.weight
+        with member.held():
+            return member.weight.clone()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let every weight be in memory inside, those that are on disk too."""
+        with ExitStack() as leases:
+            for lessor in {id(m.lessor): m for m in self._numbered}.values():
+                leases.enter_context(lessor.held())
+            yield
 
     def refresh(self) -> None:
         """Fetch weights on an accelerator that others wrote."""
@@ -307,6 +336,7 @@ class Members:
         shard = shard_of(parameter)
         seen = views or dict.fromkeys(family.states, StateOnDisk(shard))
         member = Member(parameter, shard, number, family, shard.numel(), dict(seen))
+        member.lessor = lessor_of(parameter)
         self._by_id[id(parameter)] = member
         self._numbered.append(member)
         if self.stowage.moving or self.stowage.overlap == "backward":

@@ -7,7 +7,7 @@ that its bytes are elsewhere: ``home``, a weight's tensor in host memory; ``land
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,27 @@ def shard_of(parameter: torch.Tensor) -> torch.Tensor:
     local = parameter.to_local() if is_sharded(parameter) else parameter
     home: torch.Tensor = getattr(local, "home", local)
     return home
+
+
+class Lessor(Protocol):
+    """Who lends a shard its memory, for its bytes are on disk."""
+
+    def fetch(self) -> None:
+        """Begin bringing the bytes in, where there is room."""
+
+    def lease(self, *, to_change: bool = False) -> None:
+        """Return when the bytes are in memory; they stay until ``release``."""
+
+    def release(self, *, changed: bool = False) -> None:
+        """End a lease; ``changed``: the bytes are to be written back."""
+
+
+@torch.no_grad()
+def lessor_of(parameter: torch.Tensor) -> Lessor | None:
+    """Return who lends the shard of ``parameter`` its memory; None: it has memory of its own."""
+    local = parameter.to_local() if is_sharded(parameter) else parameter
+    lessor: Lessor | None = getattr(local, "lessor", None)
+    return lessor
 
 
 @torch.no_grad()

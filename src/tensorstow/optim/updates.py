@@ -34,7 +34,8 @@ class Due:
     @property
     def on_host(self) -> torch.Tensor | None:
         """Return the gradient where the kernel can read it, else None."""
-        return None if self.member.mirror is not None else self.gradient
+        lent = self.member.lessor is not None
+        return None if lent or self.member.mirror is not None else self.gradient
 
 
 @dataclass(slots=True)
@@ -178,7 +179,8 @@ def must_seed(member: Member, store: StateStore) -> bool:
     """Return whether someone else wrote the 16-bit weight that a master belongs to."""
     if member.family.dtype == torch.float32 or not member.written_by_others:
         return False
-    return not store.pipeline.unchanged(member.number, store.weights(member.number))
+    with member.held():
+        return not store.pipeline.unchanged(member.number, member.weight)
 
 
 def name_of(groups: Groups, group: dict[str, Any], index: int) -> str:

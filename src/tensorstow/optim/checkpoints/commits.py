@@ -136,7 +136,8 @@ class Commits:
         self.prepare(kept)
         rows = [StepRow(weight=member.weight.data_ptr()) for member in kept.all()]
         none = np.zeros((0, 9), dtype=np.float32)
-        kept.store.pipeline.step(rows, none, StepKind(capture=True))
+        with kept.held():
+            kept.store.pipeline.step(rows, none, StepKind(capture=True))
 
     def resumed(self, generation: Generation, kept: Members) -> None:
         """Go on behind a generation that was just loaded."""

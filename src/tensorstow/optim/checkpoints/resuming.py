@@ -54,7 +54,7 @@ def resume(
         states.pop(member.owner, None)
     try:
         kept.restore(order, families, plans, adopt)
-        _load_weights(generation, kept.store, space)
+        _load_weights(generation, kept, space)
         kept.deliver()
         _load_module(generation, kept, module, space)
         hyper = _put_back(generation.hyper, "hyper", generation, space)
@@ -193,7 +193,8 @@ def _plans(entries: Sequence[Mapping[str, Any]], families: Sequence[Family]) -> 
         yield Chunk(ChunkPlan(runs, entry["elements"]), families[runs[0].parameter])
 
 
-def _load_weights(generation: Generation, store: StateStore, space: StoredSpace) -> None:
+def _load_weights(generation: Generation, kept: Members, space: StoredSpace) -> None:
+    store = kept.store
     shapes = chunk_shapes(generation.layout)
     records = {record.chunk: record for record in generation.chunks}
     for chunk in store.chunks:
@@ -214,10 +215,12 @@ def _load_weights(generation: Generation, store: StateStore, space: StoredSpace)
             raise DamageError(message)
         weights = read.view(chunk.family.dtype)
         for run in chunk.plan.runs:
-            target = store.weights(run.parameter).detach().reshape(-1)
-            target[run.start : run.start + run.count] = weights[
-                run.position : run.position + run.count
-            ]
+            member = kept.all()[run.parameter]
+            with member.held(to_change=True):
+                target = member.weight.detach().reshape(-1)
+                target[run.start : run.start + run.count] = weights[
+                    run.position : run.position + run.count
+                ]
 
 
 @torch.no_grad()
@@ -259,5 +262,6 @@ def _begin(member: Member, store: StateStore, *, reseed: bool, states: States) -
         member.written = None
         return
     if member.family.dtype != torch.float32:
-        store.pipeline.publish(member.number, member.weight.detach())
+        with member.held():
+            store.pipeline.publish(member.number, member.weight.detach())
     member.remember()

@@ -14,6 +14,7 @@ what the device computes meanwhile was given to it before, so the caller's threa
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 
@@ -23,6 +24,7 @@ from tensorstow.optim.members import Member, Members
 from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.delivery import deliver, hide, shadow
 from tensorstow.optim.schedules.forward import ForwardWaits
+from tensorstow.optim.schedules.leases import Leases
 from tensorstow.optim.schedules.order import by_first, by_last
 from tensorstow.optim.states.pipeline import DTYPE_CODES, StepKind
 from tensorstow.optim.updates import Due, States, Turn, account, scalars_of
@@ -50,16 +52,45 @@ def is_carried(turn: Turn) -> bool:
     return any(due.member.mirror is not None for due in turn.dues)
 
 
+def is_lent(turn: Turn) -> bool:
+    """Return whether any weight of the step is on disk."""
+    return any(due.member.lessor is not None for due in turn.dues)
+
+
+def hand_over_lent(turn: Turn, kept: Members) -> None:
+    """Hand over the gradients whose weights are on disk, as those come; end the open step."""
+    pipeline = kept.store.pipeline
+    dues = [due for due in turn.dues if due.member.lessor is not None]
+    leases = Leases(pipeline, kept.store.chunks, [due.member.number for due in dues])
+    try:
+        for due in dues:
+            gradient = due.gradient
+            if gradient is not None:
+                leases.take(due.member)
+                pipeline.land(due.member.number, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+                leases.landed(due.member)
+        pipeline.close_step()
+        pipeline.wait_published()
+        leases.end_all()
+    except BaseException as error:
+        pipeline.poison(error)
+        raise
+
+
 class AtOnce:
     """``overlap="none"``."""
 
     def run(self, turn: Turn, kept: Members, states: States) -> None:
         """Return when every weight is new."""
-        kind = StepKind(open=is_carried(turn), capture=turn.commits)
-        kept.store.pipeline.step(turn.rows, turn.scalars, kind)
-        if carry(turn, kept.ferry):
-            kept.finish()
-            kept.store.pipeline.wait_published()
+        lent = is_lent(turn)
+        kind = StepKind(open=lent or is_carried(turn), capture=turn.commits)
+        with kept.held() if lent and turn.commits else nullcontext():
+            kept.store.pipeline.step(turn.rows, turn.scalars, kind)
+            if carry(turn, kept.ferry):
+                kept.finish()
+                kept.store.pipeline.wait_published()
+            if lent:
+                hand_over_lent(turn, kept)
         account(turn, states)
         for due in turn.dues:
             deliver(due.member)
@@ -96,6 +127,12 @@ class BesideForward:
             shadow(turn)
             for due in turn.dues:
                 hide(due.member)
+        if is_lent(turn):
+            message = (
+                'overlap="forward" was asked for with parameters on disk, whose memory is let go of'
+                ' before the next forward. Use "backward" or "none".'
+            )
+            raise OptionError(message)
         carried = is_carried(turn)
         kind = StepKind(carried, turn.commits, background=not carried, home_first=True)
         pipeline.step(turn.rows, turn.scalars, kind)
@@ -152,6 +189,7 @@ class BesideBackward:
         self.landed = landed
         self._poison = poison
         self._turn: Turn | None = None
+        self._leases: Leases | None = None
         self._versions: dict[int, int] = {}
         self._last_order: list[int] = []
 
@@ -172,6 +210,9 @@ class BesideBackward:
         kept.store.pipeline.step(turn.rows, turn.scalars, kind)
         if kept.ferry is not None:
             kept.ferry.open(due.member.number for due in turn.dues)
+        if is_lent(turn):
+            numbers = [due.member.number for due in turn.dues]
+            self._leases = Leases(kept.store.pipeline, kept.store.chunks, numbers)
         self._turn = turn
         self._versions = {d.member.number: d.member.parameter._version for d in turn.dues}  # noqa: SLF001
 
@@ -189,7 +230,12 @@ class BesideBackward:
             hide(member)
             self._versions[member.number] = member.parameter._version  # noqa: SLF001
             if member.mirror is None or kept.ferry is None:
+                if self._leases is not None:
+                    self._leases.take(member)
                 pipeline.land(member.number, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+                if self._leases is not None:
+                    self._leases.landed(member)
+                    self._leases.end_published()
             else:
                 kept.ferry.offer(member.number, gradient, kept.ferry.link.mark())
                 kept.ferry.move_on()
@@ -256,7 +302,10 @@ class BesideBackward:
                 kept.ferry.end()
                 kept.finish()
             pipeline.wait_published()
+            if self._leases is not None:
+                self._leases.end_all()
         finally:
+            self._leases = None
             self.landed.restart()  # no gradient is being read, whatever has failed
         if order != self._last_order and on_time == len(order):
             pipeline.order(by_last(kept.store.chunks, order))
