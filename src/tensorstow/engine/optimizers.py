@@ -48,7 +48,11 @@ def check(optimizer: Make, placed: Mapping[str, Any]) -> None:
                 " Say it in one place: in the plan."
             )
             raise OptionError(message)
-    taken = inspect.signature(optimizer).parameters
+    try:
+        taken = inspect.signature(optimizer).parameters
+    except ValueError as error:  # a partial with a keyword that its function does not take
+        message = f"The optimizer cannot be called so: {error.__cause__ or error}."
+        raise OptionError(message) from error
     if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in taken.values()):
         return
     missing = sorted(name for name in placed if name not in taken)

@@ -1,0 +1,1 @@
+"""DeepSpeed's names over tensorstow's engine: ``import tensorstow.deepspeed as deepspeed``."""

@@ -1,0 +1,102 @@
+"""What a DeepSpeed configuration says, in types: what everything behind the JSON reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """``train = micro * accumulation * world``; all three are known."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An optimizer or a scheduler: its type as the JSON has it, and its parameters."""
+
+    type: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp16:
+    """Half precision with loss scaling; ``loss_scale`` 0 is dynamic."""
+
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptimizer:
+    """Where optimizer states live; ``ratio``: the share of them that leaves the device."""
+
+    device: Device = "none"
+    nvme_path: str | None = None
+    ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadParam:
+    """Where parameters live; ``max_in_cpu``: elements of them that memory may hold, from nvme."""
+
+    device: Device = "none"
+    nvme_path: str | None = None
+    max_in_cpu: int = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """``zero_optimization``: what the engine makes a plan of."""
+
+    stage: int = 0
+    offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
+    offload_param: OffloadParam = field(default_factory=OffloadParam)
+    hpz_partition_size: int = 1
+    mics_shard_size: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Aio:
+    """How files are read and written: bytes of a block, and blocks in flight."""
+
+    block_size: int = 1 << 20
+    queue_depth: int = 32
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCheckpointing:
+    """What ``deepspeed.checkpointing`` was told; torch's own checkpointing is what runs."""
+
+    partition_activations: bool = False
+    cpu_checkpointing: bool = False
+    number_checkpoints: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A whole configuration, checked; None where a section is absent or not enabled."""
+
+    batch: Batch
+    optimizer: Named | None = None
+    scheduler: Named | None = None
+    fp16: Fp16 | None = None
+    bf16: bool = False
+    gradient_clipping: float = 0.0
+    zero: Zero = field(default_factory=Zero)
+    aio: Aio = field(default_factory=Aio)
+    activation_checkpointing: ActivationCheckpointing = field(
+        default_factory=ActivationCheckpointing
+    )
+    steps_per_print: int = 10
+    wall_clock_breakdown: bool = False

@@ -1,0 +1,56 @@
+"""plan="auto": the first placement that a budget holds, and what is short where none does."""
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow import Budget, Tier
+from tensorstow.base.errors import BudgetError
+from tensorstow.engine.auto import RING_BYTES, Sizes, auto_plan, bytes_of
+from tensorstow.engine.units import units_of
+
+G = 1 << 30
+SIZES = Sizes(parameters=100 * G, gradients=100 * G, states=200 * G, largest_unit=10 * G)
+ALL = 400 * G
+"""Of HOST: gradients, states, and parameters or their mirrors."""
+LESS = 200 * G + RING_BYTES
+"""Of HOST, with states on DISK."""
+
+
+def _placed(budget: Budget, *, device_is_host: bool = False) -> tuple[Tier, Tier]:
+    plan = auto_plan(SIZES, budget, device_is_host=device_is_host)
+    return plan.parameters, plan.states
+
+
+def test_everything_is_as_high_as_it_fits() -> None:
+    assert _placed(Budget()) == (Tier.DEVICE, Tier.HOST)
+    assert _placed(Budget(device=120 * G, host=ALL)) == (Tier.DEVICE, Tier.HOST)
+    assert _placed(Budget(device=120 * G, host=LESS)) == (Tier.DEVICE, Tier.DISK)
+    assert _placed(Budget(device=120 * G - 1)) == (Tier.HOST, Tier.HOST)
+    assert _placed(Budget(device=20 * G, host=LESS)) == (Tier.HOST, Tier.DISK)
+    assert _placed(Budget(device=20 * G, host=LESS - 1)) == (Tier.DISK, Tier.DISK)
+
+
+def test_the_cpu_is_device_and_host() -> None:
+    assert _placed(Budget(), device_is_host=True) == (Tier.HOST, Tier.HOST)
+    assert _placed(Budget(host=LESS), device_is_host=True) == (Tier.HOST, Tier.DISK)
+
+
+def test_what_is_short_is_said() -> None:
+    with pytest.raises(BudgetError, match=r"20\.0 GiB of DEVICE"):
+        auto_plan(SIZES, Budget(device=0), device_is_host=False)
+    with pytest.raises(BudgetError, match=r"300\.0 GiB of DISK"):
+        auto_plan(SIZES, Budget(disk=0, host=LESS - 1), device_is_host=True)
+
+
+def test_sizes_are_a_ranks_share() -> None:
+    model = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    assert Sizes.of(units_of(model), 2) == Sizes(64, 64, 320, 128)
+    model.weight.requires_grad = False
+    assert Sizes.of(units_of(model), 1) == Sizes(128, 0, 0, 128)
+
+
+def test_mirrors_count_where_parameters_are_on_the_device() -> None:
+    plan = auto_plan(SIZES, Budget(), device_is_host=False)
+    held = bytes_of(plan, SIZES, device_is_host=False)
+    assert held == {Tier.DEVICE: 120 * G, Tier.HOST: ALL, Tier.DISK: 0}

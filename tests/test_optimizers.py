@@ -1,0 +1,65 @@
+"""The user's callable: what it is told, and what is refused."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstow
+from tensorstow import Plan
+from tensorstow.base.errors import OptionError
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def test_a_partial_and_a_function_are_told_where_states_live() -> None:
+    def groups(named: list[tuple[str, torch.Tensor]], **placement: object) -> tensorstow.AdamW:
+        return tensorstow.AdamW([{"params": named[:2]}, {"params": named[2:]}], **placement)
+
+    for make in (partial(tensorstow.AdamW, lr=1e-2), groups):
+        _, optimizer = tensorstow.stow(_model(), make, plan=Plan(states="disk"))
+        assert optimizer.placement_of_states == "disk"
+        optimizer.close()
+
+
+def test_what_was_said_to_the_optimizer_holds_for_an_automatic_plan() -> None:
+    _, optimizer = tensorstow.stow(_model(), partial(tensorstow.AdamW, states="disk"))
+    assert optimizer.placement_of_states == "disk"
+    optimizer.close()
+
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def _takes_nothing(named: Named) -> tensorstow.AdamW:
+    return tensorstow.AdamW(named)
+
+
+def _passes_nothing_on(named: Named, **_: object) -> tensorstow.AdamW:
+    return tensorstow.AdamW(named)
+
+
+def _makes_another(named: Named, **_: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (_takes_nothing, r"\*\*placement"),
+        (_passes_nothing_on, r"Pass \*\*placement on"),
+        (_makes_another, "returned a SGD"),
+        (partial(tensorstow.AdamW, states="ram"), "the plan says 'disk'"),
+    ],
+)
+def test_callables_that_drop_the_plan_are_refused(make: object, told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        tensorstow.stow(_model(), make, plan=Plan(states="disk"))
+
+
+def test_a_typo_is_an_error() -> None:
+    with pytest.raises(OptionError, match="weight_decya"):
+        tensorstow.stow(_model(), partial(tensorstow.AdamW, weight_decya=0.1))

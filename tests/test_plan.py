@@ -1,0 +1,43 @@
+"""Plans: what they take, what they refuse, and their JSON."""
+
+import pytest
+
+from tensorstow import Plan, Tier
+from tensorstow.base.errors import OptionError
+
+
+def test_tiers_are_read_from_text() -> None:
+    plan = Plan(parameters="disk", states="host", units={"h.0": "device"})
+    assert plan.parameters is Tier.DISK
+    assert plan.tier_of("h.0") is Tier.DEVICE
+    assert plan.tier_of("h.1") is Tier.DISK
+
+
+def test_json_goes_there_and_back() -> None:
+    plan = Plan(parameters="disk", states="disk", overlap="backward", units={"h.0": "host"})
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"parameters": "gpu"}, "a tier is one of"),
+        ({"states": 1}, "a tier is one of"),
+        ({"units": {"h.0": "nvme"}}, r"units\['h.0'\]"),
+        ({"stage": 4}, "stages are 0, 1, 2 and 3"),
+        ({"overlap": "both"}, '"none", "forward" or "backward"'),
+        ({"replicas": 0}, "at least 1"),
+        ({"accumulation_steps": True}, "at least 1"),
+        ({"prefetch": -1}, "at least 0"),
+        ({"parameters": "disk", "stage": 2}, "which is stage 3"),
+        ({"parameters": "disk", "overlap": "forward"}, "let go of"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(given: dict[str, object], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        Plan(**given)
+
+
+def test_a_misspelt_field_is_told_the_right_one() -> None:
+    with pytest.raises(OptionError, match="'overlap'"):
+        Plan.from_json('{"overlp": "none"}')
