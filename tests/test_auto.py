@@ -31,6 +31,12 @@ def test_everything_is_as_high_as_it_fits() -> None:
     assert _placed(Budget(device=20 * G, host=LESS - 1)) == (Tier.DISK, Tier.DISK)
 
 
+def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
+    roomy, tight = 120 * G + RING_BYTES, 40 * G + RING_BYTES
+    assert auto_plan(SIZES, Budget(host=roomy), device_is_host=True).overlap == "none"
+    assert auto_plan(SIZES, Budget(host=tight), device_is_host=True).overlap == "backward"
+
+
 def test_the_cpu_is_device_and_host() -> None:
     assert _placed(Budget(), device_is_host=True) == (Tier.HOST, Tier.HOST)
     assert _placed(Budget(host=LESS), device_is_host=True) == (Tier.HOST, Tier.DISK)

@@ -18,11 +18,12 @@ def _use(shelf: Shelf, prefetcher: Prefetcher) -> bool:
 
 
 def test_units_are_fetched_in_the_order_of_forward_and_of_backward(tmp_path: Path) -> None:
-    shelves = Shelves(tmp_path, 5 * SIZE, 2 * SIZE)
+    shelves = Shelves(tmp_path, 5 * SIZE, 3 * SIZE)
     made = [shelves.add(SIZE) for _ in range(5)]
     for shelf in made:
         shelf.lease(to_change=True)
         shelf.release(changed=True)
+        shelves.settle()
     prefetcher = Prefetcher(1)
     course = [0, 1, 2, 3, 4, 3, 2, 1, 0]
     first = [_use(made[i], prefetcher) for i in course]

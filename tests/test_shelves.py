@@ -65,16 +65,29 @@ def test_a_lease_keeps_its_bytes_whatever_the_capacity(tmp_path: Path) -> None:
 
 
 def test_fetching_takes_no_memory_from_a_lease(tmp_path: Path) -> None:
-    shelves = Shelves(tmp_path, 2 * SIZE, SIZE)
-    first, second = shelves.add(SIZE), shelves.add(SIZE)
-    _fill(first, 1)
-    _fill(second, 2)
-    first.lease()
-    second.fetch()
-    assert not second.present
-    first.release()
-    second.fetch()
-    assert second.present
+    shelves = Shelves(tmp_path, 4 * SIZE, 3 * SIZE)
+    made = [shelves.add(SIZE) for _ in range(4)]
+    for value, shelf in enumerate(made):
+        _fill(shelf, value + 1)
+    shelves.settle()
+    for shelf in made[:3]:
+        shelf.lease()
+    made[3].fetch()
+    assert not made[3].present
+    for shelf in made[:3]:
+        shelf.release()
+    made[3].fetch()
+    assert [shelf.present for shelf in made] == [False, True, True, True]
+
+
+def test_fetching_takes_no_memory_from_the_two_used_last(tmp_path: Path) -> None:
+    shelves = Shelves(tmp_path, 3 * SIZE, 2 * SIZE)
+    made = [shelves.add(SIZE) for _ in range(3)]
+    for value, shelf in enumerate(made):
+        _fill(shelf, value + 1)
+    shelves.settle()
+    made[0].fetch()
+    assert [shelf.present for shelf in made] == [False, True, True]
 
 
 def test_a_change_is_written_when_the_last_lease_ends(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ class Plan:
     ``replicas``: groups of ranks that each have a whole copy (HSDP). ``overlap``: when updates run,
     as in ``AdamW``. ``accumulation_steps``: backward passes per step. ``prefetch``: how many units
     ahead weights are fetched. ``ram_budget``: the optimizer's host memory for states, in bytes.
-    ``shelf_bytes``: host memory for parameters on disk while they are used; None: the largest
-    unit's, and as much for each that is fetched ahead.
+    ``shelf_bytes``: host memory for parameters on disk while they are used; None: two of
+    the largest unit, and as much for each that is fetched ahead.
     """
 
     parameters: Tier = Tier.HOST

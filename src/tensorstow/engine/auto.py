@@ -51,7 +51,8 @@ def auto_plan(sizes: Sizes, budget: Budget, *, device_is_host: bool) -> Plan:
     1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
     2. the same, states on DISK behind a ring of 48 MiB;
     3. parameters on HOST, states on HOST; 4. the same, states on DISK;
-    5. parameters and states on DISK, two units at a time in memory.
+    5. parameters and states on DISK, two units at a time in memory;
+    6. the same with overlap="backward", so that gradients too exist a unit or two at a time.
 
     Gradients are on HOST. Raises BudgetError with what is short where none fits.
     """
@@ -73,13 +74,15 @@ def auto_plan(sizes: Sizes, budget: Budget, *, device_is_host: bool) -> Plan:
 def _candidates(*, device_is_host: bool) -> list[Plan]:
     tiers = [Tier.HOST] if device_is_host else [Tier.DEVICE, Tier.HOST]
     plans = [Plan(parameters=t, states=s) for t in tiers for s in (Tier.HOST, Tier.DISK)]
-    return [*plans, Plan(parameters=Tier.DISK, states=Tier.DISK)]
+    on_disk = Plan(parameters=Tier.DISK, states=Tier.DISK)
+    return [*plans, on_disk, on_disk.but(overlap="backward")]
 
 
 def bytes_of(plan: Plan, sizes: Sizes, *, device_is_host: bool) -> Mapping[Tier, int]:
     """Return what a plan holds on each tier of one rank."""
     at_once = _UNITS_AT_ONCE * sizes.largest_unit
-    held = {Tier.DEVICE: at_once, Tier.HOST: sizes.gradients, Tier.DISK: 0}
+    gradients = sizes.gradients if plan.overlap != "backward" else min(at_once, sizes.gradients)
+    held = {Tier.DEVICE: at_once, Tier.HOST: gradients, Tier.DISK: 0}
     if plan.parameters == Tier.DISK:
         held[Tier.HOST] += at_once
     if plan.parameters == Tier.DEVICE:

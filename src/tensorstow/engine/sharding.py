@@ -101,7 +101,8 @@ def shelf_bytes(unit: Unit, sharding: Sharding) -> int:
 
 def _cells(unit: Unit, sharding: Sharding, storeroom: Storeroom | None) -> dict[str, Cell]:
     cells: dict[str, Cell] = {}
-    shelf = None if storeroom is None else storeroom.shelves.add(shelf_bytes(unit, sharding))
+    nbytes = shelf_bytes(unit, sharding)
+    shelf = storeroom.shelves.add(nbytes) if storeroom is not None and nbytes else None
     at = 0
     for name, parameter in unit.parameters.items():
         start, stop, length = sharding.rows(parameter.shape)

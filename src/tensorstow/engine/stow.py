@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from tensorstow.base.allocator import give_back_large_blocks
 from tensorstow.base.budget import Budget
 from tensorstow.base.directories import choose_directory
 from tensorstow.base.errors import BudgetError, OptionError
@@ -112,6 +113,7 @@ def _shard_all(
     for unit in units:
         rows = sources.rows(unit, aliases)
         held += shard(unit, plan.tier_of(unit.name), sharding, rows, storeroom)
+        unit.parameters.clear()  # the whole tensors go, unit by unit
     sources.buffers(model)
     move_buffers(model, sharding.device)
     return held
@@ -126,13 +128,15 @@ def _storeroom(
         return None
     total = sum(sizes) + ALIGN * len(sizes)
     least = max(sizes) + ALIGN
-    capacity = plan.shelf_bytes or least * (1 + plan.prefetch)
+    capacity = plan.shelf_bytes or least * (2 + plan.prefetch)
     if capacity < least:
         message = (
             f"shelf_bytes={format_bytes(capacity)} was given for parameters on disk, and the"
             f" largest unit has {format_bytes(least)}: give at least that, or smaller units."
         )
         raise BudgetError(message)
+    if sharding.device.type == "cpu":
+        give_back_large_blocks()
     place = choose_directory(total).path if directory is None else pathlib.Path(directory)
     return Storeroom(Shelves(place, total, capacity), Prefetcher(plan.prefetch))
 

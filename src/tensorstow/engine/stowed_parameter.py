@@ -124,7 +124,7 @@ class StowedParameter(torch.Tensor):
             return isinstance(args[1], StowedParameter) and args[1].slot is self.slot
         if func not in _PADDING or self.shape not in whole:
             return False
-        out = func(torch.empty_like(self, device="meta"), *args[1:])
+        out = func(torch.empty(self.shape, device="meta"), *args[1:])
         return out.shape in whole or out.shape == (cell.padded.numel(),)
 
     def on_shape(

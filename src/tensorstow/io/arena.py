@@ -43,6 +43,8 @@ class Arena:
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D view of ``count`` elements from byte ``offset``; it keeps the mapping."""
+        if count == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")  # frombuffer refuses it
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._skip + offset)
 
     def drop(self) -> None:

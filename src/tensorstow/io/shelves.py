@@ -24,6 +24,8 @@ from tensorstow.io.arena import Arena
 from tensorstow.io.engine import DEPTH, open_engine
 from tensorstow.io.files import ALIGN, IoFuture, accepts_direct, scratch_file
 
+_KEPT = 2
+
 
 class Shelf:
     """Tensors that move as one: on disk, and in memory while they are leased."""
@@ -32,7 +34,7 @@ class Shelf:
         """Take ``nbytes`` of the file from ``offset``; hold none of its memory yet."""
         self.nbytes = nbytes
         self.offset = offset
-        self._shelves = shelves
+        self.shelves = shelves
         self._arena = Arena(nbytes, in_children=False)
         self.bytes = self._arena.tensor(0, nbytes, torch.uint8)
         self.leases = 0
@@ -52,18 +54,18 @@ class Shelf:
 
     def fetch(self) -> None:
         """Begin reading, where there is room without taking it from anybody."""
-        self._shelves.fetch(self)
+        self.shelves.fetch(self)
 
     def lease(self, *, to_change: bool = False) -> None:
         """Return when the bytes are in memory; they stay until ``release``.
 
         Raises TransferError or DamageError where they cannot be read as they were written.
         """
-        self._shelves.lease(self, to_change=to_change)
+        self.shelves.lease(self, to_change=to_change)
 
     def release(self, *, changed: bool = False) -> None:
         """End a lease; ``changed``: the bytes are to be written back."""
-        self._shelves.release(self, changed=changed)
+        self.shelves.release(self, changed=changed)
 
     def drop_pages(self) -> None:
         """Give the memory back."""
@@ -176,9 +178,11 @@ class Shelves:
     def _make_room(self, nbytes: int, *, wait: bool) -> bool:
         """Drop what was not used for longest, until ``nbytes`` more fit; return whether they do.
 
-        What is still being written is passed over, or with ``wait`` waited for.
+        What is still being written is waited for, or without ``wait`` passed over, as are the two
+        used last: in a backward, one is computed with and the other will be updated.
         """
-        for shelf in list(self._recent):
+        oldest = list(self._recent)
+        for shelf in oldest if wait else oldest[:-_KEPT]:
             if self.held_bytes + nbytes <= self._capacity:
                 break
             busy = shelf.reading or (shelf.writing is not None and not shelf.writing.done())

@@ -61,7 +61,7 @@ def hand_over_lent(turn: Turn, kept: Members) -> None:
     """Hand over the gradients whose weights are on disk, as those come; end the open step."""
     pipeline = kept.store.pipeline
     dues = [due for due in turn.dues if due.member.lessor is not None]
-    leases = Leases(pipeline, kept.store.chunks, [due.member.number for due in dues])
+    leases = Leases(pipeline, kept.store.chunks, [due.member for due in dues])
     try:
         for due in dues:
             gradient = due.gradient
@@ -211,8 +211,8 @@ class BesideBackward:
         if kept.ferry is not None:
             kept.ferry.open(due.member.number for due in turn.dues)
         if is_lent(turn):
-            numbers = [due.member.number for due in turn.dues]
-            self._leases = Leases(kept.store.pipeline, kept.store.chunks, numbers)
+            members = [due.member for due in turn.dues]
+            self._leases = Leases(kept.store.pipeline, kept.store.chunks, members)
         self._turn = turn
         self._versions = {d.member.number: d.member.parameter._version for d in turn.dues}  # noqa: SLF001
 
