@@ -89,7 +89,7 @@ def test_every_generation_survives(tmp_path: Path) -> None:
     [
         (ForgetfulDisk, "(generation 1)"),
         (HastyDisk, "(generation 1)"),
-        (UnmadeDisk, "no data file"),
+        (UnmadeDisk, "its header, 4096 bytes at offset 0, is damaged"),
         (NamelessDisk, "no such file"),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.base.errors import DirectoryError, StoreFormatError
+from tensorstow.base.errors import DamageError, DirectoryError, StoreFormatError
 from tensorstow.io.engine import open_engine
 from tensorstow.store.barriers import SystemDisk
 from tensorstow.store.datafiles import (
@@ -34,11 +34,24 @@ def test_files_are_checked_against_their_run(tmp_path: Path) -> None:
     check_files("mine", [tmp_path])
     with pytest.raises(StoreFormatError, match="of run yours; it is file 0 of 1 of run mine"):
         check_files("yours", [tmp_path])
-    data_path(tmp_path, 0).write_text("x")
-    with pytest.raises(StoreFormatError, match="it is no data file of a store"):
-        check_files("mine", [tmp_path])
     data_path(tmp_path, 0).unlink()
     with pytest.raises(StoreFormatError, match="there is no such file"):
+        check_files("mine", [tmp_path])
+
+
+@pytest.mark.parametrize("byte", [0, 20, 27, 4095], ids=["mark", "word", "run", "filling"])
+def test_a_damaged_header_is_called_that(byte: int, tmp_path: Path) -> None:
+    create_files(SystemDisk(), "mine", [tmp_path])
+    path = data_path(tmp_path, 0)
+    page = bytearray(path.read_bytes())
+    page[byte] ^= 0x80
+    path.write_bytes(page)
+    with pytest.raises(DamageError, match=r"its header, 4096 bytes .* is damaged") as caught:
+        check_files("mine", [tmp_path])
+    assert str(path) in str(caught.value)
+    assert "copy of the directories" in str(caught.value)
+    path.write_bytes(b"")
+    with pytest.raises(DamageError, match=r"states-0\.bin.* is damaged"):
         check_files("mine", [tmp_path])
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tensorstow._native as _native
-from tensorstow.base.errors import StoreFormatError
+from tensorstow.base.errors import DamageError, StoreFormatError
 from tensorstow.io.files import File
 from tensorstow.store.barriers import Disk
 from tensorstow.store.records import PAGE
 
 PATTERN = "states-*.bin"
-_HEADER = re.compile(rb"tensorstow states 1\nrun (\S+)\nfile (\d+) of (\d+)\n\0*")
+_HEADER = re.compile(rb"tensorstow states 1\nrun ([!-~]+)\nfile (\d+) of (\d+)\n\0*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def data_path(directory: Path, index: int) -> Path:
 
 
 def read_label(path: Path) -> Label | None:
-    """Read a data file's label; None where it has none, so that it is not ours."""
+    """Read a data file's label; None where it has none: damaged, or never ours."""
     with path.open("rb") as file:
         match = _HEADER.fullmatch(file.read(PAGE))
     return Label(match[1].decode("ascii"), int(match[2]), int(match[3])) if match else None
@@ -57,13 +57,18 @@ def create_files(disk: Disk, run: str, directories: Sequence[Path]) -> None:
 
 
 def check_files(run: str, directories: Sequence[Path]) -> None:
-    """Raise StoreFormatError unless each of ``directories`` has its file of ``run``."""
+    """Raise unless each of ``directories`` has its file of ``run``.
+
+    StoreFormatError where it is missing or another's, DamageError where its label is unreadable.
+    """
     for index, directory in enumerate(directories):
         path = data_path(directory, index)
         wanted = Label(run, index, len(directories))
         found = read_label(path) if path.is_file() else None
         if found == wanted:
             continue
+        if found is None and path.is_file():
+            raise _damaged(path, wanted)
         message = (
             f"{path} was asked for as file {index} of {len(directories)} of run {run};"
             f" {_describe(path, found)}. Name the directories of one run, in the order in which"
@@ -103,5 +108,15 @@ def _describe(path: Path, label: Label | None) -> str:
     if not path.is_file():
         return "there is no such file"
     if label is None:
-        return "it is no data file of a store"
+        return "its header is damaged, or it is no data file of a store"
     return f"it is file {label.index} of {label.count} of run {label.run}"
+
+
+def _damaged(path: Path, wanted: Label) -> DamageError:
+    message = (
+        f"{path} was asked for as file {wanted.index} of {wanted.count} of run {wanted.run}, and"
+        f" its header, {PAGE} bytes at offset 0, is damaged: it names no run. Look at `dmesg` and"
+        " the drive's health; put the file back from a copy of the directories, or go on from a"
+        " checkpoint elsewhere in another directory."
+    )
+    return DamageError(message)

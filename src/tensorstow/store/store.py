@@ -70,7 +70,8 @@ class Store:
         """Open the store in ``directories``, which exist, or make one there.
 
         The manifest is in the first. Raises LockedError where the store is in use, DirectoryError
-        where a directory cannot hold one, StoreFormatError where other things are in it.
+        where a directory cannot hold one, StoreFormatError where other things are in it,
+        DamageError where a data file's header is damaged.
         """
         parts = open_parts(directories, engine, disk or SystemDisk())
         try:
