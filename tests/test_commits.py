@@ -327,8 +327,16 @@ def test_a_forked_child_commits_nothing(tmp_path: Path) -> None:
 def test_scratch_has_nothing_to_commit(tmp_path: Path) -> None:
     optimizer, weights = make(tmp_path, durability="none")
     step(optimizer, weights)
-    for call in (optimizer.commit, optimizer.resume, optimizer.snapshots):
-        with pytest.raises(OptionError, match="scratch"):
+    calls: dict[str, Callable[[], object]] = {
+        "commit": optimizer.commit,
+        "resume": optimizer.resume,
+        "snapshot": lambda: optimizer.snapshot("one"),
+        "snapshots": optimizer.snapshots,
+        "drop": lambda: optimizer.drop("one"),
+    }
+    for name, call in calls.items():
+        asked = rf'^{name}\(\) was asked for, .* scratch.* dir=.* durability="commit"'
+        with pytest.raises(OptionError, match=asked):
             call()
     optimizer.close()
     with pytest.raises(PoisonedError):

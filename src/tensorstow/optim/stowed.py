@@ -325,9 +325,10 @@ class StowedAdam(Optimizer):
         or None where nothing was ever committed. Raises OptionError for other parameters than the
         stored run's.
         """
-        self._settle_step()
         kept = self._kept()
-        generation = space_of(kept).store.generation(which)
+        space = space_of(kept, "resume()")
+        self._settle_step()
+        generation = space.store.generation(which)
         if generation is None:
             return None
         self.extra = resume(generation, kept, self.param_groups, self.state, self._commits.module)
@@ -341,7 +342,7 @@ class StowedAdam(Optimizer):
         TypeError for anything else.
         """
         kept = self._kept()
-        space_of(kept)
+        space_of(kept, "commit()")
         self._settle_step()
         self._refuse_strange_run()
         self._commits.capture(kept)
@@ -354,20 +355,22 @@ class StowedAdam(Optimizer):
 
         Pinning a commit copies nothing; each kept one may hold as much disk again as states do.
         """
+        space = space_of(self._kept(), "snapshot()")
         self._settle_step()
         self._refuse_strange_run()
         if extra is not None or self._commits.committed != self._commits.step:
             self.commit(extra)
-        space_of(self._kept()).store.pin(name, self._commits.generation)
+        space.store.pin(name, self._commits.generation)
 
     def snapshots(self) -> Sequence[Summary]:
         """Return what is kept under a name, oldest first."""
-        return space_of(self._kept()).store.snapshots()
+        return space_of(self._kept(), "snapshots()").store.snapshots()
 
     def drop(self, name: str) -> None:
         """Keep a snapshot no longer."""
+        space = space_of(self._kept(), "drop()")
         self._commits.join(self._kept())
-        space_of(self._kept()).store.unpin(name)
+        space.store.unpin(name)
 
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Write all states and hyper-parameters to one file, durably and in bounded memory.

@@ -233,14 +233,14 @@ def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
                 yield name, buffer
 
 
-def space_of(kept: Members) -> StoredSpace:
-    """Return the durable space; raise OptionError where states are scratch."""
+def space_of(kept: Members, asked: str = "A commit") -> StoredSpace:
+    """Return the durable space; raise OptionError, naming ``asked``, where states are scratch."""
     space = kept.store.space
     if isinstance(space, StoredSpace):
         return space
     message = (
-        "A commit was asked for, and the states are scratch: nothing of them outlives the process."
-        ' Make the optimizer with dir="..." and without durability="none".'
+        f"{asked} was asked for, and the states are scratch: nothing of them outlives the process."
+        ' Make the optimizer with dir="..." and durability="commit", which is the default there.'
     )
     raise OptionError(message)
 
