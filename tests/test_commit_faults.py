@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from crash.world import Case, World, differing, undisturbed
-from tensorstow import _native
+from tensorstow import AdamW, _native
 from tensorstow.base.errors import (
     CommitError,
     DamageError,
@@ -25,7 +25,7 @@ from tensorstow.base.errors import (
 from tensorstow.io.files import File
 from tensorstow.optim.states.policy import Overlap
 from tensorstow.store.barriers import SystemDisk
-from tensorstow.store.records import TensorRecord
+from tensorstow.store.records import ChunkShape, StreamShape, TensorRecord
 from tensorstow.store.store import Store
 
 CASE = Case(commit_every=2, state_format="split")
@@ -233,3 +233,38 @@ def test_a_flipped_bit_is_found(what: str, tmp_path: Path) -> None:
         world.train(9)
         assert differing(world.facts(), undisturbed("split")[9]) == []
     world.close()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_damaged_weight_is_told_by_parameter_and_place(named: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    block, sizes = _native.UPDATE_BLOCK, (5_000, 30_000, 10_000)
+
+    def make() -> AdamW:
+        net = torch.nn.ParameterDict({n: torch.ones(k) for n, k in zip("abc", sizes, strict=True)})
+        module = {"module": net} if named else {}
+        return AdamW(net.parameters(), states="disk", dir=tmp_path, **module)  # type: ignore[arg-type]
+
+    optimizer = make()
+    optimizer.commit()
+    space = optimizer._states().space
+    (record,) = space.store.generation().chunks  # type: ignore[attr-defined]
+    (chunk,) = optimizer._states().chunks
+    whole, fp32 = chunk.plan.elements, StreamShape(4, 1)  # the chunk's end is padded
+    shape = ChunkShape(whole, block, (fp32, fp32), fp32)
+    at = record.extent.offset + shape.weight_offset
+    optimizer.close()
+    with (tmp_path / "states-0.bin").open("r+b") as file:
+        file.seek(at + 4 * 40_000)  # of c, in the last block, which b begins
+        file.write(b"?")
+    optimizer = make()
+    start = 2 * block
+    names = "b, c" if named else "parameter 1, parameter 2"
+    with pytest.raises(DamageError) as caught:
+        optimizer.resume()
+    told = (
+        f"read of {4 * (whole - start)} bytes at offset {at + 4 * start} of"
+        f" {tmp_path / 'states-0.bin'}, the weights of {names} (chunk 0, block 2), gave other"
+    )
+    assert str(caught.value).startswith(told)
+    assert "scrub" in str(caught.value)
+    optimizer.close()

@@ -1,6 +1,7 @@
 """From a commit back to an optimizer: weights are read, states stay where they are."""
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from tensorstow.optim.states.state_store import StateStore
 from tensorstow.optim.states.stored import StoredSpace
 from tensorstow.optim.updates import Groups, States, as_step
 from tensorstow.store.checksums import differing_runs, weight_checksums
-from tensorstow.store.records import Generation, TensorRecord, chunk_shapes
+from tensorstow.store.records import ChunkShape, Generation, TensorRecord, chunk_shapes
 
 
 def resume(
@@ -205,14 +206,10 @@ def _load_weights(generation: Generation, kept: Members, space: StoredSpace) -> 
         space.file(number).read(read, offset + part.file_at).wait()
         found = weight_checksums(shapes[chunk.number], read.data_ptr())
         if found != record.weight_checksums:
-            block, _ = next(differing_runs(found, record.weight_checksums))
-            message = (
-                f"The weights of chunk {chunk.number} (block {block}) in {space.path(number)} at"
-                f" offset {offset + part.file_at} are not those that were written: their checksum"
-                " does not fit. `tensorstow scrub` says what else is damaged; go on from a"
-                " snapshot."
-            )
-            raise DamageError(message)
+            blocks = next(differing_runs(found, record.weight_checksums))
+            names = _names_in(chunk, shapes[chunk.number], blocks, generation.layout)
+            at = offset + part.file_at
+            raise _damaged(shapes[chunk.number], blocks, names, space.path(number), at)
         weights = read.view(chunk.family.dtype)
         for run in chunk.plan.runs:
             member = kept.all()[run.parameter]
@@ -221,6 +218,35 @@ def _load_weights(generation: Generation, kept: Members, space: StoredSpace) -> 
                 target[run.start : run.start + run.count] = weights[
                     run.position : run.position + run.count
                 ]
+
+
+def _names_in(
+    chunk: Chunk, shape: ChunkShape, blocks: tuple[int, int], layout: Mapping[str, Any]
+) -> str:
+    """Return the names of the parameters that have elements in ``blocks`` of the chunk."""
+    first, stop = (shape.block * block for block in blocks)
+    numbers = [
+        run.parameter
+        for run in chunk.plan.runs
+        if run.position < stop and first < run.position + run.count
+    ]
+    told = [layout["parameters"][n]["name"] or f"parameter {n}" for n in numbers[:5]]
+    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    return f"{', '.join(told)}{more} (chunk {chunk.number}, block {blocks[0]})"
+
+
+def _damaged(
+    shape: ChunkShape, blocks: tuple[int, int], names: str, path: Path, offset: int
+) -> DamageError:
+    """Return the error for weights of ``shape`` at ``offset``, of which ``blocks`` differ."""
+    first, stop = (shape.weight.span(min(shape.block * b, shape.elements)) for b in blocks)
+    message = (
+        f"read of {stop - first} bytes at offset {offset + first} of {path}, the weights of"
+        f" {names}, gave other bytes than were written there: their checksum does not fit."
+        " `tensorstow scrub` says what else is damaged; go on from a snapshot, or from a"
+        " checkpoint elsewhere."
+    )
+    return DamageError(message)
 
 
 @torch.no_grad()
