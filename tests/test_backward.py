@@ -408,11 +408,13 @@ def test_a_failure_beside_backward_is_raised_by_step_and_ever_after(tmp_path: Pa
     engine.inject_fault("read", error=errno.EIO)
     optimizer.zero_grad()
     backward(model, 2)
-    with pytest.raises(TransferError):
+    with pytest.raises(TransferError) as caught:
         optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(PoisonedError):
-        backward(model, 3)
+    assert all(p.grad is None for p in model.parameters())
+    for _ in range(2):  # without zero_grad()
+        with pytest.raises(PoisonedError, match=r"by resume\(\)") as again:
+            backward(model, 3)
+        assert again.value.__cause__ is caught.value
     optimizer.close()
 
 

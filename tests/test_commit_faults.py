@@ -268,3 +268,37 @@ def test_a_damaged_weight_is_told_by_parameter_and_place(named: bool, tmp_path: 
     assert str(caught.value).startswith(told)
     assert "scrub" in str(caught.value)
     optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_the_first_error_is_the_damage_itself_and_resume_goes_on(
+    overlap: Overlap, tmp_path: Path
+) -> None:
+    # Commits at every step: the thread that commits may be the first to see what has failed.
+    case = replace(CASE, commit_every=1, overlap=overlap)
+    world = World(case, tmp_path)
+    world.train(4)
+    world.optimizer.snapshot("four")
+    world.train(8)
+    world.optimizer.synchronize()
+    newest = world.optimizer._states().space.store.generation()  # type: ignore[attr-defined]
+    world.close()
+    with (tmp_path / "states-0.bin").open("r+b") as file:
+        for record in newest.chunks:
+            file.seek(record.extent.offset + 5)
+            byte = file.read(1)[0]
+            file.seek(record.extent.offset + 5)
+            file.write(bytes([byte ^ 16]))
+    world = World(case, tmp_path)
+    assert world.resume() == 8
+    with pytest.raises(DamageError) as caught:
+        world.train(12)
+    for use in (world.optimizer.step, world.optimizer.commit, world.optimizer.synchronize):
+        with pytest.raises(PoisonedError, match=r"by resume\(\)") as again:
+            use()
+        assert again.value.__cause__ is caught.value
+    assert world.resume("four") == 4
+    assert differing(world.facts(), undisturbed("split")[4]) == []
+    world.train(9)
+    assert differing(world.facts(), undisturbed("split")[9]) == []
+    world.close()

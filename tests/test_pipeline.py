@@ -1,6 +1,8 @@
+import errno
 import itertools
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity.scratch import read_scratch, write_scratch
-from tensorstow.base.errors import DamageError, PoisonedError
+from tensorstow.base.errors import DamageError, PoisonedError, TransferError
 from tensorstow.optim.reference import AdamState, adam_reference, adam_scalars
 from tensorstow.optim.states.chunks import Ring
 from tensorstow.optim.states.layout import Family, RingPlan, parts_of, slot_bytes
@@ -287,6 +289,30 @@ def test_a_byte_that_changed_on_disk_is_damage_and_poisons(tmp_path: Path) -> No
         problem.pipeline.wait_published()
     with pytest.raises(PoisonedError):
         problem.begin()
+    problem.store.close()
+
+
+def test_what_a_thread_behind_the_caller_met_is_told_to_the_caller_as_itself(
+    tmp_path: Path,
+) -> None:
+    problem = Problem(tmp_path)
+    problem.begin()
+    problem.pipeline.settle()
+    engine = problem.store.engine
+    assert engine is not None
+    engine.inject_fault("read", error=errno.EIO)
+    problem.begin(StepKind(background=True))
+    with ThreadPoolExecutor(1) as executor:
+        behind = executor.submit(problem.pipeline.wait_written).exception()
+    assert isinstance(behind, TransferError)
+    problem.pipeline.poison(RuntimeError("what came of it"))
+    with pytest.raises(TransferError) as caught:
+        problem.pipeline.check_alive()
+    assert caught.value is behind
+    for _ in range(2):
+        with pytest.raises(PoisonedError, match=r"before and its states .*: read of") as again:
+            problem.pipeline.check_alive()
+        assert again.value.__cause__ is behind
     problem.store.close()
 
 

@@ -86,6 +86,7 @@ class Commits:
             generation = pending.result()
             self._retarget(kept.store, space_of(kept))
         except BaseException as error:
+            kept.store.pipeline.check_alive()  # the caller may have been told already
             kept.store.pipeline.poison(error)
             raise
         self.committed, self.generation = generation.step, generation.number

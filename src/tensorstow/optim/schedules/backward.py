@@ -92,9 +92,21 @@ class LandedGradients:
         self._held = [(n, g) for n, g in self._held if not self._is_published(n)]
 
     @property
+    def held(self) -> list[torch.Tensor]:
+        """The gradients that were handed over and may still be read."""
+        return [gradient for _, gradient in self._held]
+
+    @property
     def untouched(self) -> bool:
         """Whether each gradient that was handed over still has its stand-in in ``.grad``."""
         return all(parameter.grad is stand_in for parameter, stand_in in self._stand_ins)
+
+    def take_back(self) -> None:
+        """Take the stand-ins out of ``.grad``: their step has failed, and a new one may begin."""
+        for parameter, stand_in in self._stand_ins:
+            if parameter.grad is stand_in:
+                parameter.grad = None
+        self._stand_ins.clear()
 
     def restart(self) -> None:
         """Begin a new step: all gradients of the last one have been used."""

@@ -304,9 +304,14 @@ class BesideBackward:
             pipeline.wait_published()
             if self._leases is not None:
                 self._leases.end_all()
+        except BaseException as error:
+            self.landed.take_back()  # or the next backward would add to them, and that be the error
+            pipeline.lent.append(self.landed.held)  # an interrupt: they may be read still
+            pipeline.poison(error)
+            raise
         finally:
             self._leases = None
-            self.landed.restart()  # no gradient is being read, whatever has failed
+            self.landed.restart()
         if order != self._last_order and on_time == len(order):
             pipeline.order(by_last(kept.store.chunks, order))
             self._last_order = order

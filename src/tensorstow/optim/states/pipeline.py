@@ -122,6 +122,8 @@ class UpdatePipeline:
         self._ring: Ring | None = None
         self._path_of: Callable[[int], Path] = lambda _: Path("(no file)")
         self._poison: BaseException | None = None
+        self._untold: BaseException | None = None
+        """A failure that a thread behind the caller has met, and nobody who calls has seen."""
         self._closed = False
         self.lent: list[object] = []
         """Memory, not of the ring, that steps read and write: it must outlive this pipeline."""
@@ -257,8 +259,18 @@ class UpdatePipeline:
         return self._live().is_published(parameter)
 
     def wait_written(self) -> None:
-        """Block until every write of the step has landed; what is read ahead may stay."""
-        self._check(self._live().wait_written())
+        """Block until every write of the step has landed; what is read ahead may stay.
+
+        For a thread behind the caller: what fails is raised here, and once more to the caller, as
+        itself, where the pipeline is used next.
+        """
+        failure = self._live().wait_written()
+        if failure[0]:
+            error = self._error_of(failure)
+            if self._poison is None:
+                self._untold = error
+            self.poison(error)
+            raise error
 
     def settle(self) -> None:
         """Wait until every write has landed and no buffer is in use."""
@@ -327,12 +339,19 @@ class UpdatePipeline:
         return self._live().unchanged(parameter, weight.data_ptr())
 
     def check_alive(self) -> None:
-        """Raise PoisonedError or ForkError where nobody may go on."""
+        """Raise PoisonedError or ForkError where nobody may go on.
+
+        What failed behind the caller's back is raised as itself where it is seen first.
+        """
         self._live()
 
     def poison(self, error: BaseException) -> None:
-        """Refuse everything from now on: ``error`` left the states half written."""
-        self._poison = error
+        """Refuse everything from now on: ``error`` left the states half written.
+
+        The first one is what all later ones come from, and is kept.
+        """
+        if self._poison is None:
+            self._poison = error
 
     def traffic(self) -> Traffic:
         """Return what moved so far."""
@@ -378,6 +397,9 @@ class UpdatePipeline:
 
     def _live(self) -> _native.Pipeline:
         self._refuse_fork()
+        if self._untold is not None:
+            untold, self._untold = self._untold, None
+            raise untold
         if self._poison is not None:
             message = (
                 f"This optimizer failed before and its states are half updated: {self._poison}"
@@ -391,16 +413,17 @@ class UpdatePipeline:
         return self._native
 
     def _check(self, failure: Failure) -> None:
-        code, operation, file, _, offset, length = failure
-        if code:
-            path = self._path_of(file)
-            error: OSError
-            if code == _DAMAGED:
-                error = _damage(path, offset, length)
-            else:
-                error = transfer_error(path, operation, code, offset, length)
+        if failure[0]:
+            error = self._error_of(failure)
             self.poison(error)
             raise error
+
+    def _error_of(self, failure: Failure) -> OSError:
+        code, operation, file, _, offset, length = failure
+        path = self._path_of(file)
+        if code == _DAMAGED:
+            return _damage(path, offset, length)
+        return transfer_error(path, operation, code, offset, length)
 
 
 def _damage(path: Path, offset: int, length: int) -> DamageError:
