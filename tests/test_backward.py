@@ -418,6 +418,126 @@ def test_a_failure_beside_backward_is_raised_by_step_and_ever_after(tmp_path: Pa
     optimizer.close()
 
 
+# --- a backward that does not end ---
+
+
+def interrupt(error: type[BaseException], where: nn.Module) -> None:
+    """Raise ``error`` in the next backward, where it comes to the weight of ``where``."""
+    weight: Any = where.weight
+
+    def fail(_: Tensor) -> None:
+        hook.remove()
+        raise error
+
+    hook = weight.register_post_accumulate_grad_hook(fail)
+
+
+def broken_off(directory: Path, error: type[BaseException]) -> tuple[nn.Sequential, AdamW]:
+    """Return a run with two steps committed and a third whose backward was broken off."""
+    model = blocks()
+    given: dict[str, Any] = {"durability": "commit", "commit_every": None}
+    optimizer = optimizer_for(model, directory, "backward", **given)
+    train(optimizer, model, range(2))
+    optimizer.commit()
+    slow(optimizer)
+    interrupt(error, model[1])
+    optimizer.zero_grad()
+    with pytest.raises(error):
+        backward(model, 2)
+    return model, optimizer
+
+
+every_end = pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+
+
+@every_end
+def test_a_backward_that_does_not_end_is_left_by_resume(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    want = in_ram(blocks(), range(5))
+    model, optimizer = broken_off(tmp_path, error)
+    uses: list[Callable[[], object]] = [
+        optimizer.zero_grad,
+        optimizer.state_dict,
+        optimizer.commit,
+        lambda: mean_square(model, 2),
+    ]
+    for use in uses:
+        with pytest.raises(OptionError, match=r"Call step\(\) first.*resume\(\).*last commit"):
+            use()
+    assert optimizer.resume() == 2
+    assert all(p.grad is None for p in model.parameters())
+    train(optimizer, model, range(2, 5))
+    assert same(weights(model), want)
+    optimizer.close()
+
+
+@every_end
+def test_a_backward_that_does_not_end_is_ended_by_step(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    model = blocks()
+    plain = AdamW(model.parameters(), lr=1e-2)
+    train(plain, model, range(2))
+    plain.zero_grad()
+    backward(model, 2)
+    for name, parameter in model.named_parameters():
+        if name.startswith("0"):  # backward did not get there
+            parameter.grad = None
+    plain.step()
+    ours, optimizer = broken_off(tmp_path, error)
+    came = {name for name, p in ours.named_parameters() if p.grad is not None}
+    assert came >= {"1.weight", "2.weight", "2.bias"}
+    assert "0.weight" not in came
+    optimizer.step()
+    for name, value in weights(ours).items():
+        if name in came:
+            assert torch.equal(value, model.get_parameter(name))
+    optimizer.close()
+
+
+def test_an_interrupt_while_a_gradient_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = in_ram(blocks(), range(4))
+    model = blocks()
+    optimizer = optimizer_for(model, tmp_path, "backward", durability="commit", commit_every=1)
+    train(optimizer, model, range(2))
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    optimizer.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._states().pipeline, "land", stop)
+        with pytest.raises(KeyboardInterrupt):
+            backward(model, 2)
+    uses: list[Callable[[], object]] = [
+        lambda: backward(model, 2),
+        optimizer.step,
+        optimizer.zero_grad,
+        optimizer.state_dict,
+    ]
+    for use in uses:  # the gradient is gone and was not used
+        with pytest.raises(PoisonedError, match=r"by resume\(\)"):
+            use()
+    assert optimizer.resume() == 2
+    train(optimizer, model, range(2, 4))
+    assert same(weights(model), want)
+    optimizer.close()
+
+
+def test_micro_batches_are_counted_anew_behind_zero_grad(tmp_path: Path) -> None:
+    model = blocks()
+    want = accumulated(model, AdamW(model.parameters(), lr=1e-2), "counted")
+    model = blocks()
+    optimizer = optimizer_for(model, tmp_path, "backward", accumulation_steps=3)
+    backward(model, 0)  # and the second forward fails, say
+    optimizer.zero_grad()
+    assert same(accumulated(model, optimizer, "counted"), want)
+    optimizer.close()
+
+
 # --- memory ---
 
 

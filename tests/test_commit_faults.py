@@ -270,9 +270,10 @@ def test_a_damaged_weight_is_told_by_parameter_and_place(named: bool, tmp_path: 
     optimizer.close()
 
 
+@pytest.mark.parametrize("tried", [True, False], ids=["tried again", "resumed at once"])
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_the_first_error_is_the_damage_itself_and_resume_goes_on(
-    overlap: Overlap, tmp_path: Path
+    overlap: Overlap, tmp_path: Path, *, tried: bool
 ) -> None:
     # Commits at every step: the thread that commits may be the first to see what has failed.
     case = replace(CASE, commit_every=1, overlap=overlap)
@@ -293,7 +294,8 @@ def test_the_first_error_is_the_damage_itself_and_resume_goes_on(
     assert world.resume() == 8
     with pytest.raises(DamageError) as caught:
         world.train(12)
-    for use in (world.optimizer.step, world.optimizer.commit, world.optimizer.synchronize):
+    uses = (world.optimizer.step, world.optimizer.commit, world.optimizer.synchronize)
+    for use in uses if tried else ():
         with pytest.raises(PoisonedError, match=r"by resume\(\)") as again:
             use()
         assert again.value.__cause__ is caught.value

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from crash.world import Case, World, digest
+from crash.world import Case, World, differing, digest, undisturbed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import ForkError, LockedError, OptionError, PoisonedError
 
@@ -279,13 +279,24 @@ def make_open_step(tmp_path: Path) -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.parametrize("call", ["commit", "resume", "snapshot"])
+@pytest.mark.parametrize("call", ["commit", "snapshot"])
 def test_an_open_step_is_ended_first(call: str, open_step: World) -> None:
     arguments = ["name"] if call == "snapshot" else []
     with pytest.raises(OptionError, match=r"between backward and step\(\)"):
         getattr(open_step.optimizer, call)(*arguments)
     open_step.optimizer.step()
     assert open_step.optimizer.commit() == 3
+
+
+def test_an_open_step_is_given_up_for_what_is_resumed(open_step: World) -> None:
+    with pytest.raises(OptionError, match="There are"):
+        open_step.optimizer.resume("none")
+    with pytest.raises(OptionError, match=r"between backward and step\(\)"):
+        open_step.optimizer.commit()  # what was refused has ended nothing
+    assert open_step.resume() == 2
+    assert differing(open_step.facts(), undisturbed("split")[2]) == []
+    open_step.train(4)
+    assert differing(open_step.facts(), undisturbed("split")[4]) == []
 
 
 def test_two_holders_are_one_too_many(tmp_path: Path) -> None:

@@ -6,6 +6,11 @@ import torch
 
 from tensorstow.base.errors import OptionError
 
+WAYS_OUT = (
+    "Call step() first, which updates by the gradients that have come; or, where backward did not"
+    " end, resume(), which drops them and goes back to the last commit of a run that has dir=."
+)
+"""What to do about a step that is open beside backward."""
 _QUIET = frozenset(
     {
         torch.ops.aten.detach.default,
@@ -53,6 +58,6 @@ def refuse(operation: str) -> NoReturn:
         f"{operation} was asked of a gradient that its update has used already: with"
         ' overlap="backward" a gradient is gone as soon as it is final. A second backward before'
         " step() needs accumulation_steps= or `with optimizer.accumulate():`; clipping, unscaling"
-        ' and whatever else looks at gradients needs overlap="forward" or "none".'
+        f' and whatever else looks at gradients needs overlap="forward" or "none". {WAYS_OUT}'
     )
     raise OptionError(message)

@@ -4,7 +4,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 import tensorstow._native as _native
-from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.errors import OptionError, PoisonedError, StowError
 from tensorstow.optim import options
 from tensorstow.optim.checkpoints import export
 from tensorstow.optim.checkpoints.commits import Commits, space_of
 from tensorstow.optim.checkpoints.gathering import gather, is_elsewhere, placed
 from tensorstow.optim.checkpoints.resuming import resume
+from tensorstow.optim.landed import WAYS_OUT
 from tensorstow.optim.members import Member, Members
 from tensorstow.optim.run import Run
 from tensorstow.optim.schedules.backward import LandedGradients
@@ -172,9 +173,11 @@ class StowedAdam(Optimizer):
             self._states().pipeline.check_alive()
             message = (
                 "zero_grad() was called between backward and step(), and with"
-                ' overlap="backward" updates by these gradients have begun. Call step() first.'
+                f' overlap="backward" updates by these gradients have begun. {WAYS_OUT}'
             )
             raise OptionError(message)
+        if isinstance(self._schedule, BesideBackward):
+            self._schedule.landed.restart()  # what came of earlier micro-batches is gone
         if not set_to_none:
             self.wait()  # updates may still read the gradients that are about to be zeroed
         super().zero_grad(set_to_none)
@@ -324,15 +327,24 @@ class StowedAdam(Optimizer):
         they were; states stay on disk until they are needed. Returns how many steps had been taken,
         or None where nothing was ever committed. Raises OptionError for other parameters than the
         stored run's.
+
+        It is the way out of a failure, and of a backward that did not end: what was under way is
+        dropped, gradients too, for they are of weights that are gone.
         """
         kept = self._kept()
         space = space_of(kept, "resume()")
-        self._settle_step()
+        self._settle_or_give_up()
         generation = space.store.generation(which)
         if generation is None:
             return None
-        self.extra = resume(generation, kept, self.param_groups, self.state, self._commits.module)
+        before, module = kept.store, self._commits.module
+        try:
+            self.extra = resume(generation, kept, self.param_groups, self.state, module)
+        finally:
+            if kept.store is not before:
+                self._schedule.give_up()
         self._commits.resumed(generation, kept)
+        self.zero_grad()
         return generation.step
 
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:
@@ -474,12 +486,20 @@ class StowedAdam(Optimizer):
         self.wait()
         self._commits.join(self._kept())
 
+    def _settle_or_give_up(self) -> None:
+        """Wait for what is under way, but for a step that is open: resume() replaces it all."""
+        is_open = isinstance(self._schedule, BesideBackward) and self._schedule.is_open
+        with suppress(PoisonedError):  # what failed was raised before: this is the way out of it
+            if not is_open:
+                self._settle_step()
+        self._commits.abandon()
+
     def _refuse_open_step(self) -> None:
         if isinstance(self._schedule, BesideBackward) and self._schedule.is_open:
             self._states().pipeline.check_alive()
             message = (
                 "Something that needs whole states was asked for between backward and step(), and"
-                ' with overlap="backward" updates have begun. Call step() first.'
+                f' with overlap="backward" updates have begun. {WAYS_OUT}'
             )
             raise OptionError(message)
 
@@ -607,6 +627,7 @@ class StowedAdam(Optimizer):
         schedule.open(self._make_turn(dues, 1.0, commits=commits), kept)
 
     def _end_open_step(self, schedule: BesideBackward) -> None:
+        self._states().pipeline.check_alive()
         schedule.check_unchanged()
         kept = self._kept()
         late, strangers = collect(self.param_groups, kept, self._takes)

@@ -10,7 +10,7 @@ until then no chunk has a second extent that may be overwritten.
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from typing import Any
 
@@ -90,6 +90,15 @@ class Commits:
             kept.store.pipeline.poison(error)
             raise
         self.committed, self.generation = generation.step, generation.number
+
+    def abandon(self) -> None:
+        """Wait until the commit under way, if any, is over, whatever became of it.
+
+        For whoever loads what is committed behind a failure that was raised.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            wait([pending])
 
     def prepare(self, kept: Members) -> None:
         """Before a step that commits: find weights that others wrote since the last one."""

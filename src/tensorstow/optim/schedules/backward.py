@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.landed import LandedGradient
+from tensorstow.optim.landed import WAYS_OUT, LandedGradient
 from tensorstow.optim.shards import gradient_of
 
 
@@ -63,7 +63,7 @@ class LandedGradients:
                 ' begun. With overlap="backward" say accumulation_steps=, or run all but the last'
                 " backward under `with optimizer.accumulate():`. Checkpointing with"
                 " use_reentrant=True runs passes of its own: use use_reentrant=False, or"
-                ' overlap="forward".'
+                f' overlap="forward". {WAYS_OUT}'
             )
             raise OptionError(message)
         return True
@@ -102,7 +102,7 @@ class LandedGradients:
         return all(parameter.grad is stand_in for parameter, stand_in in self._stand_ins)
 
     def take_back(self) -> None:
-        """Take the stand-ins out of ``.grad``: their step has failed, and a new one may begin."""
+        """Take the stand-ins out of ``.grad``: their step has failed or is given up."""
         for parameter, stand_in in self._stand_ins:
             if parameter.grad is stand_in:
                 parameter.grad = None

@@ -20,6 +20,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.accelerator.ferry import Ferry
+from tensorstow.optim.landed import WAYS_OUT
 from tensorstow.optim.members import Member, Members
 from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.delivery import deliver, hide, shadow
@@ -101,6 +102,9 @@ class AtOnce:
     def finish(self, kept: Members) -> None:
         """Return, as ``wait`` does."""
 
+    def give_up(self) -> None:
+        """Return, as ``wait`` does."""
+
 
 class BesideForward:
     """``overlap="forward"``."""
@@ -173,6 +177,10 @@ class BesideForward:
         """End the step that is under way: no more will come."""
         self.wait(kept)
 
+    def give_up(self) -> None:
+        """Forget the step that is under way: its store is gone."""
+        self._under_way.clear()
+
     def _arrange(self, kept: Members) -> None:
         order = (id(kept.store), self._waits.order())
         if order != self._last_order:
@@ -207,13 +215,17 @@ class BesideBackward:
         if self._poison:
             shadow(turn)
         kind = StepKind(open=True, capture=turn.commits, background=not is_carried(turn))
-        kept.store.pipeline.step(turn.rows, turn.scalars, kind)
-        if kept.ferry is not None:
-            kept.ferry.open(due.member.number for due in turn.dues)
-        if is_lent(turn):
-            members = [due.member for due in turn.dues]
-            self._leases = Leases(kept.store.pipeline, kept.store.chunks, members)
-        self._turn = turn
+        try:
+            kept.store.pipeline.step(turn.rows, turn.scalars, kind)
+            if kept.ferry is not None:
+                kept.ferry.open(due.member.number for due in turn.dues)
+            if is_lent(turn):
+                members = [due.member for due in turn.dues]
+                self._leases = Leases(kept.store.pipeline, kept.store.chunks, members)
+            self._turn = turn
+        except BaseException as error:  # an interrupt: open for the pipeline, and not for us
+            kept.store.pipeline.poison(error)
+            raise
         self._versions = {d.member.number: d.member.parameter._version for d in turn.dues}  # noqa: SLF001
 
     def land(self, member: Member, kept: Members) -> None:
@@ -240,7 +252,12 @@ class BesideBackward:
                 kept.ferry.offer(member.number, gradient, kept.ferry.link.mark())
                 kept.ferry.move_on()
 
-        self.landed.hand_over(member.number, member.owner, start)
+        try:
+            self.landed.hand_over(member.number, member.owner, start)
+        except BaseException as error:  # an interrupt: a gradient may be gone and not used
+            pipeline.poison(error)
+            self.landed.take_back()
+            raise
 
     @property
     def commits(self) -> bool:
@@ -328,11 +345,12 @@ class BesideBackward:
         Inside, a checkpoint's forward runs again; what it reads is not updated yet, or autograd
         finds out.
         """
-        del kept, ids
+        del ids
         if self.is_open and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+            kept.store.pipeline.check_alive()
             message = (
                 "Weights or states were read or set between backward and step(), and with"
-                ' overlap="backward" some are new and some old by then. Call step() first. Several'
+                f' overlap="backward" some are new and some old by then. {WAYS_OUT} Several'
                 " backward passes per step need accumulation_steps=, or all but the last under"
                 " `with optimizer.accumulate():`."
             )
@@ -340,6 +358,13 @@ class BesideBackward:
 
     def finish(self, kept: Members) -> None:
         """Return: a step without its ``step()`` is given up."""
+
+    def give_up(self) -> None:
+        """Forget the step that is open, and its gradients: its store is gone."""
+        self._turn = None
+        self._last_order = []
+        self.landed.take_back()
+        self.landed.restart()
 
 
 def _version(due: Due) -> int:
