@@ -7,6 +7,7 @@ import torch
 from tensorstow import AdamW
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.optim import options
+from tensorstow.optim.states.policy import Overlap
 
 GOOD = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
@@ -108,6 +109,17 @@ def test_fp32_parameters_take_16_bit_gradients_once_named() -> None:
 def test_what_is_no_model_and_no_function_is_refused_at_once(given: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="was given: pass"):
         AdamW([torch.nn.Parameter(torch.ones(3))], **given)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_a_module_of_none_of_the_parameters_is_refused(overlap: Overlap, tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    given: dict[str, Any] = {"states": "disk", "dir": tmp_path, "overlap": overlap}
+    with pytest.raises(OptionError, match=r"Linear with 2 parameters, and none of .* 2 is among"):
+        AdamW(other.parameters(), module=model, **given)
+    assert list(tmp_path.iterdir()) == []
+    # Some may be outside: they are new when step() returns.
+    AdamW([*model.parameters(), *other.parameters()], module=model, **given).close()
 
 
 def test_extra_is_a_dict(tmp_path: Path) -> None:

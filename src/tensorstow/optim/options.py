@@ -125,6 +125,24 @@ def check_overlap(overlap: Overlap, module: torch.nn.Module | None, steps: int) 
     refuse_ranks(module, ())
 
 
+def refuse_foreign(module: torch.nn.Module | None, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise OptionError where ``module`` has none of the optimizer's ``parameters``.
+
+    Some may be outside of it: they have no names, and are new when ``step()`` returns.
+    """
+    if module is None or not parameters:
+        return
+    own = {id(p) for p in module.parameters()}
+    if own.isdisjoint(id(p) for p in parameters):
+        message = (
+            f"module= is a {type(module).__name__} with {len(own)} parameters, and none of the"
+            f" optimizer's {len(parameters)} is among them: names, buffers and the places where new"
+            " weights are waited for would be another model's. Pass the model that owns the"
+            " parameters, or leave module out."
+        )
+        raise OptionError(message)
+
+
 def refuse_ranks(module: torch.nn.Module | None, parameters: Iterable[torch.Tensor]) -> None:
     """Raise OptionError where gradients are not final when autograd has them.
 

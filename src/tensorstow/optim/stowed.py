@@ -76,6 +76,7 @@ class StowedAdam(Optimizer):
         # gradients; beside backward there are no gradients left to scale.
         self._step_supports_amp_scaling = stowage.overlap != "backward"
         super().__init__(params, defaults)
+        options.refuse_foreign(run.module, list(self._parameters()))
         if grad_dtype is not None:
             options.accept_grad_dtype(self._parameters(), grad_dtype)
         self.register_state_dict_pre_hook(_wait_for_all)
