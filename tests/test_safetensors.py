@@ -98,6 +98,27 @@ def test_what_is_none_is_refused_here_and_there(tmp_path: Path, contents: bytes)
         read_table(path)
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([], "its table is no JSON object (list was found)"),
+        (None, "its table is no JSON object (NoneType was found)"),
+        ("F32", "its table is no JSON object (str was found)"),
+        ({"a": 3}, "'a' is no JSON object (int was found)"),
+        ({"__metadata__": [1]}, "__metadata__ is no JSON object (list was found)"),
+    ],
+)
+def test_json_that_is_no_table_is_told_by_what_it_is(
+    rows: object, told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(header(rows))
+    with pytest.raises(OptionError, match=r"take the original") as caught:
+        read_table(path)
+    assert told in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="No such file"):
         read_table(tmp_path / "x")

@@ -96,13 +96,23 @@ def read_table(path: Path) -> Table:
     if not text or len(text) != length:
         raise _malformed(path, "it does not begin with a table")
     try:
-        rows = json.loads(text)
-        metadata = {str(k): str(v) for k, v in (rows.pop(_METADATA, None) or {}).items()}
-        entries = {name: _entry(row, 8 + length) for name, row in rows.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        rows = _object(json.loads(text), "its table")
+        notes = _object(rows.pop(_METADATA, None) or {}, _METADATA)
+        metadata = {str(k): str(v) for k, v in notes.items()}
+        entries = {n: _entry(_object(row, f"{n!r}"), 8 + length) for n, row in rows.items()}
+    except ValueError as error:
+        raise _malformed(path, f"its table cannot be read: {error}") from error
+    except (KeyError, TypeError) as error:
         raise _malformed(path, f"its table cannot be read ({error!r})") from error
     _check_extent(path, entries, 8 + length, nbytes)
     return Table(entries, metadata, length.to_bytes(8, "little") + text, nbytes)
+
+
+def _object(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        message = f"{what} is no JSON object ({type(value).__name__} was found)"
+        raise ValueError(message)  # noqa: TRY004  # of the file, not of a caller's
+    return value
 
 
 def _entry(row: Mapping[str, Any], base: int) -> Entry:
