@@ -42,6 +42,53 @@ def give(params: list[nn.Parameter], value: float = 1.0) -> None:
         p.grad = torch.full_like(p, value)
 
 
+# --- what scratch files cannot ---
+
+
+@pytest.mark.parametrize("name", ["commit", "resume", "snapshot", "snapshots", "drop"])
+def test_calls_that_need_commits_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    p = weight()
+    opt = stowed([p], tmp_path)
+    arguments = ["one"] if name in {"snapshot", "drop"} else []
+    with pytest.raises(OptionError, match=rf"^{name}\(\) was .*scratch.*AdamW or Adam with dir="):
+        getattr(opt, name)(*arguments)
+    give([p])
+    opt.step()
+    assert p.detach().eq(-1).all()
+    opt.close()
+
+
+OF_ADAM = {
+    "overlap": "forward",
+    "accumulation_steps": 2,
+    "module": nn.Linear(1, 1),
+    "durability": "commit",
+    "commit_every": 5,
+    "extra": dict,
+    "state_format": "split",
+    "grad_dtype": torch.bfloat16,
+}
+
+
+@pytest.mark.parametrize("name", OF_ADAM)
+def test_what_only_our_adams_take_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=rf"^{name}= was given for SGD: .*tensorstow\.AdamW"):
+        stowed([weight()], tmp_path, **{name: OF_ADAM[name]})
+
+
+def test_a_class_s_own_option_of_such_a_name_is_its(tmp_path: Path) -> None:
+    class Mine(optim.SGD):
+        def __init__(self, params: ParamsT, lr: float = 1.0, extra: float = 0.0) -> None:
+            super().__init__(params, lr=lr + extra)
+
+    p = weight(10)
+    opt = StowedOptimizer(Mine, [p], dir=tmp_path, extra=1.0)
+    give([p])
+    opt.step()
+    assert p.detach().eq(-2).all()
+    opt.close()
+
+
 # --- torch's interface ---
 
 

@@ -1,7 +1,8 @@
 """What a stowed optimizer of any class is given: checked, and refused by name."""
 
+import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,6 +17,18 @@ _REFUSED = {
     "capturable": "the step reads and writes files, outside any graph",
     "differentiable": "states that went to disk and back are no part of a graph",
 }
+_BESIDE = "a stowed class steps in step(), never beside forward or backward"
+_SCRATCH = "a stowed class keeps its states in scratch files and makes no commits"
+_OF_ADAM = {
+    "overlap": _BESIDE,
+    "accumulation_steps": _BESIDE,
+    "module": "a stowed class needs no model, for it neither waits for weights nor commits",
+    "durability": _SCRATCH,
+    "commit_every": _SCRATCH,
+    "extra": _SCRATCH,
+    "state_format": "a stowed class's states are kept as the class makes them",
+    "grad_dtype": "a stowed class takes gradients of the parameter's dtype, as torch does",
+}
 
 
 def refuse_keywords(given: Mapping[str, Any]) -> None:
@@ -24,6 +37,33 @@ def refuse_keywords(given: Mapping[str, Any]) -> None:
         if given.get(name):
             message = f"{name}=True was asked for: {reason}. Leave it out (or None)."
             raise OptionError(message)
+
+
+def refuse_adams_keywords(optimizer_class: type, given: Mapping[str, Any]) -> None:
+    """Raise OptionError for what AdamW and Adam of tensorstow take and a stowed class does not.
+
+    A class that has an option of that name gets it.
+    """
+    taken = inspect.signature(optimizer_class).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return
+    for name, reason in _OF_ADAM.items():
+        if name in given and name not in taken:
+            message = (
+                f"{name}= was given for {optimizer_class.__name__}: {reason}. Leave it out, or use"
+                " tensorstow.AdamW or Adam, which take it."
+            )
+            raise OptionError(message)
+
+
+def refuse_commits(asked: str) -> NoReturn:
+    """Raise OptionError for ``asked``, a call that needs states which outlive the process."""
+    message = (
+        f"{asked} was asked for, and StowedOptimizer keeps its states in scratch files, which end"
+        ' with the process. Save state_dict(), or use tensorstow.AdamW or Adam with dir="...",'
+        " which commit."
+    )
+    raise OptionError(message)
 
 
 def accept_policy(policy: PipelinePolicy | None) -> PipelinePolicy:

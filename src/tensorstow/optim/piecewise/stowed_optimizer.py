@@ -1,7 +1,7 @@
 """StowedOptimizer: any torch optimizer class, with its states in RAM, on disk, or shared."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch.optim import Optimizer
@@ -58,6 +58,7 @@ class StowedOptimizer(Optimizer):
         """Make the optimizer; see the class."""
         refuse_class(optimizer_class)
         admission.refuse_keywords(class_options)
+        admission.refuse_adams_keywords(optimizer_class, class_options)
         placement = options.placement(states, dir, ram_budget)
         given, groups = listed(params)
         self._stepper = Stepper(optimizer_class, groups, class_options)
@@ -191,6 +192,32 @@ class StowedOptimizer(Optimizer):
         """Drop states, memory and files now rather than with the object. Idempotent."""
         self._kept().close()
         self.state.clear()
+
+    # --- what AdamW and Adam have, and scratch files cannot ---
+
+    def commit(self, extra: object = None) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        del extra
+        admission.refuse_commits("commit()")
+
+    def resume(self, which: object = None) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        del which
+        admission.refuse_commits("resume()")
+
+    def snapshot(self, name: object = None, extra: object = None) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        del name, extra
+        admission.refuse_commits("snapshot()")
+
+    def snapshots(self) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        admission.refuse_commits("snapshots()")
+
+    def drop(self, name: object = None) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        del name
+        admission.refuse_commits("drop()")
 
     # --- inside ---
 
