@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from crash.world import digest
-from tensorstow import AdamW, PipelinePolicy
+from tensorstow import Adam, AdamW, PipelinePolicy
 from tensorstow.base.errors import BudgetError, OptionError, StoreFormatError
 
 Groups = list[dict[str, Any]]
@@ -41,7 +41,7 @@ def make(
     )
 
 
-def train(optimizer: AdamW) -> None:
+def train(optimizer: Adam | AdamW) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.cos(parameter.detach())
@@ -110,6 +110,61 @@ def test_refused(
     optimizer = make(tmp_path, net, named=named)
     assert optimizer.resume() == 1
     assert digest([net.state_dict(), optimizer.state_dict()]) == wanted
+    optimizer.close()
+
+
+Rule = tuple[type[Adam | AdamW], dict[str, bool]]
+W: Rule = (AdamW, {})
+PLAIN: Rule = (Adam, {})
+DECOUPLED: Rule = (Adam, {"decoupled_weight_decay": True})
+AMSGRAD: Rule = (AdamW, {"amsgrad": True})
+
+
+def run_of(rule: Rule, directory: Path, net: nn.Module) -> Adam | AdamW:
+    made, given = rule
+    return made(net.parameters(), states="disk", dir=directory, commit_every=None, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrote", "asks", "told"),
+    [
+        (W, PLAIN, r"by AdamW\(amsgrad=False\), and this optimizer is Adam\(amsgrad=False\)"),
+        (PLAIN, W, r"by Adam\(.*is AdamW\(.*Construct tensorstow\.Adam\(amsgrad=False, \.\.\.\)"),
+        (DECOUPLED, PLAIN, r"by AdamW\(.*is Adam\("),
+        (AMSGRAD, W, r"by AdamW\(amsgrad=True\).*is AdamW\(amsgrad=False\)"),
+        (W, AMSGRAD, r"by AdamW\(amsgrad=False\).*is AdamW\(amsgrad=True\)"),
+    ],
+)
+def test_another_rule_is_refused(wrote: Rule, asks: Rule, told: str, tmp_path: Path) -> None:
+    net = Net(90, dtype=torch.float32)
+    optimizer = run_of(wrote, tmp_path, net)
+    train(optimizer)
+    optimizer.commit()
+    optimizer.close()
+    other = Net(90, dtype=torch.float32)
+    before = digest(other.state_dict())
+    optimizer = run_of(asks, tmp_path, other)
+    rule = [optimizer.param_groups[0][k] for k in ("decoupled_weight_decay", "amsgrad")]
+    with pytest.raises(OptionError, match=told):
+        optimizer.resume()
+    assert digest(other.state_dict()) == before
+    assert [optimizer.param_groups[0][k] for k in ("decoupled_weight_decay", "amsgrad")] == rule
+    optimizer.close()
+    optimizer = run_of(wrote, tmp_path, other)
+    assert optimizer.resume() == 1
+    assert digest(other.state_dict()) == digest(net.state_dict())
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("wrote", "asks"), [(W, DECOUPLED), (DECOUPLED, W)])
+def test_an_equal_rule_by_another_name_is_resumed(wrote: Rule, asks: Rule, tmp_path: Path) -> None:
+    net = Net(90)
+    optimizer = run_of(wrote, tmp_path, net)
+    train(optimizer)
+    optimizer.commit()
+    optimizer.close()
+    optimizer = run_of(asks, tmp_path, Net(90))
+    assert optimizer.resume() == 1
     optimizer.close()
 
 

@@ -39,6 +39,7 @@ def resume(
     entries = generation.layout["parameters"]
     _refuse_other_blocks(generation)
     order = _match(entries, generation.hyper, groups, module)
+    _refuse_other_rule(generation.hyper, groups)
     _refuse_unknown(kept, order, names_of(groups, module))
     families = [_family(entry, kept) for entry in entries]
     space = space_of(kept)
@@ -82,6 +83,30 @@ def _refuse_other_blocks(generation: Generation) -> None:
             " state_dict() there, and load that into a new run."
         )
         raise StoreFormatError(message)
+
+
+def _refuse_other_rule(hyper: Mapping[str, Any], groups: Groups) -> None:
+    """Raise OptionError where a group is updated by another rule here than in the stored run."""
+    saved = put_together(hyper["groups"], lambda _: torch.empty(0))
+    for number, (there, here) in enumerate(zip(saved, groups, strict=True)):
+        wrote, asks = _rule(there), _rule(here)
+        if wrote != asks:
+            message = (
+                f"The run that is stored here was written by {wrote}, and this optimizer is"
+                f" {asks} (parameter group {number}): its steps would be others. Construct"
+                f" tensorstow.{wrote.replace(')', ', ...)')}; for another rule, save state_dict()"
+                " there and load it into a new run."
+            )
+            raise OptionError(message)
+
+
+def _rule(group: Mapping[str, Any]) -> str:
+    """Return the class whose rule a group has, as it is constructed.
+
+    Adam with decoupled_weight_decay=True is AdamW.
+    """
+    name = "AdamW" if group.get("decoupled_weight_decay") else "Adam"
+    return f"{name}(amsgrad={bool(group.get('amsgrad'))})"
 
 
 def _match(
