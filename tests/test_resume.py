@@ -1,6 +1,7 @@
 """A resumed run is bit for bit the run that was never stopped, however it is resumed."""
 
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from crash.world import Case, World, differing, undisturbed
+from crash.world import Case, World, differing, digest, undisturbed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.optim.states import kernels
 from tensorstow.optim.states.policy import Overlap
@@ -204,6 +205,78 @@ def test_a_schedule_in_closed_form_needs_nothing_but_the_step(tmp_path: Path) ->
     again, resumed_end = run(tmp_path, 9)
     assert again == rates[4:]
     assert all(torch.equal(a, b) for a, b in zip(resumed_end, end, strict=True))
+
+
+@pytest.mark.parametrize("stop", range(1, 8))
+def test_the_guides_recipe_for_a_schedule_that_goes_on_from_its_last_rate(
+    stop: int, tmp_path: Path
+) -> None:
+    """It is resumed from commits made inside step(), and from those by hand behind both."""
+
+    def run(directory: Path | None, end: int, *, by_hand: bool) -> list[torch.Tensor]:
+        weight = nn.Parameter(torch.linspace(-1, 1, 50))
+        given = _on_disk(directory)
+        extra = {"extra": lambda: {"scheduler": scheduler.state_dict()}} if given else {}
+        optimizer = AdamW([weight], lr=1e-2, **{**given, **extra})
+        scheduler = CosineAnnealingLR(optimizer, T_max=5)
+        start = optimizer.resume() if directory else None
+        if start is not None:
+            scheduler.load_state_dict(optimizer.extra["scheduler"])
+            if scheduler.last_epoch < start:
+                scheduler.step()
+        for step in range(start or 0, end):
+            weight.grad = torch.cos(weight.detach() * step)
+            optimizer.step()
+            scheduler.step()
+        if by_hand:
+            optimizer.commit()
+        rate = torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
+        facts = [weight.detach(), rate, *_states_of(optimizer)]
+        optimizer.close()
+        return facts
+
+    want = run(None, 9, by_hand=False)
+    for by_hand in (False, True):
+        directory = tmp_path / str(by_hand)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
+            run(directory, stop, by_hand=by_hand)
+            ours = run(directory, 9, by_hand=False)
+        assert all(torch.equal(a, b) for a, b in zip(ours, want, strict=True))
+
+
+@pytest.mark.parametrize("stop", range(1, 8))
+def test_the_guides_recipe_for_a_scaler(stop: int, tmp_path: Path) -> None:
+    def run(directory: Path | None, end: int) -> list[Any]:
+        weight = nn.Parameter(torch.linspace(-1, 1, 50))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        kept: dict[str, Any] = {}
+        if directory is not None:
+            kept = {**_on_disk(directory), "commit_every": None}
+            kept["extra"] = lambda: {"of": [scaler.state_dict(), scheduler.state_dict()]}
+        optimizer = AdamW([weight], lr=1e-2, **kept)
+        scheduler = CosineAnnealingLR(optimizer, T_max=5)
+        start = optimizer.resume() if directory else None
+        if start is not None:
+            scaler.load_state_dict(optimizer.extra["of"][0])
+            scheduler.load_state_dict(optimizer.extra["of"][1])
+        for step in range(start or 0, end):
+            optimizer.zero_grad()
+            loss = (weight * torch.cos(weight.detach() * step)).sum()
+            scaler.scale(loss * (torch.inf if step == 4 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            if directory is not None:
+                optimizer.commit()
+        facts = [scaler.state_dict(), scheduler.state_dict(), weight, _states_of(optimizer)]
+        optimizer.close()
+        return facts
+
+    want = run(None, 9)
+    assert want[0]["scale"] != 8.0
+    run(tmp_path, stop)
+    assert digest(run(tmp_path, 9)) == digest(want)
 
 
 def test_an_older_snapshot_becomes_the_run(tmp_path: Path) -> None:
