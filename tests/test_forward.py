@@ -413,6 +413,23 @@ def test_a_failure_beside_forward_is_raised_where_weights_are_waited_for(
         optimizer.step()
 
 
+def test_an_interrupt_of_whoever_waits_ends_nothing(
+    under_way: UnderWay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, model, want = under_way
+
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._states().pipeline, "wait_parameters", stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 32))
+    model.zero_grad()  # the updates go on reading them
+    assert not model(torch.ones(1, 32)).isnan().any()  # for it waits as ever
+    assert same(weights(model), want)
+
+
 def test_a_failure_beside_forward_is_raised_by_the_next_step(under_way: UnderWay) -> None:
     optimizer, model, _ = under_way
     optimizer.wait()

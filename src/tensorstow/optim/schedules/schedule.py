@@ -18,7 +18,7 @@ from contextlib import nullcontext
 
 import torch
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, StowError
 from tensorstow.optim.accelerator.ferry import Ferry
 from tensorstow.optim.landed import WAYS_OUT
 from tensorstow.optim.members import Member, Members
@@ -161,7 +161,7 @@ class BesideForward:
                 kept.store.pipeline.wait_published()
             else:
                 kept.store.pipeline.wait_parameters(numbers)
-        except BaseException:
+        except StowError:  # an interrupt leaves it all under way: gradients are still read
             self._under_way.clear()  # the pipeline is poisoned, and no gradient is being read
             raise
         for identity in wanted:
