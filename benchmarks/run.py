@@ -16,6 +16,7 @@ SUBJECTS = {
     "raw_io": "reads and writes against fio",
     "durable": "commits, pins, resumes, and bytes per parameter",
     "overlap": "updates beside backward and beside the next forward",
+    "engine": "whole models through stow",
     "gpu": "parameters on an accelerator, where there is one",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "peers": "DeepSpeed and TensorNVMe, where installed",

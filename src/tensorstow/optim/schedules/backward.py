@@ -6,7 +6,7 @@ context that the others run in. Gradients of parameters that took part in fewer 
 when ``step()`` is called.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,8 @@ class LandedGradients:
         self._accumulating = 0
         self._backward: int | None = None
         self._held: list[tuple[int, torch.Tensor]] = []
+        self.most_bytes = 0
+        """Of gradients that were handed over and still needed, at once."""
         self._stand_ins: list[tuple[torch.Tensor, LandedGradient]] = []
         self.arrived: list[int] = []
         """Numbers of parameters, in the order in which their gradients became final."""
@@ -81,6 +83,7 @@ class LandedGradients:
         self._stand_ins.append((parameter, stand_in))
         self.let_go()
         self._held.append((number, contiguous))
+        self.most_bytes = max(self.most_bytes, _bytes_of(self.held))
         self.arrived.append(number)
         land(contiguous)
 
@@ -115,3 +118,9 @@ class LandedGradients:
         self._stand_ins.clear()
         self._backward = None
         self.arrived = []
+
+
+def _bytes_of(gradients: Iterable[torch.Tensor]) -> int:
+    """Return the memory behind ``gradients``, of which several may share one buffer."""
+    storages = [gradient.untyped_storage() for gradient in gradients]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())

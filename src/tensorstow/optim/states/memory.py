@@ -40,6 +40,8 @@ class StateMemory:
     """Weights of parameters on an accelerator, kept in host memory too: one copy, aligned."""
     staging_bytes: int = 0
     """Host memory that gradients from an accelerator pass through; does not grow with the model."""
+    gradient_bytes: int = 0
+    """Beside backward: the most that gradients held at once, of those that updates still read."""
 
     @property
     def host_bytes(self) -> int:
