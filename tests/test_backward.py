@@ -13,12 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parity.beside import blocks, in_ram, mean_square, optimizer_for, same, slow, train, weights
-from tensorstow import AdamW
+from parity.beside import (
+    CHUNK,
+    blocks,
+    in_ram,
+    mean_square,
+    optimizer_for,
+    same,
+    slow,
+    train,
+    weights,
+)
+from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError, TransferError
 from tensorstow.optim import options
 from tensorstow.optim.landed import LandedGradient
 from tensorstow.optim.schedules.backward import LandedGradients
+from tensorstow.optim.states.policy import Overlap
 
 
 def backward(model: nn.Module, step: int = 0) -> None:
@@ -524,6 +535,50 @@ def test_an_interrupt_while_a_gradient_is_handed_over(
     assert optimizer.resume() == 2
     train(optimizer, model, range(2, 4))
     assert same(weights(model), want)
+    optimizer.close()
+
+
+class Counted:
+    """Lends a weight memory that it never takes back, and counts."""
+
+    def __init__(self) -> None:
+        self.leases = 0
+
+    def fetch(self) -> None:
+        pass
+
+    def lease(self, *, to_change: bool = False) -> None:
+        del to_change
+        self.leases += 1
+
+    def release(self, *, changed: bool = False) -> None:
+        del changed
+        self.leases -= 1
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_what_a_failed_step_was_lent_ends_with_resume(overlap: Overlap, tmp_path: Path) -> None:
+    want = in_ram(blocks(), range(4))
+    model = blocks()
+    lessors = [Counted() for _ in model.parameters()]
+    for parameter, lessor in zip(model.parameters(), lessors, strict=True):
+        parameter.lessor = lessor  # type: ignore[attr-defined]
+    policy = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
+    given: dict[str, Any] = {"durability": "commit", "commit_every": None, "policy": policy}
+    optimizer = optimizer_for(model, tmp_path, overlap, **given)
+    train(optimizer, model, range(2))
+    optimizer.commit()
+    engine = optimizer._states().engine
+    assert engine is not None
+    engine.inject_fault("read", error=errno.EIO, delay_us=300_000)  # the step has begun by then
+    with pytest.raises(TransferError):
+        train(optimizer, model, range(2, 4))
+    assert any(lessor.leases for lessor in lessors)
+    assert optimizer.resume() == 2
+    assert not any(lessor.leases for lessor in lessors)
+    train(optimizer, model, range(2, 4))
+    assert same(weights(model), want)
+    assert not any(lessor.leases for lessor in lessors)
     optimizer.close()
 
 

@@ -53,16 +53,19 @@ def is_carried(turn: Turn) -> bool:
     return any(due.member.mirror is not None for due in turn.dues)
 
 
+def lent_of(turn: Turn) -> list[Due]:
+    """Return the part of the step whose weights are on disk."""
+    return [due for due in turn.dues if due.member.lessor is not None]
+
+
 def is_lent(turn: Turn) -> bool:
     """Return whether any weight of the step is on disk."""
-    return any(due.member.lessor is not None for due in turn.dues)
+    return bool(lent_of(turn))
 
 
-def hand_over_lent(turn: Turn, kept: Members) -> None:
+def hand_over_lent(dues: Iterable[Due], kept: Members, leases: Leases) -> None:
     """Hand over the gradients whose weights are on disk, as those come; end the open step."""
     pipeline = kept.store.pipeline
-    dues = [due for due in turn.dues if due.member.lessor is not None]
-    leases = Leases(pipeline, kept.store.chunks, [due.member for due in dues])
     try:
         for due in dues:
             gradient = due.gradient
@@ -81,6 +84,10 @@ def hand_over_lent(turn: Turn, kept: Members) -> None:
 class AtOnce:
     """``overlap="none"``."""
 
+    def __init__(self) -> None:
+        """Begin with nothing under way."""
+        self._leases: Leases | None = None
+
     def run(self, turn: Turn, kept: Members, states: States) -> None:
         """Return when every weight is new."""
         lent = is_lent(turn)
@@ -91,7 +98,11 @@ class AtOnce:
                 kept.finish()
                 kept.store.pipeline.wait_published()
             if lent:
-                hand_over_lent(turn, kept)
+                dues = lent_of(turn)
+                members = [due.member for due in dues]
+                self._leases = Leases(kept.store.pipeline, kept.store.chunks, members)
+                hand_over_lent(dues, kept, self._leases)
+                self._leases = None
         account(turn, states)
         for due in turn.dues:
             deliver(due.member)
@@ -103,7 +114,10 @@ class AtOnce:
         """Return, as ``wait`` does."""
 
     def give_up(self) -> None:
-        """Return, as ``wait`` does."""
+        """End what a failed step was lent: its store is gone."""
+        leases, self._leases = self._leases, None
+        if leases is not None:
+            leases.end_all()
 
 
 class BesideForward:
@@ -321,13 +335,13 @@ class BesideBackward:
             pipeline.wait_published()
             if self._leases is not None:
                 self._leases.end_all()
+                self._leases = None
         except BaseException as error:
             self.landed.take_back()  # or the next backward would add to them, and that be the error
             pipeline.lent.append(self.landed.held)  # an interrupt: they may be read still
             pipeline.poison(error)
             raise
         finally:
-            self._leases = None
             self.landed.restart()
         if order != self._last_order and on_time == len(order):
             pipeline.order(by_last(kept.store.chunks, order))
@@ -360,8 +374,14 @@ class BesideBackward:
         """Return: a step without its ``step()`` is given up."""
 
     def give_up(self) -> None:
-        """Forget the step that is open, and its gradients: its store is gone."""
+        """Forget the step that is open, and its gradients: its store is gone.
+
+        Ends what the step was lent, and what one that failed was.
+        """
         self._turn = None
+        leases, self._leases = self._leases, None
+        if leases is not None:
+            leases.end_all()
         self._last_order = []
         self.landed.take_back()
         self.landed.restart()
