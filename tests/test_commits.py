@@ -17,6 +17,11 @@ Made = tuple[AdamW, list[nn.Parameter]]
 Change = Callable[[AdamW, list[nn.Parameter]], None]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
 def make(directory: Path | None, *, dtype: torch.dtype = torch.bfloat16, **given: Any) -> Made:  # noqa: ANN401
     """Return an optimizer of four parameters in chunks of 64 elements, and these."""
     generator = torch.Generator().manual_seed(5)
