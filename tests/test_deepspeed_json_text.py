@@ -1,0 +1,101 @@
+"""A slip in JSON is shown with its file, line, column and a caret."""
+
+from pathlib import Path
+
+import pytest
+
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.json_text import load, parse
+
+# As the ZeRO-Offload tutorial prints it: a comma too many, then one too few.
+TUTORIAL = """{
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {
+            "device": "cpu",
+        }
+        "contiguous_gradients": true,
+        "overlap_comm": true
+    }
+}
+"""
+
+
+def said(text: str) -> list[str]:
+    with pytest.raises(OptionError) as caught:
+        parse(text, "ds.json")
+    return str(caught.value).splitlines()
+
+
+def test_the_tutorials_comma_too_many_is_pointed_at() -> None:
+    assert said(TUTORIAL) == [
+        "ds.json, line 5, column 28: this comma has nothing after it: take it away.",
+        '                "device": "cpu",',
+        "                               ^",
+    ]
+
+
+def test_the_tutorials_missing_comma_is_pointed_at() -> None:
+    assert said(TUTORIAL.replace('"cpu",', '"cpu"')) == [
+        "ds.json, line 6, column 10: a comma is missing here.",
+        "            }",
+        "             ^",
+    ]
+
+
+def test_the_tutorial_mended_is_read() -> None:
+    mended = TUTORIAL.replace('"cpu",\n        }', '"cpu"\n        },')
+    assert parse(mended, "ds.json")["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "words"),
+    [
+        ("{'stage': 2}", "line 1, column 2", "single quotes"),
+        ('{"a": True}', "line 1, column 7", "writes true"),
+        ('{"a": 1 // no\n}', "line 1, column 9", "no comments"),
+        ('{"a": [1, 2,]}', "line 1, column 12", "take it away"),
+        ('{"a": 1} {"b": 2}', "line 1, column 10", "has ended"),
+        ('{"a": {"b": 1}\n', "line 1, column 15", "missing"),
+        ('{"a"\n: \n', "line 2, column 2", "still open"),
+        ('{"a" 1}', "line 1, column 6", "expecting ':'"),
+        ("", "line 1, column 1", "still open"),
+    ],
+)
+def test_common_slips_are_named(text: str, place: str, words: str) -> None:
+    head = said(text)[0]
+    assert place in head
+    assert words in head
+
+
+def test_the_caret_stands_under_its_character_behind_tabs() -> None:
+    assert said('{\n\t"a":\t1 2}')[1:] == ['    \t"a":\t1 2}', "    \t    \t ^"]
+
+
+def test_a_key_twice_in_one_object_is_refused() -> None:
+    assert (
+        "'stage' 2 times in one object (it stands in line 1, 2)"
+        in said('{"z": {"stage": 1,\n "stage": 2}}')[0]
+    )
+    assert parse('{"a": {"x": 1}, "b": {"x": 2}}', "ds.json")["b"] == {"x": 2}
+
+
+def test_nan_and_what_is_no_object_are_refused() -> None:
+    assert "has NaN" in said('{"a": NaN}')[0]
+    assert "holds a list" in said("[1]")[0]
+
+
+def test_a_file_and_a_dict_are_both_sources(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('\ufeff{"a": 1}', encoding="utf-8")
+    assert load(path) == load(str(path)) == load({"a": 1}) == {"a": 1}
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="No such file"):
+        load(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OptionError, match="UTF-8"):
+        load(tmp_path / "binary")
+    with pytest.raises(OptionError, match="Pass a dict"):
+        load(3)  # type: ignore[arg-type]
