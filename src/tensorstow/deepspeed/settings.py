@@ -100,3 +100,4 @@ class Settings:
     )
     steps_per_print: int = 10
     wall_clock_breakdown: bool = False
+    dataloader_drop_last: bool = False

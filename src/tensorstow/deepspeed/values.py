@@ -1,0 +1,113 @@
+"""Each value of a configuration checked, and answered by what its key says."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.key import Answer
+from tensorstow.deepspeed.keys import KEYS
+from tensorstow.deepspeed.kinds import is_off
+from tensorstow.deepspeed.paths import Given, is_known
+
+logger = logging.getLogger("tensorstow")
+
+AUTO = "auto"
+
+
+def honoured_values(given: Iterable[Given], fill: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a value for every honoured key, by path; raises OptionError for what is refused.
+
+    ``fill`` says what stands for "auto", by path. A null is as good as no key.
+    """
+    for path in fill:
+        if not is_known(path):
+            message = f"fill={{{path!r}: ...}} was given: no key of a configuration has that path."
+            raise OptionError(message)
+    values = {path: k.off for path, k in KEYS.items() if k.answer is Answer.HONOURED}
+    written: dict[str, Given] = {}
+    idle: list[Given] = []
+    for one in (_filled(each, fill) for each in given if each.value is not None):
+        if one.key.answer is Answer.NO_MEANING:
+            idle.append(_checked(one) if one.value != AUTO else one)
+            continue
+        checked = _checked(_decided(one))
+        if one.key.answer is Answer.REFUSED:
+            _refuse(checked)
+            continue
+        _refuse_disagreement(written.setdefault(one.key.path, checked), checked)
+        values[one.key.path] = checked.value
+    _say_idle(idle)
+    return values
+
+
+def _filled(one: Given, fill: Mapping[str, Any]) -> Given:
+    """Put ``fill``'s values where "auto" stands, at any depth."""
+
+    def filled(value: object, path: str) -> object:
+        if value == AUTO:
+            return fill.get(path, fill.get(one.key.path, AUTO) if path == one.path else AUTO)
+        if isinstance(value, Mapping):
+            return {name: filled(inner, f"{path}.{name}") for name, inner in value.items()}
+        return value
+
+    return one._replace(value=filled(one.value, one.path))
+
+
+def _decided(one: Given) -> Given:
+    """Refuse "auto" that nothing filled."""
+    for path in _autos(one.value, one.path):
+        message = (
+            f'{path}="auto" was given, and a value is needed. Write one; the Trainer of'
+            " transformers does that for you, and fill={path: value} of read_settings does."
+        )
+        raise OptionError(message)
+    return one
+
+
+def _autos(value: object, path: str) -> Iterator[str]:
+    if value == AUTO:
+        yield path
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _autos(inner, f"{path}.{name}")
+
+
+def _checked(one: Given) -> Given:
+    try:
+        return one._replace(value=one.key.kind.take(one.value))
+    except ValueError:
+        message = f"{one.path}={one.value!r} was given: it is {one.key.kind.allowed}."
+        raise OptionError(message) from None
+
+
+def _refuse(one: Given) -> None:
+    off = is_off(one.value) if one.key.path.endswith(".*") else one.value == one.key.off
+    if not off:
+        message = f"{one.path}={one.value!r} was given, which is not here: {one.key.note}."
+        raise OptionError(message)
+
+
+def _refuse_disagreement(first: Given, second: Given) -> None:
+    if first.value != second.value:
+        message = (
+            f"{first.path} and {second.path} are one key, and say {first.value!r} and"
+            f" {second.value!r}. Keep {second.key.path}."
+        )
+        raise OptionError(message)
+
+
+def _say_idle(given: Iterable[Given]) -> None:
+    reasons: dict[str, list[str]] = {}
+    for one in given:
+        if not (is_off(one.value) or one.value == one.key.off):
+            reasons.setdefault(one.key.note, []).append(one.path)
+    if reasons:
+        said = "; ".join(f"{', '.join(paths)} ({why})" for why, paths in reasons.items())
+        _say_once(f"keys of the DeepSpeed configuration without a meaning here: {said}")
+
+
+@cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
