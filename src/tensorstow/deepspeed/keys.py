@@ -270,7 +270,7 @@ _OTHER = [
     section("expert_parallel", instead="use experts that are sharded as other parameters are"),
     refused(
         "tensor_parallel.autotp_size",
-        whole(0, 1),
+        whole(0),
         off=0,
         instead="parallelize the model by torch's parallelize_module first",
     ),

@@ -1,0 +1,56 @@
+"""Values that are each good and contradict each other are refused."""
+
+from typing import Any
+
+import pytest
+
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.reading import read_settings
+
+CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
+
+
+def read(configuration: dict[str, Any], world: int = 4) -> None:
+    read_settings({"train_micro_batch_size_per_gpu": 1, **configuration}, world)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "said"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
+        ({"zero_optimization": {"stage": 2, "offload_param": CPU}}, "Set stage to 3"),
+        ({"zero_optimization": {"stage": 0, "offload_optimizer": CPU}}, "stage=0"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": NVME}}, "without nvme_path"),
+        ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, "offload_param.device"),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, "computed in bf16"),
+        ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "which is stage 3"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "divisor of 4"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "mics_shard_size": 4,
+                    "zero_hpz_partition_size": 2,
+                }
+            },
+            "Keep one",
+        ),
+    ],
+)
+def test_contradictions_are_refused(configuration: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        read(configuration)
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}}},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {**NVME, "nvme_path": "/x"}}},
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+        {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
+        {"communication_data_type": "fp32"},
+    ],
+)
+def test_what_goes_together_is_taken(configuration: dict[str, Any]) -> None:
+    read(configuration)

@@ -1,0 +1,124 @@
+"""Values are checked by their keys; "auto" is filled or refused; no key is two."""
+
+from typing import Any
+
+import pytest
+
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.paths import given_keys
+from tensorstow.deepspeed.values import honoured_values
+
+
+def values(configuration: dict[str, Any], **fill: object) -> dict[str, Any]:
+    paths = {name.replace("__", "."): value for name, value in fill.items()}
+    return honoured_values(given_keys(configuration), paths)
+
+
+def refusal(configuration: dict[str, Any], **fill: object) -> str:
+    with pytest.raises(OptionError) as caught:
+        values(configuration, **fill)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "said"),
+    [
+        ({"train_batch_size": 1.5}, "train_batch_size=1.5 was given: it is a whole number"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0 was given: it is a number, at le"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4 was given"),
+        ({"zero_optimization": {"stage": "2"}}, "a whole number, from 0 to 3"),
+        ({"bf16": {"enabled": 1}}, "bf16.enabled=1 was given: it is true or false"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
+            'offload_optimizer.device=\'gpu\' was given: it is one of "none", "cpu", "nvme"',
+        ),
+        ({"zero_optimization": {"reduce_bucket_size": 1.5}}, "reduce_bucket_size=1.5"),
+        ({"aio": {"thread_count": 0}}, "aio.thread_count=0 was given"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_path_and_range(
+    configuration: dict[str, Any], said: str
+) -> None:
+    assert said in refusal(configuration)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "said"),
+    [
+        ({"amp": {"enabled": True}}, "bf16"),
+        ({"sparse_gradients": True}, "dense embeddings"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "unquantized"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "overlap"),
+        ({"curriculum_learning": {"enabled": True}}, "sampler"),
+        ({"managed_gradient_accumulation": False}, "step()"),
+        ({"gradient_allreduce_op": "SUM"}, "number of ranks"),
+        ({"tensor_parallel": {"autotp_size": 4}}, "parallelize_module"),
+        ({"fp16": {"auto_cast": True}}, "cast inputs"),
+    ],
+)
+def test_what_would_change_training_is_refused_with_what_instead(
+    configuration: dict[str, Any], said: str
+) -> None:
+    message = refusal(configuration)
+    assert "which is not here" in message
+    assert said in message
+
+
+def test_what_is_refused_may_stand_there_switched_off() -> None:
+    off = {
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "sparse_gradients": False,
+        "managed_gradient_accumulation": True,
+        "gradient_allreduce_op": "mean",
+        "compression_training": {"weight_quantization": {"shared": {"enabled": False}}},
+        "tensor_parallel": {"autotp_size": 0},
+    }
+    assert values(off) == values({})
+
+
+def test_auto_is_refused_by_its_path() -> None:
+    for configuration, path in [
+        ({"train_batch_size": "auto"}, "train_batch_size"),
+        ({"fp16": {"enabled": "auto"}}, "fp16.enabled"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr"),
+        ({"sparse_gradients": "auto"}, "sparse_gradients"),
+    ]:
+        assert refusal(configuration).startswith(f'{path}="auto" was given, and a value is needed')
+
+
+def test_auto_is_nothing_where_no_value_is_needed() -> None:
+    assert values({"zero_optimization": {"reduce_bucket_size": "auto"}}) == values({})
+
+
+def test_auto_is_filled_by_path() -> None:
+    configuration = {
+        "train_batch_size": "auto",
+        "bfloat16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}},
+    }
+    found = values(
+        configuration, train_batch_size=16.0, bf16__enabled=True, optimizer__params__lr=1e-4
+    )
+    assert found["train_batch_size"] == 16
+    assert found["bf16.enabled"] is True
+    assert found["optimizer.params"] == {"lr": 1e-4, "betas": [0.9, 0.95]}
+    assert configuration["optimizer"]["params"]["lr"] == "auto"  # type: ignore[index]
+
+
+def test_a_filling_replaces_nothing_that_was_written() -> None:
+    assert values({"train_batch_size": 4}, train_batch_size=8)["train_batch_size"] == 4
+
+
+def test_a_filling_is_checked_as_what_is_written() -> None:
+    assert "train_batch_size=0 was given" in refusal(
+        {"train_batch_size": "auto"}, train_batch_size=0
+    )
+    assert "'optimizer.lr'" in refusal({}, optimizer__lr=1.0)
+
+
+def test_two_spellings_of_one_key_agree_or_are_refused() -> None:
+    twice = {"intra_op_parallelism": 2, "thread_count": 2}
+    assert values({"aio": twice})["aio.intra_op_parallelism"] == 2
+    assert "Keep aio.intra_op_parallelism" in refusal({"aio": {**twice, "num_threads": 3}})
+    both = {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}
+    assert "are one key" in refusal({"zero_optimization": both})
