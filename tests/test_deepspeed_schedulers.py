@@ -1,0 +1,103 @@
+"""A named schedule drives an optimizer, and goes on from a checkpoint."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LRScheduler
+
+import tensorstow
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.schedulers import SCHEDULES, make_scheduler
+from tensorstow.deepspeed.settings import Named
+
+LINEAR = Named(
+    "WarmupLR",
+    {"warmup_min_lr": 0, "warmup_max_lr": 0.8, "warmup_num_steps": 4, "warmup_type": "linear"},
+)
+CYCLE = Named("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2})
+
+
+def adamw(cls: type = AdamW) -> Any:  # noqa: ANN401  # torch's or ours
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    return cls([weight], lr=0.1)
+
+
+@pytest.mark.parametrize("cls", [AdamW, tensorstow.AdamW])
+def test_it_sets_the_rate_behind_each_step(cls: type) -> None:
+    optimizer = adamw(cls)
+    scheduler = make_scheduler(LINEAR, optimizer)
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.0, 0.0, 0.2, 0.4, 0.6, 0.8])
+    assert scheduler.get_last_lr() == pytest.approx([0.8])
+    assert isinstance(scheduler, LRScheduler)
+
+
+def test_a_cycle_sets_betas_too() -> None:
+    optimizer = adamw()
+    scheduler = make_scheduler(CYCLE, optimizer)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["betas"] == pytest.approx((0.85, 0.99))
+
+
+@pytest.mark.parametrize("named", [LINEAR, CYCLE])
+def test_it_goes_on_from_a_checkpoint(named: Named) -> None:
+    optimizer, resumed = adamw(), adamw()
+    scheduler = make_scheduler(named, optimizer)
+    assert scheduler.state_dict() == {"last_batch_iteration": -1}
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.state_dict() == {"last_batch_iteration": 2}
+    other = make_scheduler(named, resumed)
+    other.load_state_dict(scheduler.state_dict())
+    for _ in range(3):
+        assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        assert resumed.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
+        assert other.get_last_lr() == scheduler.get_last_lr()
+        for o, s in ((optimizer, scheduler), (resumed, other)):
+            o.step()
+            s.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "said"),
+    [
+        ("StepLR", {}, "scheduler.type='StepLR' was given: it is one of LRRangeTest, OneCycle"),
+        ("WarmupDecayLR", {}, "lacks total_num_steps"),
+        ("WarmupLR", {"warmup_steps": 3}, "has warmup_steps"),
+        ("WarmupLR", {"last_batch_iteration": 3}, "load_checkpoint"),
+        ("WarmupLR", {"warmup_min_lr": "0.1"}, "warmup_min_lr='0.1' was given: it takes a num"),
+        ("WarmupLR", {"warmup_min_lr": ["0"]}, "it takes numbers alone"),
+        ("WarmupLR", {"warmup_type": 1}, "it takes a text"),
+        ("WarmupLR", {"warmup_num_steps": True}, "it takes a number"),
+        ("LRRangeTest", {"lr_range_test_staircase": 1}, "it takes true or false"),
+    ],
+)
+def test_what_it_does_not_know_is_refused(kind: str, params: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        make_scheduler(Named(kind, params), adamw())
+    assert said in str(caught.value)
+
+
+def test_nulls_and_the_start_are_as_good_as_absent() -> None:
+    named = Named("WarmupLR", {"warmup_max_lr": None, "last_batch_iteration": -1})
+    assert make_scheduler(named, adamw()).get_last_lr() == [0.0]
+
+
+def test_all_of_deepspeeds_names_are_there() -> None:
+    assert set(SCHEDULES) == {
+        "LRRangeTest",
+        "OneCycle",
+        "WarmupLR",
+        "WarmupDecayLR",
+        "WarmupCosineLR",
+    }
