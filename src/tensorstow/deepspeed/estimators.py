@@ -1,0 +1,154 @@
+"""``estimate_zero2_...`` and ``estimate_zero3_...``: DeepSpeed's names over this engine's bytes.
+
+For ``P`` parameters, all trained, on ``R`` ranks, Adam needs, per rank and in the state format that
+loses nothing::
+
+                 weights      gradients    states
+    bf16         2 P / R      2 P / R      10 P / R    (both moments, the rest of the fp32 master)
+    fp32         4 P / R      4 P / R       8 P / R    (both moments)
+
+Gradients land in host memory. States live there, or on disk behind a ring of 48 MiB; never on the
+device, whatever offload_optimizer says. Weights live where offload_param says: on the device they
+have a mirror of the rank's share in host memory, which updates write; from disk two units' pass
+through host memory. On the device stage 3 has two units' weights at once, and stage 2 all of them.
+Activations, buffers and what the allocator rounds up come on top.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import nn
+
+from tensorstow.base.errors import OptionError
+from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import format_bytes
+from tensorstow.base.tiers import Tier
+from tensorstow.engine.auto import Sizes, bytes_of
+from tensorstow.engine.units import units_of
+
+_BYTES = {"bf16": (2, 2, 10), "fp32": (4, 4, 8)}
+_DEVICES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
+_PLANS = {
+    2: [Plan(Tier.DEVICE, states, stage=2) for states in (Tier.DISK, Tier.HOST)],
+    3: [
+        Plan(parameters, states)
+        for parameters in (Tier.DISK, Tier.HOST, Tier.DEVICE)
+        for states in (Tier.DISK, Tier.HOST)
+    ],
+}
+
+
+class _Setup(NamedTuple):
+    """What is estimated for what."""
+
+    parameters: int
+    largest: int
+    gpus_per_node: int
+    nodes: int
+    factor: float
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.0,
+) -> None:
+    """Print what stage 2 needs for ``model``; the arguments are those of ``..._all_cold``."""
+    total = sum(p.numel() for p in model.parameters())
+    setup = _Setup(total, 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    sys.stdout.write(_table(2, setup))
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.0,
+) -> None:
+    """Print what stage 2 needs for a model of ``total_params`` parameters.
+
+    ``additional_buffer_factor``: what to multiply by for what comes on top; these bytes are those
+    that are counted, so it is 1 and not DeepSpeed's 1.5.
+    """
+    setup = _Setup(int(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    sys.stdout.write(_table(2, setup))
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.0,
+) -> None:
+    """Print what stage 3 needs for ``model``, whose largest unit is what ``stow`` would take."""
+    units = [sum(p.numel() for p in unit.parameters.values()) for unit in units_of(model)]
+    setup = _Setup(sum(units), max(units), num_gpus_per_node, num_nodes, additional_buffer_factor)
+    sys.stdout.write(_table(3, setup))
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: float,
+    largest_layer_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.0,
+) -> None:
+    """Print what stage 3 needs for a model of ``total_params`` parameters.
+
+    ``largest_layer_params``: of the largest unit, a transformer block or the embeddings with the
+    head. ``additional_buffer_factor``: as for stage 2.
+    """
+    setup = _Setup(
+        int(total_params),
+        int(largest_layer_params),
+        num_gpus_per_node,
+        num_nodes,
+        additional_buffer_factor,
+    )
+    sys.stdout.write(_table(3, setup))
+
+
+def _table(stage: int, setup: _Setup) -> str:
+    for name, least in (("parameters", 0), ("gpus_per_node", 1), ("nodes", 1), ("factor", 0)):
+        if getattr(setup, name) < least:
+            message = f"{name} is {getattr(setup, name)}: give at least {least}."
+            raise OptionError(message)
+    ranks = setup.gpus_per_node * setup.nodes
+    title = (
+        f"Weights, gradients and Adam's states in ZeRO-{stage}: {setup.parameters:,} parameters,"
+        f" {setup.nodes} x {setup.gpus_per_node} = {ranks} GPUs."
+    )
+    head = f"{'per GPU':>12} | {'host per node':>13} | {'disk per node':>13} | options"
+    return "\n".join([title, head, *_rows(stage, setup), ""])
+
+
+def _rows(stage: int, setup: _Setup) -> Iterator[str]:
+    for dtype in _BYTES:
+        for plan in _PLANS[stage]:
+            gpu, host, disk = (format_bytes(n) for n in _needs(plan, dtype, setup))
+            places = f"offload_optimizer={_DEVICES[plan.states]}"
+            if stage == 3:
+                places = f"offload_param={_DEVICES[plan.parameters]}, {places}"
+            yield f"{gpu:>12} | {host:>13} | {disk:>13} | {dtype}, {places}"
+
+
+def _needs(plan: Plan, dtype: str, setup: _Setup) -> tuple[int, int, int]:
+    """Return bytes per GPU, and of host memory and of disks per node."""
+    weight, gradient, states = _BYTES[dtype]
+    ranks = setup.gpus_per_node * setup.nodes
+    share = -(-setup.parameters // ranks)
+    sizes = Sizes(weight * share, gradient * share, states * share, weight * setup.largest)
+    if plan.stage < 3:
+        sizes = replace(sizes, largest_unit=0)
+    held = dict(bytes_of(plan, sizes, device_is_host=False))
+    if plan.stage < 3:
+        held[Tier.DEVICE] += weight * setup.parameters
+    per_node = setup.gpus_per_node * setup.factor
+    return (
+        int(held[Tier.DEVICE] * setup.factor),
+        int(held[Tier.HOST] * per_node),
+        int(held[Tier.DISK] * per_node),
+    )

@@ -1,0 +1,100 @@
+"""The tables show the bytes that the engine counts."""
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow.base.errors import OptionError
+from tensorstow.base.plan import Plan
+from tensorstow.base.tiers import Tier
+from tensorstow.deepspeed.estimators import (
+    _needs,
+    _Setup,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from tensorstow.engine.auto import RING_BYTES, Sizes, bytes_of
+from tensorstow.engine.units import units_of
+
+P, LARGEST = 8_000_000, 1_000_000
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    blocks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    return nn.ModuleDict({"blocks": blocks, "head": nn.Linear(64, 256)}).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("plan", "dtype", "gpu", "host", "disk"),
+    [
+        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "bf16", 2 * P + P / 4 * 2, P / 4 * (2 + 2 + 10), 0),
+        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "fp32", 4 * P + P / 4 * 4, P / 4 * (4 + 4 + 8), 0),
+        (Plan(Tier.HOST, Tier.HOST), "bf16", 4 * LARGEST, P / 4 * (2 + 2 + 10), 0),
+        (Plan(Tier.DEVICE, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 2, P / 4 * 14, 0),
+        (Plan(Tier.HOST, Tier.HOST), "fp32", 8 * LARGEST, P / 4 * (4 + 4 + 8), 0),
+        (Plan(Tier.HOST, Tier.DISK), "bf16", 4 * LARGEST, P / 4 * 4 + RING_BYTES, P / 4 * 10),
+        (
+            Plan(Tier.DISK, Tier.DISK),
+            "bf16",
+            4 * LARGEST,
+            P / 4 * 2 + RING_BYTES + 4 * LARGEST,
+            P / 4 * 12,
+        ),
+    ],
+)
+def test_bytes_follow_the_formula(
+    plan: Plan, dtype: str, gpu: float, host: float, disk: float
+) -> None:
+    setup = _Setup(P, LARGEST, gpus_per_node=2, nodes=2, factor=1.0)
+    found = _needs(plan, dtype, setup)
+    assert found == (gpu, 2 * host, 2 * disk)
+    doubled = _needs(plan, dtype, setup._replace(factor=2.0))
+    assert doubled == tuple(2 * n for n in found)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_a_model_is_counted_as_the_engine_counts_it(dtype: torch.dtype, name: str) -> None:
+    units = units_of(model(dtype))
+    total = sum(p.numel() for unit in units for p in unit.parameters.values())
+    largest = max(sum(p.numel() for p in unit.parameters.values()) for unit in units)
+    plan = Plan(Tier.HOST, Tier.DISK)
+    needed = bytes_of(plan, Sizes.of(units, 1), device_is_host=False)
+    found = _needs(plan, name, _Setup(total, largest, 1, 1, 1.0))
+    assert found == (needed[Tier.DEVICE], needed[Tier.HOST], needed[Tier.DISK])
+
+
+def test_live_and_cold_print_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    total, largest = 4 * (64 * 64 + 64) + 64 * 256 + 256, 64 * 256 + 256
+    for live, cold in [
+        (
+            lambda: estimate_zero2_model_states_mem_needs_all_live(model(), 2, 3),
+            lambda: estimate_zero2_model_states_mem_needs_all_cold(total, 2, 3),
+        ),
+        (
+            lambda: estimate_zero3_model_states_mem_needs_all_live(model(), 2, 3),
+            lambda: estimate_zero3_model_states_mem_needs_all_cold(total, largest, 2, 3),
+        ),
+    ]:
+        live()
+        first = capsys.readouterr().out
+        cold()
+        assert capsys.readouterr().out == first
+
+
+def test_tables_name_places_as_the_configuration_does(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate_zero2_model_states_mem_needs_all_cold(1e9)
+    two = capsys.readouterr().out.splitlines()
+    assert two[0].endswith("ZeRO-2: 1,000,000,000 parameters, 1 x 1 = 1 GPUs.")
+    assert len(two) == 2 + 4
+    assert " ".join(two[3].split()) == "3.7 GiB | 13.0 GiB | 0 B | bf16, offload_optimizer=cpu"
+    estimate_zero3_model_states_mem_needs_all_cold(1e9, 1e8)
+    three = capsys.readouterr().out.splitlines()
+    assert len(three) == 2 + 12
+    assert three[2].endswith("bf16, offload_param=nvme, offload_optimizer=nvme")
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(OptionError, match="gpus_per_node is 0: give at least 1"):
+        estimate_zero2_model_states_mem_needs_all_cold(1e9, 0)
