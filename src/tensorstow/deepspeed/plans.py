@@ -1,0 +1,122 @@
+"""What a DeepSpeed configuration means to tensorstow's engine: a plan, a dtype, a directory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.base.plan import Overlap, Plan
+from tensorstow.base.tiers import Tier
+from tensorstow.deepspeed.settings import Device, Settings, Zero
+from tensorstow.optim.states.policy import PipelinePolicy
+
+_PARAMETERS: Mapping[Device, Tier] = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+_STATES: Mapping[Device, Tier] = {"none": Tier.HOST, "cpu": Tier.HOST, "nvme": Tier.DISK}
+
+
+def plan_of(settings: Settings, *, overlap: Overlap = "none") -> Plan:
+    """Return where everything lives under ``settings``.
+
+    ``stage`` is the plan's. ``offload_param`` "none", "cpu", "nvme" are DEVICE, HOST, DISK.
+    ``offload_optimizer`` "none" and "cpu" are both HOST, "nvme" is DISK, at every stage: updates
+    run on the CPU here, so states that stay on the device are states in host memory, with the same
+    results; for the same reason ``ratio`` changes nothing. ``mics_shard_size`` ranks have a whole
+    copy between them.
+
+    ``overlap``: when updates run. Raises OptionError for "backward" with clipping or fp16, which
+    need every gradient before the first update.
+    """
+    zero = settings.zero
+    if overlap == "backward" and (settings.gradient_clipping > 0 or settings.fp16 is not None):
+        message = (
+            'overlap="backward" was asked for with gradient clipping or fp16, which look at all'
+            ' gradients before any is used. Use "forward", which is exact under both, or "none".'
+        )
+        raise OptionError(message)
+    return Plan(
+        parameters=_PARAMETERS[zero.offload_param.device],
+        states=_STATES[zero.offload_optimizer.device],
+        stage=zero.stage,
+        replicas=_replicas(settings),
+        overlap=overlap,
+        accumulation_steps=settings.batch.accumulation,
+    )
+
+
+def world_of(settings: Settings) -> int:
+    """Return how many ranks the batch sizes are for."""
+    batch = settings.batch
+    return batch.train // (batch.micro * batch.accumulation)
+
+
+def dtype_of(settings: Settings) -> torch.dtype:
+    """Return what the model's parameters are cast to.
+
+    Under ``bf16`` and ``fp16`` DeepSpeed trains a 16-bit model and keeps an fp32 master of it with
+    the optimizer's states. The same here is a model in that dtype, whose masters tensorstow keeps
+    with the states (of bf16 only the half that the weight does not say); not fp32 parameters that
+    are cast when they are computed with, which would be twice the bytes on the device, and on every
+    gather and gradient. Masters begin as the given weights, before they were cast, as DESIGN has
+    it; DeepSpeed's begin as the weights after.
+    """
+    if settings.bf16:
+        return torch.bfloat16
+    return torch.float32 if settings.fp16 is None else torch.float16
+
+
+def directory_of(settings: Settings) -> str | None:
+    """Return where what is on disk goes; None: a real disk is chosen.
+
+    Raises OptionError where parameters and states have different places, which the engine has not.
+    """
+    paths = _paths(settings.zero)
+    if len(set(paths.values())) > 1:
+        told = " and ".join(f"{name}.nvme_path={path!r}" for name, path in paths.items())
+        message = (
+            f"{told} were given: parameters and states on disk share one directory here. Give both"
+            " the same, one that is striped over the drives (RAID 0) where there are several."
+        )
+        raise OptionError(message)
+    return next(iter(paths.values()), None)
+
+
+def placement_keywords(settings: Settings, placed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer is told of where its states live, from what ``stow`` tells it.
+
+    States on disk are scratch, as DeepSpeed's are: ``save_checkpoint`` is what outlives the run.
+    Masters of bf16 weights are kept as their lower halves, wherever they live.
+    """
+    keywords = dict(placed)
+    keywords.pop("dir", None)
+    if settings.bf16:
+        keywords["state_format"] = "split"
+    if placed.get("states") == "disk":
+        keywords["policy"] = PipelinePolicy(depth=settings.aio.queue_depth)
+        path = settings.zero.offload_optimizer.nvme_path
+        if path is not None:
+            keywords |= {"dir": path, "durability": "none"}
+    return keywords
+
+
+def _replicas(settings: Settings) -> int:
+    size = settings.zero.mics_shard_size
+    world = world_of(settings)
+    if size <= 0 or settings.zero.stage < 3:
+        return 1
+    if world % size:
+        message = (
+            f"mics_shard_size={size} was given for {world} ranks: groups of that size are to hold"
+            " all of them. Give a divisor of the number of ranks."
+        )
+        raise OptionError(message)
+    return world // size
+
+
+def _paths(zero: Zero) -> dict[str, str]:
+    both = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
+    return {
+        name: place.nvme_path
+        for name, place in both.items()
+        if place.device == "nvme" and place.nvme_path is not None
+    }
