@@ -114,9 +114,9 @@ def _replicas(settings: Settings) -> int:
 
 
 def _paths(zero: Zero) -> dict[str, str]:
-    both = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
-    return {
-        name: place.nvme_path
-        for name, place in both.items()
-        if place.device == "nvme" and place.nvme_path is not None
+    param, optimizer = zero.offload_param, zero.offload_optimizer
+    places = {
+        "offload_param": param.nvme_path if param.device == "nvme" else None,
+        "offload_optimizer": optimizer.nvme_path if optimizer.device == "nvme" else None,
     }
+    return {name: path for name, path in places.items() if path is not None}

@@ -1,0 +1,166 @@
+"""The optimizer of a run: named in the JSON, called for, or already made by the user."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.settings import Named
+from tensorstow.optim.adam import Adam, AdamW
+from tensorstow.optim.stowed import StowedAdam
+
+Make = Callable[..., StowedAdam]
+Groups = list[dict[str, Any]]
+_TAKEN = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+_MADE_TAKEN = (*_TAKEN, "maximize", "initial_lr")
+_OF_IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states")
+
+
+def maker_of(
+    named: Named | None,
+    optimizer: object,
+    model: nn.Module,
+    model_parameters: Iterable[Any] | None = None,
+) -> Make:
+    """Return what makes the optimizer over a placed model's named parameters.
+
+    ``optimizer``: one already made by torch's Adam or AdamW, whose class and groups are taken; a
+    class of tensorstow's, or a function that takes ``(named, **placement)``; a function of
+    ``model_parameters`` that returns one of torch's; None: ``named``, of the JSON. Raises
+    OptionError for any other, by name.
+    """
+    if optimizer is None:
+        if named is None:
+            message = (
+                'No optimizer was given: neither optimizer= nor an "optimizer" section in the'
+                ' configuration. Add {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}.'
+            )
+            raise OptionError(message)
+        made = of_named(named)
+        return _over(made, names_of(model, _groups(model, model_parameters)))
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        if _takes_placement(optimizer):
+            return _over(optimizer, names_of(model, _groups(model, model_parameters)))
+        optimizer = optimizer(_groups(model, model_parameters))
+    return _like_made(optimizer, model)
+
+
+def of_named(named: Named) -> Make:
+    """Return the class that a type and parameters in the JSON mean, as DeepSpeed reads them.
+
+    "Adam" is AdamW unless ``adam_w_mode`` is false. The default of ``weight_decay`` is 0, but
+    0.01 where ``torch_adam`` makes torch's AdamW of it.
+    """
+    kind = named.type.lower()
+    if kind not in {"adam", "adamw"}:
+        message = (
+            f'An optimizer of type "{named.type}" was asked for: the states of "Adam" and "AdamW"'
+            " are what is placed by a configuration. Use one of these, or step any optimizer of"
+            " torch's by tensorstow.StowedOptimizer, without deepspeed.initialize."
+        )
+        raise OptionError(message)
+    params = dict(named.params)
+    unknown = sorted(params.keys() - {*_TAKEN, *_OF_IMPLEMENTATIONS})
+    if unknown:
+        known = ", ".join((*_TAKEN, *_OF_IMPLEMENTATIONS))
+        message = f'{", ".join(unknown)} was given to "{named.type}", which takes {known}.'
+        raise OptionError(message)
+    if not params.get("bias_correction", True):
+        message = (
+            "bias_correction=false was given: Adam is corrected here, as torch's is. Leave it out,"
+            " or use tensorstow.colossalai.CPUAdam, which has the switch."
+        )
+        raise OptionError(message)
+    decoupled = kind == "adamw" or bool(params.get("adam_w_mode", True))
+    keywords = {name: params[name] for name in _TAKEN if name in params}
+    if "betas" in keywords:
+        keywords["betas"] = tuple(keywords["betas"])
+    keywords.setdefault("weight_decay", 0.01 if decoupled and params.get("torch_adam") else 0.0)
+    return partial(AdamW if decoupled else Adam, **keywords)
+
+
+def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
+    """Return ``groups`` with the model's names in place of its parameters.
+
+    Raises OptionError for a parameter that is not the model's.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    renamed: Groups = []
+    for group in groups:
+        found = [names.get(id(_tensor_of(p))) for p in group["params"]]
+        if None in found:
+            message = (
+                f"Parameter {found.index(None)} of a group is not one of the model's: what is"
+                " placed is the model. Give model.parameters(), or groups of them."
+            )
+            raise OptionError(message)
+        renamed.append({**group, "params": found})
+    return renamed
+
+
+def _over(make: Make, groups: Groups) -> Make:
+    """Return ``make`` over the groups of names."""
+
+    def made(named: Iterable[tuple[str, torch.Tensor]], **placement: Any) -> StowedAdam:  # noqa: ANN401
+        by_name = dict(named)
+        placed = [{**g, "params": [(n, by_name[n]) for n in g["params"]]} for g in groups]
+        return make(placed, **placement)
+
+    return made
+
+
+def _like_made(optimizer: object, model: nn.Module) -> Make:
+    """Return what makes an optimizer like one of torch's, which has not taken a step."""
+    kinds: dict[type, type[Adam | AdamW]] = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}
+    kind = kinds.get(type(optimizer))
+    if kind is None or not isinstance(optimizer, torch.optim.Optimizer):
+        message = (
+            f"optimizer={type(optimizer).__name__} was given: torch.optim.Adam and AdamW are taken"
+            " over, and tensorstow.AdamW is made by initialize: give the class itself, or"
+            " functools.partial(tensorstow.AdamW, lr=...)."
+        )
+        raise OptionError(message)
+    if optimizer.state:
+        message = (
+            "An optimizer that has taken steps was given: its states belong to the model as it was"
+            " before it was placed. Give a new one, and load_state_dict() into what comes back."
+        )
+        raise OptionError(message)
+    kept = [
+        {"params": g["params"], **{name: g[name] for name in _MADE_TAKEN if name in g}}
+        for g in optimizer.param_groups
+    ]
+    decoupled = {bool(g.get("decoupled_weight_decay")) for g in optimizer.param_groups}
+    return _over(AdamW if decoupled == {True} else kind, names_of(model, kept))
+
+
+def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:
+    """Return the user's groups; all that is trained where none were given."""
+    if given is None:
+        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    listed = list(given)
+    if listed and isinstance(listed[0], dict):
+        return [{**g, "params": _listed(g["params"])} for g in listed]
+    return [{"params": [_tensor_of(p) for p in listed]}]
+
+
+def _listed(params: object) -> list[Any]:
+    if isinstance(params, torch.Tensor):
+        return [params]
+    return list(params) if isinstance(params, Iterable) else [params]
+
+
+def _tensor_of(given: object) -> object:
+    return given[1] if isinstance(given, tuple) else given
+
+
+def _takes_placement(make: Callable[..., Any]) -> bool:
+    try:
+        taken = inspect.signature(make).parameters
+    except ValueError:  # a built-in one, which takes no keywords of ours
+        return False
+    return "module" in taken or any(p.kind == p.VAR_KEYWORD for p in taken.values())
