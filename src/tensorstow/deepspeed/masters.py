@@ -1,0 +1,68 @@
+"""The fp32 values of a model that is cast to 16 bits: where its masters begin."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorstow.engine.mesh import host_group
+from tensorstow.optim.shards import is_sharded, shard_of
+from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.updates import as_step
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class Masters:
+    """Given values, from the cast of a model until its optimizer has them."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Cast ``model``; the first rank's values are everybody's, as they are the engine's.
+
+        What is on the meta device has no values yet, and its masters begin as its weights.
+        """
+        self._values = {
+            name: parameter.detach().cpu()
+            for name, parameter in model.named_parameters()
+            if _has_more(parameter, dtype)
+        }
+        group = host_group() if self._values else None
+        if group is not None:
+            for values in self._values.values():
+                dist.broadcast(values, 0, group=group)
+        model.to(dtype)
+
+    @torch.no_grad()
+    def give(self, model: nn.Module, optimizer: StowedAdam) -> None:
+        """Let the masters of the placed ``model`` begin as the values, with the first step."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in model.named_parameters():
+            values = self._values.pop(name, None)
+            if values is not None and id(parameter) in own:
+                master = _rows_here(values, parameter)
+                optimizer.state[parameter] = {"step": as_step(0), "master": master}
+
+
+def _has_more(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Return whether a cast to ``dtype`` loses what a master would keep."""
+    there = parameter.requires_grad and not parameter.is_meta
+    return there and parameter.dtype == torch.float32 and dtype != torch.float32
+
+
+def _rows_here(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a copy of what this rank has of ``values``."""
+    if not is_sharded(parameter):
+        return values.clone()
+    count = shard_of(parameter).shape[0]
+    start = min(_rank_of(parameter) * -(-values.shape[0] // _ranks_of(parameter)), len(values))
+    return values[start : start + count].clone()
+
+
+def _ranks_of(parameter: "DTensor") -> int:
+    return parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
+
+
+def _rank_of(parameter: "DTensor") -> int:
+    return parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
