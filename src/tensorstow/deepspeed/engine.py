@@ -1,0 +1,178 @@
+"""What ``deepspeed.initialize`` returns first: a module that also steps its optimizer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.plans import world_of
+from tensorstow.deepspeed.ranks import local_rank, rank_here
+from tensorstow.deepspeed.settings import Settings
+from tensorstow.deepspeed.updating import Scale, Updating
+from tensorstow.engine.mesh import device_here
+from tensorstow.optim.stowed import StowedAdam
+
+
+class DeepSpeedEngine(nn.Module):
+    """A placed model, its optimizer and its schedule: ``engine(...)``, ``backward``, ``step``.
+
+    Attributes that it has not are the module's.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: StowedAdam,
+        settings: Settings,
+        *,
+        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has step() and a state
+        scale: Scale | None = None,
+    ) -> None:
+        """Take what ``stow`` returned; ``scale`` under fp16."""
+        super().__init__()
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.settings = settings
+        self.training_dataloader: Any = None
+        self.device = device_here()
+        self.global_rank, self.local_rank = rank_here(), local_rank()
+        self.world_size = world_of(settings)
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self.scale = scale
+        self._updating = Updating(optimizer, settings.gradient_clipping, scale)
+        self._boundary: bool | None = None
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature
+        """Return an attribute of the module that the engine has not."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    # --- a step ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,  # noqa: FBT001, FBT002  # upstream's
+        scale_wrt_gas: bool = True,  # noqa: FBT001, FBT002
+    ) -> torch.Tensor:
+        """Add the loss's gradients; return the loss over the number of micro-batches.
+
+        ``scale_wrt_gas=False``: it is divided already.
+        """
+        if scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        scaled = loss if self._updating.factor == 1.0 else loss.float() * self._updating.factor
+        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        return loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Count a micro-batch; with the last one update, and step the schedule.
+
+        A step whose gradients are not finite is skipped on every rank, and the schedule waits.
+        """
+        if self.is_gradient_accumulation_boundary():
+            if not self._updating.take():
+                self.skipped_steps += 1
+            elif self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self.global_steps += 1
+            self.global_samples += self.train_batch_size()
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether this micro-batch is the last of a step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:  # noqa: FBT001
+        """Say so by hand, until said otherwise; under stage 1 a step still has its number."""
+        self._boundary = is_boundary
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
+        """Drop the gradients of the step so far."""
+        self.optimizer.zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients stay unreduced inside: under stages 0 and 1, as upstream has it."""
+        stage = self.zero_optimization_stage()
+        if stage > 1:
+            message = (
+                f"no_sync() was entered under ZeRO stage {stage}, whose gradients are shared out"
+                " as they come: there is nowhere to keep them whole. Use stage 1 or 0."
+            )
+            raise OptionError(message)
+        sharded = self.module if isinstance(self.module, FSDPModule) and stage == 0 else None
+        if sharded is not None:  # stage 1 reduces with the last micro-batch alone, at any time
+            sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if sharded is not None:
+                sharded.set_requires_gradient_sync(True)
+
+    # --- what it was told, and how it went ---
+
+    def train_batch_size(self) -> int:
+        """Return how many samples all ranks take in one step."""
+        return self.settings.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return how many samples one forward takes."""
+        return self.settings.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return how many micro-batches a step has."""
+        return self.settings.batch.accumulation
+
+    def gradient_clipping(self) -> float:
+        """Return the largest norm; 0 where nothing is clipped."""
+        return self.settings.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        """Return ZeRO's stage."""
+        return self.settings.zero.stage
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether the model is in bf16."""
+        return self.settings.bf16
+
+    def fp16_enabled(self) -> bool:
+        """Return whether the model is in fp16."""
+        return self.settings.fp16 is not None
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradients before clipping; None before one."""
+        return None if self._updating.norm is None else self._updating.norm.item()
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last step was taken rather than skipped."""
+        norm = self._updating.norm
+        return norm is not None and bool(torch.isfinite(norm))
+
+    @property
+    def loss_scale(self) -> float:
+        """Return what losses are multiplied by; 1 without fp16."""
+        return self._updating.factor
+
+    cur_scale = loss_scale

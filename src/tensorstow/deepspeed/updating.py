@@ -1,0 +1,75 @@
+"""One update of an engine: the norm, clipping, the loss scale, and when it is skipped."""
+
+import logging
+import math
+from typing import Protocol
+
+import torch
+
+from tensorstow.optim.stowed import StowedAdam
+
+logger = logging.getLogger("tensorstow")
+
+
+class Scale(Protocol):
+    """What a loss is multiplied by before its backward."""
+
+    @property
+    def scale(self) -> float:
+        """Return the factor."""
+
+    def update(self, *, overflow: bool) -> None:
+        """Learn how the last update went."""
+
+
+class Updating:
+    """Takes steps by gradients of a scaled loss, all ranks alike.
+
+    The scale and the clip factor go to the optimizer, which applies them inside its update; no pass
+    over the gradients is made but the one for their norm. A gradient that is not finite makes the
+    norm so on every rank, for it is summed over all: then no rank takes the step, in any precision.
+    """
+
+    def __init__(self, optimizer: StowedAdam, clipping: float, scale: Scale | None) -> None:
+        """Clip by the 2-norm ``clipping``; 0: not. ``scale``: None without fp16."""
+        self._optimizer = optimizer
+        self._clipping = clipping
+        self._scale = scale
+        self.norm: torch.Tensor | None = None
+        """Of the last gradients, all ranks' together, before clipping."""
+
+    @property
+    def factor(self) -> float:
+        """Return what a loss is to be multiplied by."""
+        return 1.0 if self._scale is None else self._scale.scale
+
+    def take(self) -> bool:
+        """Take a step, or skip it; return whether it was taken. Gradients are dropped."""
+        factor = self.factor
+        limit = self._clipping * factor if self._clipping > 0.0 else math.inf
+        norm = self._optimizer.clip_grad_norm_(limit)
+        self.norm = norm / factor
+        overflow = not bool(torch.isfinite(norm))
+        self._step(factor, overflow=overflow)
+        self._optimizer.zero_grad()
+        if self._scale is not None:
+            self._scale.update(overflow=overflow)
+        if overflow:
+            logger.warning("A step was skipped: the norm of its gradients is %s", norm.item())
+        return not overflow
+
+    def _step(self, factor: float, *, overflow: bool) -> None:
+        """Step as ``torch.amp.GradScaler`` does, which tells an optimizer by two attributes.
+
+        Ranks need not ask each other for overflows: they have the same norm.
+        """
+        told = {} if factor == 1.0 else {"grad_scale": torch.tensor(factor)}
+        if overflow:
+            told["found_inf"] = torch.tensor(1.0)
+        for name, value in told.items():
+            setattr(self._optimizer, name, value)
+        try:
+            self._optimizer.step()
+        finally:
+            for name in told:
+                delattr(self._optimizer, name)

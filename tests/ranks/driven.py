@@ -1,0 +1,150 @@
+"""Training a model through DeepSpeed's engine, and the same through ``stow`` by hand."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import tensorstow
+from ranks.stowed import loss_of, model_of
+from tensorstow.deepspeed.engine import DeepSpeedEngine
+from tensorstow.deepspeed.masters import Masters
+from tensorstow.deepspeed.plans import dtype_of, placement_keywords, plan_of
+from tensorstow.deepspeed.settings import Batch, Settings, Zero
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One way of training."""
+
+    zero: Zero = field(default_factory=Zero)
+    accumulation: int = 1
+    clip: float = 0.0
+    bf16: bool = False
+
+    def __str__(self) -> str:
+        """Name what differs from the default."""
+        zero = self.zero
+        places = f"{zero.offload_param.device}-{zero.offload_optimizer.device}"
+        return f"z{zero.stage}-{places}-acc{self.accumulation}-clip{self.clip}-bf16{self.bf16}"
+
+    def settings(self, world: int) -> Settings:
+        """Return them for ``world`` ranks."""
+        batch = Batch(2 * self.accumulation * world, 2, self.accumulation)
+        return Settings(batch, zero=self.zero, gradient_clipping=self.clip, bf16=self.bf16)
+
+
+@dataclass
+class FixedScale:
+    """A loss scale that notes what it is told."""
+
+    scale: float = 1024.0
+    told: list[bool] = field(default_factory=list)
+
+    def update(self, *, overflow: bool) -> None:
+        """Note it."""
+        self.told.append(overflow)
+
+
+def placed(settings: Settings) -> tuple[nn.Module, tensorstow.AdamW]:
+    """Place the tests' model as the settings say."""
+    model = model_of(torch.float32)
+    masters = Masters(model, dtype_of(settings))
+
+    def make(named: object, **placement: object) -> tensorstow.AdamW:
+        return tensorstow.AdamW(named, lr=1e-2, **placement_keywords(settings, placement))
+
+    mesh = init_device_mesh("cpu", (1,)) if dist.get_world_size() == 1 else None
+    model, optimizer = tensorstow.stow(model, make, plan=plan_of(settings), mesh=mesh)
+    masters.give(model, optimizer)
+    return model, optimizer
+
+
+def engine_of(settings: Settings, **more: object) -> DeepSpeedEngine:
+    """Return an engine over the tests' model."""
+    model, optimizer = placed(settings)
+    return DeepSpeedEngine(model, optimizer, settings, **more)
+
+
+def weights_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return whole weights."""
+    whole = partial(map, lambda p: p.full_tensor() if isinstance(p, DTensor) else p)
+    return [w.detach().clone() for w in whole(module.parameters())]
+
+
+def step(engine: DeepSpeedEngine, number: int, times: float = 1.0) -> None:
+    """Take one step through the engine; the loss is multiplied by ``times``."""
+    for micro in range(engine.gradient_accumulation_steps()):
+        loss = loss_of(engine, dist.get_rank(), number, micro)
+        engine.backward(loss * times)
+        engine.step()
+
+
+@contextmanager
+def closing(engine: DeepSpeedEngine) -> Iterator[DeepSpeedEngine]:
+    """End the engine's optimizer behind it."""
+    try:
+        yield engine
+    finally:
+        engine.optimizer.close()
+
+
+def driven(drive: Drive) -> list[torch.Tensor]:
+    """Train through the engine."""
+    with closing(engine_of(drive.settings(dist.get_world_size()))) as engine:
+        for number in range(STEPS):
+            step(engine, number)
+        assert engine.global_steps == STEPS
+        assert engine.micro_steps == STEPS * drive.accumulation
+        return weights_of(engine.module)
+
+
+def by_hand(drive: Drive) -> list[torch.Tensor]:
+    """Train as somebody does who has read no more than ``stow``."""
+    model, optimizer = placed(drive.settings(dist.get_world_size()))
+    for number in range(STEPS):
+        for micro in range(drive.accumulation):
+            loss = loss_of(model, dist.get_rank(), number, micro)
+            (loss / drive.accumulation).backward()
+        if drive.clip:
+            optimizer.clip_grad_norm_(drive.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = weights_of(model)
+    optimizer.close()
+    return weights
+
+
+def overflowing() -> tuple[list[bool], list[float], int]:
+    """Return whether weights changed with each step, the second of which overflows on one rank."""
+    world = dist.get_world_size()
+    scale = FixedScale()
+    engine = engine_of(Drive(Zero(stage=3)).settings(world), scale=scale)
+    changed = []
+    with closing(engine):
+        before = weights_of(engine.module)
+        for number, times in enumerate(
+            (1.0, torch.inf if dist.get_rank() == world - 1 else 1.0, 1.0)
+        ):
+            step(engine, number, times)
+            after = weights_of(engine.module)
+            changed.append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+            before = after
+    return changed, scale.told, engine.skipped_steps
+
+
+def scaled(drive: Drive) -> list[torch.Tensor]:
+    """Train through the engine with a loss scale that is a power of two."""
+    settings = drive.settings(dist.get_world_size())
+    with closing(engine_of(settings, scale=FixedScale())) as engine:
+        for number in range(STEPS):
+            step(engine, number)
+        return weights_of(engine.module)
