@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorstow.deepspeed.states import owned_names, put_states
 from tensorstow.engine.mesh import host_group
 from tensorstow.optim.shards import is_sharded, shard_of
 from tensorstow.optim.stowed import StowedAdam
@@ -36,13 +37,15 @@ class Masters:
 
     @torch.no_grad()
     def give(self, model: nn.Module, optimizer: StowedAdam) -> None:
-        """Let the masters of the placed ``model`` begin as the values, with the first step."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in model.named_parameters():
+        """Let the masters of the placed ``model`` begin as the values."""
+        named = dict(model.named_parameters())
+        begun = {}
+        for name in owned_names(model, optimizer):
             values = self._values.pop(name, None)
-            if values is not None and id(parameter) in own:
-                master = _rows_here(values, parameter)
-                optimizer.state[parameter] = {"step": as_step(0), "master": master}
+            if values is not None:
+                master = _rows_here(values, named[name]).clone()
+                begun[name] = {"step": as_step(0), "master": master}
+        put_states(model, optimizer, begun)
 
 
 def _has_more(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
@@ -52,12 +55,12 @@ def _has_more(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
 
 
 def _rows_here(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a copy of what this rank has of ``values``."""
+    """Return what this rank has of ``values``."""
     if not is_sharded(parameter):
-        return values.clone()
+        return values
     count = shard_of(parameter).shape[0]
     start = min(_rank_of(parameter) * -(-values.shape[0] // _ranks_of(parameter)), len(values))
-    return values[start : start + count].clone()
+    return values[start : start + count]
 
 
 def _ranks_of(parameter: "DTensor") -> int:
