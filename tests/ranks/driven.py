@@ -17,6 +17,7 @@ from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.masters import Masters
 from tensorstow.deepspeed.plans import dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.settings import Batch, Settings, Zero
+from tensorstow.deepspeed.states import states_of
 
 STEPS = 3
 
@@ -52,6 +53,14 @@ class FixedScale:
     def update(self, *, overflow: bool) -> None:
         """Note it."""
         self.told.append(overflow)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what ``load_state_dict`` takes."""
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on."""
+        self.scale = state["scale"]
 
 
 def placed(settings: Settings) -> tuple[nn.Module, tensorstow.AdamW]:
@@ -148,3 +157,40 @@ def scaled(drive: Drive) -> list[torch.Tensor]:
         for number in range(STEPS):
             step(engine, number)
         return weights_of(engine.module)
+
+
+def saving_half_way(drive: Drive, folder: str) -> list[torch.Tensor]:
+    """Save after one step and go on; return the weights of the end."""
+    with closing(engine_of(drive.settings(dist.get_world_size()))) as engine:
+        step(engine, 0)
+        engine.save_checkpoint(folder, client_state={"epoch": 7})
+        for number in range(1, STEPS):
+            step(engine, number)
+        return weights_of(engine.module)
+
+
+def going_on(drive: Drive, folder: str) -> list[torch.Tensor]:
+    """Load what was saved and go on; return the weights of the end."""
+    with closing(engine_of(drive.settings(dist.get_world_size()))) as engine:
+        found, state = engine.load_checkpoint(folder)
+        assert found is not None
+        assert found.endswith("global_step1")
+        assert state == {"epoch": 7}
+        assert (engine.global_steps, engine.micro_steps) == (1, drive.accumulation)
+        for number in range(1, STEPS):
+            step(engine, number)
+        return weights_of(engine.module)
+
+
+def loaded(drive: Drive, folder: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the weights that were saved, and the first moments, joined over ranks or not."""
+    with closing(engine_of(drive.settings(dist.get_world_size()))) as engine:
+        engine.load_checkpoint(folder)
+        states = states_of(engine.module, engine.optimizer)
+        moments = {name: shard_values(entry["master"]) for name, entry in states.items()}
+        return weights_of(engine.module), moments
+
+
+def shard_values(state: torch.Tensor) -> torch.Tensor:
+    """Return this rank's own."""
+    return state.to_local() if isinstance(state, DTensor) else state

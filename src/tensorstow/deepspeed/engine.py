@@ -1,7 +1,9 @@
 """What ``deepspeed.initialize`` returns first: a module that also steps its optimizer."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,12 +11,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed import saving
 from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.ranks import local_rank, rank_here
 from tensorstow.deepspeed.settings import Settings
+from tensorstow.deepspeed.states import forget_masters, watch_loads
 from tensorstow.deepspeed.updating import Scale, Updating
 from tensorstow.engine.mesh import device_here
+from tensorstow.optim.checkpoints.extras import take_apart
 from tensorstow.optim.stowed import StowedAdam
+
+_COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 class DeepSpeedEngine(nn.Module):
@@ -48,6 +55,7 @@ class DeepSpeedEngine(nn.Module):
         self.scale = scale
         self._updating = Updating(optimizer, settings.gradient_clipping, scale)
         self._boundary: bool | None = None
+        watch_loads(module, optimizer)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature
         """Return an attribute of the module that the engine has not."""
@@ -126,6 +134,92 @@ class DeepSpeedEngine(nn.Module):
         finally:
             if sharded is not None:
                 sharded.set_requires_gradient_sync(True)
+
+    # --- checkpoints ---
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,  # noqa: FBT001, FBT002  # upstream's
+    ) -> bool:
+        """Write weights, states and counts to ``save_dir/tag``; every rank is to call it.
+
+        ``tag``: None is "global_step<n>". ``client_state``: numbers, text, lists, tuples, dicts and
+        tensors that ``load_checkpoint`` gives back; TypeError for anything else.
+        """
+        client_state = client_state or {}
+        take_apart(client_state, "client_state")
+        kept = {name: getattr(self, name) for name in _COUNTS}
+        kept["client_state"] = client_state
+        kept["scale"] = None if self.scale is None else self.scale.state_dict()
+        kept["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        folder = Path(save_dir) / str(f"global_step{self.global_steps}" if tag is None else tag)
+        folder.mkdir(parents=True, exist_ok=True)
+        saving.save(folder, self.module, self.optimizer, kept, latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,  # noqa: FBT001, FBT002  # upstream's
+        load_optimizer_states: bool = True,  # noqa: FBT001, FBT002
+        load_lr_scheduler_states: bool = True,  # noqa: FBT001, FBT002
+        load_module_only: bool = False,  # noqa: FBT001, FBT002
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what ``save_checkpoint`` wrote, on as many ranks or others.
+
+        Returns the folder and the client's state; (None, None) where nothing was saved. ``tag``:
+        None is the newest.
+        """
+        tag = saving.newest(Path(load_dir)) if tag is None else str(tag)
+        if tag is None:
+            return None, None
+        folder = Path(load_dir) / tag
+        kept = saving.kept_of(folder)
+        saving.load_module(folder, self.module, strict=load_module_strict)
+        forget_masters(self.optimizer)
+        if load_module_only:
+            return str(folder), kept["client_state"]
+        if load_optimizer_states:
+            saving.load_states(folder, kept, self.module, self.optimizer)
+            if self.scale is not None and kept["scale"] is not None:
+                self.scale.load_state_dict(kept["scale"])
+        if load_lr_scheduler_states and self.lr_scheduler is not None and kept["scheduler"]:
+            self.lr_scheduler.load_state_dict(kept["scheduler"])
+        for name in _COUNTS:
+            setattr(self, name, kept[name])
+        return str(folder), kept["client_state"]
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the module's ``state_dict``: of each sharded parameter a DTensor."""
+        return self.module.state_dict()
+
+    def load_module_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        strict: bool = True,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Load what ``module_state_dict`` returned."""
+        self.module.load_state_dict(state_dict, strict)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
+    ) -> bool:
+        """Write whole weights, in their dtype, to one file that torch loads; every rank calls it.
+
+        One weight at a time is gathered; the first rank holds all of them in host memory.
+        """
+        whole = saving.whole_weights(self.module, frozen=not exclude_frozen_parameters)
+        if self.global_rank == 0:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(whole, Path(save_dir) / save_filename)
+        return True
 
     # --- what it was told, and how it went ---
 

@@ -1,6 +1,8 @@
 """Optimizer states by the model's names, as tensors of this rank's elements."""
 
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,3 +32,22 @@ def put_states(
     named = dict(model.named_parameters())
     for name, entry in states.items():
         optimizer.state[named[name]] = dict(entry)
+
+
+def forget_masters(optimizer: StowedAdam) -> None:
+    """Let masters that no step has begun be the weights, which somebody has just loaded."""
+    for parameter in [p for p, entry in optimizer.state.items() if not entry.get("step")]:
+        del optimizer.state[parameter]
+
+
+def watch_loads(module: nn.Module, optimizer: StowedAdam) -> None:
+    """Forget such masters with each ``load_state_dict`` of the module."""
+    known = weakref.ref(optimizer)
+
+    def loaded(*_: object) -> None:
+        alive = known()
+        if alive is not None:
+            forget_masters(alive)
+
+    register: Any = module.register_load_state_dict_post_hook
+    register(loaded)

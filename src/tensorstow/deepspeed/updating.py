@@ -2,7 +2,7 @@
 
 import logging
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,12 @@ class Scale(Protocol):
 
     def update(self, *, overflow: bool) -> None:
         """Learn how the last update went."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``load_state_dict`` takes."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was saved."""
 
 
 class Updating:

@@ -1,0 +1,238 @@
+"""Checkpoints of an engine: sharded tensors by name, which any number of ranks can load.
+
+[Note: Checkpoints] A folder per tag holds what ``torch.distributed.checkpoint`` writes (every rank
+its own elements, no rank the whole) and ``engine.pt``, the little that is the same on every rank.
+Names are the model's: ``module.<name>`` and ``optimizer.<name>.<state>``. The file ``latest`` is
+replaced when all of that is there, so it never names half a checkpoint.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.deepspeed.states import owned_names, put_states, states_of
+from tensorstow.engine.mesh import host_group
+from tensorstow.optim.shards import is_sharded, shard_of
+from tensorstow.optim.stowed import StowedAdam
+
+LATEST = "latest"
+_KEPT = "engine.pt"
+_MODULE, _OPTIMIZER = "module.", "optimizer."
+Tensors = dict[str, torch.Tensor]
+
+
+def save(
+    folder: Path, module: nn.Module, optimizer: StowedAdam, kept: Mapping[str, Any], *, latest: bool
+) -> None:
+    """Write a checkpoint to ``folder``; ``kept``: what is the same on every rank. Collective.
+
+    A rank holds a copy of its weights meanwhile; states on disk come through a file that is mapped.
+    """
+    states = states_of(module, optimizer)
+    tensors = _values_of(module)
+    named = dict(module.named_parameters())
+    for name, entry in states.items():
+        for state, values in entry.items():
+            if state != "step":
+                tensors[f"{_OPTIMIZER}{name}.{state}"] = _spread(values, named[name])
+    groups = [dict(g) for g in optimizer.param_groups]
+    names = iter(owned_names(module, optimizer))
+    for group in groups:
+        group["params"] = [next(names) for _ in group["params"]]
+    steps = {name: float(entry["step"]) for name, entry in states.items() if "step" in entry}
+    with _quietly():
+        dcp_save(tensors, checkpoint_id=folder, process_group=host_group())
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save({**kept, "groups": groups, "steps": steps}, folder / _KEPT)
+        if latest:
+            _replace(folder.parent / LATEST, folder.name)
+    if dist.is_initialized():
+        dist.barrier(host_group())
+
+
+def newest(directory: Path) -> str | None:
+    """Return the tag in ``latest``; None where nothing was saved."""
+    file = directory / LATEST
+    return file.read_text().strip() if file.is_file() else None
+
+
+def kept_of(folder: Path) -> dict[str, Any]:
+    """Return what is the same on every rank; raises StoreFormatError where there is nothing."""
+    file = folder / _KEPT
+    if not file.is_file():
+        message = (
+            f"{folder} has no {_KEPT}: it is no checkpoint of this engine's. Name a directory that"
+            " save_checkpoint() was given, and a tag in it; checkpoints of upstream DeepSpeed are"
+            " read after zero_to_fp32.py has made a state_dict of them."
+        )
+        raise StoreFormatError(message)
+    found: dict[str, Any] = torch.load(file, weights_only=True)
+    return found
+
+
+def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
+    """Give the module the values in ``folder``; collective.
+
+    ``strict``: raise OptionError where the module has other names than the checkpoint.
+    """
+    there = {n.removeprefix(_MODULE) for n in _names_in(folder) if n.startswith(_MODULE)}
+    tensors = _room_for(module)
+    if strict and there != tensors.keys():
+        missing, more = sorted(tensors.keys() - there), sorted(there - tensors.keys())
+        message = (
+            f"{folder} is of another model: it lacks {missing} and has {more} beside. Load it with"
+            " load_module_strict=False to take what both have."
+        )
+        raise OptionError(message)
+    taken = {name: values for name, values in tensors.items() if name in there}
+    _read(folder, {f"{_MODULE}{name}": values for name, values in taken.items()})
+    targets: Mapping[str, torch.Tensor] = {**dict(module.named_buffers()), **_parameters(module)}
+    with torch.no_grad():
+        for name, values in taken.items():
+            _local(targets[name]).copy_(_local(values))
+
+
+def load_states(
+    folder: Path, kept: Mapping[str, Any], module: nn.Module, optimizer: StowedAdam
+) -> None:
+    """Give the optimizer the states and hyper-parameters of a checkpoint; collective.
+
+    Raises OptionError where its groups have other parameters.
+    """
+    names = iter(owned_names(module, optimizer))
+    here = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+    if here != [group["params"] for group in kept["groups"]]:
+        message = (
+            f"{folder} has groups of {[len(g['params']) for g in kept['groups']]} parameters and"
+            f" the optimizer of {list(map(len, here))}, or their names differ: make the groups as"
+            " they were, or load with load_optimizer_states=False."
+        )
+        raise OptionError(message)
+    named = _parameters(module)
+    room: Tensors = {}
+    for key in _names_in(folder):
+        name = key.removeprefix(_OPTIMIZER).rpartition(".")[0]
+        if key.startswith(_OPTIMIZER) and name in named:
+            shard = shard_of(named[name])
+            room[key] = _spread(torch.empty(shard.shape, device="cpu"), named[name])
+    _read(folder, room)
+    states: dict[str, Tensors] = {
+        name: {"step": torch.tensor(step)} for name, step in kept["steps"].items()
+    }
+    for key, values in room.items():
+        name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
+        states[name][state] = _local(values)
+    put_states(module, optimizer, states)
+    for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
+        group.update({k: v for k, v in saved.items() if k not in {"params", "param_names"}})
+
+
+def whole_weights(module: nn.Module, *, frozen: bool) -> Tensors:
+    """Return the whole values of parameters and buffers, on the CPU of the first rank; collective.
+
+    ``frozen``: those of frozen parameters too.
+    """
+    left_out = {} if frozen else {n for n, p in module.named_parameters() if not p.requires_grad}
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    whole: Tensors = {}
+    for name, values in module.state_dict().items():
+        if name not in left_out:
+            gathered = values.full_tensor() if isinstance(values, DTensor) else values
+            if first:
+                whole[name] = gathered.detach().cpu()
+    return whole
+
+
+def _values_of(module: nn.Module) -> Tensors:
+    """Return every rank's own elements of parameters and buffers, as a checkpoint names them."""
+    named = _parameters(module)
+    tensors: Tensors = {}
+    for name, values in module.state_dict().items():
+        if name in named:
+            own = values.to_local() if is_sharded(values) else values
+            tensors[_MODULE + name] = _spread(own.detach().clone().cpu(), named[name])
+        elif name not in dict(module.named_parameters(remove_duplicate=False)):
+            tensors[_MODULE + name] = values
+    return tensors
+
+
+def _room_for(module: nn.Module) -> Tensors:
+    """Return empty tensors for what a checkpoint has of ``module``."""
+    return {
+        name.removeprefix(_MODULE): torch.empty_like(values)
+        for name, values in _values_of(module).items()
+    }
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _spread(own: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return the tensor, sharded as ``parameter`` is, of which this rank has ``own``."""
+    if not isinstance(parameter, DTensor) or isinstance(own, DTensor):
+        return own
+    return DTensor.from_local(
+        own,
+        _on_host(parameter.device_mesh),
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _on_host(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the same ranks for tensors in host memory."""
+    return mesh if mesh.device_type == "cpu" else _host_mesh(tuple(mesh.shape))
+
+
+@cache
+def _host_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+def _names_in(folder: Path) -> list[str]:
+    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def _read(folder: Path, room: Tensors) -> None:
+    if room:
+        with _quietly():
+            dcp_load(room, checkpoint_id=folder, process_group=host_group())
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let torch not warn that a process alone is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*uninitialized, assuming the intent.*")
+        yield
+
+
+def _replace(file: Path, text: str) -> None:
+    beside = file.with_name(f".{file.name}.new")
+    with beside.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    beside.replace(file)

@@ -1,0 +1,51 @@
+"""Checkpoints: bits after a resume, other numbers of ranks, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranks.driven import Drive, going_on, loaded, saving_half_way
+from ranks.pool import Ranks
+from tensorstow.base.errors import StoreFormatError
+from tensorstow.deepspeed.saving import kept_of, newest
+from tensorstow.deepspeed.settings import OffloadOptimizer, OffloadParam, Zero
+
+DRIVES = [
+    Drive(Zero(2, OffloadOptimizer("cpu")), accumulation=2),
+    Drive(Zero(3, OffloadOptimizer("nvme"), OffloadParam("cpu")), bf16=True),
+    Drive(Zero(3, OffloadOptimizer("nvme"), OffloadParam("nvme")), bf16=True),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("drive", DRIVES, ids=str)
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(
+    ranks: "Ranks", tmp_path: Path, drive: Drive, world: int
+) -> None:
+    want = ranks(world).run(saving_half_way, drive, str(tmp_path))
+    got = ranks(world).run(going_on, drive, str(tmp_path))
+    assert newest(tmp_path) == "global_step1"
+    for a, b in zip(got, want, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("drive", DRIVES[1:], ids=str)
+def test_another_number_of_ranks_loads_it(
+    ranks: "Ranks", tmp_path: Path, drive: Drive, saved_by: int, loaded_by: int
+) -> None:
+    ranks(saved_by).run(saving_half_way, drive, str(tmp_path))
+    want = ranks(saved_by).run(loaded, drive, str(tmp_path))
+    got = ranks(loaded_by).run(loaded, drive, str(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(got[0][0], want[0][0], strict=True))
+    for name in want[0][1]:
+        masters = [torch.cat([own[name] for _, own in each]) for each in (got, want)]
+        assert torch.equal(*masters), name
+    assert ranks(loaded_by).run(going_on, drive, str(tmp_path))
+
+
+def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    with pytest.raises(StoreFormatError, match=r"no checkpoint of this engine's"):
+        kept_of(tmp_path)
