@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import tensorstow
 from ranks.stowed import loss_of, model_of
+from tensorstow.deepspeed import utils, zero
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.masters import Masters
 from tensorstow.deepspeed.plans import dtype_of, placement_keywords, plan_of
@@ -50,9 +51,9 @@ class FixedScale:
     scale: float = 1024.0
     told: list[bool] = field(default_factory=list)
 
-    def update(self, *, overflow: bool) -> None:
+    def update(self, *, overflowed: bool) -> None:
         """Note it."""
-        self.told.append(overflow)
+        self.told.append(overflowed)
 
     def state_dict(self) -> dict[str, object]:
         """Return what ``load_state_dict`` takes."""
@@ -194,3 +195,51 @@ def loaded(drive: Drive, folder: str) -> tuple[list[torch.Tensor], dict[str, tor
 def shard_values(state: torch.Tensor) -> torch.Tensor:
     """Return this rank's own."""
     return state.to_local() if isinstance(state, DTensor) else state
+
+
+def read_and_set(drive: Drive) -> None:
+    """Read whole values through deepspeed.utils, set others, and read them again."""
+    with closing(engine_of(drive.settings(dist.get_world_size()))) as engine:
+        weight = next(engine.parameters())
+        given = next(model_of(torch.float32).parameters()).detach()
+        assert torch.equal(utils.safe_get_full_fp32_param(weight), given)
+        assert utils.safe_get_full_grad(weight) is None
+        engine.backward(loss_of(engine, dist.get_rank(), 0, 0))
+        gradient = utils.safe_get_full_grad(weight)
+        assert gradient.shape == weight.shape
+        engine.step()
+        moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+        assert torch.allclose(moment, 0.1 * gradient, rtol=1e-5)
+        master = utils.safe_get_full_fp32_param(weight)
+        assert not torch.equal(master, given)
+        assert torch.equal(master.to(weight.dtype), weights_of(engine.module)[0])
+        new = torch.arange(weight.numel()).view(weight.shape) / 7.0
+        utils.safe_set_full_fp32_param(weight, new)
+        utils.safe_set_full_optimizer_state(weight, torch.zeros_like(new), "exp_avg")
+        utils.safe_set_full_optimizer_state(weight, torch.ones_like(new), "exp_avg_sq")
+        for _ in range(2):
+            assert torch.equal(utils.safe_get_full_fp32_param(weight), new)
+            engine.optimizer.param_groups[0]["lr"] = 0.0
+            step(engine, 1)
+        assert torch.equal(weights_of(engine.module)[0], new.to(weight.dtype))
+        second = utils.safe_get_full_optimizer_state(weight, "exp_avg_sq")
+        assert (second > 0.99).all()
+
+
+def gathered(drive: Drive) -> list[list[torch.Tensor]]:
+    """Change a weight inside of GatheredParameters on the last rank; return all weights."""
+    world = dist.get_world_size()
+    with closing(engine_of(drive.settings(world))) as engine:
+        before = weights_of(engine.module)
+        with zero.GatheredParameters(engine.parameters()):
+            inside = [p.detach().clone() for p in engine.parameters()]
+            engine.module.embedding.weight.data.zero_()
+        assert all(
+            torch.equal(a, b) for a, b in zip(before, weights_of(engine.module), strict=True)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(before, inside, strict=True))
+        with zero.GatheredParameters([engine.module.blocks[1].up.weight], modifier_rank=world - 1):
+            if dist.get_rank() == world - 1:
+                nn.init.constant_(engine.module.blocks[1].up.weight, 3.0)
+        step(engine, 0)
+        return [before, weights_of(engine.module)]

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import saving
+from tensorstow.deepspeed.placed import Placed, note
 from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.ranks import local_rank, rank_here
 from tensorstow.deepspeed.settings import Settings
@@ -55,6 +56,7 @@ class DeepSpeedEngine(nn.Module):
         self.scale = scale
         self._updating = Updating(optimizer, settings.gradient_clipping, scale)
         self._boundary: bool | None = None
+        self._placed = note(Placed(module, optimizer))
         watch_loads(module, optimizer)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature

@@ -1,19 +1,14 @@
 """The fp32 values of a model that is cast to 16 bits: where its masters begin."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tensorstow.deepspeed.spread import rows_of
 from tensorstow.deepspeed.states import owned_names, put_states
 from tensorstow.engine.mesh import host_group
-from tensorstow.optim.shards import is_sharded, shard_of
 from tensorstow.optim.stowed import StowedAdam
 from tensorstow.optim.updates import as_step
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 class Masters:
@@ -43,7 +38,7 @@ class Masters:
         for name in owned_names(model, optimizer):
             values = self._values.pop(name, None)
             if values is not None:
-                master = _rows_here(values, named[name]).clone()
+                master = rows_of(values, named[name]).clone()
                 begun[name] = {"step": as_step(0), "master": master}
         put_states(model, optimizer, begun)
 
@@ -52,20 +47,3 @@ def _has_more(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
     """Return whether a cast to ``dtype`` loses what a master would keep."""
     there = parameter.requires_grad and not parameter.is_meta
     return there and parameter.dtype == torch.float32 and dtype != torch.float32
-
-
-def _rows_here(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return what this rank has of ``values``."""
-    if not is_sharded(parameter):
-        return values
-    count = shard_of(parameter).shape[0]
-    start = min(_rank_of(parameter) * -(-values.shape[0] // _ranks_of(parameter)), len(values))
-    return values[start : start + count]
-
-
-def _ranks_of(parameter: "DTensor") -> int:
-    return parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
-
-
-def _rank_of(parameter: "DTensor") -> int:
-    return parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)

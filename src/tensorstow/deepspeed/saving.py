@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.deepspeed.spread import at_rest, own_of, spread
 from tensorstow.deepspeed.states import owned_names, put_states, states_of
 from tensorstow.engine.mesh import host_group
 from tensorstow.optim.shards import is_sharded, shard_of
@@ -42,13 +41,12 @@ def save(
 
     A rank holds a copy of its weights meanwhile; states on disk come through a file that is mapped.
     """
+    tensors, named = _values_of(module), _parameters(module)
     states = states_of(module, optimizer)
-    tensors = _values_of(module)
-    named = dict(module.named_parameters())
     for name, entry in states.items():
         for state, values in entry.items():
             if state != "step":
-                tensors[f"{_OPTIMIZER}{name}.{state}"] = _spread(values, named[name])
+                tensors[f"{_OPTIMIZER}{name}.{state}"] = spread(values, named[name])
     groups = [dict(g) for g in optimizer.param_groups]
     names = iter(owned_names(module, optimizer))
     for group in groups:
@@ -103,7 +101,7 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
     targets: Mapping[str, torch.Tensor] = {**dict(module.named_buffers()), **_parameters(module)}
     with torch.no_grad():
         for name, values in taken.items():
-            _local(targets[name]).copy_(_local(values))
+            own_of(targets[name]).copy_(own_of(values))
 
 
 def load_states(
@@ -128,14 +126,14 @@ def load_states(
         name = key.removeprefix(_OPTIMIZER).rpartition(".")[0]
         if key.startswith(_OPTIMIZER) and name in named:
             shard = shard_of(named[name])
-            room[key] = _spread(torch.empty(shard.shape, device="cpu"), named[name])
+            room[key] = spread(torch.empty(shard.shape, device="cpu"), named[name])
     _read(folder, room)
     states: dict[str, Tensors] = {
         name: {"step": torch.tensor(step)} for name, step in kept["steps"].items()
     }
     for key, values in room.items():
         name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
-        states[name][state] = _local(values)
+        states[name][state] = own_of(values)
     put_states(module, optimizer, states)
     for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k not in {"params", "param_names"}})
@@ -164,7 +162,7 @@ def _values_of(module: nn.Module) -> Tensors:
     for name, values in module.state_dict().items():
         if name in named:
             own = values.to_local() if is_sharded(values) else values
-            tensors[_MODULE + name] = _spread(own.detach().clone().cpu(), named[name])
+            tensors[_MODULE + name] = spread(own.detach().clone().cpu(), named[name])
         elif name not in dict(module.named_parameters(remove_duplicate=False)):
             tensors[_MODULE + name] = values
     return tensors
@@ -179,36 +177,7 @@ def _room_for(module: nn.Module) -> Tensors:
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters())
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _spread(own: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return the tensor, sharded as ``parameter`` is, of which this rank has ``own``."""
-    if not isinstance(parameter, DTensor) or isinstance(own, DTensor):
-        return own
-    return DTensor.from_local(
-        own,
-        _on_host(parameter.device_mesh),
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def _on_host(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the same ranks for tensors in host memory."""
-    return mesh if mesh.device_type == "cpu" else _host_mesh(tuple(mesh.shape))
-
-
-@cache
-def _host_mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+    return dict(at_rest(module).named_parameters())
 
 
 def _names_in(folder: Path) -> list[str]:

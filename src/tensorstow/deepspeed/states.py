@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorstow.deepspeed.spread import at_rest
 from tensorstow.optim.stowed import StowedAdam
 
 States = dict[str, dict[str, torch.Tensor]]
@@ -14,7 +15,7 @@ States = dict[str, dict[str, torch.Tensor]]
 
 def owned_names(model: nn.Module, optimizer: StowedAdam) -> list[str]:
     """Return the name of each of the optimizer's parameters, in its order."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in at_rest(model).named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -29,7 +30,7 @@ def put_states(
     model: nn.Module, optimizer: StowedAdam, states: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
     """Let the states of these parameters be those given, which the next step takes over."""
-    named = dict(model.named_parameters())
+    named = dict(at_rest(model).named_parameters())
     for name, entry in states.items():
         optimizer.state[named[name]] = dict(entry)
 

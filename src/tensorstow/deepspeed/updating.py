@@ -18,7 +18,7 @@ class Scale(Protocol):
     def scale(self) -> float:
         """Return the factor."""
 
-    def update(self, *, overflow: bool) -> None:
+    def update(self, *, overflowed: bool) -> None:
         """Learn how the last update went."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Updating:
         self._step(factor, overflow=overflow)
         self._optimizer.zero_grad()
         if self._scale is not None:
-            self._scale.update(overflow=overflow)
+            self._scale.update(overflowed=overflow)
         if overflow:
             logger.warning("A step was skipped: the norm of its gradients is %s", norm.item())
         return not overflow

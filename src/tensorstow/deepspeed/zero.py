@@ -1,0 +1,109 @@
+"""``deepspeed.zero``: models that are made without memory, and whole values of sharded ones."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.placed import holders_of
+from tensorstow.deepspeed.spread import put_whole, whole_of
+from tensorstow.optim.shards import shard_of
+
+__all__ = ["GatheredParameters", "Init"]
+
+
+class Init:
+    """``with Init():`` modules made inside take no memory until ``initialize`` places them.
+
+    They are on the meta device; ``initialize`` gives one block at a time memory and its first
+    values, by each module's ``reset_parameters``, so what a constructor writes into its parameters
+    besides is not kept: load such values behind it. Everything but ``enabled`` is accepted and
+    means nothing here.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        enabled: bool = True,  # noqa: FBT001, FBT002  # upstream's
+        **_: object,
+    ) -> None:
+        """Refuse ``module``, which has memory already and needs no context."""
+        if module is not None:
+            message = (
+                "zero.Init(module=...) was given a module that is made already: initialize() places"
+                " it as it is. Leave Init out, or make the module inside of it."
+            )
+            raise OptionError(message)
+        self._device = torch.device("meta") if enabled else None
+
+    def __enter__(self) -> Self:
+        """Begin making modules without memory."""
+        if self._device is not None:
+            self._device.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Make modules as before."""
+        if self._device is not None:
+            self._device.__exit__(kind, error, trace)
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802  # upstream's name
+    params: torch.nn.Parameter | Iterable[torch.nn.Parameter],
+    modifier_rank: int | None = None,
+    fwd_module: torch.nn.Module | None = None,
+    enabled: bool = True,  # noqa: FBT001, FBT002
+) -> Iterator[list[torch.nn.Parameter]]:
+    """Let modules of an engine have whole ``params`` inside; yield these. Collective.
+
+    With ``modifier_rank`` what that rank has made of them is everybody's behind it; without, what
+    is changed inside is dropped. ``layer.weight`` is another tensor inside than outside: a variable
+    that was set to it before is still the sharded one, and OptionError is raised behind the context
+    where that one was written.
+    """
+    del fwd_module
+    given = [params] if isinstance(params, torch.nn.Parameter) else list(params)
+    if not enabled:
+        yield given
+        return
+    whole = [torch.nn.Parameter(whole_of(p), p.requires_grad) for p in given]
+    versions = [shard_of(p)._version for p in given]  # noqa: SLF001
+    with ExitStack() as exchanged:
+        for parameter, values in zip(given, whole, strict=True):
+            exchanged.enter_context(_exchanged(parameter, values))
+        yield whole
+    if modifier_rank is None:
+        return
+    if versions != [shard_of(p)._version for p in given]:  # noqa: SLF001
+        message = (
+            "A sharded parameter was written inside GatheredParameters(modifier_rank=...), of which"
+            " this rank has a part: write what the context yields, or the module's attribute."
+        )
+        raise OptionError(message)
+    for parameter, values in zip(given, whole, strict=True):
+        if dist.is_initialized():
+            dist.broadcast(values.detach(), modifier_rank)
+        put_whole(parameter, values.detach())
+
+
+@contextmanager
+def _exchanged(parameter: torch.nn.Parameter, values: torch.nn.Parameter) -> Iterator[None]:
+    """Put ``values`` wherever a placed model has ``parameter``, and back."""
+    places = list(holders_of(parameter))
+    for module, name in places:
+        module._parameters[name] = values  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for module, name in places:
+            module._parameters[name] = parameter  # noqa: SLF001
