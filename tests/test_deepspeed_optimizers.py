@@ -8,6 +8,7 @@ from torch import nn
 
 import tensorstow
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from tensorstow.deepspeed.optimizers import maker_of, of_named
 from tensorstow.deepspeed.settings import Named
 
@@ -42,7 +43,6 @@ def test_a_type_is_read_as_deepspeed_does(named: Named, kind: type, decay: float
     [
         (Named("Lion"), "StowedOptimizer"),
         (Named("AdamW", {"learning_rate": 1.0}), "learning_rate was given"),
-        (Named("AdamW", {"bias_correction": False}), "bias_correction=false"),
     ],
 )
 def test_what_is_not_here_is_refused_by_name(named: Named, match: str) -> None:
@@ -79,15 +79,30 @@ def test_an_optimizer_of_torch_s_is_taken_over(kind: str) -> None:
     assert (group["lr"], group["eps"], group["param_names"]) == (0.3, 1e-5, ["bias"])
 
 
+def test_moments_may_be_left_uncorrected() -> None:
+    (group,) = made(layer(), of_named(Named("Adam", {"bias_correction": False}))).param_groups
+    assert group["bias_correction"] is False
+
+
+def test_an_optimizer_of_ours_is_made_anew() -> None:
+    model = layer()
+    old = DeepSpeedCPUAdam(model.parameters(), lr=0.3, bias_correction=False, adamw_mode=False)
+    new = made(model, maker_of(None, old, model))
+    assert type(new) is tensorstow.Adam
+    (group,) = new.param_groups
+    assert (group["lr"], group["bias_correction"]) == (0.3, False)
+
+
 def test_functions_of_both_kinds_are_called() -> None:
     model = layer()
     for function in (
         partial(tensorstow.AdamW, lr=0.3),
         partial(torch.optim.AdamW, lr=0.3),
+        partial(FusedAdam, lr=0.3),
         lambda parameters: torch.optim.AdamW(parameters, lr=0.3),
     ):
         new = made(model, maker_of(None, function, model, model.parameters()))
-        assert type(new) is tensorstow.AdamW
+        assert new.param_groups[0]["decoupled_weight_decay"]
         assert new.param_groups[0]["lr"] == 0.3
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.ops.adam import correct
 from tensorstow.deepspeed.settings import Named
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.stowed import StowedAdam
@@ -16,7 +17,14 @@ from tensorstow.optim.stowed import StowedAdam
 Make = Callable[..., StowedAdam]
 Groups = list[dict[str, Any]]
 _TAKEN = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-_MADE_TAKEN = (*_TAKEN, "maximize", "initial_lr")
+_MADE_TAKEN = (
+    *_TAKEN,
+    "maximize",
+    "initial_lr",
+    "bias_correction",
+    "decoupled_weight_decay",
+)
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OF_IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states")
 
 
@@ -28,8 +36,8 @@ def maker_of(
 ) -> Make:
     """Return what makes the optimizer over a placed model's named parameters.
 
-    ``optimizer``: one already made by torch's Adam or AdamW, whose class and groups are taken; a
-    class of tensorstow's, or a function that takes ``(named, **placement)``; a function of
+    ``optimizer``: an Adam or AdamW already made, whose class and groups are taken; a class of
+    tensorstow's, or a function that takes ``(named, **placement)``; a function of
     ``model_parameters`` that returns one of torch's; None: ``named``, of the JSON. Raises
     OptionError for any other, by name.
     """
@@ -69,18 +77,27 @@ def of_named(named: Named) -> Make:
         known = ", ".join((*_TAKEN, *_OF_IMPLEMENTATIONS))
         message = f'{", ".join(unknown)} was given to "{named.type}", which takes {known}.'
         raise OptionError(message)
-    if not params.get("bias_correction", True):
-        message = (
-            "bias_correction=false was given: Adam is corrected here, as torch's is. Leave it out,"
-            " or use tensorstow.colossalai.CPUAdam, which has the switch."
-        )
-        raise OptionError(message)
     decoupled = kind == "adamw" or bool(params.get("adam_w_mode", True))
     keywords = {name: params[name] for name in _TAKEN if name in params}
     if "betas" in keywords:
         keywords["betas"] = tuple(keywords["betas"])
     keywords.setdefault("weight_decay", 0.01 if decoupled and params.get("torch_adam") else 0.0)
-    return partial(AdamW if decoupled else Adam, **keywords)
+    keywords["decoupled_weight_decay"] = decoupled
+    return partial(_made_of_named, keywords, bool(params.get("bias_correction", True)))
+
+
+def _made_of_named(
+    keywords: Mapping[str, Any],
+    corrected: bool,  # noqa: FBT001  # bound by partial
+    params: Any,  # noqa: ANN401
+    **placement: Any,  # noqa: ANN401
+) -> StowedAdam:
+    """Make AdamW or Adam; ``corrected``: moments are corrected for their start."""
+    plain = dict(keywords)
+    kind = AdamW if plain.pop("decoupled_weight_decay") else Adam
+    made = kind(params, **plain, **placement)
+    correct(made, bias_correction=corrected)
+    return made
 
 
 def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
@@ -114,14 +131,13 @@ def _over(make: Make, groups: Groups) -> Make:
 
 
 def _like_made(optimizer: object, model: nn.Module) -> Make:
-    """Return what makes an optimizer like one of torch's, which has not taken a step."""
-    kinds: dict[type, type[Adam | AdamW]] = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}
-    kind = kinds.get(type(optimizer))
-    if kind is None or not isinstance(optimizer, torch.optim.Optimizer):
+    """Return what makes an optimizer like one of torch's or ours, which has not taken a step."""
+    known = isinstance(optimizer, StowedAdam) or type(optimizer) in _OF_TORCH
+    if not known or not isinstance(optimizer, torch.optim.Optimizer):
         message = (
-            f"optimizer={type(optimizer).__name__} was given: torch.optim.Adam and AdamW are taken"
-            " over, and tensorstow.AdamW is made by initialize: give the class itself, or"
-            " functools.partial(tensorstow.AdamW, lr=...)."
+            f"optimizer={type(optimizer).__name__} was given: Adam and AdamW, torch's and"
+            " tensorstow's, are taken over, and what a function returns of them. Use one of these,"
+            " or step any other by tensorstow.StowedOptimizer, without deepspeed.initialize."
         )
         raise OptionError(message)
     if optimizer.state:
@@ -134,8 +150,11 @@ def _like_made(optimizer: object, model: nn.Module) -> Make:
         {"params": g["params"], **{name: g[name] for name in _MADE_TAKEN if name in g}}
         for g in optimizer.param_groups
     ]
-    decoupled = {bool(g.get("decoupled_weight_decay")) for g in optimizer.param_groups}
-    return _over(AdamW if decoupled == {True} else kind, names_of(model, kept))
+    groups = names_of(model, kept)
+    if isinstance(optimizer, StowedAdam):
+        optimizer.close()  # its place is given to the one over the placed model
+    decoupled = all(g["decoupled_weight_decay"] for g in groups)
+    return _over(AdamW if decoupled else Adam, groups)
 
 
 def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:

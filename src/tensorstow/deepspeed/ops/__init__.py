@@ -1,0 +1,5 @@
+"""``deepspeed.ops``: optimizers by upstream's names."""
+
+from tensorstow.deepspeed.ops import adam
+
+__all__ = ["adam"]
