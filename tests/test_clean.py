@@ -39,3 +39,18 @@ def test_a_live_run_is_refused(store: Path, capsys: pytest.CaptureFixture[str]) 
         assert main(["clean", "--yes", str(store)]) == 2
     assert "End that first" in capsys.readouterr().err
     assert (store / "states-0.bin").exists()
+
+
+def test_a_run_of_ranks_goes_as_a_whole_or_not_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [tmp_path / f"rank-{rank}-of-2" for rank in range(2)]
+    for directory in ranks:
+        directory.mkdir()
+        Store.open([directory], open_engine()).close()
+    with Store.open([ranks[1]], open_engine()):
+        assert main(["clean", "--yes", str(tmp_path)]) == 2
+    assert (ranks[0] / "manifest.sqlite").exists()
+    assert main(["clean", "--yes", str(tmp_path)]) == 0
+    assert [list(directory.iterdir()) for directory in ranks] == [[], []]
+    assert "rank-1-of-2" in capsys.readouterr().out

@@ -53,3 +53,17 @@ def test_an_empty_store_and_a_missing_file(
 def test_no_store_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path)]) == 2
     assert "there is no manifest.sqlite" in capsys.readouterr().err
+
+
+def test_the_ranks_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, step in ((0, 5), (1, 6)):
+        directory = tmp_path / f"rank-{rank}-of-2"
+        directory.mkdir()
+        with Store.open([directory], open_engine()) as opened:
+            opened.commit(make_content(opened, step))
+    assert main(["inspect", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.index("rank-0-of-2") < said.index("rank-1-of-2")
+    assert main(["inspect", "--json", str(tmp_path)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [rank["generations"][0]["step"] for rank in facts] == [5, 6]

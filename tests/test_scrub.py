@@ -64,3 +64,19 @@ def test_a_live_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_nothing_is_made(tmp_path: Path) -> None:
     assert main(["scrub", str(tmp_path)]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_all_ranks_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}-of-2").mkdir()
+    record = make_store(tmp_path / "rank-0-of-2")
+    make_store(tmp_path / "rank-1-of-2")
+    assert main(["scrub", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("all as written") == 2
+    flip(tmp_path / "rank-0-of-2" / "states-0.bin", record.extent.offset)
+    assert main(["scrub", str(tmp_path)]) == 1
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert "rank-0-of-2" in first
+    assert "1 damaged" in first
+    assert "rank-1-of-2" in second
+    assert "all as written" in second

@@ -1,9 +1,11 @@
 """`tensorstow clean`: remove a dead run's store, and nothing that is not its own."""
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
 from tensorstow.base.sizes import format_bytes
+from tensorstow.store.by_rank import stores_in
 from tensorstow.store.cleaning import Cleaning, hold_dead_run, remove
 
 
@@ -15,11 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    with hold_dead_run(given.directory) as cleaning:
-        if given.yes:
+    with ExitStack() as locks:  # all of them first: a run of which one rank lives is not dead
+        found = [locks.enter_context(hold_dead_run(d)) for d in stores_in(given.directory)]
+        for cleaning in found if given.yes else ():
             remove(cleaning)
-    for line in _lines(cleaning, "removed" if given.yes else "would remove"):
-        print(line)
+    for cleaning in found:
+        for line in _lines(cleaning, "removed" if given.yes else "would remove"):
+            print(line)
     if not given.yes:
         print("nothing was touched: add --yes to remove it")
     return 0

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tensorstow.base.sizes import format_bytes
+from tensorstow.store.by_rank import stores_in
 from tensorstow.store.survey import FileFacts, Survey, survey
 
 _LABEL_COLUMNS = 13
@@ -19,16 +20,22 @@ _LABEL_COLUMNS = 13
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead, or a list for ranks"
+    )
 
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    found = survey(given.directory)
+    directories = stores_in(given.directory)
+    found = [survey(directory) for directory in directories]
     if given.json:
-        print(json.dumps(asdict(found), indent=2, default=str))
-    else:
-        _print(found)
+        facts = [asdict(each) for each in found]
+        several = directories != [given.directory]
+        print(json.dumps(facts if several else facts[0], indent=2, default=str))
+        return 0
+    for each in found:
+        _print(each)
     return 0
 
 

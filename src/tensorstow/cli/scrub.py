@@ -10,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from tensorstow.base.errors import LockedError
 from tensorstow.base.sizes import format_bytes
 from tensorstow.io.engine import open_engine
+from tensorstow.store.by_rank import stores_in
 from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
 from tensorstow.store.survey import survey
@@ -29,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 where something is damaged."""
-    found = survey(given.directory)  # a store that is not there is not to be made
+    found = stores_in(given.directory)
+    return max([_scrub(directory, given.generation) for directory in found])
+
+
+def _scrub(directory: Path, generation: str | None) -> int:
+    found = survey(directory)  # a store that is not there is not to be made
     if found.holder is not None:
         message = (
             f"A scrub of {found.directory} was asked for but the store is held by {found.holder}:"
@@ -37,7 +43,7 @@ def run(given: argparse.Namespace) -> int:
         )
         raise LockedError(message)
     with Store.open([file.path.parent for file in found.files], open_engine()) as store:
-        return _report(store, _chosen(store, given.generation))
+        return _report(store, _chosen(store, generation))
 
 
 def _chosen(store: Store, wanted: str | None) -> list[int] | None:
@@ -62,5 +68,7 @@ def _report(store: Store, numbers: list[int] | None) -> int:
                 damages += 1
                 console.print(str(damage), highlight=False, markup=False, soft_wrap=True)
     verdict = f"{damages} damaged" if damages else "all as written"
-    console.print(f"{format_bytes(done)} read back: {verdict}", highlight=False)
+    place = store.directories[0]
+    said = f"{place}: {format_bytes(done)} read back: {verdict}"
+    console.print(said, highlight=False, markup=False, soft_wrap=True)
     return DAMAGED if damages else 0

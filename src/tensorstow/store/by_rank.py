@@ -1,0 +1,52 @@
+"""Where the stores of a run of several ranks are: side by side in the directory that users name."""
+
+import re
+from pathlib import Path
+
+from tensorstow.base.errors import OptionError
+from tensorstow.store.manifest import MANIFEST_NAME
+
+_NAME = re.compile(r"rank-(\d+)-of-(\d+)")
+
+
+def directory_of(base: Path, rank: int, world: int) -> Path:
+    """Return where ``rank`` has its store: a process alone has it in ``base`` itself."""
+    return base if world == 1 else base / f"rank-{rank}-of-{world}"
+
+
+def stores_in(base: Path) -> list[Path]:
+    """Return the directories of the stores of the run in ``base``, by rank.
+
+    ``base`` itself where it is a store, or where there is none at all.
+    """
+    ranks = [path for _, _, path in _ranks_in(base)]
+    return ranks if ranks and not _has_store(base) else [base]
+
+
+def refuse_other_worlds(base: Path, world: int) -> None:
+    """Raise OptionError where ``base`` holds a run of another number of ranks."""
+    others = {count for count, _, _ in _ranks_in(base)} | ({1} if _has_store(base) else set())
+    others.discard(world)
+    if others:
+        message = (
+            f"{base} was named for a run of {_ranks(world)}, and it holds one of"
+            f" {' and one of '.join(map(_ranks, sorted(others)))}: each rank has its own shards in"
+            " its own store. Start as many as before; or, to go on with another number, resume"
+            " there, save by torch.distributed.checkpoint, and load that into a run in another"
+            " directory (docs/guides/durable-runs.md). `tensorstow clean` removes a dead run."
+        )
+        raise OptionError(message)
+
+
+def _ranks(world: int) -> str:
+    return "1 rank" if world == 1 else f"{world} ranks"
+
+
+def _has_store(directory: Path) -> bool:
+    return (directory / MANIFEST_NAME).exists()
+
+
+def _ranks_in(base: Path) -> list[tuple[int, int, Path]]:
+    """Return number of ranks, rank and directory of each store of a rank, in that order."""
+    found = [(match, path) for path in base.glob("rank-*") if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(m[2]), int(m[1]), path) for m, path in found if _has_store(path))

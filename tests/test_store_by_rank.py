@@ -1,0 +1,43 @@
+"""Where ranks have their stores, and which run is in a directory."""
+
+from pathlib import Path
+
+import pytest
+
+from tensorstow.base.errors import OptionError
+from tensorstow.io.engine import open_engine
+from tensorstow.store.by_rank import directory_of, refuse_other_worlds, stores_in
+from tensorstow.store.store import Store
+
+
+def make(base: Path, rank: int, world: int) -> Path:
+    directory = directory_of(base, rank, world)
+    directory.mkdir(exist_ok=True)
+    Store.open([directory], open_engine()).close()
+    return directory
+
+
+def test_a_process_alone_has_the_directory_itself(tmp_path: Path) -> None:
+    assert directory_of(tmp_path, 0, 1) == tmp_path
+    assert directory_of(tmp_path, 3, 16) == tmp_path / "rank-3-of-16"
+
+
+def test_stores_come_by_rank(tmp_path: Path) -> None:
+    assert stores_in(tmp_path) == [tmp_path]
+    (tmp_path / "rank-1-of-12").mkdir()  # without a store
+    (tmp_path / "rank-x-of-12").mkdir()
+    made = [make(tmp_path, rank, 12) for rank in (2, 11, 9)]
+    assert stores_in(tmp_path) == [made[0], made[2], made[1]]
+    make(tmp_path, 0, 1)
+    assert stores_in(tmp_path) == [tmp_path]
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (4, 2)])
+def test_another_number_of_ranks_is_refused(tmp_path: Path, before: int, now: int) -> None:
+    refuse_other_worlds(tmp_path / "new", now)
+    refuse_other_worlds(tmp_path, now)
+    make(tmp_path, 0, before)
+    refuse_other_worlds(tmp_path, before)
+    told = rf"run of {now} rank.* holds one of {before} rank.*torch.distributed.checkpoint"
+    with pytest.raises(OptionError, match=told):
+        refuse_other_worlds(tmp_path, now)
