@@ -17,6 +17,7 @@ BUILTINS = {
     "BackendError": OSError,
     "ForkError": RuntimeError,
     "PoisonedError": RuntimeError,
+    "RankError": RuntimeError,
     "LockedError": OSError,
     "StoreFormatError": ValueError,
     "CommitError": OSError,

@@ -63,15 +63,15 @@ class Machine(RuleBasedStateMachine):
             del self.held[record.extent]
             self.store.release(record.extent)
 
-    @rule(records=st.lists(chunks, max_size=2), keep=st.integers(0, 1))
-    def commit(self, records: list[ChunkRecord], keep: int) -> None:
+    @rule(records=st.lists(chunks, max_size=2), data=st.data())
+    def commit(self, records: list[ChunkRecord], data: st.DataObject) -> None:
         usable = {r.chunk: r for r in records if self.is_there(r)}
         layout = layout_of(1)
         layout["chunks"] += layout_of(1, SMALL)["chunks"]
         content = Content(self.seed, layout, None, None, list(usable.values()))
+        keep = data.draw(st.sampled_from([None, *sorted(self.kept)]))
         number = self.store.commit(content, keep=keep).number
-        unpinned = [n for n in sorted(self.kept) if n not in self.names.values()]
-        for old in unpinned[: len(unpinned) - keep]:
+        for old in [n for n in self.kept if n not in {keep, *self.names.values()}]:
             del self.kept[old]
         self.kept[number] = tuple(content.chunks)
 

@@ -155,12 +155,25 @@ def test_going_back_keeps_the_newer_until_the_next_commit(store: Store) -> None:
 
 def test_ranks_that_must_agree_keep_one_more(store: Store) -> None:
     commit(store, 1)
-    for step in (2, 3):
-        store.commit(make_content(store, step), keep=1)
-    assert [s.number for s in store.generations()] == [2, 3]
-    assert store.generation(2) is not None
+    store.commit(make_content(store, 2), keep=1)
+    store.commit(make_content(store, 3), keep=1)  # after going back: what lies between goes
+    assert [s.number for s in store.generations()] == [1, 3]
+    assert store.generation(1) is not None
     store.drop_older()
     assert [s.number for s in store.generations()] == [3]
+
+
+def test_ranks_discard_what_others_have_not(store: Store) -> None:
+    content = commit(store, 1)
+    store.pin("kept", 1)
+    commit(store, 2)
+    store.discard(2)
+    store.discard(1)  # pinned
+    with pytest.raises(OptionError, match=r"generation 2 .*not there"):
+        store.discard(2)
+    assert [s.number for s in store.generations()] == [1]
+    store = reopen(store)
+    assert used_bytes(store) == sum(e.nbytes for e in content.extents())
 
 
 def test_what_was_never_committed_is_free_after_reopening(store: Store) -> None:

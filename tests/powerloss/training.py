@@ -77,7 +77,7 @@ def record_training(
     """Train to each of ``stops`` in a process of its own, as it were; return the disk's log."""
     commit = Store.commit
 
-    def promising(store: Store, content: Content, *, keep: int = 0) -> Generation:
+    def promising(store: Store, content: Content, *, keep: int | None = None) -> Generation:
         generation = commit(store, content, keep=keep)
         disk.events.append(Promised(content.step))
         return generation

@@ -11,6 +11,7 @@
     ├── BackendError (OSError)       no way of doing I/O works here
     ├── ForkError (RuntimeError)     an object used in a process that inherited it by fork
     ├── PoisonedError (RuntimeError) an object used after a failure that left it half done
+    ├── RankError (RuntimeError)     other ranks failed, stayed away or did something else
     └── StoreError                   the root of what a store refuses:
         ├── LockedError (OSError)        a store that another process or object holds
         ├── StoreFormatError (ValueError) files that are no store, another run's, or too new
@@ -88,6 +89,10 @@ class ForkError(StowError, RuntimeError):
 
 class PoisonedError(StowError, RuntimeError):
     """An object was used after a failure that left its contents half updated."""
+
+
+class RankError(StowError, RuntimeError):
+    """Other ranks of the run failed, stayed away, or did something else at this point."""
 
 
 class StoreError(StowError):

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,12 +17,13 @@ from torch.optim.optimizer import ParamsT
 import tensorstow._native as _native
 from tensorstow.base.errors import OptionError, PoisonedError, StowError
 from tensorstow.optim import options
-from tensorstow.optim.checkpoints import export
+from tensorstow.optim.checkpoints import agreement, export
 from tensorstow.optim.checkpoints.commits import Commits, space_of
 from tensorstow.optim.checkpoints.gathering import gather, is_elsewhere, placed
 from tensorstow.optim.checkpoints.resuming import resume
 from tensorstow.optim.landed import WAYS_OUT
 from tensorstow.optim.members import Member, Members
+from tensorstow.optim.ranks import Ranks
 from tensorstow.optim.run import Run
 from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.forward import ForwardWaits
@@ -41,7 +43,7 @@ from tensorstow.optim.updates import (
     name_of,
     step_of,
 )
-from tensorstow.store.records import Summary
+from tensorstow.store.records import Generation, Summary
 
 logger = logging.getLogger("tensorstow")
 
@@ -89,8 +91,12 @@ class StowedAdam(Optimizer):
             if method is not None:
                 method(parameter)
 
-        self._members = Members(stowage, landed)
-        self._commits = Commits(run.commit_every, module=run.module, extra=run.extra)
+        self._ranks = Ranks.of(self._parameters(), stowage)
+        with self._ranks.telling("the making of the optimizer"):
+            self._members = Members(self._ranks.own(stowage), landed)
+        self._commits = Commits(
+            run.commit_every, module=run.module, extra=run.extra, ranks=self._ranks
+        )
         self._schedule, self._waits = self._make_schedule(stowage, run)
         if stowage.overlap == "backward":
             options.refuse_ranks(run.module, self._parameters())
@@ -335,17 +341,10 @@ class StowedAdam(Optimizer):
         kept = self._kept()
         space = space_of(kept, "resume()")
         self._settle_or_give_up()
-        generation = space.store.generation(which)
+        generation = agreement.choose(space.store, which, self._ranks)
         if generation is None:
             return None
-        before, module = kept.store, self._commits.module
-        try:
-            self.extra = resume(generation, kept, self.param_groups, self.state, module)
-        finally:
-            if kept.store is not before:
-                self._schedule.give_up()
-        self._commits.resumed(generation, kept)
-        self.zero_grad()
+        self._ranks.together("resume()", partial(self._go_on_from, generation))
         return generation.step
 
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:
@@ -373,17 +372,20 @@ class StowedAdam(Optimizer):
         self._refuse_strange_run()
         if extra is not None or self._commits.committed != self._commits.step:
             self.commit(extra)
-        space.store.pin(name, self._commits.generation)
+        agreement.pin(space.store, name, self._commits.generation, self._ranks)
 
     def snapshots(self) -> Sequence[Summary]:
-        """Return what is kept under a name, oldest first."""
-        return space_of(self._kept(), "snapshots()").store.snapshots()
+        """Return what is kept under a name (by all ranks), oldest first."""
+        space = space_of(self._kept(), "snapshots()")
+        if not self._ranks.alone:
+            self._commits.join(self._kept())  # one meeting at a time
+        return agreement.snapshots(space.store, self._ranks)
 
     def drop(self, name: str) -> None:
         """Keep a snapshot no longer."""
         space = space_of(self._kept(), "drop()")
         self._commits.join(self._kept())
-        space.store.unpin(name)
+        agreement.unpin(space.store, name, self._ranks)
 
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Write all states and hyper-parameters to one file, durably and in bounded memory.
@@ -449,12 +451,24 @@ class StowedAdam(Optimizer):
 
     # --- inside ---
 
+    def _go_on_from(self, generation: Generation) -> None:
+        kept, module = self._kept(), self._commits.module
+        before = kept.store
+        try:
+            self.extra = resume(generation, kept, self.param_groups, self.state, module)
+        finally:
+            if kept.store is not before:
+                self._schedule.give_up()
+        self._commits.resumed(generation, kept)
+        self.zero_grad()
+
     def _finish(self) -> None:
         try:
             self._schedule.finish(self._kept())
             self._commits.join(self._kept())
         finally:
             self._commits.close()
+            self._ranks.close()
             if self._waits is not None:
                 self._waits.close()
             self._kept().close()

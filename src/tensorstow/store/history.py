@@ -20,10 +20,9 @@ def find(kept: Sequence[Summary], which: str | int) -> Summary:
     raise OptionError(message)
 
 
-def replaced(kept: Sequence[Summary], keep: int) -> list[int]:
-    """Return the generations that no snapshot pins, but for the newest ``keep`` of them."""
-    unpinned = [summary.number for summary in kept if not summary.names]
-    return unpinned[: max(0, len(unpinned) - keep)]
+def replaced(kept: Sequence[Summary], keep: int | None = None) -> list[int]:
+    """Return the generations that no snapshot pins, but for the one with number ``keep``."""
+    return [s.number for s in kept if not s.names and s.number != keep]
 
 
 def nameable(kept: Sequence[Summary], name: str, number: int | None) -> Summary:

@@ -103,12 +103,13 @@ class Store:
         self._check()
         self._space.release([extent])
 
-    def commit(self, content: Content, *, keep: int = 0) -> Generation:
+    def commit(self, content: Content, *, keep: int | None = None) -> Generation:
         """Make ``content``, all of which has been written, the newest generation, durably.
 
-        Older generations that no snapshot pins are dropped, but for the newest ``keep`` of them:
-        ranks that must agree keep one until all have committed, and then call `drop_older`. Raises
-        CommitError where nothing happened, SyncError where the disk cannot be trusted any more.
+        Older generations that no snapshot pins are dropped, but for the one with number ``keep``:
+        ranks that must agree keep what they go on from until all have committed, and then call
+        `drop_older`. Raises CommitError where nothing happened, SyncError where the disk cannot be
+        trusted any more.
         """
         self._check_sound()
         extents = content.extents()
@@ -119,11 +120,18 @@ class Store:
         finally:
             self._space.release(extents)
 
-    def drop_older(self, *, keep: int = 0) -> None:
-        """Drop unpinned generations but the newest one and ``keep`` before it."""
+    def drop_older(self) -> None:
+        """Drop unpinned generations but the newest one."""
         self._check_sound()
         with self._commits:
-            gone = replaced(self._manifest.summaries()[:-1], keep)
+            gone = replaced(self._manifest.summaries()[:-1])
+            self._change(lambda: self._manifest.drop(gone), gone)
+
+    def discard(self, number: int) -> None:
+        """Drop a generation that no snapshot pins, the newest one too: other ranks have it not."""
+        self._check_sound()
+        with self._commits:
+            gone = replaced([find(self._manifest.summaries(), number)])
             self._change(lambda: self._manifest.drop(gone), gone)
 
     def generation(self, which: str | int | None = None) -> Generation | None:
@@ -206,7 +214,7 @@ class Store:
         """Close."""
         self.close()
 
-    def _commit(self, content: Content, extents: Sequence[Extent], keep: int) -> Generation:
+    def _commit(self, content: Content, extents: Sequence[Extent], keep: int | None) -> Generation:
         self._check_sound()  # again: another thread's commit may have failed meanwhile
         gone = replaced(self._manifest.summaries(), keep)
         self._sync_files()

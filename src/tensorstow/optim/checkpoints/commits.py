@@ -19,9 +19,12 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.base.errors import ForkError, OptionError
+from tensorstow.optim.checkpoints.agreement import COMMIT, FIRST
 from tensorstow.optim.checkpoints.extras import take_apart
 from tensorstow.optim.members import Member, Members
+from tensorstow.optim.ranks import Ranks
 from tensorstow.optim.run import Extra, Interval
+from tensorstow.optim.shards import shard_of
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import parts_of
 from tensorstow.optim.states.pipeline import NOWHERE, Place, StepKind, StepRow
@@ -47,9 +50,14 @@ class Commits:
         *,
         module: torch.nn.Module | None,
         extra: Callable[[], Extra] | None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Take names and buffers from ``module``, and from ``extra`` what the caller keeps."""
+        """Take names and buffers from ``module``, and from ``extra`` what the caller keeps.
+
+        ``ranks``: those that make each commit together.
+        """
         self.every = every
+        self.ranks = ranks or Ranks()
         self.module = module
         self.extra_now = extra
         self.step = 0
@@ -71,8 +79,13 @@ class Commits:
         if self.every.steps is not None:
             return (self.step + 1) % self.every.steps == 0
         if self.every.seconds is not None:
-            return time.monotonic() - self._last >= self.every.seconds
+            return self.ranks.decide(self.step + 1, self._is_time)
         return False
+
+    def _is_time(self) -> bool:
+        return self.every.seconds is not None and (
+            time.monotonic() - self._last >= self.every.seconds
+        )
 
     def join(self, kept: Members) -> None:
         """Wait until the commit under way, if any, is durable; raise what failed in it."""
@@ -111,6 +124,25 @@ class Commits:
 
         ``extra`` None: what the caller's function returns now.
         """
+        what = f"the commit of step {self.step}"
+        with self.ranks.telling(what):
+            finish = self._gather(kept, groups, states, extra)
+
+        def finish_together() -> Generation:
+            generation = self.ranks.together(what, finish)
+            if not self.ranks.alone:
+                space_of(kept).store.drop_older()
+            return generation
+
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensorstow-commit")
+        self._pending = self._executor.submit(finish_together)
+        self._last = time.monotonic()
+
+    def _gather(
+        self, kept: Members, groups: Groups, states: States, extra: Extra | None
+    ) -> Callable[[], Generation]:
+        """Write what is small, and return what makes a generation of it and of the states."""
         space = space_of(kept)
         given: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
         if not isinstance(given, Mapping):
@@ -125,29 +157,28 @@ class Commits:
             *self._write_all("hyper", numbers, space),
             *self._write_module(kept, space),
         ]
+        hyper |= {COMMIT: self.ranks.next_id(), FIRST: self.committed is None}
         layout = layout_of(kept, names_of(groups, self.module))
-        step = self.step
+        step, before = self.step, None if self.ranks.alone else self.generation
 
         def finish() -> Generation:
             with kept.store.pipeline.lock:
                 kept.store.pipeline.wait_written()
                 chunks = [_record(chunk, kept.store, space) for chunk in kept.store.chunks]
             content = Content(step, layout, hyper, plain, chunks, records)
-            return space.store.commit(content)
+            return space.store.commit(content, keep=before)
 
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensorstow-commit")
-        self._pending = self._executor.submit(finish)
-        self._last = time.monotonic()
+        return finish
 
     def capture(self, kept: Members) -> None:
         """Write to disk what it has not got of the states and weights of now."""
-        kept.refresh()
-        self.prepare(kept)
-        rows = [StepRow(weight=member.weight.data_ptr()) for member in kept.all()]
-        none = np.zeros((0, 9), dtype=np.float32)
-        with kept.held():
-            kept.store.pipeline.step(rows, none, StepKind(capture=True))
+        with self.ranks.telling(f"the commit of step {self.step}"):
+            kept.refresh()
+            self.prepare(kept)
+            rows = [StepRow(weight=member.weight.data_ptr()) for member in kept.all()]
+            none = np.zeros((0, 9), dtype=np.float32)
+            with kept.held():
+                kept.store.pipeline.step(rows, none, StepKind(capture=True))
 
     def resumed(self, generation: Generation, kept: Members) -> None:
         """Go on behind a generation that was just loaded."""
@@ -218,7 +249,7 @@ class Commits:
                 continue
             key = ("module", name)
             # Both: batch_norm writes its statistics without telling the version counter.
-            held = tensor.detach().cpu().contiguous()
+            held = shard_of(tensor).detach().cpu().contiguous()
             nbytes = held.numel() * held.element_size()
             mark = (tensor._version, _native.checksum(held.data_ptr(), nbytes))  # noqa: SLF001
             before = self._kept.get(key)

@@ -284,7 +284,8 @@ def _load_module(
     members = {id(m.owner) for m in kept.all()}
     for name, tensor in module_tensors(module):
         if id(tensor) not in members and name in records:
-            tensor.copy_(space.store.read_tensor(records[name]).view(tensor.shape))
+            shard = shard_of(tensor)
+            shard.copy_(space.store.read_tensor(records[name]).view(shard.shape))
 
 
 def _put_back(

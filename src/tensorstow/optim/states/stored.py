@@ -27,7 +27,7 @@ class StoredSpace:
             )
             raise OptionError(message)
         for directory in directories:
-            _make(directory)
+            make_directory(directory)
         direct = all(accepts_direct(d) for d in directories)
         self.engine: _native.Engine | None = open_engine(
             policy.backend if direct else "threads", depth=policy.depth
@@ -96,7 +96,7 @@ class StoredSpace:
         return place
 
 
-def _make(directory: Path) -> None:
+def make_directory(directory: Path) -> None:
     """Make the directory of a new run. Not its parents: those are more likely mistyped."""
     try:
         directory.mkdir(exist_ok=True)

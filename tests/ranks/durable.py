@@ -1,0 +1,195 @@
+"""A run of several ranks with a directory: what tests of commits call in each of them."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import tensorstow
+from tensorstow.base.errors import CommitError, RankError
+from tensorstow.optim.checkpoints.commits import Commits
+from tensorstow.store.records import Content, Generation
+from tensorstow.store.store import Store
+
+WIDTH = 12
+SMALL = tensorstow.PipelinePolicy(chunk_elements=1024, backend="threads", depth=4)
+
+
+def make_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Return the model, sharded: odd sizes, a buffer, a frozen parameter."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 67), nn.BatchNorm1d(67), nn.Tanh(), nn.Linear(67, 5), nn.Linear(5, 1)
+    ).to(dtype)
+    model[3].bias.requires_grad_(requires_grad=False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+class Life:
+    """A process's part of the run."""
+
+    def __init__(self, directory: Path | None, **given: object) -> None:
+        dtype = given.pop("dtype", torch.bfloat16)
+        assert isinstance(dtype, torch.dtype)
+        self.model = make_model(dtype)
+        stowed = {} if directory is None else {"states": "disk", "dir": directory}
+        options: dict[str, Any] = {"lr": 1e-2, "module": self.model, "policy": SMALL}
+        self.optimizer = tensorstow.AdamW(self.model.parameters(), **{**options, **stowed, **given})
+        self.step = 0
+
+    def resume(self, which: str | int | None = None) -> int | None:
+        """Go on where all ranks can."""
+        found = self.optimizer.resume(which)
+        self.step = found or 0
+        return found
+
+    def train(self, until: int) -> None:
+        """Take steps."""
+        while self.step < until:
+            generator = torch.Generator().manual_seed(1000 * dist.get_rank() + self.step)
+            batch = torch.randn(4, WIDTH, generator=generator).to(next(self.model.parameters()))
+            self.model(batch).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+
+    def facts(self) -> dict[str, str]:
+        """Return what this rank has of the run, by its bits."""
+        self.optimizer.wait()
+        saved = self.optimizer.state_dict()
+        found = dict(self.model.state_dict())
+        for number, entry in saved["state"].items():
+            found |= {f"{number}.{name}": value for name, value in entry.items()}
+        return {name: digest(value) for name, value in found.items()}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return what stands for a tensor's bits."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    raw = local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{local.dtype} {tuple(local.shape)} {hashlib.sha256(raw).hexdigest()}"
+
+
+def undisturbed(steps: int, **given: object) -> dict[str, str]:
+    """Train in RAM."""
+    life = Life(None, **given)
+    life.train(steps)
+    return life.facts()
+
+
+def in_two_lives(
+    directory: Path, first: int, then: int, **given: object
+) -> tuple[int | None, dict[str, str]]:
+    """Train, end in the middle of it, go on; return where, and what it came to."""
+    life = Life(directory, **given)
+    assert life.resume() is None
+    life.train(first)
+    life.optimizer.close()
+    life = Life(directory, **given)
+    found = life.resume()
+    life.train(then)
+    facts = life.facts()
+    life.optimizer.close()
+    return found, facts
+
+
+def steps_committed(directory: Path, steps: int) -> list[int]:
+    """Return the steps that this rank committed, where each rank's clock says something else."""
+    committed = []
+    commit = Store.commit
+
+    def noting(store: Store, content: Content, *, keep: int | None = None) -> Generation:
+        committed.append(content.step)
+        return commit(store, content, keep=keep)
+
+    clock = random.Random(dist.get_rank())  # noqa: S311
+    life = Life(directory, commit_every="10min")
+    with (
+        patched(Store, "commit", noting),
+        patched(Commits, "_is_time", lambda _: clock.random() < 0.4),
+    ):
+        life.train(steps)
+        life.optimizer.close()
+    return committed
+
+
+def with_a_failing_rank(directory: Path, where: str, steps: int) -> tuple[str, str, int | None]:
+    """Train until rank 1 cannot commit step 4; return what is raised, and where all go on."""
+    life = Life(directory, commit_every=2, extra=dict)
+    life.train(2)
+
+    def full(*_: object, **__: object) -> None:
+        message = "no room"
+        raise CommitError(message)
+
+    owner: Any = {"commit": Store, "write_tensor": Store, "extra_now": life.optimizer._commits}
+    owner = owner[where]
+    # Both fail by the store of rank 1; the other one's commit is durable on its own.
+    try:
+        with patched(owner, where, full if dist.get_rank() == 1 else getattr(owner, where)):
+            life.train(4)
+            life.optimizer.synchronize()
+    except (CommitError, RankError) as error:
+        raised = error
+    names = (type(raised).__name__, str(raised))
+    life.optimizer.zero_grad()
+    dist.barrier()
+    found = life.resume()
+    life.train(steps)
+    facts = life.facts()
+    assert facts == undisturbed(steps), "not the run that nothing happened to"
+    life.optimizer.close()
+    return (*names, found)
+
+
+def with_snapshots(directory: Path) -> list[Any]:
+    """Keep two steps, go back to the first."""
+    life = Life(directory, commit_every=None)
+    life.train(2)
+    life.optimizer.snapshot("two")
+    wanted = life.facts()
+    life.train(4)
+    life.optimizer.snapshot("four")
+    names = [summary.names for summary in life.optimizer.snapshots()]
+    life.train(5)
+    back = life.resume("two")
+    same = life.facts() == wanted
+    life.optimizer.drop("four")
+    left = [summary.names for summary in life.optimizer.snapshots()]
+    life.optimizer.close()
+    return [names, back, same, left]
+
+
+def refused(directory: Path, act: str) -> str:
+    """Return what a rank is told."""
+    try:
+        life = Life(directory)
+        getattr(life.optimizer, act)(directory / "states")
+    except tensorstow.StowError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@contextmanager
+def patched(owner: object, name: str, value: object) -> Iterator[None]:
+    """Exchange an attribute for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

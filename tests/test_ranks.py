@@ -1,0 +1,85 @@
+"""Runs of several ranks: a store for each, and commits that all of them have."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranks.durable import (
+    in_two_lives,
+    refused,
+    steps_committed,
+    undisturbed,
+    with_a_failing_rank,
+    with_snapshots,
+)
+from ranks.pool import Ranks
+from tensorstow import AdamW
+from tensorstow.base.errors import OptionError
+
+Pools = Callable[[int], Ranks]
+RESUMED: list[dict[str, Any]] = [
+    {"commit_every": 2},
+    {"commit_every": 1, "overlap": "forward"},
+    {"commit_every": 2, "overlap": "backward"},
+    {"commit_every": 2, "dtype": torch.float32, "ram_budget": "1100KiB"},
+]
+
+
+def task_in_two_lives(directory: Path, given: dict[str, Any]) -> tuple[int | None, dict[str, str]]:
+    return in_two_lives(directory, 5, 8, **given)
+
+
+def task_undisturbed(given: dict[str, Any]) -> dict[str, str]:
+    return undisturbed(8, **given)
+
+
+@pytest.mark.parametrize("given", RESUMED, ids=str)
+def test_a_run_goes_on_where_all_ranks_can(
+    tmp_path: Path, ranks: Pools, given: dict[str, Any]
+) -> None:
+    alike = {key: value for key, value in given.items() if key == "dtype"}
+    wanted = ranks(2).run(task_undisturbed, alike)
+    found = ranks(2).run(task_in_two_lives, tmp_path / "run", given)
+    assert [step for step, _ in found] == [5 // given["commit_every"] * given["commit_every"]] * 2
+    assert [facts for _, facts in found] == wanted
+    inside = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert inside == ["rank-0-of-2", "rank-1-of-2"]
+
+
+def test_one_rank_keeps_the_directory_itself(tmp_path: Path, ranks: Pools) -> None:
+    ((step, _),) = ranks(1).run(task_in_two_lives, tmp_path / "run", {"commit_every": 2})
+    assert step == 4
+    assert (tmp_path / "run" / "manifest.sqlite").exists()
+
+
+def test_rank_0_decides_by_its_clock(tmp_path: Path, ranks: Pools) -> None:
+    first, second = ranks(2).run(steps_committed, tmp_path / "run", 30)
+    dice = random.Random(0)  # noqa: S311
+    assert first == second == [step for step in range(1, 31) if dice.random() < 0.4]
+
+
+@pytest.mark.parametrize("where", ["commit", "write_tensor", "extra_now"])
+def test_a_rank_that_cannot_commit_fails_all(tmp_path: Path, ranks: Pools, where: str) -> None:
+    first, second = ranks(2).run(with_a_failing_rank, tmp_path / "run", where, 6)
+    assert first[0] == "RankError"
+    assert "Rank 1 failed at the commit of step 4: CommitError: no room" in first[1]
+    assert second[:2] == ("CommitError", "no room")
+    assert (first[2], second[2]) == (2, 2)
+
+
+def test_snapshots_are_of_all_ranks(tmp_path: Path, ranks: Pools) -> None:
+    for found in ranks(2).run(with_snapshots, tmp_path / "run"):
+        assert found == [[("two",), ("four",)], 2, True, [("two",)]]
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path, ranks: Pools) -> None:
+    ranks(2).run(task_in_two_lives, tmp_path / "run", {"commit_every": 2})
+    for told in ranks(1).run(refused, tmp_path / "run", "commit"):
+        assert told.startswith("OptionError:")
+        assert "run of 1 rank, and it holds one of 2 ranks" in told
+    with pytest.raises(OptionError, match="holds one of 2 ranks"):
+        AdamW([torch.nn.Parameter(torch.ones(3))], states="disk", dir=tmp_path / "run")
