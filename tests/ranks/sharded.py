@@ -24,12 +24,31 @@ class Training:
     overlap: str = "none"
     clip: float | None = None
     micro_batches: int = 1
+    poison: bool = False
+    """Weights are NaN until they are published."""
+    listed: bool = False
+    """Layers are sharded as one group instead of one by one."""
+    looked_at: bool = False
+    """Forward runs without backward before the first step, which leaves the root gathered."""
+
+
+class Scale(nn.Module):
+    """A block that no group of its own is made of: it is gathered with the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2.0, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale."""
+        return x * self.scale
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:
     """Return the model, the same at each call: odd sizes, so that shards are uneven."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 5), nn.Linear(5, 1)).to(dtype)
+    layers = [nn.Linear(WIDTH, 7), Scale(), nn.Tanh(), nn.Linear(7, 5), nn.Linear(5, 1)]
+    return nn.Sequential(*layers).to(dtype)
 
 
 def batch_of(rank: int, step: int, micro: int, dtype: torch.dtype) -> torch.Tensor:
@@ -42,10 +61,10 @@ def sharded(training: Training) -> list[torch.Tensor]:
     """Train under FSDP2 with tensorstow's AdamW over its DTensors; return whole weights."""
     model = model_of(training.dtype)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    for unit in [layers] if training.listed else layers:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # what is in no layer is gathered with the root
     steps = training.micro_batches if training.overlap == "backward" else 1
     optimizer = tensorstow.AdamW(
         model.parameters(),
@@ -54,7 +73,11 @@ def sharded(training: Training) -> list[torch.Tensor]:
         overlap=training.overlap,
         module=model,
         accumulation_steps=steps,
+        policy=tensorstow.PipelinePolicy(poison=training.poison),
     )
+    with torch.no_grad():
+        for _ in range(2 if training.looked_at else 0):
+            model(batch_of(0, 0, 0, training.dtype))
     for step in range(STEPS):
         for micro in range(training.micro_batches):
             model(batch_of(dist.get_rank(), step, micro, training.dtype)).square().mean().backward()
@@ -62,6 +85,7 @@ def sharded(training: Training) -> list[torch.Tensor]:
             optimizer.clip_grad_norm_(training.clip)
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.wait()
     weights = [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
     optimizer.close()
     return [w.detach() for w in weights]

@@ -5,6 +5,9 @@ it runs, for every parameter in it, whichever of its modules reads them. A modul
 blocks waits for its parameters too, but for those in blocks that were seen to run on their own: so
 the root waits for the rest, as does a submodule that is called directly. Until a block has been
 seen, its parameters are the root's: somebody may read them past the block.
+
+[Note: Gathered] FSDP2 reads the parameters of a group when the first of the group's modules runs,
+so each of these waits for all of them, whichever block they are in.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -116,7 +119,10 @@ class ForwardWaits:
             if id(module) not in self._inside:
                 own = {id(p) for p in self._outside_of_seen(module)}
                 needed = {i: None for i in needed if i in own}
-            found = self._sets[id(module)] = frozenset(needed)
+            needed |= {id(p): None for p in _gathered_with(module, self._root)}
+            found = frozenset(needed)
+            if found <= self._known:  # others may stand for them now: FSDP2's gathered ones
+                self._sets[id(module)] = found
         return found
 
     def _outside_of_seen(self, module: nn.Module) -> Iterator[torch.Tensor]:
@@ -125,6 +131,30 @@ class ForwardWaits:
         yield from module.parameters(recurse=False)
         for child in module.children():
             yield from self._outside_of_seen(child)
+
+
+def _gathered_with(module: nn.Module, root: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters that FSDP2 gathers when ``module`` runs ([Note: Gathered])."""
+    state = _fsdp_state(module)
+    if state is None:
+        return
+    for other in root.modules():
+        if _fsdp_state(other) is state:
+            yield from _outside_of_groups(other)
+
+
+def _outside_of_groups(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters in ``module`` but for those in groups within."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if _fsdp_state(child) is None:
+            yield from _outside_of_groups(child)
+
+
+def _fsdp_state(module: nn.Module) -> object:
+    """Return what the modules of one group of FSDP2 have in common; None outside of groups."""
+    state: Any = getattr(module, "_get_fsdp_state", None)
+    return None if state is None else state()
 
 
 def _inert() -> ForwardWaits:
