@@ -42,7 +42,12 @@ MOMENTS: dict[str, tuple[Any, str, str]] = {
 
 def arm(moment: str, count: int) -> None:
     """Kill this process the ``count``-th time that ``moment`` comes."""
-    owner, name, when = MOMENTS[moment]
+    arm_at(MOMENTS[moment], count)
+
+
+def arm_at(place: tuple[Any, str, str], count: int) -> None:
+    """Kill this process the ``count``-th time that it gets to ``place``."""
+    owner, name, when = place
     function = getattr(owner, name)
     left = count
 

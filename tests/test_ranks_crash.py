@@ -1,0 +1,138 @@
+"""A run of two ranks, one of which is killed at any moment, is the run that nobody killed."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ranks.deaths import RANK_MOMENTS, WORLD, Case, Death, jobs_of
+
+KILLED = -9
+TESTS = Path(__file__).parent
+COUNTS = {
+    "a new store": 1,
+    "a tensor of a commit written": 12,
+    "weights half loaded": 1,
+    "its generations are told": 1,
+    "behind a pin": 2,
+    "behind a drop": 1,
+    "its word is left": 8,
+}
+RESUMING = {"weights half loaded"}
+
+
+class Nursery:
+    """The process that makes the ranks' lives."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ranks.deaths"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        )
+
+    def live(self, case: Case, death: Death, directory: Path, life: int) -> list[int]:
+        """Return how each rank ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(jobs_of(case, death, directory, life)) + "\n")
+        self._process.stdin.flush()
+        found: list[int] = json.loads(self._process.stdout.readline())
+        return found
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    process = Nursery()
+    yield process
+    process.close()
+
+
+Wanted = Callable[[int], list[dict[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def wanted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+    """Return what each rank has behind so many steps in RAM that nothing happens to."""
+
+    @cache
+    def get(steps: int) -> list[dict[str, str]]:
+        directory = tmp_path_factory.mktemp("undisturbed")
+        assert nursery.live(Case(steps=steps), Death(), directory, -1) == [0, 0]
+        return facts_in(directory)
+
+    return get
+
+
+def facts_in(directory: Path) -> list[dict[str, str]]:
+    return [
+        json.loads((directory / f"facts-{rank}").read_text(encoding="ascii"))
+        for rank in range(WORLD)
+    ]
+
+
+def kill(nursery: Nursery, case: Case, deaths: Sequence[Death], directory: Path) -> int:
+    """Let ranks die, then live to the end; return how many were killed."""
+    kills, durable = 0, 0
+    for life, death in enumerate([*deaths, Death()]):
+        statuses = nursery.live(case, death, directory, life)
+        kills += KILLED in statuses
+        assert KILLED in statuses or statuses == [0, 0], f"life {life}, {death}: {statuses}"
+        durable = check_told(directory, case, durable)
+    return kills
+
+
+def check_told(directory: Path, case: Case, durable: int) -> int:
+    """Both ranks went on at one step, behind all that was durable; return what is now."""
+    resumed, reached = set(), [durable]
+    for rank in range(WORLD):
+        path = directory / f"told-{rank}"
+        for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
+            word, number = line.split()
+            step = 0 if number == "None" else int(number)
+            if word == "resumed":
+                resumed.add(step)
+                assert step >= durable
+            else:
+                # Its commit has been waited for, by all ranks, when the next step is over.
+                reached.append((step - 1) // case.commit_every * case.commit_every)
+        path.unlink(missing_ok=True)
+    assert len(resumed) <= 1
+    return max(reached)
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"), list(enumerate(RANK_MOMENTS)), ids=list(RANK_MOMENTS)
+)
+def test_killed_at(
+    number: int, moment: str, tmp_path: Path, nursery: Nursery, wanted: Wanted
+) -> None:
+    case = Case(1 + number % 2, ("none", "forward")[number // 2 % 2], pin_every=4)
+    grace = (0.0, 0.05)[number // 4 % 2]
+    death = Death(number % WORLD, moment=moment, count=COUNTS.get(moment, 4), grace=grace)
+    before = [Death(moment="behind the transaction", count=5)] if moment in RESUMING else []
+    assert kill(nursery, case, [*before, death], tmp_path) == len(before) + 1
+    assert facts_in(tmp_path) == wanted(case.steps)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_random(seed: int, tmp_path: Path, nursery: Nursery, wanted: Wanted) -> None:
+    dice = random.Random(seed)  # noqa: S311
+    deaths = [
+        Death(dice.randrange(WORLD), delay=dice.uniform(0.0, 0.15), grace=dice.uniform(0.0, 0.1))
+        for _ in range(4)
+    ]
+    case = Case(1 + seed, "backward", pin_every=2 * seed, steps=60)
+    assert kill(nursery, case, deaths, tmp_path) > 0
+    assert facts_in(tmp_path) == wanted(case.steps)
