@@ -2,17 +2,21 @@
 
 [Note: Sums] The first micro-batch's gradient keeps its dtype; with the second the sum becomes fp32,
 so that a bf16 sum does not lose what comes late. FSDP2 adds to ``.grad`` of a parameter's shard, so
-what stands there is told of every micro-batch and adds in host memory.
+what stands there is told of every micro-batch and adds in host memory. ``.grad`` says so: from the
+second micro-batch on its dtype is fp32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._pytree import tree_map
 
 _ADD = torch.ops.aten.add_.Tensor
+_SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 class HostGradient(torch.Tensor):
@@ -24,10 +28,15 @@ class HostGradient(torch.Tensor):
     landed: torch.Tensor
 
     @staticmethod
-    def __new__(cls: type[Self], like: torch.Tensor, landed: torch.Tensor) -> Self:
-        """Stand in for ``like``, a gradient on the device."""
+    def __new__(
+        cls: type[Self],
+        like: torch.Tensor,
+        landed: torch.Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Stand in for ``like``, a gradient on the device; ``dtype`` None: in its own."""
         tensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
-            cls, like.shape, dtype=like.dtype, device=like.device
+            cls, like.shape, dtype=dtype or like.dtype, device=like.device
         )
         tensor.landed = landed
         return tensor
@@ -45,11 +54,13 @@ class HostGradient(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         """Run ``func`` on the landed elements; results are on the gradient's device."""
+        named = kwargs or {}
         first = args[0]
-        if func == _ADD and isinstance(first, cls) and args[1].is_floating_point():
-            first.more(args[1], **(kwargs or {}))
+        if isinstance(first, cls) and func in _SAME:
+            return cls(first, first.landed)
+        if isinstance(first, cls) and func == _ADD and _is_micro_batch(first, args[1]):
+            first.more(args[1], **named)
             return first
-        device = next(g.device for g in _gradients((args, kwargs)))
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def landed(value: Any) -> Any:  # noqa: ANN401
@@ -60,11 +71,12 @@ class HostGradient(torch.Tensor):
             copies.append((value, value.cpu()))
             return copies[-1][1]
 
-        out = func(*tree_map(landed, args), **tree_map(landed, kwargs or {}))
+        out = func(*tree_map(landed, args), **tree_map(landed, named))
         if func._schema.is_mutable:  # noqa: SLF001
             for original, copy in copies:  # found_inf, of what GradScaler calls
                 original.copy_(copy)
-            return first
+            return _changed(func, args, named)
+        device = next(g.device for g in _gradients((args, named)))
         return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, out)
 
     def more(self, other: torch.Tensor, alpha: float = 1.0) -> None:
@@ -73,6 +85,22 @@ class HostGradient(torch.Tensor):
             self.landed = self.landed.float()
         more = other.landed if isinstance(other, HostGradient) else other.to(self.landed.device)
         self.landed.add_(more, alpha=alpha)
+
+
+def _is_micro_batch(sum_: HostGradient, other: object) -> bool:
+    """Return whether FSDP2 adds what backward has just made, and not a user something else."""
+    return (
+        isinstance(other, torch.Tensor)
+        and other.shape == sum_.shape
+        and torch._C._current_graph_task_id() != -1  # noqa: SLF001  # as FSDP2 asks
+    )
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Return what ``func``, which has written to one of these, is to return."""
+    if not func._schema.returns:  # noqa: SLF001  # of lists
+        return None
+    return kwargs.get("out", args[0])
 
 
 def _gradients(tree: Any) -> Sequence[HostGradient]:  # noqa: ANN401
@@ -88,7 +116,18 @@ def take_down(parameter: torch.Tensor) -> None:
     if not isinstance(gradient, DTensor):
         return
     local = gradient.to_local()
-    if isinstance(local, HostGradient):
-        return
-    landed = local.cpu() if not local.is_cpu else local
-    gradient._local_tensor = HostGradient(local, landed)  # noqa: SLF001
+    if not isinstance(local, HostGradient):
+        landed = local.cpu() if not local.is_cpu else local
+        gradient._local_tensor = HostGradient(local, landed)  # noqa: SLF001
+    elif local.landed.dtype != local.dtype:
+        parameter.grad_dtype = None
+        parameter.grad = _wide(gradient, local)
+
+
+def _wide(gradient: DTensor, local: HostGradient) -> DTensor:
+    """Return ``gradient`` in the dtype that its sum has by now."""
+    summed = HostGradient(local, local.landed, local.landed.dtype)
+    meta = TensorMeta(gradient.shape, gradient.stride(), summed.dtype)
+    spec = replace(gradient._spec, tensor_meta=meta)  # noqa: SLF001
+    wide: DTensor = DTensor(summed, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return wide
