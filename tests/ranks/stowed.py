@@ -181,3 +181,16 @@ def _mean(each: list[list[torch.Tensor]], dtype: torch.dtype) -> list[torch.Tens
     for more in each[1:]:
         total = [x + y for x, y in zip(total, more, strict=True)]
     return [(x / len(each)).to(dtype) for x in total]
+
+
+def incomplete() -> str:
+    """Step after one of two micro-batches under stage 1; return what is said."""
+    mesh = init_device_mesh("cpu", (1,))
+    plan = Plan(stage=1, accumulation_steps=2)
+    model, optimizer = tensorstow.stow(model_of(torch.float32), groups_of, plan=plan, mesh=mesh)
+    loss_of(model, 0, 0, 0).backward()
+    try:
+        optimizer.step()
+    except tensorstow.StowError as error:
+        return str(error)
+    return "nothing was said"

@@ -1,0 +1,44 @@
+"""Cells: bytes in host memory, and bytes on a shelf that are read for whoever opens them."""
+
+from pathlib import Path
+
+import torch
+
+from tensorstow.engine.cells import Cell, ShelvedCell
+from tensorstow.engine.prefetch import Prefetcher
+from tensorstow.io.shelves import Shelves
+
+MIB = 1 << 20
+
+
+def test_home_is_without_the_padding() -> None:
+    cell = Cell(torch.arange(6.0).view(3, 2), 2)
+    assert cell.home.tolist() == [[0, 1], [2, 3]]
+    assert cell.open() is cell.padded
+    assert cell.lessor is None
+
+
+def test_whoever_reads_waits_for_the_newest_weight() -> None:
+    cell = Cell(torch.zeros(2, 2), 2)
+    waited: list[bool] = []
+    cell.before_read = lambda: waited.append(True)
+    cell.open()
+    with cell.opened(to_change=False):
+        pass
+    assert waited == [True, True]
+
+
+def test_a_shelved_cell_is_read_when_opened_and_written_when_changed(tmp_path: Path) -> None:
+    shelves = Shelves(tmp_path, 2 * MIB, MIB)
+    shelf, other = shelves.add(MIB), shelves.add(MIB)
+    cell = ShelvedCell(shelf.tensor(0, (4, 2), torch.float32), 3, shelf, Prefetcher(0))
+    with cell.opened(to_change=True):
+        cell.home.fill_(5.0)
+    with torch.no_grad():
+        other.lease()  # takes the memory
+        assert not shelf.present
+        other.release()
+    assert cell.open()[:3].eq(5.0).all()
+    cell.close()
+    assert shelves.bytes_written == MIB
+    assert shelf.leases == 0
