@@ -75,3 +75,8 @@ def test_paths_within_free_sections_are_known() -> None:
     assert is_known("wandb.project")
     assert not is_known("optimizer.lr")
     assert not is_known("lr")
+
+
+def test_aio_is_found_in_zero_optimization_too() -> None:
+    (one,) = given_keys({"zero_optimization": {"aio": {"queue_depth": 8}}})
+    assert (one.key.path, one.path) == ("aio.queue_depth", "zero_optimization.aio.queue_depth")

@@ -12,8 +12,9 @@ import pytest
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.reading import read_settings
 from tensorstow.deepspeed.settings import Batch, Fp16, Named, OffloadOptimizer, OffloadParam
+from tensorstow.deepspeed.values import say_once
 
-BATCH = {"train_micro_batch_size_per_gpu": 1}
+BATCH: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
 
 # As in the documentation of ZeRO-Infinity's keys.
 INFINITY: dict[str, Any] = {
@@ -132,6 +133,12 @@ def test_what_asks_for_nothing_is_not_said(caplog: pytest.LogCaptureFixture) -> 
     }
     read_settings({**BATCH, **quiet}, 1)
     assert not caplog.records
+
+
+def test_clipping_that_newer_versions_do_unasked_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    assert read_settings({"train_batch_size": 1}, 1).gradient_clipping == 0.0
+    assert "gradient_clipping is absent" in caplog.text
 
 
 def test_a_type_without_parameters_is_enough_and_parameters_without_a_type_are_not() -> None:

@@ -24,6 +24,10 @@ from tensorstow.deepspeed.kinds import (
 
 _DEVICE = one_of("none", "cpu", "nvme")
 _DTYPE = one_of("fp16", "bf16", "fp32")
+_DTYPES = one_of(
+    *("fp16", "float16", "half", "bf16", "bfloat16", "fp32", "float32", "float"),
+    *("torch.float16", "torch.bfloat16", "torch.float32"),
+)
 _Z = "zero_optimization."
 _OO, _OP = f"{_Z}offload_optimizer.", f"{_Z}offload_param."
 _AC, _CK = "activation_checkpointing.", "checkpoint."
@@ -92,9 +96,9 @@ _PRECISION = [
     section("amp", instead='use {"bf16": {"enabled": true}}'),
     section("torch_autocast", instead="use torch.autocast around the forward pass, or bf16"),
     honoured("communication_data_type", _DTYPE, off=None),
-    *idle("data_types.", _DTYPE, "grad_accum_dtype", why="micro-batches are summed in fp32"),
+    *idle("data_types.", _DTYPES, "grad_accum_dtype", why="micro-batches are summed in fp32"),
     *(
-        refused(f"data_types.{name}", _DTYPE, off=None, instead="cast the model before initialize")
+        refused(f"data_types.{name}", _DTYPES, off=None, instead="cast the model before initialize")
         for name in ("param_dtype", "buffer_dtype")
     ),
     *idle("data_types.", ANYTHING, "keep_in_fp32_modules", why="buffers keep their dtype"),
@@ -153,15 +157,22 @@ _ZERO = [
     honoured(f"{_Z}mics_shard_size", whole(-1), off=-1),
     *idle(_Z, BOOL, "mics_hierarchical_params_gather", why="NCCL knows the topology"),
     *(
-        refused(f"{_Z}{name}", BOOL, off=False, instead="weights and gradients travel unquantized")
+        refused(
+            f"{_Z}{name}",
+            BOOL,
+            off=False,
+            instead="leave it out: weights and gradients travel as they are",
+        )
         for name in (
             "zero_quantized_weights",
             "zero_quantized_nontrainable_weights",
             "zero_quantized_gradients",
         )
     ),
-    section(f"{_Z}zeropp_loco_param", instead="gradients travel unquantized"),
-    section(f"{_Z}zenflow", instead="states are updated exactly; overlap hides the time"),
+    section(f"{_Z}zeropp_loco_param", instead="leave it out: gradients travel as they are"),
+    section(
+        f"{_Z}zenflow", instead="leave it out: updates are exact, and overlap hides their time"
+    ),
 ]
 
 _STAGE3 = with_prefix(
@@ -267,7 +278,7 @@ _OTHER = [
     section("weight_quantization", instead="use torchao for quantized weights"),
     section("sparse_attention", instead="use torch's flex_attention in the model"),
     section("hybrid_engine", instead="generate with the module, or another engine"),
-    section("expert_parallel", instead="use experts that are sharded as other parameters are"),
+    section("expert_parallel", instead="leave it out: experts are sharded as other parameters are"),
     refused(
         "tensor_parallel.autotp_size",
         whole(0),
@@ -301,8 +312,8 @@ KEYS: Final = MappingProxyType(
 SPELLINGS: Final = MappingProxyType(
     {spelling: key.path for key in KEYS.values() for spelling in key.spellings}
 )
-# Sections that were renamed with everything in them.
-SECTIONS: Final = MappingProxyType({"bfloat16": "bf16"})
+# Sections that have another path with everything in them.
+SECTIONS: Final = MappingProxyType({"bfloat16": "bf16", f"{_Z}aio": "aio"})
 # Switches of old that stand for a value of another key.
 SWITCHES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {

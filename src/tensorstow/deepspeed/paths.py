@@ -50,8 +50,9 @@ def _walk(section: Mapping[str, Any], prefix: str) -> Iterator[Given]:
 
 
 def _canonical(path: str) -> str:
-    head, dot, rest = path.partition(".")
-    path = f"{SECTIONS.get(head, head)}{dot}{rest}"
+    for old, new in SECTIONS.items():
+        if path == old or path.startswith(f"{old}."):
+            path = new + path[len(old) :]
     return SPELLINGS.get(path, path)
 
 

@@ -19,7 +19,7 @@ from tensorstow.deepspeed.settings import (
     Settings,
     Zero,
 )
-from tensorstow.deepspeed.values import honoured_values
+from tensorstow.deepspeed.values import honoured_values, say_once
 
 Values = Mapping[str, Any]
 
@@ -33,7 +33,13 @@ def read_settings(source: Source, world: int, *, fill: Mapping[str, Any] | None 
     if world < 1:
         message = f"world={world} was given: a run has at least one rank."
         raise OptionError(message)
-    values = honoured_values(given_keys(load(source)), fill or {})
+    given = given_keys(load(source))
+    values = honoured_values(given, fill or {})
+    if not any(one.key.path == "gradient_clipping" for one in given):
+        say_once(
+            "gradient_clipping is absent and nothing is clipped, as in DeepSpeed before 0.19:"
+            ' write "gradient_clipping": 1.0 for what it does since'
+        )
     conflicts.refuse_two_precisions(values)
     settings = _settings(values, world)
     conflicts.check(settings, world)

@@ -83,9 +83,10 @@ def _checked(one: Given) -> Given:
 
 
 def _refuse(one: Given) -> None:
-    off = is_off(one.value) if one.key.path.endswith(".*") else one.value == one.key.off
-    if not off:
-        message = f"{one.path}={one.value!r} was given, which is not here: {one.key.note}."
+    whole = one.key.path.endswith(".*")
+    if not (is_off(one.value) if whole else one.value == one.key.off):
+        given = f"{one.path} was switched on" if whole else f"{one.path}={one.value!r} was given"
+        message = f"{given}, which is not here: {one.key.note}."
         raise OptionError(message)
 
 
@@ -105,9 +106,10 @@ def _say_idle(given: Iterable[Given]) -> None:
             reasons.setdefault(one.key.note, []).append(one.path)
     if reasons:
         said = "; ".join(f"{', '.join(paths)} ({why})" for why, paths in reasons.items())
-        _say_once(f"keys of the DeepSpeed configuration without a meaning here: {said}")
+        say_once(f"keys of the DeepSpeed configuration without a meaning here: {said}")
 
 
 @cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Log ``text`` as a warning, the first time."""
     logger.warning(text)
