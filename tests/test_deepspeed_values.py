@@ -47,7 +47,7 @@ def test_a_wrong_value_is_refused_with_path_and_range(
     [
         ({"amp": {"enabled": True}}, "bf16"),
         ({"sparse_gradients": True}, "dense embeddings"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, "as they are"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "not rounded"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "overlap"),
         ({"curriculum_learning": {"enabled": True}}, "sampler"),
         ({"managed_gradient_accumulation": False}, "step()"),

@@ -78,11 +78,14 @@ _PRECISION = [
     ),
     honoured("bf16.enabled", BOOL, off=False),
     *idle("bf16.", BOOL, "immediate_grad_update", why="gradients leave as they come"),
-    refused(
-        "bf16.check_grad_overflow",
-        BOOL,
-        off=False,
-        instead="watch the gradients' norm, or use fp16, which skips such steps",
+    *(
+        refused(
+            f"bf16.{name}",
+            BOOL,
+            off=False,
+            instead="watch the gradients' norm, or use fp16, which skips such steps",
+        )
+        for name in ("check_grad_overflow", "check_overflow")
     ),
     *(
         refused(
@@ -169,10 +172,8 @@ _ZERO = [
             "zero_quantized_gradients",
         )
     ),
-    section(f"{_Z}zeropp_loco_param", instead="leave it out: gradients travel as they are"),
-    section(
-        f"{_Z}zenflow", instead="leave it out: updates are exact, and overlap hides their time"
-    ),
+    section(f"{_Z}zeropp_loco_param", instead="leave it out: gradients are not rounded"),
+    section(f"{_Z}zenflow", instead="leave it out: updates are exact, and overlapped"),
 ]
 
 _STAGE3 = with_prefix(
