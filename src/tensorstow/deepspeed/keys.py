@@ -164,7 +164,7 @@ _ZERO = [
             f"{_Z}{name}",
             BOOL,
             off=False,
-            instead="leave it out: weights and gradients travel as they are",
+            instead="leave it out: what travels is not rounded",
         )
         for name in (
             "zero_quantized_weights",
