@@ -156,7 +156,13 @@ _ZERO = [
     *idle(_Z, BOOL, "log_trace_cache_warnings", "enable_sanity_checks", why="there is no trace"),
     *idle(f"{_Z}leaf_module.", ANYTHING, "*", why="a whole block is gathered at once already"),
     *idle(_Z, BOOL, "cpu_offload_use_pin_memory", why="host memory is pinned where that helps"),
-    honoured(f"{_Z}zero_hpz_partition_size", whole(1), off=1),
+    *idle(
+        _Z,
+        whole(1),
+        "zero_hpz_partition_size",
+        why="weights are gathered from the shards of all ranks",
+        off=1,
+    ),
     honoured(f"{_Z}mics_shard_size", whole(-1), off=-1),
     *idle(_Z, BOOL, "mics_hierarchical_params_gather", why="NCCL knows the topology"),
     *(
@@ -210,7 +216,7 @@ _STAGE3 = with_prefix(
 _OFFLOAD = [
     honoured(f"{_OO}device", _DEVICE, off="none"),
     honoured(f"{_OO}nvme_path", TEXT, off=None),
-    honoured(f"{_OO}ratio", number(0.0, 1.0), off=1.0),
+    *idle(_OO, number(0.0, 1.0), "ratio", why="all states are updated by the CPU", off=1.0),
     *idle(_OO, whole(0), "buffer_count", why="the ring has room for what is in flight"),
     *idle(_OO, BOOL, "pin_memory", why="host memory is pinned where that helps"),
     *idle(_OO, BOOL, "pipeline", "pipeline_read", "pipeline_write", why="I/O overlaps always"),

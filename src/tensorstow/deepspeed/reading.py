@@ -19,7 +19,7 @@ from tensorstow.deepspeed.settings import (
     Settings,
     Zero,
 )
-from tensorstow.deepspeed.values import honoured_values, say_once
+from tensorstow.deepspeed.values import say_once, values_of
 
 Values = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ def read_settings(source: Source, world: int, *, fill: Mapping[str, Any] | None 
         message = f"world={world} was given: a run has at least one rank."
         raise OptionError(message)
     given = given_keys(load(source))
-    values = honoured_values(given, fill or {})
+    values = values_of(given, fill or {})
     if not any(one.key.path == "gradient_clipping" for one in given):
         say_once(
             "gradient_clipping is absent and nothing is clipped, as in DeepSpeed before 0.19:"

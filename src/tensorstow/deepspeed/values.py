@@ -16,8 +16,8 @@ logger = logging.getLogger("tensorstow")
 AUTO = "auto"
 
 
-def honoured_values(given: Iterable[Given], fill: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a value for every honoured key, by path; raises OptionError for what is refused.
+def values_of(given: Iterable[Given], fill: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a value for every key, by path; raises OptionError for what is refused.
 
     ``fill`` says what stands for "auto", by path. A null is as good as no key.
     """
@@ -25,18 +25,20 @@ def honoured_values(given: Iterable[Given], fill: Mapping[str, Any]) -> dict[str
         if not is_known(path):
             message = f"fill={{{path!r}: ...}} was given: no key of a configuration has that path."
             raise OptionError(message)
-    values = {path: k.off for path, k in KEYS.items() if k.answer is Answer.HONOURED}
+    values = {path: key.off for path, key in KEYS.items()}
     written: dict[str, Given] = {}
     idle: list[Given] = []
     for one in (_filled(each, fill) for each in given if each.value is not None):
-        if one.key.answer is Answer.NO_MEANING:
-            idle.append(_checked(one) if one.value != AUTO else one)
-            continue
-        checked = _checked(_decided(one))
+        needed = one.key.answer is not Answer.NO_MEANING
+        if not needed:
+            idle.append(one)
+            if one.value == AUTO:
+                continue
+        checked = _checked(_decided(one) if needed else one)
         if one.key.answer is Answer.REFUSED:
             _refuse(checked)
-            continue
-        _refuse_disagreement(written.setdefault(one.key.path, checked), checked)
+        if not one.key.path.endswith("*"):  # what stands in a free section is many keys
+            _refuse_disagreement(written.setdefault(one.key.path, checked), checked)
         values[one.key.path] = checked.value
     _say_idle(idle)
     return values
