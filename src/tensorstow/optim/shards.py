@@ -7,14 +7,17 @@ that its bytes are elsewhere: ``home``, a weight's tensor in host memory; ``land
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
 
+from tensorstow.base.errors import OptionError
 from tensorstow.optim.landed import LandedGradient
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -64,6 +67,63 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     local = gradient.to_local() if is_sharded(gradient) else gradient
     landed: torch.Tensor | None = getattr(local, "landed", local)
     return landed
+
+
+def sharded_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return what all ranks together have, of which ``shard`` is this one's, as users see it.
+
+    A DTensor over ``shard`` where ``parameter`` is one; it stays where it is.
+    """
+    if not is_sharded(parameter):
+        return shard
+    # Not by from_local, which would move what is in host memory to the devices of the mesh.
+    spec: Any = parameter._spec  # noqa: SLF001  # as FSDP2 does for parameters in host memory
+    meta = spec.tensor_meta._replace(dtype=shard.dtype)
+    kind: Any = type(parameter)
+    whole: torch.Tensor = kind(shard, replace(spec, tensor_meta=meta), requires_grad=False)
+    return whole
+
+
+@torch.no_grad()
+def part_of(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """Return this rank's elements of ``whole``, in which every rank has all or its shard.
+
+    Raises OptionError where it is sharded over other ranks, or the parameter in another way than
+    by rows or columns.
+    """
+    if is_sharded(whole):
+        if not is_sharded(parameter):
+            return whole.full_tensor()
+        if whole.device_mesh != parameter.device_mesh:
+            message = (
+                f"{name} is a DTensor over {whole.device_mesh}, and its parameter is sharded over"
+                f" {parameter.device_mesh}. Let torch.distributed.checkpoint load it, which"
+                " reshards."
+            )
+            raise OptionError(message)
+        return whole.redistribute(placements=parameter.placements).to_local()
+    if not is_sharded(parameter):
+        return whole
+    part = whole.reshape(parameter.shape)
+    placements: Sequence[Any] = parameter.placements
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            part = _piece(part, parameter.device_mesh, dim, placement.dim)
+        elif not placement.is_replicate():
+            message = (
+                f"{name} is whole and its parameter is sharded as {placement}: give it as a DTensor"
+                " (torch.distributed.checkpoint.state_dict.set_optimizer_state_dict does)."
+            )
+            raise OptionError(message)
+    return part
+
+
+def _piece(tensor: torch.Tensor, mesh: "DeviceMesh", mesh_dim: int, dim: int) -> torch.Tensor:
+    """Return this rank's of the equal pieces that ``torch.chunk`` makes; the last may be empty."""
+    size, rank = tensor.shape[dim], mesh.get_local_rank(mesh_dim)
+    each = -(-size // mesh.size(mesh_dim))
+    start, stop = min(size, each * rank), min(size, each * (rank + 1))
+    return tensor.narrow(dim, start, stop - start)
 
 
 def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:

@@ -28,7 +28,15 @@ from tensorstow.optim.run import Run
 from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.forward import ForwardWaits
 from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideForward
-from tensorstow.optim.shards import anywhere, gradient_of, shard_of, sum_over_shards
+from tensorstow.optim.shards import (
+    anywhere,
+    gradient_of,
+    is_sharded,
+    part_of,
+    shard_of,
+    sharded_like,
+    sum_over_shards,
+)
 from tensorstow.optim.states.memory import StateMemory
 from tensorstow.optim.states.pipeline import TraceEvent, Traffic
 from tensorstow.optim.states.state_store import StateStore
@@ -684,7 +692,11 @@ class StowedAdam(Optimizer):
         members = [(kept.get(parameter), entry) for parameter, entry in loaded.items()]
         states: dict[int, dict[str, torch.Tensor]] = {m.number: {} for m in kept.all()}
         for member, entry in members:
-            states[member.number] = {k: v for k, v in entry.items() if k != "step"}
+            states[member.number] = {
+                k: part_of(v, member.owner, f"The saved {k!r}")
+                for k, v in entry.items()
+                if k != "step"
+            }
         kept.store.put(states)
         kept.forget_versions()
         for member, entry in members:
@@ -720,4 +732,15 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
         # somebody put in meanwhile, for the next step to take, is kept.
         state_dict["state"][index] = {**entry, **shaped, **placed(entry)}
         state_dict["state"][index]["step"] = entry["step"].clone()
+    for i, entry in state_dict["state"].items():
+        member = kept.find(parameters[i])
+        if member is not None and is_sharded(member.owner):
+            state_dict["state"][i] = _as_sharded(entry, member)
     return state_dict
+
+
+def _as_sharded(entry: Mapping[str, Any], member: Member) -> dict[str, Any]:
+    """Return an entry whose states are DTensors, as torch's optimizers have them."""
+    shards = {k: v for k, v in placed(entry).items() if k in member.family.states}
+    whole = {k: v if is_sharded(v) else sharded_like(member.owner, v) for k, v in shards.items()}
+    return {**entry, **whole}

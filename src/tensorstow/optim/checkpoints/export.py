@@ -20,6 +20,7 @@ from tensorstow.optim.checkpoints.commits import names_of
 from tensorstow.optim.checkpoints.extras import put_together, take_apart
 from tensorstow.optim.checkpoints.gathering import is_elsewhere, placed
 from tensorstow.optim.members import Members
+from tensorstow.optim.shards import group_of
 from tensorstow.optim.updates import Groups, States, as_step
 
 _VERSION = "1"
@@ -57,8 +58,10 @@ def save(
     """Write all states and hyper-parameters to ``path``, durably; a crash leaves the old file.
 
     Memory stays bounded: states on disk go from one file to the other in pieces. Raises
-    DirectoryError where there is no room, OptionError for a state that is no tensor.
+    DirectoryError where there is no room, OptionError for a state that is no tensor, and where
+    parameters are sharded over several ranks.
     """
+    _refuse_shards(groups)
     contents = _Contents()
     plain: list[dict[str, Any]] = []
     named, names = _names(groups, module)
@@ -79,6 +82,17 @@ def save(
         _HYPER: json.dumps(hyper),
     }
     _write(path, lay_out(contents.entries, metadata), contents, kept)
+
+
+def _refuse_shards(groups: Groups) -> None:
+    if any(group_of(p) is not None for group in groups for p in group["params"]):
+        message = (
+            "save_safetensors() was called with parameters that are sharded over several ranks: it"
+            " writes one file, and no rank has it all. Save by torch.distributed.checkpoint"
+            " (get_optimizer_state_dict, dcp.save), which any number of ranks loads; or gather the"
+            " states by get_optimizer_state_dict with full_state_dict=True."
+        )
+        raise OptionError(message)
 
 
 def state_dict_of(
