@@ -4,6 +4,7 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ def _serve(end: Connection, rank: int, world: int, meeting: str) -> None:
 
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    patience = timedelta(seconds=40)  # a rank that waits for one that failed says so, in time
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
     while True:
         try:
             task, given = end.recv()

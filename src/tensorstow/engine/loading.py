@@ -50,7 +50,9 @@ class Files:
 
         def read(start: int, stop: int) -> torch.Tensor:
             with safe_open(self._of[name], framework="pt") as file:
-                part: torch.Tensor = file.get_slice(name)[start:stop]
+                part: torch.Tensor = (
+                    file.get_slice(name)[start:stop] if like.ndim else file.get_tensor(name)
+                )
                 return part.to(like.dtype)
 
         return read
@@ -71,8 +73,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def of_tensor(whole: torch.Tensor) -> Rows:
-    """Return the rows of a tensor that is there."""
-    return lambda start, stop: whole.detach()[start:stop].cpu()
+    """Return the rows of a tensor that is there; all of it where it is a scalar."""
+    return lambda start, stop: (whole.detach()[start:stop] if whole.ndim else whole.detach()).cpu()
 
 
 def is_empty(unit: Unit) -> bool:

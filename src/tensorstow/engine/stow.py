@@ -21,12 +21,14 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.engine.auto import Sizes, auto_plan
 from tensorstow.engine.cells import Cell
+from tensorstow.engine.gathered import Gathered
 from tensorstow.engine.landing import Landing, move_buffers
 from tensorstow.engine.loading import Sources
 from tensorstow.engine.mesh import device_here, host_group, mesh_of, world_here
 from tensorstow.engine.micro_batches import MicroBatches
 from tensorstow.engine.optimizers import Make, asked_of, check, make, placement_of
 from tensorstow.engine.prefetch import Prefetcher
+from tensorstow.engine.shardable import check_shardable
 from tensorstow.engine.sharding import Sharding, Storeroom, shard, shelf_bytes
 from tensorstow.engine.units import Unit, aliases_of, units_of
 from tensorstow.io.files import ALIGN
@@ -68,7 +70,6 @@ def stow(  # noqa: PLR0913  # the one door to everything
     """
     device = device_here()
     chosen = units_of(model, units)
-    _check_parameters(chosen)
     if plan == "auto":
         plan = _automatic(chosen, budget or Budget(), device, mesh, optimizer)
     elif budget is not None:
@@ -85,6 +86,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
             model.to(device)
         _sum_wide(model, plan)
         return model, make(optimizer, model, placed)
+    check_shardable(chosen)
     mesh = mesh or mesh_of(device, stage=plan.stage, replicas=plan.replicas)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
     sharding = Sharding(mesh, device, precision, plan.stage == 3)
@@ -94,6 +96,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     model.register_forward_pre_hook(landing.hook, prepend=True)
     made = make(optimizer, model, placed)
     _read_new_weights(held, made)
+    Gathered(model, chosen).watch(model, made, stage=plan.stage)
     if plan.stage == 1 and isinstance(model, FSDPModule):
         MicroBatches(model, plan.accumulation_steps).watch(model, made)
     return model, made
@@ -194,16 +197,6 @@ def _read_new_weights(held: Iterable[tuple[DTensor, Cell]], optimizer: StowedAda
 
     for parameter, cell in held:
         cell.before_read = waiting_for(parameter)
-
-
-def _check_parameters(units: Iterable[Unit]) -> None:
-    for unit in units:
-        for name, parameter in unit.parameters.items():
-            if parameter.ndim == 0:
-                message = (
-                    f"{name} is a scalar, which FSDP2 cannot shard: make it one of shape (1,)."
-                )
-                raise OptionError(message)
 
 
 def _check_units(plan: Plan, units: Iterable[Unit]) -> None:

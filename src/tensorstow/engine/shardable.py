@@ -1,0 +1,42 @@
+"""What FSDP2 cannot shard, by name, before anything is placed."""
+
+from collections.abc import Iterable
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.engine.units import Unit
+
+
+def check_shardable(units: Iterable[Unit]) -> None:
+    """Raise OptionError for parameters that FSDP2 refuses, or only at the first step."""
+    for unit in units:
+        for name, parameter in unit.parameters.items():
+            if parameter.ndim == 0:
+                message = (
+                    f"{name} is a scalar, which FSDP2 cannot shard: make it one of shape (1,)."
+                )
+                raise OptionError(message)
+            if parameter.numel() == 0:
+                message = (
+                    f"{name} has no elements (shape {tuple(parameter.shape)}), and FSDP2 cannot"
+                    " reduce a gradient of none: leave the parameter out."
+                )
+                raise OptionError(message)
+        _check_dtypes(unit)
+
+
+def _check_dtypes(unit: Unit) -> None:
+    """FSDP2 reduces the gradients of a unit as one run of bytes."""
+    trained = {n: p for n, p in unit.parameters.items() if p.requires_grad}
+    examples: dict[torch.dtype, str] = {}
+    for name, parameter in trained.items():
+        examples.setdefault(parameter.dtype, name)
+    if len(examples) > 1:
+        found = ", ".join(f"{name} is {dtype}" for dtype, name in examples.items())
+        message = (
+            f"What is trained in unit {unit.name!r} has several dtypes ({found}), and FSDP2"
+            " reduces a unit's gradients in one. Cast it to one dtype (with compute_dtype= fp32"
+            " parameters compute in 16 bits), or name modules of one dtype each by units=."
+        )
+        raise OptionError(message)

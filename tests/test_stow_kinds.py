@@ -1,0 +1,200 @@
+"""Kinds of parameters and of models: frozen, thawed, unused, shared, short, and what is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstow
+from ranks.pool import Ranks
+from ranks.twin import ADAMW, FETCHED, Twins, mesh_here
+from tensorstow import Plan
+from tensorstow.base.errors import OptionError
+
+Pool = Callable[[int], Ranks]
+PLANS = [
+    Plan(),
+    Plan(overlap="forward"),
+    Plan(overlap="backward", states="disk"),
+    Plan(stage=1),
+    Plan(stage=2),
+    FETCHED,
+]
+SIZE = 6
+
+
+class Layers(nn.Module):
+    """Blocks that may be left out, or run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.head = nn.Linear(SIZE, 1)
+        self.gain = nn.Parameter(torch.ones(1))  # fewer rows than two ranks
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        for number in order:
+            x = torch.tanh(self.blocks[number](x))
+        return self.head(x) * self.gain
+
+
+def seen(rank: int, batch: int) -> torch.Tensor:
+    return torch.randn(4, SIZE, generator=torch.Generator().manual_seed(100 * rank + batch))
+
+
+def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    return model(seen(rank, batch)).square().mean()
+
+
+def half_frozen() -> Layers:
+    """Freeze a unit, and a part of another."""
+    model = Layers()
+    model.blocks[0].requires_grad_(requires_grad=False)
+    model.blocks[1].bias.requires_grad_(requires_grad=False)
+    return model
+
+
+def thawed(plan: Plan) -> tuple[int, int, int, int]:
+    """Train with frozen parameters, then with none; return states' numbers and bytes of both."""
+    both = Twins(half_frozen, loss, plan)
+    both.train(range(2))
+    few, little = len(both.ours.state), both.ours.memory().logical_bytes
+    frozen = [p for p in both.stowed.parameters() if not p.requires_grad]
+    assert len(frozen) == 3
+    assert not any(p in both.ours.state for p in frozen)
+    both.each(lambda model, _: model.requires_grad_(requires_grad=True))
+    both.train(range(2, 4))
+    more, much = len(both.ours.state), both.ours.memory().logical_bytes
+    both.close()
+    return few, more, little, much
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"z{p.stage}-{p.overlap}-{p.parameters}")
+def test_frozen_parameters_have_no_states_until_they_are_trained(
+    ranks: Pool, plan: Plan, world: int
+) -> None:
+    found = ranks(world).run(thawed, plan)
+    assert [f[:2] for f in found] == [(6, 9)] * world
+    assert sum(f[2] for f in found) == 8 * (SIZE * SIZE + SIZE * SIZE + SIZE + SIZE + 1 + 1)
+    assert sum(f[3] for f in found) == 8 * (3 * (SIZE * SIZE + SIZE) + SIZE + 1 + 1)
+
+
+def thawed_in_16_bits() -> list[torch.dtype]:
+    """Train a unit that was all frozen at first, in another dtype than its masters'."""
+    model, optimizer = tensorstow.stow(
+        half_frozen(), ADAMW, plan=Plan(), mesh=mesh_here(), compute_dtype=torch.bfloat16
+    )
+    for step in range(3):
+        loss(model, 0, step).float().backward()
+        dtypes = [p.grad.dtype for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(requires_grad=True)
+    optimizer.close()
+    return dtypes
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_frozen_unit_may_be_trained_later_in_another_dtype(ranks: Pool, world: int) -> None:
+    for dtypes in ranks(world).run(thawed_in_16_bits):
+        assert dtypes == [torch.float32] * 9
+
+
+def in_order(plan: Plan, orders: list[tuple[int, ...]]) -> None:
+    """Run blocks in another order in every step."""
+
+    def ordered(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+        return model(seen(rank, batch), orders[batch]).square().mean()
+
+    both = Twins(Layers, ordered, plan)
+    both.train(range(len(orders)))
+    both.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"z{p.stage}-{p.overlap}-{p.parameters}")
+@pytest.mark.parametrize(
+    "orders",
+    [[(0, 1), (1, 2), (2, 0), (0, 1, 2)], [(0, 1, 2, 0), (1, 1, 2, 2), (0, 1, 0, 1)]],
+    ids=["a branch not taken", "called twice"],
+)
+def test_blocks_may_be_left_out_or_run_twice(
+    ranks: Pool, plan: Plan, orders: list[tuple[int, ...]], world: int
+) -> None:
+    ranks(world).run(in_order, plan, orders)
+
+
+def refused(make: Callable[[], nn.Module]) -> tuple[str, bool]:
+    """Return the message, and whether all parameters are what they were."""
+    model = make()
+    before = list(model.parameters())
+    try:
+        tensorstow.stow(model, ADAMW, plan=Plan(), mesh=mesh_here())
+    except OptionError as error:
+        return str(error), all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    return "not refused", False
+
+
+def with_scalar() -> nn.Module:
+    model = Layers()
+    model.temperature = nn.Parameter(torch.ones(()))
+    return model
+
+
+def with_nothing() -> nn.Module:
+    model = Layers()
+    model.unused = nn.Parameter(torch.ones(0, 3))
+    return model
+
+
+def mixed() -> nn.Module:
+    model = Layers()
+    model.blocks[1].weight.data = model.blocks[1].weight.data.bfloat16()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (with_scalar, ["temperature is a scalar", "(1,)"]),
+        (with_nothing, ["unused has no elements", "leave the parameter out"]),
+        (mixed, ["'blocks.1'", "blocks.1.weight is torch.bfloat16", "compute_dtype="]),
+    ],
+)
+def test_what_fsdp2_cannot_shard_is_refused_by_name_before_anything_is_placed(
+    ranks: Pool, make: Callable[[], nn.Module], words: list[str]
+) -> None:
+    ((message, untouched),) = ranks(1).run(refused, make)
+    assert all(word in message for word in words), message
+    assert untouched
+
+
+def test_a_model_that_stays_whole_may_have_them_all() -> None:
+    for make in (with_scalar, with_nothing):
+        model, optimizer = tensorstow.stow(make(), ADAMW, plan=Plan())
+        sum(p.sum() for p in model.parameters()).backward()
+        optimizer.step()
+        assert all(p in optimizer.state for p in model.parameters())
+        optimizer.close()
+
+
+def frozen_and_mixed(plan: Plan) -> None:
+    """Train fp32 beside what is frozen in bf16, in the same unit."""
+
+    def make() -> nn.Module:
+        model = Layers()
+        for block in model.blocks:
+            block.frozen = nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16), requires_grad=False)
+        return model
+
+    both = Twins(make, loss, plan)
+    both.train()
+    both.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_frozen_parameters_may_have_another_dtype(ranks: Pool, world: int) -> None:
+    ranks(world).run(frozen_and_mixed, Plan())
