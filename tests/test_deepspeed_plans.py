@@ -72,15 +72,12 @@ def test_dtypes() -> None:
     assert dtype_of(settings(fp16=Fp16())) == torch.float16
 
 
-def test_two_directories_are_refused() -> None:
-    both = {
-        "offload_optimizer": OffloadOptimizer("nvme", "/a"),
-        "offload_param": OffloadParam("nvme", "/b"),
-    }
-    with pytest.raises(OptionError, match="share one directory"):
-        directory_of(settings(Zero(stage=3, **both)))
-    assert directory_of(settings(Zero(offload_optimizer=both["offload_optimizer"]))) == "/a"
-    assert directory_of(settings()) is None
+def test_parameters_and_states_have_directories_of_their_own() -> None:
+    zero = Zero(3, OffloadOptimizer("nvme", "/a"), OffloadParam("nvme", "/b"))
+    assert directory_of(settings(zero)) == "/b"
+    told = placement_keywords(settings(zero), {"states": "disk", "dir": "/b"})
+    assert told["dir"] == "/a"
+    assert directory_of(settings(Zero(3, OffloadOptimizer("nvme", "/a")))) is None
 
 
 def test_states_on_disk_are_scratch_in_nvme_path() -> None:

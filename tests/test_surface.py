@@ -2,6 +2,7 @@
 
 import tensorstow
 import tensorstow.colossalai
+import tensorstow.deepspeed
 import tensorstow.tensornvme
 
 
@@ -19,6 +20,16 @@ def test_exported_names() -> None:
         "stow",
     ]
     assert sorted(tensorstow.colossalai.__all__) == ["CPUAdam", "HybridAdam"]
+    assert tensorstow.deepspeed.__all__ == [
+        "DeepSpeedEngine",
+        "add_config_arguments",
+        "checkpointing",
+        "init_distributed",
+        "initialize",
+        "ops",
+        "utils",
+        "zero",
+    ]
     assert sorted(tensorstow.tensornvme.__all__) == ["AsyncFileWriter", "DiskOffloader"]
 
 

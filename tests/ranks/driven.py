@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tensorstow
+import tensorstow.deepspeed as deepspeed
 from ranks.stowed import loss_of, model_of
 from tensorstow.deepspeed import utils, zero
 from tensorstow.deepspeed.engine import DeepSpeedEngine
@@ -243,3 +244,12 @@ def gathered(drive: Drive) -> list[list[torch.Tensor]]:
                 nn.init.constant_(engine.module.blocks[1].up.weight, 3.0)
         step(engine, 0)
         return [before, weights_of(engine.module)]
+
+
+def initialized(config: dict[str, object], steps: int) -> tuple[list[torch.Tensor], float, int]:
+    """Train through ``deepspeed.initialize``; return weights, the loss scale, and skipped steps."""
+    engine, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    with closing(engine):
+        for number in range(steps):
+            step(engine, number)
+        return weights_of(engine.module), engine.loss_scale, engine.skipped_steps

@@ -1,1 +1,18 @@
 """DeepSpeed's names over tensorstow's engine: ``import tensorstow.deepspeed as deepspeed``."""
+
+from tensorstow.deepspeed import checkpointing, ops, utils, zero
+from tensorstow.deepspeed.arguments import add_config_arguments
+from tensorstow.deepspeed.engine import DeepSpeedEngine
+from tensorstow.deepspeed.initialize import initialize
+from tensorstow.deepspeed.ranks import init_distributed
+
+__all__ = [
+    "DeepSpeedEngine",
+    "add_config_arguments",
+    "checkpointing",
+    "init_distributed",
+    "initialize",
+    "ops",
+    "utils",
+    "zero",
+]

@@ -8,7 +8,7 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Overlap, Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.deepspeed.settings import Device, Settings, Zero
+from tensorstow.deepspeed.settings import Device, Settings
 from tensorstow.optim.states.policy import PipelinePolicy
 
 _PARAMETERS: Mapping[Device, Tier] = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
@@ -66,26 +66,17 @@ def dtype_of(settings: Settings) -> torch.dtype:
 
 
 def directory_of(settings: Settings) -> str | None:
-    """Return where what is on disk goes; None: a real disk is chosen.
-
-    Raises OptionError where parameters and states have different places, which the engine has not.
-    """
-    paths = _paths(settings.zero)
-    if len(set(paths.values())) > 1:
-        told = " and ".join(f"{name}.nvme_path={path!r}" for name, path in paths.items())
-        message = (
-            f"{told} were given: parameters and states on disk share one directory here. Give both"
-            " the same, one that is striped over the drives (RAID 0) where there are several."
-        )
-        raise OptionError(message)
-    return next(iter(paths.values()), None)
+    """Return where parameters on disk go; None: nothing goes there, or a real disk is chosen."""
+    param = settings.zero.offload_param
+    return param.nvme_path if param.device == "nvme" else None
 
 
 def placement_keywords(settings: Settings, placed: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an optimizer is told of where its states live, from what ``stow`` tells it.
 
     States on disk are scratch, as DeepSpeed's are: ``save_checkpoint`` is what outlives the run.
-    Masters of bf16 weights are kept as their lower halves, wherever they live.
+    Their directory is their own ``nvme_path``. Masters of bf16 weights are kept as their lower
+    halves, wherever they live.
     """
     keywords = dict(placed)
     keywords.pop("dir", None)
@@ -111,12 +102,3 @@ def _replicas(settings: Settings) -> int:
         )
         raise OptionError(message)
     return world // size
-
-
-def _paths(zero: Zero) -> dict[str, str]:
-    param, optimizer = zero.offload_param, zero.offload_optimizer
-    places = {
-        "offload_param": param.nvme_path if param.device == "nvme" else None,
-        "offload_optimizer": optimizer.nvme_path if optimizer.device == "nvme" else None,
-    }
-    return {name: path for name, path in places.items() if path is not None}

@@ -9,11 +9,24 @@ import torch
 import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.estimators import (
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from tensorstow.deepspeed.placed import holders_of
 from tensorstow.deepspeed.spread import put_whole, whole_of
 from tensorstow.optim.shards import shard_of
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+]
 
 
 class Init:

@@ -1,0 +1,29 @@
+"""The loader of the training data: micro-batches, each rank its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from tensorstow.deepspeed.plans import world_of
+from tensorstow.deepspeed.ranks import rank_here
+from tensorstow.deepspeed.settings import Settings
+
+
+def loader_of(
+    data: Dataset[Any], settings: Settings, collate_fn: Callable[[list[Any]], Any] | None = None
+) -> DataLoader[Any]:
+    """Return a loader of ``data`` in micro-batches; shuffled anew by ``loader.sampler.set_epoch``.
+
+    An iterable data set is taken as it is: it knows its rank itself.
+    """
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(data, world_of(settings), rank_here())
+    return DataLoader(
+        data,
+        batch_size=settings.batch.micro,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=settings.dataloader_drop_last,
+    )

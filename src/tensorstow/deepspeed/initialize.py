@@ -1,0 +1,137 @@
+"""``deepspeed.initialize``: from a model and a configuration to an engine."""
+
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed import checkpointing
+from tensorstow.deepspeed.data import loader_of
+from tensorstow.deepspeed.engine import DeepSpeedEngine
+from tensorstow.deepspeed.loss_scale import LossScale
+from tensorstow.deepspeed.masters import Masters
+from tensorstow.deepspeed.optimizers import Make, maker_of
+from tensorstow.deepspeed.plans import directory_of, dtype_of, placement_keywords, plan_of
+from tensorstow.deepspeed.ranks import init_distributed
+from tensorstow.deepspeed.reading import read_settings
+from tensorstow.deepspeed.schedulers import make_scheduler
+from tensorstow.deepspeed.settings import Settings
+from tensorstow.engine.mesh import world_here
+from tensorstow.engine.stow import stow
+from tensorstow.optim.stowed import StowedAdam
+
+Config = str | PathLike[str] | Mapping[str, Any] | None
+Started = tuple[DeepSpeedEngine, StowedAdam, DataLoader[Any] | None, Any]
+
+
+def initialize(  # noqa: PLR0913, PLR0917  # upstream's
+    args: object = None,
+    model: nn.Module | None = None,
+    optimizer: object = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: object = None,
+    distributed_port: int = 29500,
+    mpu: object = None,
+    dist_init_required: bool | None = None,  # noqa: FBT001
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Config = None,
+    mesh_param: tuple[int, ...] | None = None,
+    config_params: Config = None,
+) -> Started:
+    """Place ``model`` as a configuration says; return (engine, optimizer, loader, schedule).
+
+    ``config`` (or ``config_params``, or ``args.deepspeed_config``): a JSON file or a dict.
+    ``optimizer``: None for the configuration's; an Adam or AdamW over the model, torch's or
+    tensorstow's, whose groups are taken over; a function of ``model_parameters`` that returns one;
+    or what ``tensorstow.stow`` takes. ``lr_scheduler``: None for the configuration's, a function of
+    the optimizer, or a schedule. ``training_data``: a data set, for a loader of micro-batches.
+
+    Ranks are joined where a launcher has started some, unless ``dist_init_required`` is False. The
+    model is changed in place: cast under bf16 and fp16, and sharded. OptionError is raised before
+    that for what cannot be.
+    """
+    if not isinstance(model, nn.Module):
+        message = f"model={model!r} was given: initialize() places a torch.nn.Module."
+        raise OptionError(message)
+    _refuse_model_parallel(mpu, mesh_param)
+    source = _source(args, config, config_params)
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    settings = read_settings(source, world_here())
+    make = maker_of(settings.optimizer, optimizer, model, model_parameters)
+    placed, made = _placed(model, make, settings)
+    offloads = settings.activation_checkpointing.cpu_checkpointing
+    checkpointing.configure(checkpoint_in_cpu=offloads)
+    engine = DeepSpeedEngine(
+        placed,
+        made,
+        settings,
+        lr_scheduler=_schedule(lr_scheduler, settings, made),
+        scale=None if settings.fp16 is None else LossScale(settings.fp16),
+    )
+    if training_data is not None:
+        engine.training_dataloader = loader_of(training_data, settings, collate_fn)
+    return engine, made, engine.training_dataloader, engine.lr_scheduler
+
+
+def _placed(model: nn.Module, make: Make, settings: Settings) -> tuple[nn.Module, StowedAdam]:
+    plan = plan_of(settings)
+
+    def make_placed(named: Any, **placement: Any) -> StowedAdam:  # noqa: ANN401
+        return make(named, **placement_keywords(settings, placement))
+
+    masters = Masters(model, dtype_of(settings))
+    placed, optimizer = stow(model, make_placed, plan=plan, dir=directory_of(settings))
+    masters.give(placed, optimizer)
+    return placed, optimizer
+
+
+def _source(args: object, config: Config, config_params: Config) -> Any:  # noqa: ANN401
+    """Return the one configuration that was given."""
+    of_args = getattr(args, "deepspeed_config", None)
+    given = [c for c in (config, config_params, of_args) if c is not None]
+    if len(given) != 1:
+        message = (
+            f"{len(given)} configurations were given, of config=, config_params= and"
+            " args.deepspeed_config: give one."
+        )
+        raise OptionError(message)
+    return given[0]
+
+
+def _refuse_model_parallel(mpu: object, mesh_param: tuple[int, ...] | None) -> None:
+    size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
+    if size > 1 or (mesh_param is not None and any(n > 1 for n in mesh_param[1:])):
+        message = (
+            f"mpu={mpu!r}, mesh_param={mesh_param!r} were given: models are sharded over"
+            " data-parallel ranks here, and cut in no other way. Leave them out."
+        )
+        raise OptionError(message)
+
+
+def _schedule(given: Any, settings: Settings, optimizer: StowedAdam) -> Any:  # noqa: ANN401
+    """Return the schedule of ``optimizer``: the user's before the configuration's."""
+    if given is None:
+        named = settings.scheduler
+        return None if named is None else make_scheduler(named, optimizer)
+    if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
+        return given(optimizer)
+    return _taken_over(given, optimizer)
+
+
+def _taken_over(schedule: Any, optimizer: StowedAdam) -> Any:  # noqa: ANN401
+    """Let a schedule that was made for the user's optimizer be that of ``optimizer``."""
+    if isinstance(getattr(schedule, "optimizer", None), torch.optim.Optimizer):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        # torch warns where step() does not know of a schedule; making one tells it.
+        LambdaLR(optimizer, lambda _: 1.0)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule.optimizer = optimizer
+    return schedule
