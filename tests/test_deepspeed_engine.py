@@ -1,10 +1,24 @@
 """The engine trains as its parts do by hand, and says what DeepSpeed's says."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
-from ranks.driven import Drive, by_hand, driven, overflowing, scaled
+import tensorstow.deepspeed as deepspeed
+from ranks.driven import (
+    Drive,
+    boundary_by_hand,
+    by_hand,
+    driven,
+    exported,
+    overflowing,
+    scaled,
+)
 from ranks.pool import Ranks
+from ranks.stowed import loss_of, model_of
+from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.settings import OffloadOptimizer, OffloadParam, Zero
 
 NVME, CPU = OffloadOptimizer("nvme"), OffloadOptimizer("cpu")
@@ -40,3 +54,117 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: "Ranks", world: in
         assert changed == [True, False, True]
         assert told == [False, True, False]
         assert skipped == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_boundaries_may_be_said_by_hand(ranks: "Ranks", world: int) -> None:
+    for changed in ranks(world).run(boundary_by_hand, Drive(Zero(stage=0))):
+        assert changed == [False, False, True]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_whole_weights_go_to_one_file(
+    ranks: "Ranks", tmp_path: Path, world: int, stage: int
+) -> None:
+    want = ranks(world).run(exported, Drive(Zero(stage=stage), bf16=True), str(tmp_path))[0]
+    found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    model = model_of(torch.bfloat16)
+    model.load_state_dict(found)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want, strict=True))
+
+
+@pytest.fixture
+def engine() -> Iterator[deepspeed.DeepSpeedEngine]:
+    """Make an engine in this process alone."""
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+        "gradient_clipping": 0.5,
+    }
+    made, optimizer, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    yield made
+    optimizer.close()
+
+
+def test_it_says_what_it_was_told(engine: deepspeed.DeepSpeedEngine) -> None:
+    assert engine.train_batch_size() == 4
+    assert engine.gradient_accumulation_steps() == 2
+    assert engine.zero_optimization_stage() == 2
+    assert engine.gradient_clipping() == 0.5
+    assert engine.get_lr() == [0.1]
+    assert (engine.loss_scale, engine.cur_scale) == (1.0, 1.0)
+    assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (False, False)
+    assert (engine.global_rank, engine.local_rank, engine.world_size) == (0, 0, 1)
+    assert engine.get_global_grad_norm() is None
+    assert not engine.was_step_applied()
+    assert engine.device.type == "cpu"
+    with pytest.raises(AttributeError):
+        _ = engine.nothing_of_the_kind
+
+
+def test_gradients_are_dropped_by_hand(engine: deepspeed.DeepSpeedEngine) -> None:
+    loss = loss_of(engine, 0, 0, 0)
+    assert torch.equal(engine.backward(loss), loss / 2)
+    engine.zero_grad()
+    assert all(p.grad is None for p in engine.parameters())
+    engine.backward(loss_of(engine, 0, 0, 0), scale_wrt_gas=False)
+    assert not engine.is_gradient_accumulation_boundary()
+
+
+def test_no_sync_is_refused_where_gradients_are_shared_out(
+    engine: deepspeed.DeepSpeedEngine,
+) -> None:
+    with pytest.raises(OptionError, match="ZeRO stage 2"), engine.no_sync():
+        pass
+
+
+def test_modes_and_states_are_the_module_s(engine: deepspeed.DeepSpeedEngine) -> None:
+    assert not engine.eval().module.training
+    assert engine.train().module.training
+    saved = {name: values.clone() for name, values in engine.module_state_dict().items()}
+    with torch.no_grad():
+        for parameter in engine.parameters():
+            parameter.zero_()
+    engine.load_module_state_dict(saved)
+    assert all(torch.equal(saved[n], v) for n, v in engine.module.state_dict().items())
+
+
+def test_weights_that_are_loaded_before_the_first_step_are_trained_on() -> None:
+    config = {
+        "train_batch_size": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
+    }
+    made, optimizer, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    saved = {name: values + 1.0 for name, values in made.module_state_dict().items()}
+    made.module.load_state_dict(saved)
+    made.backward(loss_of(made, 0, 0, 0))
+    made.step()
+    assert all(torch.equal(saved[n], v) for n, v in made.module.state_dict().items())
+    optimizer.close()
+
+
+def test_what_a_checkpoint_cannot_keep_is_told(
+    engine: deepspeed.DeepSpeedEngine, tmp_path: Path
+) -> None:
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    with pytest.raises(TypeError, match=r"client_state\['args'\] is a object"):
+        engine.save_checkpoint(tmp_path, client_state={"args": object()})
+
+
+def test_a_part_of_a_checkpoint_is_loaded(
+    engine: deepspeed.DeepSpeedEngine, tmp_path: Path
+) -> None:
+    engine.save_checkpoint(tmp_path, "first")
+    saved = {name: values.clone() for name, values in engine.module_state_dict().items()}
+    for micro in range(2):
+        engine.backward(loss_of(engine, 0, 0, micro))
+        engine.step()
+    engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert engine.global_steps == 1
+    assert all(torch.equal(saved[n], v) for n, v in engine.module.state_dict().items())
+    engine.load_checkpoint(tmp_path, "first", load_optimizer_states=False)
+    assert (engine.global_steps, engine.micro_steps) == (0, 0)

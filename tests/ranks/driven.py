@@ -253,3 +253,34 @@ def initialized(config: dict[str, object], steps: int) -> tuple[list[torch.Tenso
         for number in range(steps):
             step(engine, number)
         return weights_of(engine.module), engine.loss_scale, engine.skipped_steps
+
+
+def exported(drive: Drive, folder: str) -> list[torch.Tensor]:
+    """Write whole weights to one file, behind a forward that leaves them gathered."""
+    with closing(engine_of(drive.settings(dist.get_world_size()))) as engine:
+        with torch.no_grad():
+            engine.eval()(torch.zeros(1, 2, dtype=torch.long))
+        engine.save_16bit_model(folder)
+        engine.save_checkpoint(folder, "behind", save_latest=False)
+        return weights_of(engine.module)
+
+
+def boundary_by_hand(drive: Drive) -> list[bool]:
+    """Take a step at boundaries that are said by hand, with gradients kept whole until the last."""
+    drive_settings = drive.settings(dist.get_world_size())
+    changed = []
+    with closing(engine_of(drive_settings)) as engine:
+        before = weights_of(engine.module)
+        for micro in range(3):
+            engine.set_gradient_accumulation_boundary(micro == 2)
+            if micro < 2:
+                with engine.no_sync():
+                    engine.backward(loss_of(engine, dist.get_rank(), 0, micro))
+            else:
+                engine.backward(loss_of(engine, dist.get_rank(), 0, micro))
+            engine.step()
+            after = weights_of(engine.module)
+            changed.append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        assert engine.global_steps == 1
+        assert engine.micro_steps == 3
+    return changed
