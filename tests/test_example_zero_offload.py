@@ -1,0 +1,48 @@
+"""The tutorial's model: what it takes at full size, and that it learns at a small one."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "examples" / "deepspeed_zero_offload.py"
+PARAMETERS = 50 * (12 * 4096**2 + 13 * 4096) + (50304 + 1024 + 2) * 4096
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("example_zero_offload", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ten_billion_parameters_fit_one_device_of_32_gib(example: ModuleType) -> None:
+    held = example.needs(example.parse([]))
+    block = 2 * (12 * 4096**2 + 13 * 4096)
+    root = 2 * (50304 + 1024 + 2) * 4096
+    inputs = 50 * 10 * 1024 * 4096 * 2
+    assert held["device"] == 2 * PARAMETERS + 2 * max(block, root) + inputs
+    assert held["device"] < 32 * GIB
+    # Gradients, and the weights that updates write, in bf16; moments and halves of masters.
+    assert held["host"] == (2 + 2 + 10) * PARAMETERS
+    assert held["disk"] == 0
+
+
+def test_a_small_one_learns(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(example.CONFIG.read_text())
+    config["train_micro_batch_size_per_gpu"] = 2
+    config["optimizer"]["params"]["lr"] = 1e-2
+    del config["scheduler"]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    small = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--sequence=16"]
+    more = ["--vocabulary=20", "--steps=40", f"--deepspeed_config={file}"]
+    losses = example.train(example.parse([*small, *more]))
+    assert losses[-1] < 0.7 * losses[0]
+    assert "step 40: loss" in capsys.readouterr().out
