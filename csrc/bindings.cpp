@@ -700,6 +700,8 @@ void bind_pipeline(nb::module_& m) {
 
 NB_MODULE(_native, m) {
   m.doc() = "The native core of tensorstow: kernels, file I/O and the update pipeline.";
+  // What is alive when the interpreter ends (a model in a global, say) is no fault to report.
+  nb::set_leak_warnings(false);
   nb::register_exception_translator(stow::translate_system_error);
   stow::bind_checksum(m);
   stow::bind_kernels(m);

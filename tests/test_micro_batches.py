@@ -1,6 +1,5 @@
 """Stage 1: the last micro-batch reduces, and a step without it is refused."""
 
-
 from ranks.pool import Ranks
 from ranks.stowed import incomplete
 

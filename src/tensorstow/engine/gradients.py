@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._pytree import tree_map
 
+from tensorstow.optim.accelerator.device import Link, Mark
+
 _ADD = torch.ops.aten.add_.Tensor
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
@@ -25,7 +27,9 @@ class HostGradient(torch.Tensor):
     Operations run there, so that norms, clipping and unscaling act on what the update will use.
     """
 
-    landed: torch.Tensor
+    _landed: torch.Tensor
+    _fall: tuple[Mark, torch.Tensor] | None
+    """A copy down that may be under way, and what it reads."""
 
     @staticmethod
     def __new__(
@@ -38,8 +42,21 @@ class HostGradient(torch.Tensor):
         tensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, like.shape, dtype=dtype or like.dtype, device=like.device
         )
-        tensor.landed = landed
+        tensor._landed, tensor._fall = landed, None  # noqa: SLF001  # its own
         return tensor
+
+    @property
+    def landed(self) -> torch.Tensor:
+        """The elements, in host memory; waited for where they are still on their way."""
+        if self._fall is not None:
+            self._fall[0].synchronize()
+            self._fall = None
+        return self._landed
+
+    def fall(self, link: Link, source: torch.Tensor) -> None:
+        """Begin filling ``landed`` from ``source``, behind what its stream was given so far."""
+        mark = link.down([(self._landed.view(-1), source.view(-1))], [link.mark()])
+        self._fall = (mark, source)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what it is."""
@@ -82,7 +99,7 @@ class HostGradient(torch.Tensor):
     def more(self, other: torch.Tensor, alpha: float = 1.0) -> None:
         """Add a micro-batch's gradient."""
         if self.landed.dtype != torch.float32:
-            self.landed = self.landed.float()
+            self._landed = self.landed.float()
         more = other.landed if isinstance(other, HostGradient) else other.to(self.landed.device)
         self.landed.add_(more, alpha=alpha)
 
@@ -110,15 +127,25 @@ def _gradients(tree: Any) -> Sequence[HostGradient]:  # noqa: ANN401
 
 
 @torch.no_grad()
-def take_down(parameter: torch.Tensor) -> None:
-    """Let the gradient of a sharded ``parameter`` leave the device: its hook, called by FSDP2."""
+def take_down(
+    parameter: torch.Tensor, *, link: Link | None = None, room: torch.Tensor | None = None
+) -> None:
+    """Let the gradient of a sharded ``parameter`` leave the device: its hook, called by FSDP2.
+
+    Over ``link`` into ``room`` (1-D, host memory, of the gradient's bytes) beside what the device
+    computes next; without them at once.
+    """
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return
     local = gradient.to_local()
     if not isinstance(local, HostGradient):
-        landed = local.cpu() if not local.is_cpu else local
-        gradient._local_tensor = HostGradient(local, landed)  # noqa: SLF001
+        if link is None or room is None:
+            gradient._local_tensor = HostGradient(local, local.cpu())  # noqa: SLF001
+            return
+        landed = HostGradient(local, room.view(local.dtype).view(local.shape))
+        landed.fall(link, local)
+        gradient._local_tensor = landed  # noqa: SLF001
     elif local.landed.dtype != local.dtype:
         parameter.grad_dtype = None
         parameter.grad = _wide(gradient, local)

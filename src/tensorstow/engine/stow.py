@@ -33,6 +33,7 @@ from tensorstow.engine.sharding import Sharding, Storeroom, shard, shelf_bytes
 from tensorstow.engine.units import Unit, aliases_of, units_of
 from tensorstow.io.files import ALIGN
 from tensorstow.io.shelves import Shelves
+from tensorstow.optim.accelerator.device import open_link
 from tensorstow.optim.stowed import StowedAdam
 
 Path = str | os.PathLike[str] | None
@@ -92,7 +93,9 @@ def stow(  # noqa: PLR0913  # the one door to everything
     sharding = Sharding(mesh, device, precision, plan.stage == 3)
     sources = Sources(weights, init, host_group())
     held = _shard_all(model, chosen, plan, sharding, sources, dir)
-    landing = Landing(parameter for parameter, _ in held)
+    # Beside backward a gradient is used at once: there is nothing to carry it beside.
+    carried = device.type != "cpu" and plan.overlap != "backward"
+    landing = Landing([p for p, _ in held], open_link(device) if carried else None)
     model.register_forward_pre_hook(landing.hook, prepend=True)
     made = make(optimizer, model, placed)
     _read_new_weights(held, made)

@@ -1,0 +1,67 @@
+"""Gradients on their way down: late copies are waited for; the unfrozen are hooked; buffers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ranks.pool import Ranks
+from remote import LateLink
+from tensorstow.engine.gradients import HostGradient
+from tensorstow.engine.landing import Landing, move_buffers
+
+
+def _sharded(values: torch.Tensor) -> DTensor:
+    mesh = DeviceMesh("cpu", [0])
+    return nn.Parameter(DTensor.from_local(values, mesh, [Shard(0)]))
+
+
+@torch.no_grad()
+def _taken_down(seed: int) -> tuple[list[float], list[float], int, bool]:
+    """Let two micro-batches' gradients fall over a link whose copies are late."""
+    parameter = _sharded(torch.zeros(4, dtype=torch.bfloat16))
+    link = LateLink(seed)
+    landing = Landing([parameter], link)
+    hook = landing._takers[id(parameter)]
+    mesh, placements = parameter.device_mesh, parameter.placements
+    first = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+    parameter.grad = DTensor.from_local(first, mesh, placements)
+    hook(parameter)
+    local = parameter.grad.to_local()
+    stands_in = isinstance(local, HostGradient)
+    once = local.landed.tolist()
+    local.more(torch.full((4,), 2.0**-9, dtype=torch.bfloat16))  # lost in a sum of bf16
+    return once, local.landed.tolist(), link.bytes_down, stands_in
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_late_gradient_is_waited_for_and_summed_in_fp32(ranks: "Ranks", seed: int) -> None:
+    ((once, twice, moved, stands_in),) = ranks(1).run(_taken_down, seed)
+    assert stands_in
+    assert once == [1, 2, 3, 4]
+    assert twice == [x + 2.0**-9 for x in once]
+    assert moved == 8  # two bytes per element
+
+
+def _thawed() -> list[bool]:
+    """Watch a parameter that is frozen at first."""
+    parameter = _sharded(torch.zeros(2))
+    parameter.requires_grad = False
+    landing = Landing([parameter])
+    before = bool(parameter._post_accumulate_grad_hooks)
+    parameter.requires_grad = True
+    landing.hook()
+    return [before, bool(parameter._post_accumulate_grad_hooks)]
+
+
+def test_what_is_unfrozen_later_is_hooked_then(ranks: "Ranks") -> None:
+    assert ranks(1).run(_thawed) == [[False, True]]
+
+
+def test_buffers_with_values_move() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("empty", torch.empty(1, device="meta"))
+    move_buffers(module, torch.device("cpu"))
+    assert module.running_mean.is_cpu
+    assert module.empty.is_meta
