@@ -62,7 +62,7 @@ def test_rank_0_decides_by_its_clock(tmp_path: Path, ranks: Pools) -> None:
     assert first == second == [step for step in range(1, 31) if dice.random() < 0.4]
 
 
-@pytest.mark.parametrize("where", ["commit", "write_tensor", "extra_now"])
+@pytest.mark.parametrize("where", ["commit", "write_tensor", "extra_now", "step"])
 def test_a_rank_that_cannot_commit_fails_all(tmp_path: Path, ranks: Pools, where: str) -> None:
     first, second = ranks(2).run(with_a_failing_rank, tmp_path / "run", where, 6)
     assert first[0] == "RankError"

@@ -130,15 +130,19 @@ def steps_committed(directory: Path, steps: int) -> list[int]:
 def with_a_failing_rank(directory: Path, where: str, steps: int) -> tuple[str, str, int | None]:
     """Train until rank 1 cannot commit step 4; return what is raised, and where all go on."""
     life = Life(directory, commit_every=2, extra=dict)
-    life.train(2)
+    life.train(3)
 
     def full(*_: object, **__: object) -> None:
         message = "no room"
         raise CommitError(message)
 
-    owner: Any = {"commit": Store, "write_tensor": Store, "extra_now": life.optimizer._commits}
-    owner = owner[where]
-    # Both fail by the store of rank 1; the other one's commit is durable on its own.
+    owners: dict[str, Any] = {
+        "commit": Store,
+        "write_tensor": Store,
+        "extra_now": life.optimizer._commits,
+        "step": life.optimizer._states().pipeline,
+    }
+    owner = owners[where]
     try:
         with patched(owner, where, full if dist.get_rank() == 1 else getattr(owner, where)):
             life.train(4)

@@ -574,7 +574,8 @@ class StowedAdam(Optimizer):
         commits = self._begin_step()
         if dues:
             turn = self._make_turn(dues, factor, commits=commits)
-            schedule.run(turn, self._kept(), self.state)
+            with self._commits.telling(commits=commits):
+                schedule.run(turn, self._kept(), self.state)
         elif commits:
             self._commits.capture(self._kept())
         self._count_step(commits=commits)
@@ -670,7 +671,8 @@ class StowedAdam(Optimizer):
             )
             raise OptionError(message)
         commits = schedule.commits
-        schedule.end([kept.get(parameter) for _, parameter, _ in late], kept, self.state)
+        with self._commits.telling(commits=commits):
+            schedule.end([kept.get(parameter) for _, parameter, _ in late], kept, self.state)
         self._count_step(commits=commits)
 
     def _check_gradient(self, member: Member) -> None:

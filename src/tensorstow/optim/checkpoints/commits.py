@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -86,6 +87,12 @@ class Commits:
         return self.every.seconds is not None and (
             time.monotonic() - self._last >= self.every.seconds
         )
+
+    def telling(self, *, commits: bool) -> AbstractContextManager[None]:
+        """Tell other ranks of what fails inside, where they will wait for this step's commit."""
+        if not commits:
+            return nullcontext()
+        return self.ranks.telling(f"the commit of step {self.step + 1}")
 
     def join(self, kept: Members) -> None:
         """Wait until the commit under way, if any, is durable; raise what failed in it."""
