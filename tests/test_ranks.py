@@ -12,12 +12,13 @@ from ranks.durable import (
     in_two_lives,
     refused,
     steps_committed,
+    stowed_in_two_lives,
     undisturbed,
     with_a_failing_rank,
     with_snapshots,
 )
 from ranks.pool import Ranks
-from tensorstow import AdamW
+from tensorstow import AdamW, Plan, Tier
 from tensorstow.base.errors import OptionError
 
 Pools = Callable[[int], Ranks]
@@ -48,6 +49,20 @@ def test_a_run_goes_on_where_all_ranks_can(
     assert [facts for _, facts in found] == wanted
     inside = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert inside == ["rank-0-of-2", "rank-1-of-2"]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(parameters=Tier.HOST, states=Tier.DISK),
+        Plan(parameters=Tier.DISK, states=Tier.DISK),
+        Plan(parameters=Tier.DEVICE, states=Tier.DISK, stage=0),
+        Plan(parameters=Tier.HOST, states=Tier.HOST, replicas=2),
+    ],
+    ids=str,
+)
+def test_a_stowed_model_goes_on(tmp_path: Path, ranks: Pools, plan: Plan) -> None:
+    assert ranks(2).run(stowed_in_two_lives, tmp_path / "run", plan) == [(4, [])] * 2
 
 
 def test_one_rank_keeps_the_directory_itself(tmp_path: Path, ranks: Pools) -> None:

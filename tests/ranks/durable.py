@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,31 @@ def in_two_lives(
     facts = life.facts()
     life.optimizer.close()
     return found, facts
+
+
+def stowed_in_two_lives(directory: Path, plan: tensorstow.Plan) -> tuple[int | None, list[str]]:
+    """Train a stowed model, end, go on from its last commit; return where, and what differs."""
+
+    def live(until: int) -> tuple[int | None, dict[str, str]]:
+        torch.manual_seed(1)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+        make = partial(tensorstow.AdamW, lr=0.01, dir=directory, commit_every=2)
+        model, optimizer = tensorstow.stow(nn.Sequential(*blocks), make, plan=plan)
+        start = optimizer.resume()
+        for step in range(start or 0, until):
+            generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+            model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = {name: digest(value) for name, value in model.state_dict().items()}
+        for number, entry in optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{name}": digest(value) for name, value in entry.items()}
+        optimizer.close()
+        return start, found
+
+    _, wanted = live(5)
+    start, found = live(5)
+    return start, sorted(n for n in {*wanted, *found} if wanted.get(n) != found.get(n))
 
 
 def steps_committed(directory: Path, steps: int) -> list[int]:

@@ -343,6 +343,8 @@ class StowedAdam(Optimizer):
         or None where nothing was ever committed. Raises OptionError for other parameters than the
         stored run's.
 
+        Ranks go on from what all of them have; RankError where that is nothing.
+
         It is the way out of a failure, and of a backward that did not end: what was under way is
         dropped, gradients too, for they are of weights that are gone.
         """
