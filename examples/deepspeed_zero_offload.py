@@ -92,7 +92,9 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 def needs(args: argparse.Namespace, ranks: int = 1) -> dict[Tier, int]:
     """Return the bytes on each tier of one rank, by arithmetic over a model without memory.
 
-    On the device, the inputs that blocks keep are among them.
+    On the device are weights, their gradients until ``step()``, two blocks or so beside, and the
+    inputs that blocks keep; in host memory the weights that updates write, moments, and of fp32
+    masters the halves that bf16 weights do not say.
     """
     with torch.device("meta"):
         model = GPT(args).to(torch.bfloat16)
@@ -100,7 +102,8 @@ def needs(args: argparse.Namespace, ranks: int = 1) -> dict[Tier, int]:
     sizes = Sizes.of(units_of(model), ranks)
     held = dict(bytes_of(plan_of(settings), sizes, device_is_host=False))
     inputs = args.num_layers * settings.batch.micro * args.sequence * args.hidden_size
-    held[Tier.DEVICE] += inputs * torch.bfloat16.itemsize
+    held[Tier.DEVICE] += inputs * torch.bfloat16.itemsize + sizes.gradients
+    held[Tier.HOST] -= sizes.gradients
     return held
 
 
