@@ -11,7 +11,7 @@ DONE := $(VENV)/.tensorstow
 # Folders are listed too: their times change when a file is added or removed.
 NATIVE := $(shell find csrc) CMakeLists.txt pyproject.toml
 CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h')
-PYTHON_DIRS := src tests $(wildcard benchmarks)
+PYTHON_DIRS := src tests $(wildcard benchmarks examples)
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22

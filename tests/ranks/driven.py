@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import tensorstow
 import tensorstow.deepspeed as deepspeed
 from ranks.stowed import loss_of, model_of
+from tensorstow.deepspeed import spread as spreading
 from tensorstow.deepspeed import utils, zero
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.masters import Masters
@@ -284,3 +285,15 @@ def boundary_by_hand(drive: Drive) -> list[bool]:
         assert engine.global_steps == 1
         assert engine.micro_steps == 3
     return changed
+
+
+def spread_and_joined(stage: int) -> None:
+    """Write whole values to odd shards and read them back."""
+    with closing(engine_of(Drive(Zero(stage=stage)).settings(dist.get_world_size()))) as engine:
+        for parameter in engine.parameters():
+            whole = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+            spreading.put_whole(parameter, whole)
+            assert torch.equal(spreading.whole_of(parameter), whole)
+            own = spreading.rows_of(whole, parameter)
+            assert torch.equal(spreading.own_of(parameter).detach(), own)
+            assert torch.equal(spreading.joined(own.clone(), parameter), whole)

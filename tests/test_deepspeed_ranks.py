@@ -1,0 +1,35 @@
+"""Which rank this is, and joining the others."""
+
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from tensorstow.deepspeed.ranks import init_distributed, local_rank, rank_here
+
+
+def test_a_process_that_nobody_launched_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    init_distributed()
+    assert not dist.is_initialized()
+    assert (rank_here(), local_rank()) == (0, 0)
+
+
+def test_the_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "3")):
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        # Set, so that what init_distributed sets is taken back; deleted, so that it does.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    init_distributed(distributed_port=port)
+    try:
+        assert dist.get_world_size() == 1
+        assert (rank_here(), local_rank()) == (0, 3)
+        init_distributed()
+    finally:
+        dist.destroy_process_group()

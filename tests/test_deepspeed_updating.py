@@ -1,0 +1,43 @@
+"""One update: the norm, the factor, and steps that are not taken."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstow
+from ranks.driven import FixedScale
+from tensorstow.deepspeed.updating import Updating
+
+
+def weights_behind(gradient: list[float], clipping: float, scale: float | None) -> torch.Tensor:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = tensorstow.AdamW([weight], lr=0.1, eps=1.0)
+    updating = Updating(optimizer, clipping, None if scale is None else FixedScale(scale))
+    weight.grad = torch.tensor(gradient) * (scale or 1.0)
+    assert updating.take() == all(map(math.isfinite, gradient))
+    assert weight.grad is None
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
+    if math.isfinite(sum(gradient)):
+        assert updating.norm == pytest.approx(math.hypot(*gradient))
+    optimizer.close()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_scale_changes_no_step(clipping: float) -> None:
+    plain = weights_behind([3.0, 4.0], clipping, None)
+    assert torch.allclose(weights_behind([3.0, 4.0], clipping, 256.0), plain, rtol=1e-6)
+
+
+def test_clipping_is_by_the_norm() -> None:
+    clipped = weights_behind([3.0, 4.0], 0.5, None)
+    assert torch.allclose(clipped, weights_behind([0.3, 0.4], 0.0, None), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_gradients_that_are_not_finite_change_nothing(bad: float, scale: float | None) -> None:
+    assert torch.equal(weights_behind([1.0, bad], 1.0, scale), torch.ones(2))
