@@ -1,0 +1,54 @@
+"""Whole models through `stow` on an accelerator: the bits of the same training on the device."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstow
+from ranks.stowed import finish, groups_of, loss_of, model_of
+from tensorstow import Plan
+
+PLANS = [
+    Plan(parameters="device"),
+    Plan(parameters="device", states="disk"),
+    Plan(parameters="host"),
+    Plan(parameters="host", states="disk", overlap="forward"),
+    Plan(parameters="host", states="disk", overlap="backward"),
+    Plan(parameters="disk", states="disk"),
+    Plan(parameters="disk", states="disk", overlap="backward"),
+    Plan(parameters="host", units={"blocks.1": "device", "blocks.2": "disk"}),
+]
+
+
+class OnDevice(nn.Module):
+    """Takes tokens from the CPU to where the model is."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """Wrap ``model``."""
+        super().__init__()
+        self.model, self.device = model, device
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits on the CPU."""
+        return self.model(tokens.to(self.device)).cpu()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stowed_training_has_the_bits_of_training_on_the_device(
+    device: torch.device, plan: Plan, dtype: torch.dtype
+) -> None:
+    def train(model: nn.Module, optimizer: tensorstow.AdamW) -> list[torch.Tensor]:
+        for step in range(3):
+            loss_of(OnDevice(model, device), 0, step, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [w.cpu() for w in finish(model, optimizer)]
+
+    plain = model_of(dtype).to(device)
+    want = train(plain, groups_of(list(plain.named_parameters())))
+    model, optimizer = tensorstow.stow(model_of(dtype), partial(groups_of), plan=plan)
+    got = train(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
