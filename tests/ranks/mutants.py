@@ -1,0 +1,113 @@
+"""Breaks of the engine, each of which parity must notice."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import torch
+
+from ranks.stowed import Course, stowed
+from tensorstow.engine import gradients, sharding
+from tensorstow.engine.cells import Cell
+from tensorstow.engine.micro_batches import MicroBatches
+from tensorstow.optim import stowed as stowed_adam
+from tensorstow.optim.schedules.leases import Leases
+
+Mutant = Callable[[ExitStack], None]
+
+
+def narrow_sums(patches: ExitStack) -> None:
+    """Sum micro-batches in the gradient's own dtype."""
+
+    def more(self: gradients.HostGradient, other: torch.Tensor, alpha: float = 1.0) -> None:
+        self.landed.add_(other, alpha=alpha)
+
+    patches.enter_context(patch.object(gradients.HostGradient, "more", more))
+
+
+def last_micro_batch(patches: ExitStack) -> None:
+    """Take the last micro-batch for the sum."""
+
+    def more(self: gradients.HostGradient, other: torch.Tensor, alpha: float = 1.0) -> None:
+        self.landed.copy_(other.mul(alpha))
+
+    patches.enter_context(patch.object(gradients.HostGradient, "more", more))
+
+
+def own_norm(patches: ExitStack) -> None:
+    """Clip by the norm of this rank's shards alone."""
+
+    def alone(_: object, parts: list[float]) -> list[float]:
+        return list(parts)
+
+    patches.enter_context(patch.object(stowed_adam, "sum_over_shards", alone))
+
+
+def old_weights(patches: ExitStack) -> None:
+    """Gather a weight without waiting for its update."""
+    before = Cell.open
+
+    def open_old(self: Cell) -> torch.Tensor:
+        if not hasattr(self, "first"):
+            self.first = before(self).clone()
+        return self.first
+
+    patches.enter_context(patch.object(Cell, "open", open_old))
+
+
+def unwritten(patches: ExitStack) -> None:
+    """Forget what an update did to a weight on disk."""
+
+    def forget(self: Leases, key: int) -> None:
+        lease = self._leases.pop(key)
+        lease.lessor.release(changed=False)
+        lease.lessor.drop_pages()
+
+    patches.enter_context(patch.object(Leases, "_end", forget))
+
+
+def unreduced(patches: ExitStack) -> None:
+    """Reduce every micro-batch of stage 1 but the last."""
+
+    def before_forward(self: MicroBatches, *_: object) -> None:
+        self._seen = (self._seen + 1) % self._steps
+        self._model.set_requires_gradient_sync(self._seen != 0)
+        self._model.set_reshard_after_backward(True)
+
+    patches.enter_context(patch.object(MicroBatches, "_before_forward", before_forward))
+
+
+def other_rows(patches: ExitStack) -> None:
+    """Cut rows as if there were one rank more."""
+    right = sharding.Sharding.rows
+
+    def rows(self: sharding.Sharding, shape: torch.Size) -> tuple[int, int, int]:
+        start, stop, length = right(self, shape)
+        moved = min(start + 1, shape[0] - (stop - start))
+        return moved, moved + stop - start, length
+
+    patches.enter_context(patch.object(sharding.Sharding, "rows", rows))
+
+
+MUTANTS: dict[str, Mutant] = {
+    f.__name__: f
+    for f in (
+        narrow_sums,
+        last_micro_batch,
+        own_norm,
+        old_weights,
+        unwritten,
+        unreduced,
+        other_rows,
+    )
+}
+
+
+def mutated(course: Course, name: str) -> list[torch.Tensor] | str:
+    """Train with one break; return weights, or what was raised."""
+    with ExitStack() as patches:
+        MUTANTS[name](patches)
+        try:
+            return stowed(course)
+        except Exception as error:  # noqa: BLE001  # an error is noticed too
+            return f"{type(error).__name__}: {error}"

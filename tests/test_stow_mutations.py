@@ -1,0 +1,35 @@
+"""The parity of stowed training can fail: every break of the engine is noticed."""
+
+import pytest
+import torch
+
+from ranks.mutants import MUTANTS, mutated
+from ranks.pool import Ranks
+from ranks.stowed import Course, alone
+from tensorstow import Plan
+
+BF16 = torch.bfloat16
+COURSES = {
+    "narrow_sums": Course(Plan(accumulation_steps=3), dtype=BF16),
+    "last_micro_batch": Course(Plan(accumulation_steps=2)),
+    "own_norm": Course(clip=0.05),
+    "old_weights": Course(Plan(overlap="forward", states="disk")),
+    "unwritten": Course(Plan(parameters="disk", states="disk")),
+    "unreduced": Course(Plan(stage=1, accumulation_steps=2)),
+    "other_rows": Course(),
+}
+
+
+def test_every_break_has_its_course() -> None:
+    assert COURSES.keys() == MUTANTS.keys()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_engine_is_noticed(ranks: "Ranks", name: str) -> None:
+    course = COURSES[name]
+    want = alone(course, 2)
+    for got in ranks(2).run(mutated, course, name):
+        differs = isinstance(got, str) or not all(
+            torch.equal(a, b) for a, b in zip(got, want, strict=True)
+        )
+        assert differs
