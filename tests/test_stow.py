@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from parity.cover import feasible_pairs
+from ranks.matrix import AXES, allowed, courses
 from ranks.pool import Ranks
 from ranks.stowed import Course, alone, stowed
 from tensorstow import Plan
@@ -36,3 +38,25 @@ def test_stowed_training_has_the_bits_of_training_alone(
     want = alone(course, world)
     for got in ranks(world).run(stowed, course):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+MATRIX = courses()
+
+
+@pytest.mark.parametrize(("course", "world"), MATRIX, ids=[f"{c}-world{w}" for c, w in MATRIX])
+def test_any_two_values_of_two_axes_are_right_together(
+    ranks: "Ranks", course: Course, world: int
+) -> None:
+    want = alone(course, world)
+    close = course.torch_clips  # torch's norm is fp32 and summed in another order
+    for got in ranks(world).run(stowed, course):
+        for a, b in zip(got, want, strict=True):
+            if close:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(a, b)
+
+
+def test_the_matrix_is_as_large_as_it_says() -> None:
+    assert len(feasible_pairs(AXES, allowed)) > 200
+    assert len(MATRIX) >= 16

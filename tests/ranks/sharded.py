@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tensorstow
+from tensorstow.engine.gradients import widen
 
 WIDTH = 12
 STEPS = 4
@@ -116,3 +117,14 @@ def alone(training: Training, world: int) -> list[torch.Tensor]:
     weights = [p.detach().clone() for p in model.parameters()]
     optimizer.close()
     return weights
+
+
+def widened(micro_batches: int) -> list[torch.Tensor]:
+    """Sum bf16 gradients of a parameter that FSDP2 has sharded; return the whole sum."""
+    model = nn.Linear(WIDTH, 1, bias=False).to(torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.weight.register_post_accumulate_grad_hook(widen)
+    for micro in range(micro_batches):
+        factor = 256.0 if micro == 0 else 1.0  # a bf16 sum would lose what follows
+        (factor * model(torch.ones(1, WIDTH, dtype=torch.bfloat16))).sum().backward()
+    return [model.weight.grad.full_tensor()]

@@ -151,6 +151,18 @@ def take_down(
         parameter.grad = _wide(gradient, local)
 
 
+@torch.no_grad()
+def widen(parameter: torch.Tensor) -> None:
+    """Let the gradient of a sharded parameter on the device be fp32, as a sum of several is to be.
+
+    A hook, called by FSDP2, which then adds the next micro-batch's to it.
+    """
+    if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+        wide = parameter.grad.float()
+        parameter.grad_dtype = None
+        parameter.grad = wide
+
+
 def _wide(gradient: DTensor, local: HostGradient) -> DTensor:
     """Return ``gradient`` in the dtype that its sum has by now."""
     summed = HostGradient(local, local.landed, local.landed.dtype)

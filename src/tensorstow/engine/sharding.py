@@ -63,7 +63,7 @@ def shard(
     ``sources`` have the values; what was the module's tensor is let go of. ``storeroom``: where
     there are units on DISK.
     """
-    if tier == Tier.DEVICE:
+    if tier == Tier.DEVICE and sharding.device.type != "cpu":  # there, DEVICE and HOST are one
         _fill(unit, sharding.device, sources)
         _apply(unit, sharding)
         return []

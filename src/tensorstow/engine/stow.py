@@ -3,8 +3,8 @@
 import os
 import pathlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.engine.auto import Sizes, auto_plan
 from tensorstow.engine.cells import Cell
 from tensorstow.engine.gathered import Gathered
+from tensorstow.engine.gradients import widen
 from tensorstow.engine.landing import Landing, move_buffers
 from tensorstow.engine.loading import Sources
 from tensorstow.engine.mesh import device_here, host_group, mesh_of, world_here
@@ -97,6 +98,8 @@ def stow(  # noqa: PLR0913  # the one door to everything
     carried = device.type != "cpu" and plan.overlap != "backward"
     landing = Landing([p for p, _ in held], open_link(device) if carried else None)
     model.register_forward_pre_hook(landing.hook, prepend=True)
+    if plan.accumulation_steps > 1:
+        _sum_wide_on_device(model, {id(p) for p, _ in held})
     made = make(optimizer, model, placed)
     _read_new_weights(held, made)
     Gathered(model, chosen).watch(model, made, stage=plan.stage)
@@ -184,6 +187,14 @@ def _sum_wide(model: nn.Module, plan: Plan) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = torch.float32
+
+
+def _sum_wide_on_device(model: nn.Module, held: Collection[int]) -> None:
+    """Let FSDP2 sum in fp32 the gradients of parameters that are not ``held`` on the host."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            hook(widen)
 
 
 def _read_new_weights(held: Iterable[tuple[DTensor, Cell]], optimizer: StowedAdam) -> None:

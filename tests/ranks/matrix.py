@@ -1,0 +1,54 @@
+"""The axes of stowed training, and the combinations that cover any two values of two of them."""
+
+from collections.abc import Mapping
+
+import torch
+
+from parity.cover import Row, Value, all_pairs
+from ranks.stowed import Course
+from tensorstow import Plan
+
+AXES: dict[str, tuple[Value, ...]] = {
+    "stage": (3, 0, 1, 2),
+    "parameters": ("host", "device", "disk"),
+    "states": ("host", "disk"),
+    "overlap": ("none", "forward", "backward"),
+    "accumulation": (1, 3),
+    "clip": ("none", "ours", "torch"),
+    "dtype": ("float32", "bfloat16"),
+    "compute": ("same", "bfloat16"),
+    "world": (1, 2),
+}
+
+
+def allowed(row: Mapping[str, Value]) -> bool:
+    """Return whether a plan and its optimizer take this."""
+    on_disk = row.get("parameters") == "disk"
+    return not (
+        (on_disk and (row.get("stage", 3) != 3 or row.get("overlap") == "forward"))
+        or (row.get("overlap") == "backward" and row.get("clip", "none") != "none")
+        # A sum of several ranks in bf16, or torch's norm in fp32, is another arithmetic.
+        or (row.get("clip") == "torch" and row.get("dtype", "float32") != "float32")
+    )
+
+
+def courses() -> list[tuple[Course, int]]:
+    """Return (course, ranks) of every row of the cover."""
+    return [(_course(row), int(row["world"])) for row in all_pairs(AXES, allowed)]
+
+
+def _course(row: Row) -> Course:
+    plan = Plan(
+        parameters=row["parameters"],
+        states=row["states"],
+        stage=row["stage"],
+        overlap=row["overlap"],
+        accumulation_steps=row["accumulation"],
+    )
+    return Course(
+        plan,
+        dtype=getattr(torch, str(row["dtype"])),
+        compute_dtype=None if row["compute"] == "same" else torch.bfloat16,
+        clip=None if row["clip"] == "none" else 0.05,
+        torch_clips=row["clip"] == "torch",
+    )
