@@ -61,9 +61,14 @@ def evaluated(plan: Plan, mode: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize(
-    "plan", PLANS, ids=lambda p: f"z{p.stage}-{p.overlap}-{p.parameters}-{p.states}"
+    ("plan", "mode"),
+    [
+        *((plan, "inference_mode") for plan in PLANS),
+        (Plan(), "no_grad"),
+        (Plan(stage=2), "no_grad"),
+    ],
+    ids=lambda p: p if isinstance(p, str) else f"z{p.stage}-{p.overlap}-{p.parameters}-{p.states}",
 )
 def test_evaluation_between_steps_sees_the_newest_weights(
     ranks: Pool, plan: Plan, mode: str, world: int

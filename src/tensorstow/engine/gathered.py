@@ -27,23 +27,23 @@ class Gathered:
     """Watches the gathered weights of a model that FSDP2 has sharded."""
 
     def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
-        """Take ``units`` of ``model``."""
+        """Take ``units`` of ``model`` before they are sharded."""
         self._root = model
-        self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        own = {id(u.module): [model.get_parameter(n) for n in u.parameters] for u in units}
-        self._frozen = {
-            module: parameters
-            for module, parameters in own.items()
-            if not any(p.requires_grad for p in parameters)
-        }
+        self._names = {id(unit.module): list(unit.parameters) for unit in units}
+        self._modules: list[FSDPModule] = []
+        self._frozen: dict[int, list[nn.Parameter]] = {}
 
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, stage: int) -> None:
-        """Put the hooks in place."""
-        for module in self._modules:
-            if isinstance(module, nn.Module):
+    def watch(self, optimizer: torch.optim.Optimizer, *, stage: int) -> None:
+        """Put the hooks in place, now that the model is sharded."""
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                self._modules.append(module)
+                own = [self._root.get_parameter(n) for n in self._names.get(id(module), ())]
+                if not any(p.requires_grad for p in own):
+                    self._frozen[id(module)] = own
                 module.register_forward_pre_hook(self._before_forward, prepend=True)
         if stage < 3:
-            model.register_forward_hook(self._after_forward)
+            self._root.register_forward_hook(self._after_forward)
             optimizer.register_step_pre_hook(self._let_go)
 
     # A graph would take what is asked here for constants.

@@ -31,6 +31,7 @@ from tensorstow.engine.optimizers import Make, asked_of, check, make, placement_
 from tensorstow.engine.prefetch import Prefetcher
 from tensorstow.engine.shardable import check_shardable
 from tensorstow.engine.sharding import Sharding, Storeroom, shard, shelf_bytes
+from tensorstow.engine.state_dicts import keep_plain
 from tensorstow.engine.units import Unit, aliases_of, units_of
 from tensorstow.io.files import ALIGN
 from tensorstow.io.shelves import Shelves
@@ -93,6 +94,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
     sharding = Sharding(mesh, device, precision, plan.stage == 3)
     sources = Sources(weights, init, host_group())
+    gathered = Gathered(model, chosen)
     held = _shard_all(model, chosen, plan, sharding, sources, dir)
     # Beside backward a gradient is used at once: there is nothing to carry it beside.
     carried = device.type != "cpu" and plan.overlap != "backward"
@@ -102,7 +104,8 @@ def stow(  # noqa: PLR0913  # the one door to everything
         _sum_wide_on_device(model, {id(p) for p, _ in held})
     made = make(optimizer, model, placed)
     _read_new_weights(held, made)
-    Gathered(model, chosen).watch(model, made, stage=plan.stage)
+    gathered.watch(made, stage=plan.stage)
+    keep_plain(model)
     if plan.stage == 1 and isinstance(model, FSDPModule):
         MicroBatches(model, plan.accumulation_steps).watch(model, made)
     return model, made

@@ -176,6 +176,8 @@ def _on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  #
             target = first is not None and first.slot.cell is cell
             opened.enter_context(cell.opened(to_change=target))
         out = func(*given, **named)
+        if first is not None:  # what runs in here does not count as a version
+            torch.autograd.graph.increment_version(first.home)
         storages = {cell.padded.untyped_storage().data_ptr() for cell in cells.values()}
 
         def own(value: Any) -> Any:  # noqa: ANN401

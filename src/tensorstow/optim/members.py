@@ -75,7 +75,7 @@ class Member:
     @property
     def written_by_others(self) -> bool:
         """Return whether a 16-bit weight must be compared with its master."""
-        return self.written != stamp_of(self.parameter)
+        return self.written != stamp_of(self.parameter, self.owner)
 
     @contextmanager
     def held(self, *, to_change: bool = False) -> Iterator[None]:
@@ -98,7 +98,7 @@ class Member:
 
     def remember(self) -> None:
         """Take what is there now for our own writing."""
-        self.written = stamp_of(self.parameter)
+        self.written = stamp_of(self.parameter, self.owner)
         if self.mirror is not None:
             self.mirror.remember()
 
@@ -288,7 +288,9 @@ class Members:
             return
         if self._link is None:
             self._link = device.open_link(remote[0].parameter.device)
-        block, mirrors = make_mirrors([m.parameter for m in remote], self._link)
+        block, mirrors = make_mirrors(
+            [m.parameter for m in remote], self._link, [m.owner for m in remote]
+        )
         for member, mirror in zip(remote, mirrors, strict=True):
             member.mirror = mirror
         known = {m.number: m.mirror for m in self._numbered if m.mirror is not None}

@@ -16,7 +16,7 @@ from tensorstow.optim.accelerator.device import Link
 from tensorstow.optim.states.layout import round_up
 
 _ALIGN = 128
-Stamp = tuple[int, int]
+Stamp = tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -26,22 +26,28 @@ class Mirror:
     parameter: torch.Tensor
     host: torch.Tensor
     """In the parameter's shape and dtype."""
+    owner: torch.Tensor
+    """What users know the parameter as; itself, or the DTensor whose shard it is."""
     stamp: Stamp | None = None
     """What the parameter's was when both were the same; None: never."""
 
     @property
     def is_stale(self) -> bool:
         """Return whether others wrote the parameter since."""
-        return self.stamp != stamp_of(self.parameter)
+        return self.stamp != stamp_of(self.parameter, self.owner)
 
     def remember(self) -> None:
         """Take the mirror for what the parameter is, or is going to be."""
-        self.stamp = stamp_of(self.parameter)
+        self.stamp = stamp_of(self.parameter, self.owner)
 
 
-def stamp_of(parameter: torch.Tensor) -> Stamp:
-    """Return version counter and address: others, where somebody wrote it or exchanged its data."""
-    return parameter._version, parameter.data_ptr()  # noqa: SLF001
+def stamp_of(parameter: torch.Tensor, owner: torch.Tensor | None = None) -> Stamp:
+    """Return version counters and address: others, if somebody wrote it or exchanged its data.
+
+    Who writes a DTensor counts for it alone, not for its shard.
+    """
+    whole = parameter if owner is None else owner
+    return parameter._version, parameter.data_ptr(), whole._version  # noqa: SLF001
 
 
 def mirror_bytes(parameters: Iterable[torch.Tensor]) -> int:
@@ -50,15 +56,18 @@ def mirror_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def make_mirrors(
-    parameters: Sequence[torch.Tensor], link: Link
+    parameters: Sequence[torch.Tensor], link: Link, owners: Sequence[torch.Tensor] | None = None
 ) -> tuple[PinnedBlock, list[Mirror]]:
-    """Return mirrors that hold nothing yet, in one block of memory."""
+    """Return mirrors that hold nothing yet, in one block of memory.
+
+    ``owners``: the DTensors whose shards ``parameters`` are; None: they are their own.
+    """
     block = PinnedBlock(mirror_bytes(parameters), link.device, link.settle)
     mirrors = []
     at = 0
-    for parameter in parameters:
+    for parameter, owner in zip(parameters, owners or parameters, strict=True):
         host = block.tensor(at, parameter.numel(), parameter.dtype).view(parameter.shape)
-        mirrors.append(Mirror(parameter, host))
+        mirrors.append(Mirror(parameter, host, owner))
         at += mirror_bytes([parameter])
     return block, mirrors
 

@@ -1,0 +1,180 @@
+"""State dicts of a stowed model: plain tensors that others save, and loading that updates see."""
+
+import io
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from ranks.pool import Ranks
+from ranks.stowed import loss_of, model_of
+from ranks.twin import FETCHED, Twins, whole
+from tensorstow import Plan
+from tensorstow.base.errors import OptionError
+
+Pool = Callable[[int], Ranks]
+PLANS = [
+    Plan(),
+    Plan(overlap="forward", states="disk"),
+    Plan(overlap="backward"),
+    Plan(parameters="device"),
+    Plan(stage=2),
+    FETCHED,
+]
+
+
+def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    return loss_of(model, rank, batch, 0)
+
+
+def twins(plan: Plan, dtype: torch.dtype = torch.float32) -> Twins:
+    return Twins(lambda: model_of(dtype), loss, plan)
+
+
+def saved(plan: Plan) -> None:
+    """Take a state dict of newest weights, by the model and by torch's functions."""
+    both = twins(plan)
+    both.train()
+    with torch.no_grad():
+        loss(both.stowed, 0, 9)
+    state = both.stowed.state_dict()
+    assert list(state) == list(both.alone.state_dict())
+    for name, value in both.alone.state_dict().items():
+        mine = state[name]
+        assert isinstance(mine, DTensor)
+        assert type(mine.to_local()) is torch.Tensor
+        assert torch.equal(mine.full_tensor(), value)
+    full = get_model_state_dict(
+        both.stowed, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    if both.rank == 0:
+        for name, value in both.alone.state_dict().items():
+            assert type(full[name]) is torch.Tensor
+            assert torch.equal(full[name], value)
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    back: dict[str, Any] = torch.load(stream, weights_only=False)
+    for name, value in both.alone.state_dict().items():
+        assert torch.equal(back[name].full_tensor(), value)
+    part = both.stowed.blocks[1].state_dict()
+    assert type(part["up.weight"].to_local()) is torch.Tensor
+    both.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"z{p.stage}-{p.overlap}-{p.parameters}")
+def test_a_state_dict_has_plain_tensors_of_the_newest_weights(
+    ranks: Pool, plan: Plan, world: int
+) -> None:
+    ranks(world).run(saved, plan)
+
+
+def loaded(plan: Plan, dtype: torch.dtype, way: str) -> None:
+    """Go back to weights of before, and on from them: masters of 16-bit weights too."""
+    both = twins(plan, dtype)
+    both.train(range(1))
+    kept: dict[str, Any] = {n: t.detach().clone() for n, t in both.alone.state_dict().items()}
+    sharded = {n: t.detach().clone() for n, t in both.stowed.state_dict().items()}
+    both.train(range(1, 3))
+    both.alone.load_state_dict(kept)
+    if way == "sharded":
+        both.stowed.load_state_dict(sharded)
+    elif way == "whole":
+        both.stowed.load_state_dict(kept)
+    else:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(both.stowed, kept if both.rank == 0 else {}, options=options)
+    both.compare()
+    both.train(range(3, 5))
+    both.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("plan", "way"),
+    [*((plan, "sharded") for plan in PLANS), (Plan(), "broadcast"), (FETCHED, "whole")],
+    ids=lambda p: p if isinstance(p, str) else f"z{p.stage}-{p.overlap}-{p.parameters}",
+)
+def test_what_is_loaded_is_what_updates_go_on_from(
+    ranks: Pool, plan: Plan, way: str, world: int
+) -> None:
+    ranks(world).run(loaded, plan, torch.bfloat16, way)
+
+
+def through_checkpoint() -> None:
+    """Save and load by torch.distributed.checkpoint."""
+    folder: list[str | None] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, src=0)
+    both = twins(Plan())
+    both.train(range(1))
+    dcp.save(both.stowed.state_dict(), checkpoint_id=folder[0])
+    wanted = [whole(p) for p in both.alone.parameters()]
+    both.train(range(1, 2))
+    state = both.stowed.state_dict()
+    dcp.load(state, checkpoint_id=folder[0])
+    both.stowed.load_state_dict(state)
+    assert all(map(torch.equal, map(whole, both.stowed.parameters()), wanted))
+    both.ours.close()
+    if both.rank == 0:
+        for file in Path(str(folder[0])).rglob("*.distcp"):
+            file.unlink()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_torchs_checkpoints_take_them(ranks: Pool, world: int) -> None:
+    ranks(world).run(through_checkpoint)
+
+
+def written_in_place() -> None:
+    """Write 16-bit weights by hand, as averaging does; the next update begins with them."""
+    both = twins(Plan(), torch.bfloat16)
+    both.train(range(1))
+    for model in (both.stowed, both.alone):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    both.compare()
+    both.train(range(1, 3))
+    both.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_updates_see_what_others_write(ranks: Pool, world: int) -> None:
+    ranks(world).run(written_in_place)
+
+
+def refused() -> list[str]:
+    both = twins(Plan())
+    state = {n: t.clone() for n, t in both.alone.state_dict().items()}
+    messages = []
+    try:
+        both.stowed.load_state_dict(state, assign=True)
+    except OptionError as error:
+        messages.append(str(error))
+    state["embedding.weight"] = torch.zeros(5, 5)
+    try:
+        both.stowed.load_state_dict(state)
+    except RuntimeError as error:
+        messages.append(str(error))
+    both.ours.close()
+    return messages
+
+
+def test_what_cannot_be_loaded_is_refused_by_name(ranks: Pool) -> None:
+    ((assigned, misshapen),) = ranks(1).run(refused)
+    assert "assign=True" in assigned
+    assert "leave assign out" in assigned
+    assert "size mismatch for embedding.weight" in misshapen
