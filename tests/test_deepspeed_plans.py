@@ -91,3 +91,10 @@ def test_states_on_disk_are_scratch_in_nvme_path() -> None:
 
 def test_states_in_memory_are_told_of_no_directory() -> None:
     assert placement_keywords(settings(), {"dir": "/a", "module": None}) == {"module": None}
+
+
+@pytest.mark.parametrize(("elements", "nbytes"), [(0, None), (1000, 2000)])
+def test_elements_in_memory_are_the_shelves_bytes(elements: int, nbytes: int | None) -> None:
+    param = OffloadParam("nvme", "/a", max_in_cpu=elements)
+    plan = plan_of(settings(Zero(3, offload_param=param), bf16=True))
+    assert plan.shelf_bytes == nbytes

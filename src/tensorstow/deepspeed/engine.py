@@ -14,6 +14,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import saving
 from tensorstow.deepspeed.placed import Placed, note
 from tensorstow.deepspeed.plans import world_of
+from tensorstow.deepspeed.progress import Progress
 from tensorstow.deepspeed.ranks import local_rank, rank_here
 from tensorstow.deepspeed.settings import Settings
 from tensorstow.deepspeed.states import forget_masters, watch_loads
@@ -56,6 +57,11 @@ class DeepSpeedEngine(nn.Module):
         self.scale = scale
         self._updating = Updating(optimizer, settings.gradient_clipping, scale)
         self._boundary: bool | None = None
+        self._progress = Progress(
+            settings.steps_per_print,
+            timed=settings.wall_clock_breakdown,
+            logs=self.global_rank == 0,
+        )
         self._placed = note(Placed(module, optimizer))
         watch_loads(module, optimizer)
 
@@ -72,7 +78,8 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
         """Call the module."""
-        return self.module(*args, **kwargs)
+        with self._progress.part("forward"):
+            return self.module(*args, **kwargs)
 
     def backward(
         self,
@@ -87,7 +94,8 @@ class DeepSpeedEngine(nn.Module):
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         scaled = loss if self._updating.factor == 1.0 else loss.float() * self._updating.factor
-        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        with self._progress.part("backward"):
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -96,12 +104,16 @@ class DeepSpeedEngine(nn.Module):
         A step whose gradients are not finite is skipped on every rank, and the schedule waits.
         """
         if self.is_gradient_accumulation_boundary():
-            if not self._updating.take():
+            with self._progress.part("step"):
+                taken = self._updating.take()
+            if not taken:
                 self.skipped_steps += 1
             elif self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
+            facts = {"skipped": self.skipped_steps, "lr": self.get_lr(), "scale": self.loss_scale}
+            self._progress.stepped(self.global_steps, facts)
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:

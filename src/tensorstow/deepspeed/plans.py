@@ -22,7 +22,8 @@ def plan_of(settings: Settings, *, overlap: Overlap = "none") -> Plan:
     ``offload_optimizer`` "none" and "cpu" are both HOST, "nvme" is DISK, at every stage: updates
     run on the CPU here, so states that stay on the device are states in host memory, with the same
     results; for the same reason ``ratio`` changes nothing. ``mics_shard_size`` ranks have a whole
-    copy between them.
+    copy between them. ``max_in_cpu`` elements of parameters on disk may be in memory, 0: as few as
+    can be (two units beside the one that is used).
 
     ``overlap``: when updates run. Raises OptionError for "backward" with clipping or fp16, which
     need every gradient before the first update.
@@ -41,6 +42,7 @@ def plan_of(settings: Settings, *, overlap: Overlap = "none") -> Plan:
         replicas=_replicas(settings),
         overlap=overlap,
         accumulation_steps=settings.batch.accumulation,
+        shelf_bytes=_shelf_bytes(settings),
     )
 
 
@@ -88,6 +90,13 @@ def placement_keywords(settings: Settings, placed: Mapping[str, Any]) -> dict[st
         if path is not None:
             keywords |= {"dir": path, "durability": "none"}
     return keywords
+
+
+def _shelf_bytes(settings: Settings) -> int | None:
+    param = settings.zero.offload_param
+    if param.device != "nvme" or not param.max_in_cpu:
+        return None
+    return param.max_in_cpu * dtype_of(settings).itemsize
 
 
 def _replicas(settings: Settings) -> int:
