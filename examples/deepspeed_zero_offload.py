@@ -125,7 +125,7 @@ def train(args: argparse.Namespace) -> list[float]:
         losses.append(loss.item())
         if engine.global_rank == 0:
             print(f"step {engine.global_steps}: loss {losses[-1]:.3f}, lr {engine.get_lr()[0]:.2e}")
-    engine.optimizer.close()
+    engine.destroy()
     return losses
 
 

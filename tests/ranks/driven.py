@@ -106,7 +106,7 @@ def closing(engine: DeepSpeedEngine) -> Iterator[DeepSpeedEngine]:
     try:
         yield engine
     finally:
-        engine.optimizer.close()
+        engine.destroy()
 
 
 def driven(drive: Drive) -> list[torch.Tensor]:
@@ -261,6 +261,8 @@ def exported(drive: Drive, folder: str) -> list[torch.Tensor]:
     with closing(engine_of(drive.settings(dist.get_world_size()))) as engine:
         with torch.no_grad():
             engine.eval()(torch.zeros(1, 2, dtype=torch.long))
+        owned = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+        assert {id(p) for p in engine.parameters()} == owned
         engine.save_16bit_model(folder)
         engine.save_checkpoint(folder, "behind", save_latest=False)
         return weights_of(engine.module)

@@ -17,6 +17,7 @@ from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.progress import Progress
 from tensorstow.deepspeed.ranks import local_rank, rank_here
 from tensorstow.deepspeed.settings import Settings
+from tensorstow.deepspeed.spread import at_rest
 from tensorstow.deepspeed.states import forget_masters, watch_loads
 from tensorstow.deepspeed.updating import Scale, Updating
 from tensorstow.engine.mesh import device_here
@@ -73,6 +74,19 @@ class DeepSpeedEngine(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def named_parameters(
+        self,
+        *args: Any,  # noqa: ANN401  # torch's
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the sharded parameters, which the last forward may have left gathered."""
+        at_rest(self.module)
+        yield from super().named_parameters(*args, **kwargs)
+
+    def destroy(self) -> None:
+        """End the optimizer: its states, buffers and files; the weights stay."""
+        self.optimizer.close()
 
     # --- a step ---
 
