@@ -92,7 +92,7 @@ def figures(settings: Settings) -> Iterator[Figure]:
     samples = {c.name: Sample(tuple(c.seconds)) for c in contenders}
     raw = _raw(moved, directory, settings)
     yield from _times(samples, raw)
-    yield from _bytes(contenders[-1], moved)
+    yield from _bytes(contenders[-1], moved, _held(contenders[0].model))
     yield _same_losses(contenders)
     for contender in contenders:
         contender.optimizer.close()
@@ -106,7 +106,7 @@ def _contenders(make: Any, directory: Path, *, quick: bool) -> Iterator[Contende
     scratch = {"dir": directory, "durability": "none"}
 
     def model() -> nn.Module:
-        return _model(quick=quick)
+        return _model(**_QUICK if quick else {})
 
     ram = model()
     yield Contender("RAM", ram, make(ram.parameters()), ids)
@@ -122,12 +122,15 @@ def _contenders(make: Any, directory: Path, *, quick: bool) -> Iterator[Contende
     yield Contender("stowed, DISK", *stow(model(), partial(make, **scratch), plan=plan), ids)
 
 
-def _model(*, quick: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
+_QUICK = {"n_layer": 4, "n_embd": 64, "n_head": 2, "vocab_size": 512}
+_LARGE = {"n_layer": 36, "n_embd": 1280, "n_head": 20}
+
+
+def _model(**size: int) -> nn.Module:
     transformers = importlib.import_module("transformers")
-    small = {"n_layer": 4, "n_embd": 64, "n_head": 2, "vocab_size": 512} if quick else {}
     torch.manual_seed(0)
-    model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**small))
-    return model.to(dtype)
+    model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
+    return model
 
 
 def _held(model: nn.Module) -> int:
@@ -182,7 +185,7 @@ def _times(samples: dict[str, Sample], raw: Sample) -> Iterator[Figure]:
         yield ratio(f"seed example, step: {over} / {under}", None, samples, over, under)
 
 
-def _bytes(contender: Contender, moved: tuple[float, ...]) -> Iterator[Figure]:
+def _bytes(contender: Contender, moved: tuple[float, ...], held: int) -> Iterator[Figure]:
     found = parameter_bytes(contender.model)
     elements = sum(p.numel() for p in contender.model.parameters())
     for word, value in zip(("read", "written"), moved, strict=True):
@@ -191,7 +194,7 @@ def _bytes(contender: Contender, moved: tuple[float, ...]) -> Iterator[Figure]:
     yield Figure(
         "seed example, parameters on DISK: host memory lent to them / embedding and 3 blocks",
         at_most(1.0),
-        found.most_lent_bytes / _held(_model(quick=elements < 1 << 22)),
+        found.most_lent_bytes / held,
     )
 
 
@@ -204,8 +207,11 @@ def _same_losses(contenders: Sequence[Contender]) -> Figure:
 
 
 def _host_bytes(make: Any, directory: Path, *, quick: bool) -> Figure:  # noqa: ANN401
-    """Count what one rank holds on HOST of a bf16 model beside backward."""
-    model = _model(quick=quick, dtype=torch.bfloat16)
+    """Count what one rank holds on HOST of a bf16 model beside backward.
+
+    Of GPT-2 large: the small one's embedding is a third of it, and so is one unit's gradient.
+    """
+    model = _model(**_QUICK if quick else _LARGE).to(torch.bfloat16)
     elements = sum(p.numel() for p in model.parameters())
     mesh = init_device_mesh("cpu", (1,))
     plan = Plan(states="disk", overlap="backward")
@@ -220,7 +226,7 @@ def _host_bytes(make: Any, directory: Path, *, quick: bool) -> Figure:  # noqa: 
     weights = parameter_bytes(model).host_bytes
     optimizer.close()
     return Figure(
-        "bf16 GPT-2, parameters on HOST, states on DISK: host bytes per parameter beyond the ring",
+        "bf16 GPT-2 large, parameters on HOST, states on DISK: host bytes per parameter",
         at_most(2.3),
         (weights + memory.gradient_bytes + memory.ram_bytes) / elements,
         "bytes",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from tensorstow.deepspeed.key import honoured, idle, refused, section, with_prefix
+from tensorstow.deepspeed.key import Answer, Key, honoured, idle, refused, section, with_prefix
 from tensorstow.deepspeed.kinds import (
     ANYTHING,
     BOOL,
@@ -228,17 +228,26 @@ _OFFLOAD = [
     honoured(f"{_OP}max_in_cpu", whole(0), off=1_000_000_000),
     *idle(_OP, whole(0), "buffer_count", "buffer_size", why="a shelf fits the largest unit"),
     *idle(_OP, BOOL, "pin_memory", why="host memory is pinned where that helps"),
-    honoured("aio.block_size", whole(1), off=1 << 20),
+    *idle(
+        "aio.", whole(1), "block_size", why="transfers are cut into blocks of 1 MiB", off=1 << 20
+    ),
     honoured("aio.queue_depth", whole(1), off=32),
-    honoured("aio.intra_op_parallelism", whole(1), "aio.thread_count", "aio.num_threads", off=1),
+    Key(
+        "aio.intra_op_parallelism",
+        whole(1),
+        1,
+        Answer.NO_MEANING,
+        "the kernel works on many transfers for one thread",
+        ("aio.thread_count", "aio.num_threads"),
+    ),
     *idle("aio.", BOOL, "single_submit", "overlap_events", why="transfers are submitted together"),
     *idle("aio.", BOOL, "use_gds", why="what the host updates passes through its memory"),
 ]
 
 _CHECKPOINTS = [
-    honoured(f"{_AC}partition_activations", BOOL, off=False),
+    *idle(_AC, BOOL, "partition_activations", why="there are no model-parallel ranks", off=False),
     honoured(f"{_AC}cpu_checkpointing", BOOL, off=False),
-    honoured(f"{_AC}number_checkpoints", whole(1), off=None),
+    *idle(_AC, whole(1), "number_checkpoints", why="each call of checkpoint() is one"),
     *idle(_AC, BOOL, "contiguous_memory_optimization", why="torch's allocator is kept"),
     *idle(_AC, BOOL, "synchronize_checkpoint_boundary", "profile", why="use torch.profiler"),
     *idle(_CK, one_of("ignore", "warn", "fail"), "tag_validation", why="tags are not compared"),
