@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.paths import given_keys, is_known
+from tensorstow.deepspeed.paths import given_keys, is_known, older_names
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,27 @@ def test_an_older_spelling_keeps_its_name_for_errors() -> None:
         "aio.thread_count",
         2,
     )
+
+
+@pytest.mark.parametrize(
+    ("configuration", "now"),
+    [
+        ({"aio": {"num_threads": 2}}, "aio.num_threads is aio.intra_op_parallelism"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16.enabled is bf16.enabled"),
+        ({"fp32_allreduce": True}, "fp32_allreduce is communication_data_type"),
+        (
+            {"zero_optimization": {"cpu_offload": True}},
+            "zero_optimization.cpu_offload is zero_optimization.offload_optimizer.device",
+        ),
+        ({"zero_optimization": {"stage3_max_live_parameters": 1}}, None),
+        ({"zero_optimization": {"max_live_parameters": 1}}, None),
+        ({"wandb": {"enabled": True}}, None),
+    ],
+)
+def test_older_names_are_told_from_those_that_are_as_good(
+    configuration: dict[str, Any], now: str | None
+) -> None:
+    assert older_names(given_keys(configuration)) == ([] if now is None else [now])
 
 
 def test_a_switch_that_is_off_says_nothing() -> None:

@@ -125,6 +125,18 @@ def test_what_has_no_meaning_is_said_once(caplog: pytest.LogCaptureFixture) -> N
     assert "tensorboard" not in second
 
 
+def test_older_names_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    old = {**BATCH, "fp32_allreduce": True, "aio": {"thread_count": 3}}
+    assert read_settings(old, 1) == read_settings(old, 1)
+    assert caplog.messages == [
+        (
+            "names in the DeepSpeed configuration are read as those of today: fp32_allreduce is"
+            " communication_data_type, aio.thread_count is aio.intra_op_parallelism"
+        )
+    ]
+
+
 def test_what_asks_for_nothing_is_not_said(caplog: pytest.LogCaptureFixture) -> None:
     quiet = {
         "zero_optimization": {"round_robin_gradients": False},

@@ -57,27 +57,18 @@ def _check_nvme(offload: OffloadOptimizer | OffloadParam, name: str) -> None:
 
 
 def _check_groups(zero: Zero, world: int) -> None:
-    groups = {
-        "zero_hpz_partition_size": zero.hpz_partition_size,
-        "mics_shard_size": zero.mics_shard_size,
-    }
-    asked = {name: size for name, size in groups.items() if size > 1}
-    for name, size in asked.items():
-        if zero.stage < 3:
-            message = (
-                f"zero_optimization.{name}={size} was given with stage={zero.stage}: it groups the"
-                " ranks that share parameters, which is stage 3."
-            )
-            raise OptionError(message)
-        if world % size:
-            message = (
-                f"zero_optimization.{name}={size} was given for {world} ranks: groups of {size} do"
-                f" not divide them. Give a divisor of {world}."
-            )
-            raise OptionError(message)
-    if len(set(asked.values())) > 1:
+    size = zero.mics_shard_size
+    if size <= 1:
+        return
+    if zero.stage < 3:
         message = (
-            f"zero_optimization has {asked}: both name the ranks that share a copy, and they"
-            " differ. Keep one."
+            f"zero_optimization.mics_shard_size={size} was given with stage={zero.stage}: it groups"
+            " the ranks that share parameters, which is stage 3."
+        )
+        raise OptionError(message)
+    if world % size:
+        message = (
+            f"zero_optimization.mics_shard_size={size} was given for {world} ranks: groups of"
+            f" {size} do not divide them. Give a divisor of {world}."
         )
         raise OptionError(message)

@@ -19,7 +19,8 @@ class Answer(Enum):
 class Key:
     """``off``: the value when absent, or that asks for nothing; ``note``: why, or what instead.
 
-    ``spellings``: older paths of the same key. A path that ends in ``.*`` is all of a section.
+    ``spellings``: older paths of the same key, ``also``: others that are as good. A path that ends
+    in ``.*`` is all of a section.
     """
 
     path: str
@@ -28,6 +29,7 @@ class Key:
     answer: Answer
     note: str = ""
     spellings: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
 
 def honoured(path: str, kind: Kind, *spellings: str, off: object) -> Key:
@@ -51,5 +53,5 @@ def section(path: str, *, instead: str) -> Key:
 
 
 def with_prefix(prefix: str, keys: list[Key]) -> list[Key]:
-    """Give keys their spelling without ``prefix`` besides."""
-    return [replace(k, spellings=(*k.spellings, k.path.replace(prefix, ""))) for k in keys]
+    """Give keys their name without ``prefix`` besides."""
+    return [replace(k, also=(*k.also, k.path.replace(prefix, ""))) for k in keys]

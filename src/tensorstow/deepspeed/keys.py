@@ -147,6 +147,7 @@ _ZERO = [
     *idle(_Z, BOOL, "compute_grad_norm", why="a norm is computed when it is asked for"),
     *idle(_Z, BOOL, "load_from_fp32_weights", why="masters are restored exactly"),
     *idle(_Z, BOOL, "elastic_checkpoint", "legacy_stage1", why="a format of older DeepSpeeds"),
+    *idle(_Z, BOOL, "grad_hooks", why="gradients leave by hooks in any case"),
     *idle(_Z, BOOL, "ignore_unused_parameters", why="a parameter without gradient is left as is"),
     *idle(_Z, whole(0), "sub_group_size", why="states move in chunks of a few MiB"),
     *idle(_Z, BOOL, "save_muon_momentum_buffer_in_memory", why="a budget decides what stays"),
@@ -158,7 +159,7 @@ _ZERO = [
     *idle(_Z, BOOL, "cpu_offload_use_pin_memory", why="host memory is pinned where that helps"),
     *idle(
         _Z,
-        whole(1),
+        whole(0),
         "zero_hpz_partition_size",
         why="weights are gathered from the shards of all ranks",
         off=1,
@@ -326,13 +327,14 @@ KEYS: Final = MappingProxyType(
     }
 )
 SPELLINGS: Final = MappingProxyType(
-    {spelling: key.path for key in KEYS.values() for spelling in key.spellings}
+    {name: key.path for key in KEYS.values() for name in (*key.spellings, *key.also)}
 )
 # Sections that have another path with everything in them.
 SECTIONS: Final = MappingProxyType({"bfloat16": "bf16", f"{_Z}aio": "aio"})
 # Switches of old that stand for a value of another key.
 SWITCHES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
+        "fp32_allreduce": ("communication_data_type", "fp32"),
         f"{_Z}cpu_offload": (f"{_OO}device", "cpu"),
         f"{_Z}cpu_offload_param": (f"{_OP}device", "cpu"),
         f"{_Z}cpu_offload_params": (f"{_OP}device", "cpu"),

@@ -1,6 +1,6 @@
 """From a nested configuration to known keys with their values; what is not known is refused."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple, Never
 
@@ -22,6 +22,15 @@ class Given(NamedTuple):
 def given_keys(configuration: Mapping[str, Any]) -> list[Given]:
     """Return every key that a configuration has; raises OptionError for one that is not known."""
     return list(_walk(configuration, ""))
+
+
+def older_names(given: Iterable[Given]) -> list[str]:
+    """Return, of the names in use that DeepSpeed has given up, what each is called now."""
+    return [
+        f"{one.path} is {one.key.path}"
+        for one in given
+        if one.path not in {one.key.path, *one.key.also} and not one.key.path.endswith(".*")
+    ]
 
 
 def is_known(path: str) -> bool:

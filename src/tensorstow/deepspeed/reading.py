@@ -8,7 +8,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import conflicts
 from tensorstow.deepspeed.batches import batch_of
 from tensorstow.deepspeed.json_text import Source, load
-from tensorstow.deepspeed.paths import given_keys
+from tensorstow.deepspeed.paths import given_keys, older_names
 from tensorstow.deepspeed.settings import (
     ActivationCheckpointing,
     Aio,
@@ -35,6 +35,11 @@ def read_settings(source: Source, world: int, *, fill: Mapping[str, Any] | None 
         raise OptionError(message)
     given = given_keys(load(source))
     values = values_of(given, fill or {})
+    older = older_names(given)
+    if older:
+        say_once(
+            f"names in the DeepSpeed configuration are read as those of today: {', '.join(older)}"
+        )
     if not any(one.key.path == "gradient_clipping" for one in given):
         say_once(
             "gradient_clipping is absent and nothing is clipped, as in DeepSpeed before 0.19:"
