@@ -90,13 +90,24 @@ def test_auto_is_refused_by_its_path() -> None:
         ({"train_batch_size": "auto"}, "train_batch_size"),
         ({"fp16": {"enabled": "auto"}}, "fp16.enabled"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr"),
-        ({"sparse_gradients": "auto"}, "sparse_gradients"),
     ]:
         assert refusal(configuration).startswith(f'{path}="auto" was given, and a value is needed')
 
 
-def test_auto_is_nothing_where_no_value_is_needed() -> None:
-    assert values({"zero_optimization": {"reduce_bucket_size": "auto"}}) == values({})
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"zero_optimization": {"reduce_bucket_size": "auto"}},
+        {"sparse_gradients": "auto"},
+        {"amp": "auto"},
+    ],
+)
+def test_auto_is_nothing_where_no_value_is_needed(configuration: dict[str, Any]) -> None:
+    assert values(configuration) == values({})
+
+
+def test_auto_switches_nothing_on() -> None:
+    values({"amp": {"enabled": "auto", "opt_level": "auto"}})
 
 
 def test_auto_is_filled_by_path() -> None:

@@ -93,7 +93,9 @@ def is_off(value: object) -> bool:
 
 
 def _switches(section: Mapping[str, Any]) -> list[bool]:
-    found = [bool(section["enabled"])] if "enabled" in section else []
+    # DeepSpeed looks at inner switches whatever the outer one says.
+    own = section.get("enabled")
+    found = [bool(own) and own != "auto"] if "enabled" in section else []
     for value in section.values():
         if isinstance(value, Mapping):
             found.extend(_switches(value))

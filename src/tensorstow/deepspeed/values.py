@@ -29,11 +29,11 @@ def values_of(given: Iterable[Given], fill: Mapping[str, Any]) -> dict[str, Any]
     written: dict[str, Given] = {}
     idle: list[Given] = []
     for one in (_filled(each, fill) for each in given if each.value is not None):
-        needed = one.key.answer is not Answer.NO_MEANING
-        if not needed:
+        needed = one.key.answer is Answer.HONOURED
+        if one.key.answer is Answer.NO_MEANING:
             idle.append(one)
-            if one.value == AUTO:
-                continue
+        if not needed and one.value == AUTO:
+            continue  # nobody asks for what it stands for
         checked = _checked(_decided(one) if needed else one)
         if one.key.answer is Answer.REFUSED:
             _refuse(checked)
