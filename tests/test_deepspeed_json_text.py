@@ -27,11 +27,14 @@ def said(text: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_the_tutorials_comma_too_many_is_pointed_at() -> None:
+def test_the_tutorials_comma_too_many_and_the_one_too_few_are_pointed_at() -> None:
     assert said(TUTORIAL) == [
         "ds.json, line 5, column 28: this comma has nothing after it: take it away.",
         '                "device": "cpu",',
         "                               ^",
+        "ds.json, line 6, column 10: a comma is missing here.",
+        "            }",
+        "             ^",
     ]
 
 
@@ -56,7 +59,12 @@ def test_the_tutorial_mended_is_read() -> None:
         ('{"a": 1 // no\n}', "line 1, column 9", "no comments"),
         ('{"a": [1, 2,]}', "line 1, column 12", "take it away"),
         ('{"a": 1} {"b": 2}', "line 1, column 10", "has ended"),
-        ('{"a": {"b": 1}\n', "line 1, column 15", "missing"),
+        ('{"a": {"b": 1}\n', "line 1, column 15", "still open"),
+        ('{"a": 1"b": 2}', "line 1, column 8", "comma is missing"),
+        ('{"a": /* why\nnot */ 1}', "line 1, column 7", "no comments"),
+        ("{a: 1}", "line 1, column 2", 'a has no quotes: write "a"'),
+        ("{Name: 1}", "line 1, column 2", 'Name has no quotes: write "Name"'),
+        ('{"a": None}', "line 1, column 7", "writes null"),
         ('{"a"\n: \n', "line 2, column 2", "still open"),
         ('{"a" 1}', "line 1, column 6", "expecting ':'"),
         ("", "line 1, column 1", "still open"),
@@ -66,6 +74,19 @@ def test_common_slips_are_named(text: str, place: str, words: str) -> None:
     head = said(text)[0]
     assert place in head
     assert words in head
+
+
+def test_slips_behind_which_it_is_clear_how_to_read_on_are_told_at_once() -> None:
+    text = '{"a": 1, # first\n"b": True\n"c": [3,],\n"d": None,\n}'
+    heads = [line for line in said(text) if line.startswith("ds.json")]
+    assert [head.partition(": ")[0].removeprefix("ds.json, ") for head in heads] == [
+        "line 1, column 10",
+        "line 2, column 6",
+        "line 2, column 10",
+        "line 3, column 8",
+        "line 4, column 6",
+        "line 4, column 10",
+    ]
 
 
 def test_the_caret_stands_under_its_character_behind_tabs() -> None:

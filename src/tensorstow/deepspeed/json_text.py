@@ -6,20 +6,22 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 from tensorstow.base.errors import OptionError
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
-_FOREIGN = {
-    "'": 'JSON quotes text with ": exchange the single quotes',
-    "/": "JSON has no comments: take this one away",
-    "#": "JSON has no comments: take this one away",
-    "T": "JSON writes true",
-    "F": "JSON writes false",
-    "N": "JSON writes null, and has no NaN",
-}
+_COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_WORD = re.compile(r"[^\W\d]\w*")
+_WRITTEN = {"True": "true", "False": "false", "None": "null"}
+
+
+class _Slip(NamedTuple):
+    at: int
+    what: str
+    meant: str | None = None
+    """The text without it, as long as it was, where there is no doubt."""
 
 
 def load(source: Source) -> dict[str, Any]:
@@ -40,7 +42,10 @@ def load(source: Source) -> dict[str, Any]:
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
-    """Return the object that ``text`` is; ``name`` is the file's, for the error."""
+    """Return the object that ``text`` is; ``name`` is the file's, for the error.
+
+    Raises OptionError with every slip behind which it is clear how to read on, and the first other.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         _refuse_twins(pairs, text, name)
@@ -50,10 +55,19 @@ def parse(text: str, name: str) -> dict[str, Any]:
         message = f"{name} has {found}, which is no number in JSON. Write a finite one."
         raise OptionError(message)
 
-    try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
-    except json.JSONDecodeError as error:
-        raise OptionError(_pointing(text, name, error)) from None
+    slips: list[_Slip] = []
+    meant: str | None = text
+    value: object = None
+    while meant is not None:
+        try:
+            value = json.loads(meant, object_pairs_hook=unique, parse_constant=constant)
+        except json.JSONDecodeError as error:
+            slips.append(_slip(meant, error))
+            meant = slips[-1].meant
+        else:
+            break
+    if slips:
+        raise OptionError("\n".join(_pointing(text, name, slip) for slip in slips))
     if not isinstance(value, dict):
         message = f"{name} holds a {type(value).__name__}: a configuration is an object, {{...}}."
         raise OptionError(message)
@@ -72,29 +86,54 @@ def _refuse_twins(pairs: list[tuple[str, Any]], text: str, name: str) -> None:
             raise OptionError(message)
 
 
-def _pointing(text: str, name: str, error: json.JSONDecodeError) -> str:
-    at, what = _slip(text, error)
+def _pointing(text: str, name: str, slip: _Slip) -> str:
+    at = slip.at
     start = text.rfind("\n", 0, at) + 1
     line = text[start:].split("\n", 1)[0].rstrip()
     number, column = text.count("\n", 0, at) + 1, at - start + 1
     # Tabs stay tabs before the caret: it stands under its character however wide they are.
     blank = re.sub(r"[^\t]", " ", text[start:at])
-    return f"{name}, line {number}, column {column}: {what}.\n    {line}\n    {blank}^"
+    return f"{name}, line {number}, column {column}: {slip.what}.\n    {line}\n    {blank}^"
 
 
-def _slip(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
+def _slip(text: str, error: json.JSONDecodeError) -> _Slip:
     """Return where the writer slipped, which may be before where the parser noticed."""
     at = error.pos
-    before = text[:at].rstrip()
-    illegal = error.msg.startswith("Illegal trailing comma")
-    if illegal or (text[at : at + 1] in {"}", "]"} and before.endswith(",")):
-        return at if illegal else len(before) - 1, "this comma has nothing after it: take it away"
-    for sign, advice in _FOREIGN.items():
-        if text.startswith(sign, at):
-            return at, advice
-    if "',' delimiter" in error.msg and before:
-        return len(before), "a comma is missing here"
-    if error.msg == "Extra data":
-        return at, "the configuration has ended before this: one {...} is all of it"
-    ended = "the text ends here: a brace or bracket is still open"
-    return (len(before), ended) if at >= len(text) else (at, error.msg[0].lower() + error.msg[1:])
+    while text[at : at + 1].isspace():
+        at += 1
+    return _comma_or_comment(text, at, error.msg) or _other(text, at, error.msg)
+
+
+def _comma_or_comment(text: str, at: int, told: str) -> _Slip | None:
+    end = len(text[:at].rstrip())
+    for comma in (at, end - 1):  # Python 3.13 is at the comma, older ones are behind it
+        if text[comma : comma + 1] == "," and text[comma + 1 :].lstrip()[:1] in {"}", "]"}:
+            what = "this comma has nothing after it: take it away"
+            return _Slip(comma, what, _with(text, comma, " "))
+    comment = _COMMENT.match(text, at)
+    if comment:
+        blank = re.sub(r"[^\n]", " ", comment[0])
+        return _Slip(at, "JSON has no comments: take this one away", _with(text, at, blank))
+    if at >= len(text):
+        return _Slip(end, "the text ends here: a brace or bracket is still open")
+    if "',' delimiter" in told:
+        clear = end < at and text[at] == '"'
+        return _Slip(end, "a comma is missing here", _with(text, end, ",") if clear else None)
+    return None
+
+
+def _other(text: str, at: int, told: str) -> _Slip:
+    if told == "Extra data":
+        return _Slip(at, "the configuration has ended before this: one {...} is all of it")
+    if text[at] == "'":
+        return _Slip(at, 'JSON quotes text with ": exchange the single quotes')
+    word = _WORD.match(text, at)
+    if word and word[0] in _WRITTEN:
+        known = _WRITTEN[word[0]]
+        return _Slip(at, f"JSON writes {known}", _with(text, at, known))
+    what = f'{word[0]} has no quotes: write "{word[0]}"' if word else told[0].lower() + told[1:]
+    return _Slip(at, what)
+
+
+def _with(text: str, at: int, new: str) -> str:
+    return text[:at] + new + text[at + len(new) :]
