@@ -5,6 +5,7 @@ from tensorstow.deepspeed.arguments import add_config_arguments
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.initialize import initialize
 from tensorstow.deepspeed.ranks import init_distributed
+from tensorstow.deepspeed.summary import summary_of
 
 __all__ = [
     "DeepSpeedEngine",
@@ -13,6 +14,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "ops",
+    "summary_of",
     "utils",
     "zero",
 ]

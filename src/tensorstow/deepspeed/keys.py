@@ -268,7 +268,7 @@ _WATCHING = [
     honoured("steps_per_print", STEPS, off=10),
     honoured("wall_clock_breakdown", BOOL, off=False),
     *idle("", BOOL, "memory_breakdown", why="use torch.cuda.memory_summary()"),
-    *idle("", BOOL, "dump_state", why="print the Settings"),
+    *idle("", BOOL, "dump_state", why="print deepspeed.summary_of(config)"),
     *idle("", ANYTHING, "log_level", why='use logging.getLogger("tensorstow")'),
     *(
         key

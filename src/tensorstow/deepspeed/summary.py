@@ -1,0 +1,60 @@
+"""What becomes of each key of a configuration, as a table for people."""
+
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tensorstow.deepspeed.json_text import Source, load
+from tensorstow.deepspeed.key import Answer
+from tensorstow.deepspeed.keys import KEYS
+from tensorstow.deepspeed.kinds import is_off
+from tensorstow.deepspeed.paths import Given, given_keys
+from tensorstow.deepspeed.values import AUTO
+
+_WIDEST = 40
+
+
+class Line(NamedTuple):
+    """A key as it is written, its value, and what becomes of it."""
+
+    path: str
+    value: str
+    answer: str
+
+
+def summary_of(source: Source) -> str:
+    """Return a table of every key that a configuration has: path, value and answer.
+
+    Nothing is refused for its value, so that a configuration can be looked at before it runs.
+    Raises OptionError for slips in the JSON and for unknown keys.
+    """
+    lines = [Line("key", "value", "answer"), *lines_of(source)]
+    path, value = (max(len(line[column]) for line in lines) for column in (0, 1))
+    return "\n".join(f"{n.path:<{path}}  {n.value:<{value}}  {n.answer}" for n in lines)
+
+
+def lines_of(source: Source) -> Iterator[Line]:
+    """Yield a line for every key: honoured ones, those without meaning, and what is refused."""
+    order = {path: index for index, path in enumerate(KEYS)}
+    given = [one for one in given_keys(load(source)) if one.value is not None]
+    for one in sorted(given, key=lambda one: (_rank(one), order[one.key.path])):
+        yield Line(one.path, _shown(one.value), _answer(one))
+
+
+def _rank(one: Given) -> int:
+    return list(Answer).index(one.key.answer)
+
+
+def _answer(one: Given) -> str:
+    key = one.key
+    if key.answer is Answer.HONOURED:
+        now = "" if one.path in {key.path, *key.also} else f", as {key.path}"
+        return f"{key.answer.value}{now}" + (", once it is filled in" if one.value == AUTO else "")
+    if one.value in (AUTO, key.off) or (key.path.endswith("*") and is_off(one.value)):
+        return "asks for nothing"
+    return f"{key.answer.value}: {key.note}"
+
+
+def _shown(value: object) -> str:
+    text: str = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 3] + "..."
