@@ -71,7 +71,12 @@ def test_it_goes_on_from_a_checkpoint(named: Named) -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "said"),
     [
-        ("StepLR", {}, "scheduler.type='StepLR' was given: it is one of LRRangeTest, OneCycle"),
+        ("StepRL", {}, "scheduler.type='StepRL' was given: it is one of LRRangeTest, OneCycle"),
+        ("LRScheduler", {}, "or a class of torch.optim.lr_scheduler"),
+        ("warnings", {}, "or a class of torch.optim.lr_scheduler"),
+        ("StepLR", {}, "StepLR lacks step_size"),
+        ("StepLR", {"step_size": 1, "gama": 1}, "StepLR has gama. It takes step_size, gamma"),
+        ("LinearLR", {"start_factor": 2.0}, "torch's LinearLR refuses: Starting mult"),
         ("WarmupDecayLR", {}, "lacks total_num_steps"),
         ("WarmupLR", {"warmup_steps": 3}, "has warmup_steps"),
         ("WarmupLR", {"last_batch_iteration": 3}, "load_checkpoint"),
@@ -86,6 +91,16 @@ def test_what_it_does_not_know_is_refused(kind: str, params: dict[str, Any], sai
     with pytest.raises(OptionError) as caught:
         make_scheduler(Named(kind, params), adamw())
     assert said in str(caught.value)
+
+
+def test_torchs_own_are_taken_by_name() -> None:
+    optimizer = adamw(tensorstow.AdamW)
+    scheduler = make_scheduler(Named("StepLR", {"step_size": 1, "gamma": 0.5}), optimizer)
+    assert type(scheduler) is torch.optim.lr_scheduler.StepLR
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.25)
 
 
 def test_nulls_and_the_start_are_as_good_as_absent() -> None:

@@ -5,7 +5,7 @@ from inspect import Parameter, signature
 from types import MappingProxyType
 from typing import Any, Final
 
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from tensorstow.base.errors import OptionError
@@ -66,15 +66,14 @@ class Schedule(LRScheduler):
                 group["betas"] = pair
 
 
-def make_scheduler(named: Named, optimizer: Optimizer) -> Schedule:
-    """Return the schedule that a configuration names; raises OptionError."""
+def make_scheduler(named: Named, optimizer: Optimizer) -> LRScheduler:
+    """Return the schedule that a configuration names; raises OptionError.
+
+    It is one of DeepSpeed's, or any class of ``torch.optim.lr_scheduler`` by its name.
+    """
     course = SCHEDULES.get(named.type)
     if course is None:
-        message = (
-            f"scheduler.type={named.type!r} was given: it is one of {', '.join(SCHEDULES)}. Pass"
-            " any other scheduler as lr_scheduler."
-        )
-        raise OptionError(message)
+        return _of_torch(named, optimizer)
     params = {name: value for name, value in named.params.items() if value is not None}
     # Where the JSON says -1, it is what a run starts from; checkpoints say where to go on.
     if params.pop("last_batch_iteration", -1) != -1:
@@ -88,6 +87,26 @@ def make_scheduler(named: Named, optimizer: Optimizer) -> Schedule:
     for name, value in params.items():
         _check_type(name, value, str(known[name].annotation))
     return Schedule(optimizer, course(optimizer, **params))
+
+
+def _of_torch(named: Named, optimizer: Optimizer) -> LRScheduler:
+    cls = getattr(lr_scheduler, named.type, None)
+    known = isinstance(cls, type) and issubclass(cls, LRScheduler) and cls is not LRScheduler
+    if cls is None or not known:
+        message = (
+            f"scheduler.type={named.type!r} was given: it is one of {', '.join(SCHEDULES)}, or a"
+            " class of torch.optim.lr_scheduler. Pass any other scheduler as lr_scheduler."
+        )
+        raise OptionError(message)
+    params = dict(named.params)
+    taken = list(signature(cls).parameters.items())[1:]
+    _check_names(named.type, params, {n: p for n, p in taken if p.kind != p.VAR_KEYWORD})
+    try:
+        made: LRScheduler = cls(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        message = f"scheduler.params={params} was given, and torch's {named.type} refuses: {error}."
+        raise OptionError(message) from error
+    return made
 
 
 def _check_names(kind: str, params: dict[str, Any], known: dict[str, Parameter]) -> None:
