@@ -1,5 +1,6 @@
 """A named schedule drives an optimizer, and goes on from a checkpoint."""
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import tensorstow
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.runtime import lr_schedules
 from tensorstow.deepspeed.schedulers import SCHEDULES, make_scheduler
 from tensorstow.deepspeed.settings import Named
 
@@ -109,10 +111,40 @@ def test_nulls_and_the_start_are_as_good_as_absent() -> None:
 
 
 def test_all_of_deepspeeds_names_are_there() -> None:
-    assert set(SCHEDULES) == {
-        "LRRangeTest",
-        "OneCycle",
-        "WarmupLR",
-        "WarmupDecayLR",
-        "WarmupCosineLR",
-    }
+    assert set(SCHEDULES) == set(lr_schedules.__all__)
+    assert all(getattr(lr_schedules, name) is cls for name, cls in SCHEDULES.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("LRRangeTest", "min_lr step_size step_rate staircase"),
+        ("WarmupLR", "min_lr max_lr num_steps type"),
+        ("WarmupDecayLR", "total_num_steps min_lr max_lr num_steps type"),
+        ("WarmupCosineLR", "total_num_steps min_ratio num_steps cos_min_ratio type"),
+    ],
+)
+def test_they_are_made_by_hand_with_upstreams_signature(name: str, names: str) -> None:
+    prefix = "lr_range_test_" if name == "LRRangeTest" else "warmup_"
+    whole = [n if n.startswith(("total", "cos")) else prefix + n for n in names.split()]
+    parameters = signature(SCHEDULES[name]).parameters
+    assert list(parameters) == ["optimizer", *whole, "last_batch_iteration"]
+
+
+def test_one_made_by_hand_is_the_one_of_the_json() -> None:
+    by_hand = lr_schedules.OneCycle(adamw(), 0.1, 0.3, 0.0, 2)
+    of_json = make_scheduler(CYCLE, adamw())
+    for _ in range(6):
+        for one in (by_hand, of_json):
+            one.optimizer.step()
+            one.step()
+        assert by_hand.get_last_lr() == of_json.get_last_lr()
+
+
+def test_one_made_by_hand_may_begin_behind_any_step() -> None:
+    optimizer = adamw()
+    scheduler = lr_schedules.WarmupLR(optimizer, 0.0, 0.8, 4, "linear", last_batch_iteration=2)
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == pytest.approx(0.4)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.state_dict() == {"last_batch_iteration": 3}

@@ -27,6 +27,7 @@ def test_exported_names() -> None:
         "init_distributed",
         "initialize",
         "ops",
+        "runtime",
         "summary_of",
         "utils",
         "zero",

@@ -1,6 +1,6 @@
 """DeepSpeed's names over tensorstow's engine: ``import tensorstow.deepspeed as deepspeed``."""
 
-from tensorstow.deepspeed import checkpointing, ops, utils, zero
+from tensorstow.deepspeed import checkpointing, ops, runtime, utils, zero
 from tensorstow.deepspeed.arguments import add_config_arguments
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.initialize import initialize
@@ -14,6 +14,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "ops",
+    "runtime",
     "summary_of",
     "utils",
     "zero",

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.courses import (
     Course,
+    PerGroup,
     lr_range_test,
     one_cycle,
     warmup_cosine_lr,
@@ -19,24 +20,18 @@ from tensorstow.deepspeed.courses import (
 )
 from tensorstow.deepspeed.settings import Named
 
-SCHEDULES: Final[Mapping[str, Callable[..., Course]]] = MappingProxyType(
-    {
-        "LRRangeTest": lr_range_test,
-        "OneCycle": one_cycle,
-        "WarmupLR": warmup_lr,
-        "WarmupDecayLR": warmup_decay_lr,
-        "WarmupCosineLR": warmup_cosine_lr,
-    }
-)
-
 
 class Schedule(LRScheduler):
     """Sets each group's rate, and betas where they are cycled, by the steps taken."""
 
-    def __init__(self, optimizer: Optimizer, course: Course) -> None:
-        """Set what holds before the first step."""
+    def __init__(
+        self, optimizer: Optimizer, course: Course, last_batch_iteration: int = -1
+    ) -> None:
+        """Set what holds before the first step, or behind ``last_batch_iteration``."""
         self._course = course
         super().__init__(optimizer)
+        if last_batch_iteration != -1:
+            self.load_state_dict({"last_batch_iteration": last_batch_iteration})
 
     def get_lr(self) -> list[float | Any]:
         """Return the rates of the step that ``last_epoch`` counts."""
@@ -66,13 +61,153 @@ class Schedule(LRScheduler):
                 group["betas"] = pair
 
 
+class WarmupLR(Schedule):
+    """From ``warmup_min_lr`` to ``warmup_max_lr`` (None: each group's own), then constant."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: float = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the first rates."""
+        course = warmup_lr(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+        super().__init__(optimizer, course, last_batch_iteration)
+
+
+class WarmupDecayLR(Schedule):
+    """WarmupLR, then linearly down to ``warmup_min_lr`` at ``total_num_steps``."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: float,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup = 0.001,
+        warmup_num_steps: float = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the first rates."""
+        course = warmup_decay_lr(
+            optimizer,
+            total_num_steps=total_num_steps,
+            warmup_min_lr=warmup_min_lr,
+            warmup_max_lr=warmup_max_lr,
+            warmup_num_steps=warmup_num_steps,
+            warmup_type=warmup_type,
+        )
+        super().__init__(optimizer, course, last_batch_iteration)
+
+
+class WarmupCosineLR(Schedule):
+    """Each group's own rate: up over the warm-up, down along a cosine to ``cos_min_ratio``."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: float,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: float = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the first rates."""
+        course = warmup_cosine_lr(
+            optimizer,
+            total_num_steps=total_num_steps,
+            warmup_min_ratio=warmup_min_ratio,
+            warmup_num_steps=warmup_num_steps,
+            cos_min_ratio=cos_min_ratio,
+            warmup_type=warmup_type,
+        )
+        super().__init__(optimizer, course, last_batch_iteration)
+
+
+class LRRangeTest(Schedule):
+    """Ever larger rates, continuously or in stairs, to find where training diverges."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: float = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,  # noqa: FBT001, FBT002
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the first rates."""
+        course = lr_range_test(
+            optimizer,
+            lr_range_test_min_lr=lr_range_test_min_lr,
+            lr_range_test_step_size=lr_range_test_step_size,
+            lr_range_test_step_rate=lr_range_test_step_rate,
+            lr_range_test_staircase=lr_range_test_staircase,
+        )
+        super().__init__(optimizer, course, last_batch_iteration)
+
+
+class OneCycle(Schedule):
+    """One cycle from min to max and back, momentum the other way, then a decay."""
+
+    def __init__(  # noqa: PLR0913, PLR0917  # upstream's
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: float = 2000,
+        cycle_second_step_size: float | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: float = 0,
+        cycle_momentum: bool = True,  # noqa: FBT001, FBT002
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the first rates and momenta."""
+        course = one_cycle(
+            optimizer,
+            cycle_min_lr=cycle_min_lr,
+            cycle_max_lr=cycle_max_lr,
+            decay_lr_rate=decay_lr_rate,
+            cycle_first_step_size=cycle_first_step_size,
+            cycle_second_step_size=cycle_second_step_size,
+            cycle_first_stair_count=cycle_first_stair_count,
+            cycle_second_stair_count=cycle_second_stair_count,
+            decay_step_size=decay_step_size,
+            cycle_momentum=cycle_momentum,
+            cycle_min_mom=cycle_min_mom,
+            cycle_max_mom=cycle_max_mom,
+            decay_mom_rate=decay_mom_rate,
+        )
+        super().__init__(optimizer, course, last_batch_iteration)
+
+
+SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
+    {
+        "LRRangeTest": LRRangeTest,
+        "OneCycle": OneCycle,
+        "WarmupLR": WarmupLR,
+        "WarmupDecayLR": WarmupDecayLR,
+        "WarmupCosineLR": WarmupCosineLR,
+    }
+)
+
+
 def make_scheduler(named: Named, optimizer: Optimizer) -> LRScheduler:
     """Return the schedule that a configuration names; raises OptionError.
 
     It is one of DeepSpeed's, or any class of ``torch.optim.lr_scheduler`` by its name.
     """
-    course = SCHEDULES.get(named.type)
-    if course is None:
+    kind = SCHEDULES.get(named.type)
+    if kind is None:
         return _of_torch(named, optimizer)
     params = {name: value for name, value in named.params.items() if value is not None}
     # Where the JSON says -1, it is what a run starts from; checkpoints say where to go on.
@@ -82,11 +217,11 @@ def make_scheduler(named: Named, optimizer: Optimizer) -> LRScheduler:
             " load_checkpoint says. Leave it out."
         )
         raise OptionError(message)
-    known = dict(list(signature(course).parameters.items())[1:])
+    known = dict(list(signature(kind).parameters.items())[1:-1])
     _check_names(named.type, params, known)
     for name, value in params.items():
         _check_type(name, value, str(known[name].annotation))
-    return Schedule(optimizer, course(optimizer, **params))
+    return kind(optimizer, **params)
 
 
 def _of_torch(named: Named, optimizer: Optimizer) -> LRScheduler:
