@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
-from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.base.errors import StoreFormatError
+from tensorstow.engine.initialising import Init, initialise, initialise_buffers, swap
 from tensorstow.engine.units import Unit
 
 Rows = Callable[[int, int], torch.Tensor]
@@ -33,6 +35,10 @@ class Files:
                 self._of |= dict.fromkeys(opened.keys(), file)
         self._path = path
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor called ``name``."""
+        return name in self._of
+
     def rows(self, names: list[str], like: torch.Tensor) -> Rows:
         """Return a reader of the tensor that has one of ``names``, in the dtype of ``like``.
 
@@ -40,7 +46,12 @@ class Files:
         """
         name = next((n for n in names if n in self._of), None)
         if name is None:
-            message = f"{self._path} has no tensor {names[0]!r}: it is of another model."
+            near = get_close_matches(names[0], self._of, 1)
+            told = f"the nearest is {near[0]!r}" if near else "nor any like it"
+            message = (
+                f"{self._path} has no tensor {names[0]!r}, {told}: it is of another model, or of a"
+                " part of this one."
+            )
             raise StoreFormatError(message)
         with safe_open(self._of[name], framework="pt") as file:
             shape = tuple(file.get_slice(name).get_shape())
@@ -77,58 +88,13 @@ def of_tensor(whole: torch.Tensor) -> Rows:
     return lambda start, stop: (whole.detach()[start:stop] if whole.ndim else whole.detach()).cpu()
 
 
-def is_empty(unit: Unit) -> bool:
-    """Return whether any parameter of the unit is on the meta device."""
-    return any(p.is_meta for p in unit.parameters.values())
-
-
-def initialise(unit: Unit, init: Callable[[nn.Module], None] | None) -> None:
-    """Give memory on the CPU to the unit's modules that are on the meta device, and first values.
-
-    ``init`` is called with each such module; None: its ``reset_parameters``. Parameters keep their
-    identity. Raises OptionError for a module that has none.
-    """
-    mine = {id(p) for p in unit.parameters.values()}
-    for name, module in unit.module.named_modules():
-        own = list(module.parameters(recurse=False))
-        if not any(id(p) in mine and p.is_meta for p in own):
-            continue
-        for parameter in own:
-            if parameter.is_meta:
-                empty = torch.empty_like(parameter, device="cpu")
-                _swap(parameter, empty)
-        _first_values(module, name or type(module).__name__, init)
-
-
-def _swap(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Let ``parameter``, wherever it is known, be ``values``."""
-    swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
-    swap(parameter, nn.Parameter(values, parameter.requires_grad))
-
-
-def _first_values(module: nn.Module, name: str, init: Callable[[nn.Module], None] | None) -> None:
-    own = getattr(module, "reset_parameters", None)
-    if init is None and own is None:
-        message = (
-            f"{name} ({type(module).__name__}) is on the meta device and has no"
-            " reset_parameters(): pass init=, a function that gives a module its first values, or"
-            " weights=, safetensors to load."
-        )
-        raise OptionError(message)
-    with torch.no_grad():
-        if init is not None:
-            init(module)
-        elif own is not None:
-            own()
-
-
 class Sources:
     """First values of parameters and buffers, the same on every rank."""
 
     def __init__(
         self,
         weights: str | os.PathLike[str] | None,
-        init: Callable[[nn.Module], None] | None,
+        init: Init | None,
         group: dist.ProcessGroup | None,
     ) -> None:
         """Read ``weights`` (safetensors) where given; ``group``: ranks that are to agree."""
@@ -144,12 +110,13 @@ class Sources:
         if self._files is not None:
             files = self._files
             return {n: files.rows([n, *aliases.get(n, [])], p) for n, p in unit.parameters.items()}
-        if is_empty(unit):
+        if self._group is not None:
+            for parameter in unit.parameters.values():
+                if not parameter.is_meta:
+                    self._agree(parameter.detach())
+        if any(p.is_meta for p in unit.parameters.values()):
             with self._same_randomness():
                 initialise(unit, self._init)
-        elif self._group is not None:
-            for parameter in unit.parameters.values():
-                self._agree(parameter.detach())
         return {n: of_tensor(p) for n, p in unit.parameters.items()}
 
     def fill(self, units: Iterable[Unit], aliases: Mapping[str, list[str]]) -> None:
@@ -157,22 +124,33 @@ class Sources:
         for unit in units:
             for name, read in self.rows(unit, aliases).items():
                 parameter = unit.parameters[name]
+                if self._files is None:
+                    continue
                 values = read(0, parameter.shape[0] if parameter.ndim else 0)
                 if parameter.is_meta:
-                    _swap(parameter, values)
-                elif self._files is not None:
+                    swap(parameter, values)
+                else:
                     parameter.detach().copy_(values)
 
     def buffers(self, model: nn.Module) -> None:
-        """Let buffers be the first rank's; raises OptionError for one without values."""
-        for name, buffer in model.named_buffers():
-            if buffer.is_meta:
-                message = (
-                    f"The buffer {name} is on the meta device: give it values before stow(), as"
-                    " its module's constructor would."
-                )
-                raise OptionError(message)
-            if self._group is not None:
+        """Give buffers their values: from the files, or the first rank's.
+
+        Those on the meta device that are in no file are initialised; raises OptionError for one
+        that then still has no values.
+        """
+        for prefix, module in model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                full = f"{prefix}.{name}" if prefix else name
+                if self._files is not None and self._files.has(full):
+                    stop = buffer.shape[0] if buffer.ndim else 0
+                    values = self._files.rows([full], buffer)(0, stop)
+                    module._buffers[name] = values.to("cpu" if buffer.is_meta else buffer.device)  # noqa: SLF001
+        with self._same_randomness():
+            for prefix, module in model.named_modules():
+                if any(b.is_meta for b in module.buffers(recurse=False)):
+                    initialise_buffers(module, prefix, self._init)
+        if self._group is not None:
+            for buffer in model.buffers():
                 self._agree(buffer)
 
     def _agree(self, tensor: torch.Tensor) -> None:

@@ -1,0 +1,164 @@
+"""A stowed model as safetensors, and back: bounded memory, one set of files, every rank agrees."""
+
+import json
+import resource
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import tensorstow
+from ranks.pool import Ranks
+from ranks.stowed import Model, loss_of, model_of
+from ranks.twin import ADAMW, FETCHED, Twins, mesh_here, whole
+from tensorstow import Plan
+from tensorstow.base.errors import OptionError, StoreFormatError, StowError
+from tensorstow.engine.export import save_safetensors
+
+Pool = Callable[[int], Ranks]
+
+
+def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    return loss_of(model, rank, batch, 0)
+
+
+def saved(plan: Plan, folder: str, most: int) -> None:
+    """Write newest weights; read them back in other places, and on the meta device."""
+    both = Twins(lambda: model_of(torch.bfloat16), loss, plan)
+    both.train()
+    save_safetensors(both.stowed, folder, max_shard_bytes=most)
+    wanted = [whole(p) for p in both.alone.parameters()]
+    both.close()
+    for back in (Plan(), FETCHED, Plan(parameters="device")):
+        with torch.device("meta"):
+            model = Model().bfloat16()
+        model, optimizer = tensorstow.stow(
+            model, ADAMW, plan=back, mesh=mesh_here(), weights=folder
+        )
+        assert all(map(torch.equal, map(whole, model.parameters()), wanted))
+        assert model.head.weight is model.embedding.weight
+        optimizer.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", [Plan(overlap="forward"), FETCHED], ids=lambda p: p.parameters)
+def test_what_is_written_is_loaded_anywhere(
+    ranks: Pool, tmp_path: Path, plan: Plan, world: int
+) -> None:
+    folder = tmp_path / "model"
+    for most in (500, 1 << 30):
+        ranks(world).run(saved, plan, str(folder), most)
+        files = sorted(file.name for file in folder.iterdir())
+        if most == 500:
+            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            assert set(index["weight_map"].values()) == {*files} - {"model.safetensors.index.json"}
+            sizes = {name: (folder / name).stat().st_size for name in index["weight_map"].values()}
+            assert len(sizes) > 2
+            assert "head.weight" not in index["weight_map"]  # tied
+        else:
+            assert files == ["model.safetensors"]
+            tensors = load_file(folder / "model.safetensors")
+            assert list(tensors) == [n for n, _ in Model().named_parameters()]
+            assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+
+
+class Counted(nn.Module):
+    """Has buffers, of which one is not to be saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def test_buffers_are_saved_and_loaded(tmp_path: Path) -> None:
+    model, optimizer = tensorstow.stow(Counted(), ADAMW, plan=Plan())
+    model(torch.randn(8, 4)).sum().backward()
+    save_safetensors(model, tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == set(model.state_dict())
+    for fresh in (Counted(), Counted().to("meta")):
+        if fresh.passing.is_meta:
+            fresh.passing = torch.ones(2)
+        back, other = tensorstow.stow(fresh, ADAMW, plan=Plan(), weights=tmp_path)
+        assert torch.equal(back.norm.running_mean, model.norm.running_mean)
+        assert back.norm.num_batches_tracked.item() == 1
+        other.close()
+    optimizer.close()
+
+
+def refused(folder: str) -> str:
+    """Write where there is no room for a directory: known on one rank, told on all."""
+    both = Twins(lambda: model_of(torch.float32), loss, Plan())
+    try:
+        save_safetensors(both.stowed, folder)
+    except (OSError, StowError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        both.close()
+    return "written"
+
+
+def test_every_rank_says_what_failed_on_the_first(ranks: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    first, second = ranks(2).run(refused, str(tmp_path / "file"))
+    assert "FileExistsError" in first
+    assert "FileExistsError" in second
+    assert "could not write the model" in second
+
+
+def test_a_senseless_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="max_shard_bytes=0"):
+        save_safetensors(nn.Linear(1, 1), tmp_path, max_shard_bytes=0)
+
+
+def test_a_tensor_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
+    save_file({"layers.0.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(StoreFormatError, match=r"no tensor 'blocks\.0\.weight', the nearest is"):
+        tensorstow.stow(Counted(), ADAMW, plan=Plan(), weights=tmp_path)
+
+
+WIDE, DEEP = 1024, 24
+"""A model of 96 MiB in units of 4 MiB."""
+
+
+def peaks() -> tuple[int, int]:
+    """Return how much resident memory grew while a model on disk was made and saved."""
+    plan = Plan(parameters="disk", states="disk", prefetch=0)
+    small = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    tensorstow.stow(small, ADAMW, plan=plan, mesh=mesh_here())[1].close()  # what any needs
+    before = _peak()
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(DEEP)))
+    model, optimizer = tensorstow.stow(model, ADAMW, plan=plan, mesh=mesh_here())
+    made = _peak()
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        save_safetensors(model, folder, max_shard_bytes=16 << 20)
+        optimizer.close()
+        with torch.device("meta"):
+            again = nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(DEEP)))
+        tensorstow.stow(again, ADAMW, plan=plan, mesh=mesh_here(), weights=folder)[1].close()
+    return made - before, _peak() - made
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def test_no_rank_ever_has_the_model_in_memory() -> None:
+    pool = Ranks(1)  # its own: the highest use of memory is a process's for life
+    try:
+        ((made, moved),) = pool.run(peaks)
+    finally:
+        pool.close()
+    assert made < 40 << 20, made
+    assert moved < 40 << 20, moved

@@ -1,0 +1,130 @@
+"""First values of modules on the meta device."""
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow.base.errors import OptionError
+from tensorstow.engine.initialising import initialise, initialise_buffers
+from tensorstow.engine.units import Unit, units_of
+
+
+def unit_of(model: nn.Module) -> Unit:
+    (unit,) = units_of(model, [])
+    return unit
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_tied_parameter_keeps_what_its_first_module_gave_it() -> None:
+    torch.manual_seed(0)
+    want = nn.Embedding(4, 3).weight
+    with torch.device("meta"):
+        model = Tied()
+    parameter = model.head.weight
+    torch.manual_seed(0)
+    initialise(unit_of(model), None)
+    assert torch.equal(model.embedding.weight, want)
+    assert model.head.weight is model.embedding.weight is parameter
+    assert not model.head.bias.is_meta
+
+
+def test_an_initialiser_is_called_with_children_first_and_with_those_above_them() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.LayerNorm(2))
+    called = []
+
+    def init(module: nn.Module) -> None:
+        called.append(type(module).__name__)
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(1.0)
+        if isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear):
+            module[0].weight.mul_(3.0)
+
+    initialise(unit_of(model), init)
+    assert called == ["Linear", "Sequential", "LayerNorm", "Sequential"]
+    assert (model[0][0].weight == 3.0).all()
+
+
+def test_an_initialiser_is_not_called_with_what_reaches_into_another_unit() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.LayerNorm(2))
+    units = {unit.name: unit for unit in units_of(model, [model[0][1]])}
+    called = []
+
+    def init(module: nn.Module) -> None:
+        called.append(module)
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(1.0)
+
+    initialise(units[""], init)
+    assert called == [model[0][0], model[1]]
+    assert model[0][1].weight.is_meta
+
+
+def test_buffers_of_a_module_are_initialised_with_it() -> None:
+    with torch.device("meta"):
+        model = nn.BatchNorm1d(3)
+    initialise(unit_of(model), None)
+    assert torch.equal(model.running_var, torch.ones(3))
+    assert model.num_batches_tracked.item() == 0
+
+
+def test_what_has_no_initialiser_is_refused_by_its_whole_name() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(nn.PReLU(), nn.Module()))
+        model[0][1].gain = nn.Parameter(torch.ones(2))
+    (unit,) = [u for u in units_of(model, [model[0]]) if u.name]
+    with pytest.raises(OptionError, match=r"^0\.1 \(Module\) .*init=.*weights="):
+        initialise(unit, None)
+
+
+class Rotary(nn.Module):
+    """Has buffers and nothing else."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.register_buffer("inverse", torch.ones(3).to(dtype), persistent=False)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_a_buffer_that_nothing_gives_values_is_refused_by_name(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        module = Rotary(dtype)
+
+    def init(module: nn.Module) -> None:
+        module.scale.fill_(2.0)
+
+    with pytest.raises(OptionError, match=r"^layers\.rotary\.inverse of Rotary") as caught:
+        initialise_buffers(module, "layers.rotary", init)
+    assert "init=" in str(caught.value)
+    assert "weights=" in str(caught.value)
+    assert "get_submodule('layers.rotary').inverse = " in str(caught.value)
+
+
+def test_buffers_without_parameters_are_given_values() -> None:
+    with torch.device("meta"):
+        module = Rotary()
+
+    def init(module: nn.Module) -> None:
+        module.inverse.copy_(torch.arange(3))
+        module.scale.fill_(2.0)
+
+    initialise_buffers(module, "rotary", init)
+    assert module.inverse.tolist() == [0.0, 1.0, 2.0]
+    assert module.scale.item() == 2.0
+
+
+def test_loaded_parameters_are_not_initialised_again_for_a_buffer() -> None:
+    module = nn.Linear(2, 2)
+    with torch.device("meta"):
+        module.register_buffer("mask", torch.ones(2))
+    with pytest.raises(OptionError, match="mask of Linear"):
+        initialise_buffers(module, "", lambda m: m.reset_parameters())
