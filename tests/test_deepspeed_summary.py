@@ -18,7 +18,7 @@ GIVEN = {
         "max_live_parameters": 1e9,
         "offload_optimizer": None,
     },
-    "aio": {"thread_count": 2},
+    "aio": {"queue_depth": 2},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     "gradient_clipping": "auto",
 }
@@ -32,7 +32,7 @@ def test_a_table_of_what_is_written() -> None:
         ["optimizer.params", '{"lr": "auto"}', "honoured"],
         ["gradient_clipping", "auto", "honoured, once it is filled in"],
         ["zero_optimization.stage", "2", "honoured"],
-        ["aio.thread_count", "2", "honoured, as aio.intra_op_parallelism"],
+        ["aio.queue_depth", "2", "honoured"],
         [
             "zero_optimization.reduce_bucket_size",
             "auto",
