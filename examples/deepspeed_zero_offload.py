@@ -102,8 +102,7 @@ def needs(args: argparse.Namespace, ranks: int = 1) -> dict[Tier, int]:
     sizes = Sizes.of(units_of(model), ranks)
     held = dict(bytes_of(plan_of(settings), sizes, device_is_host=False))
     inputs = args.num_layers * settings.batch.micro * args.sequence * args.hidden_size
-    held[Tier.DEVICE] += inputs * torch.bfloat16.itemsize + sizes.gradients
-    held[Tier.HOST] -= sizes.gradients
+    held[Tier.DEVICE] += inputs * torch.bfloat16.itemsize
     return held
 
 

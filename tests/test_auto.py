@@ -11,10 +11,10 @@ from tensorstow.engine.units import units_of
 
 G = 1 << 30
 SIZES = Sizes(parameters=100 * G, gradients=100 * G, states=200 * G, largest_unit=10 * G)
-ALL = 400 * G
-"""Of HOST: gradients, states, and parameters or their mirrors."""
+DEVICE = 220 * G
+"""Parameters, gradients, and two units gathered."""
 LESS = 200 * G + RING_BYTES
-"""Of HOST, with states on DISK."""
+"""Of HOST: parameters and gradients, with states on DISK."""
 
 
 def _placed(budget: Budget, *, device_is_host: bool = False) -> tuple[Tier, Tier]:
@@ -24,9 +24,10 @@ def _placed(budget: Budget, *, device_is_host: bool = False) -> tuple[Tier, Tier
 
 def test_everything_is_as_high_as_it_fits() -> None:
     assert _placed(Budget()) == (Tier.DEVICE, Tier.HOST)
-    assert _placed(Budget(device=120 * G, host=ALL)) == (Tier.DEVICE, Tier.HOST)
-    assert _placed(Budget(device=120 * G, host=LESS)) == (Tier.DEVICE, Tier.DISK)
-    assert _placed(Budget(device=120 * G - 1)) == (Tier.HOST, Tier.HOST)
+    assert _placed(Budget(device=DEVICE, host=300 * G)) == (Tier.DEVICE, Tier.HOST)
+    assert _placed(Budget(device=DEVICE, host=100 * G + RING_BYTES)) == (Tier.DEVICE, Tier.DISK)
+    assert _placed(Budget(device=DEVICE - 1)) == (Tier.HOST, Tier.HOST)
+    assert _placed(Budget(device=20 * G, host=400 * G)) == (Tier.HOST, Tier.HOST)
     assert _placed(Budget(device=20 * G, host=LESS)) == (Tier.HOST, Tier.DISK)
     assert _placed(Budget(device=20 * G, host=LESS - 1)) == (Tier.DISK, Tier.DISK)
 
@@ -59,4 +60,4 @@ def test_sizes_are_a_ranks_share() -> None:
 def test_mirrors_count_where_parameters_are_on_the_device() -> None:
     plan = auto_plan(SIZES, Budget(), device_is_host=False)
     held = bytes_of(plan, SIZES, device_is_host=False)
-    assert held == {Tier.DEVICE: 120 * G, Tier.HOST: ALL, Tier.DISK: 0}
+    assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 300 * G, Tier.DISK: 0}

@@ -54,7 +54,7 @@ def auto_plan(sizes: Sizes, budget: Budget, *, device_is_host: bool) -> Plan:
     5. parameters and states on DISK, two units at a time in memory;
     6. the same with overlap="backward", so that gradients too exist a unit or two at a time.
 
-    Gradients are on HOST. Raises BudgetError with what is short where none fits.
+    Gradients are on HOST, but those of parameters on DEVICE. Raises BudgetError with what is short where none fits.
     """
     short: dict[Tier, int] = {}
     for plan in _candidates(device_is_host=device_is_host):
@@ -82,7 +82,9 @@ def bytes_of(plan: Plan, sizes: Sizes, *, device_is_host: bool) -> Mapping[Tier,
     """Return what a plan holds on each tier of one rank."""
     at_once = _UNITS_AT_ONCE * sizes.largest_unit
     gradients = sizes.gradients if plan.overlap != "backward" else min(at_once, sizes.gradients)
-    held = {Tier.DEVICE: at_once, Tier.HOST: gradients, Tier.DISK: 0}
+    held = {Tier.DEVICE: at_once, Tier.HOST: 0, Tier.DISK: 0}
+    # Those of parameters on the device stay there until the step.
+    held[Tier.DEVICE if plan.parameters == Tier.DEVICE else Tier.HOST] += gradients
     if plan.parameters == Tier.DISK:
         held[Tier.HOST] += at_once
     if plan.parameters == Tier.DEVICE:
