@@ -54,7 +54,8 @@ def auto_plan(sizes: Sizes, budget: Budget, *, device_is_host: bool) -> Plan:
     5. parameters and states on DISK, two units at a time in memory;
     6. the same with overlap="backward", so that gradients too exist a unit or two at a time.
 
-    Gradients are on HOST, but those of parameters on DEVICE. Raises BudgetError with what is short where none fits.
+    Gradients are on HOST, but those of parameters on DEVICE. Raises BudgetError with what is short
+    where none fits.
     """
     short: dict[Tier, int] = {}
     for plan in _candidates(device_is_host=device_is_host):
