@@ -38,7 +38,7 @@ def initialise(unit: Unit, init: Init | None) -> None:
             if parameter.is_meta:
                 swap(parameter, torch.empty_like(parameter, device="cpu"))
         buffers = _blank_buffers(module)
-        _first_values(module, name or type(module).__name__, init)
+        _first_values(module, name, init)
         _check_filled(module, name, buffers)
         for parameter, values in kept:
             parameter.detach().copy_(values)
@@ -71,21 +71,34 @@ def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
     yield name, module
 
 
+def check_initialisable(unit: Unit) -> None:
+    """Raise OptionError unless what is on the meta device can initialise itself."""
+    mine = {id(p) for p in unit.parameters.values() if p.is_meta}
+    for name, module in _children_first(unit.module, unit.name):
+        own = {id(p) for p in module.parameters(recurse=False)}
+        if not own.isdisjoint(mine) and not hasattr(module, "reset_parameters"):
+            raise _without_initialiser(module, name)
+
+
 def _first_values(module: nn.Module, name: str, init: Init | None) -> None:
     own = getattr(module, "reset_parameters", None)
     if init is None and own is None:
-        message = (
-            f"{name} ({type(module).__name__}) is on the meta device and has no"
-            " reset_parameters(): pass init=, a function that gives a module its first values"
-            " (init=model._init_weights for a model of transformers), or weights=, safetensors to"
-            " load."
-        )
-        raise OptionError(message)
+        raise _without_initialiser(module, name)
     with torch.no_grad():
         if init is not None:
             init(module)
         elif own is not None:
             own()
+
+
+def _without_initialiser(module: nn.Module, name: str) -> OptionError:
+    message = (
+        f"{name or 'The model'} ({type(module).__name__}) is on the meta device and has no"
+        " reset_parameters(): pass init=, a function that gives a module its first values"
+        " (init=model._init_weights for a model of transformers), or weights=, safetensors to"
+        " load."
+    )
+    return OptionError(message)
 
 
 def _blank_buffers(module: nn.Module) -> list[str]:

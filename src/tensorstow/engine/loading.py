@@ -16,7 +16,13 @@ from safetensors import safe_open
 from torch import nn
 
 from tensorstow.base.errors import StoreFormatError
-from tensorstow.engine.initialising import Init, initialise, initialise_buffers, swap
+from tensorstow.engine.initialising import (
+    Init,
+    check_initialisable,
+    initialise,
+    initialise_buffers,
+    swap,
+)
 from tensorstow.engine.units import Unit
 
 Rows = Callable[[int, int], torch.Tensor]
@@ -102,14 +108,25 @@ class Sources:
         self._init = init
         self._group = group
 
+    def check(self, units: Iterable[Unit], aliases: Mapping[str, list[str]]) -> None:
+        """Raise StoreFormatError or OptionError for parameters that nothing gives values."""
+        for unit in units:
+            if self._files is not None:
+                self._of_files(self._files, unit, aliases)
+            elif self._init is None:
+                check_initialisable(unit)
+
+    @staticmethod
+    def _of_files(files: Files, unit: Unit, aliases: Mapping[str, list[str]]) -> dict[str, Rows]:
+        return {n: files.rows([n, *aliases.get(n, [])], p) for n, p in unit.parameters.items()}
+
     def rows(self, unit: Unit, aliases: Mapping[str, list[str]]) -> dict[str, Rows]:
         """Return readers of the unit's parameters, by name.
 
         From the files, where there are any; else the first rank's values go to all.
         """
         if self._files is not None:
-            files = self._files
-            return {n: files.rows([n, *aliases.get(n, [])], p) for n, p in unit.parameters.items()}
+            return self._of_files(self._files, unit, aliases)
         if self._group is not None:
             for parameter in unit.parameters.values():
                 if not parameter.is_meta:

@@ -19,6 +19,8 @@ from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
+from tensorstow.engine.agreement import check_agreement, told_of
+from tensorstow.engine.asked import check_asked, check_mesh
 from tensorstow.engine.auto import Sizes, auto_plan
 from tensorstow.engine.cells import Cell
 from tensorstow.engine.gathered import Gathered
@@ -71,6 +73,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     The model is changed in place; every rank begins with the first one's values. Raises OptionError
     or BudgetError before anything is placed.
     """
+    check_asked(model, optimizer, plan, compute_dtype, mesh)
     device = device_here()
     chosen = units_of(model, units)
     if plan == "auto":
@@ -83,6 +86,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     check(optimizer, placed)
     if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
         sources = Sources(weights, init, None)
+        sources.check(chosen, aliases_of(model))
         sources.fill(chosen, aliases_of(model))
         sources.buffers(model)
         if device.type != "cpu":
@@ -91,9 +95,14 @@ def stow(  # noqa: PLR0913  # the one door to everything
         return model, make(optimizer, model, placed)
     check_shardable(chosen)
     mesh = mesh or mesh_of(device, stage=plan.stage, replicas=plan.replicas)
+    check_mesh(mesh, plan, device)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
     sharding = Sharding(mesh, device, precision, plan.stage == 3)
-    sources = Sources(weights, init, host_group())
+    group = host_group()
+    told = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype), **told_of(chosen)}
+    check_agreement(told, group)
+    sources = Sources(weights, init, group)
+    sources.check(chosen, aliases_of(model))
     gathered = Gathered(model, chosen)
     held = _shard_all(model, chosen, plan, sharding, sources, dir)
     # Beside backward a gradient is used at once: there is nothing to carry it beside.
