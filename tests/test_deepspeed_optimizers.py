@@ -43,6 +43,7 @@ def test_a_type_is_read_as_deepspeed_does(named: Named, kind: type, decay: float
     [
         (Named("Lion"), "StowedOptimizer"),
         (Named("AdamW", {"learning_rate": 1.0}), "learning_rate was given"),
+        (Named("AdamW", {"max_grad_norm": 0}), "write it as gradient_clipping"),
     ],
 )
 def test_what_is_not_here_is_refused_by_name(named: Named, match: str) -> None:

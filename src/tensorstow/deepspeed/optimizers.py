@@ -72,6 +72,12 @@ def of_named(named: Named) -> Make:
         )
         raise OptionError(message)
     params = dict(named.params)
+    if "max_grad_norm" in params:
+        message = (
+            "optimizer.params.max_grad_norm was given: write it as gradient_clipping, beside the"
+            " optimizer."
+        )
+        raise OptionError(message)
     unknown = sorted(params.keys() - {*_TAKEN, *_OF_IMPLEMENTATIONS})
     if unknown:
         known = ", ".join((*_TAKEN, *_OF_IMPLEMENTATIONS))
