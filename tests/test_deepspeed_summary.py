@@ -19,6 +19,7 @@ GIVEN = {
         "offload_optimizer": None,
     },
     "aio": {"queue_depth": 2},
+    "bfloat16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     "gradient_clipping": "auto",
 }
@@ -31,6 +32,7 @@ def test_a_table_of_what_is_written() -> None:
         ["optimizer.type", "AdamW", "honoured"],
         ["optimizer.params", '{"lr": "auto"}', "honoured"],
         ["gradient_clipping", "auto", "honoured, once it is filled in"],
+        ["bfloat16.enabled", "true", "honoured, as bf16.enabled"],
         ["zero_optimization.stage", "2", "honoured"],
         ["aio.queue_depth", "2", "honoured"],
         [
