@@ -110,6 +110,45 @@ def test_auto_switches_nothing_on() -> None:
     values({"amp": {"enabled": "auto", "opt_level": "auto"}})
 
 
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4},
+        {"train_batch_size": 8, "gradient_accumulation_steps": "auto"},
+        {"fp16": {"enabled": "auto", "loss_scale": "auto"}, "bf16": {"enabled": True}},
+        {"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}},
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu", "nvme_path": "auto"},
+            }
+        },
+    ],
+)
+def test_auto_needs_no_filling_where_the_others_say_it(configuration: dict[str, Any]) -> None:
+    def said(section: dict[str, Any]) -> dict[str, Any]:
+        kept = {n: said(v) if isinstance(v, dict) else v for n, v in section.items()}
+        return {name: value for name, value in kept.items() if value != "auto"}
+
+    assert values(configuration) == values(said(configuration))
+
+
+@pytest.mark.parametrize(
+    ("configuration", "path"),
+    [
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": 2}, "train_batch_size"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}}, "fp16.enabled"),
+        ({"fp16": {"enabled": True, "loss_scale": "auto"}}, "fp16.loss_scale"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "auto"}}},
+            "zero_optimization.offload_param.nvme_path",
+        ),
+    ],
+)
+def test_auto_is_refused_where_they_do_not(configuration: dict[str, Any], path: str) -> None:
+    assert refusal(configuration).startswith(f'{path}="auto" was given')
+
+
 def test_auto_is_filled_by_path() -> None:
     configuration = {
         "train_batch_size": "auto",

@@ -14,34 +14,59 @@ from tensorstow.deepspeed.paths import Given, is_known
 logger = logging.getLogger("tensorstow")
 
 AUTO = "auto"
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_PRECISIONS = ("fp16.enabled", "bf16.enabled")
 
 
 def values_of(given: Iterable[Given], fill: Mapping[str, Any]) -> dict[str, Any]:
     """Return a value for every key, by path; raises OptionError for what is refused.
 
-    ``fill`` says what stands for "auto", by path. A null is as good as no key.
+    ``fill`` says what stands for "auto", by path; what follows from other values needs no saying. A
+    null is as good as no key.
     """
-    for path in fill:
-        if not is_known(path):
-            message = f"fill={{{path!r}: ...}} was given: no key of a configuration has that path."
-            raise OptionError(message)
+    _refuse_unknown(fill)
     values = {path: key.off for path, key in KEYS.items()}
     written: dict[str, Given] = {}
     idle: list[Given] = []
+    undecided: list[Given] = []
     for one in (_filled(each, fill) for each in given if each.value is not None):
         needed = one.key.answer is Answer.HONOURED
         if one.key.answer is Answer.NO_MEANING:
             idle.append(one)
-        if not needed and one.value == AUTO:
-            continue  # nobody asks for what it stands for
+        if one.value == AUTO:
+            if needed:  # else nobody asks for what it stands for
+                undecided.append(one)
+            continue
         checked = _checked(_decided(one) if needed else one)
         if one.key.answer is Answer.REFUSED:
             _refuse(checked)
         if not one.key.path.endswith("*"):  # what stands in a free section is many keys
             _refuse_disagreement(written.setdefault(one.key.path, checked), checked)
         values[one.key.path] = checked.value
+    for one in undecided:
+        if not _follows(one.key.path, values):
+            _decided(one)
     _say_idle(idle)
     return values
+
+
+def _refuse_unknown(fill: Mapping[str, Any]) -> None:
+    for path in fill:
+        if not is_known(path):
+            message = f"fill={{{path!r}: ...}} was given: no key of a configuration has that path."
+            raise OptionError(message)
+
+
+def _follows(path: str, values: Mapping[str, Any]) -> bool:
+    """Return whether nobody needs to say a value: the others do, or nothing asks for it."""
+    section, _, name = path.rpartition(".")
+    if path in _BATCH:
+        return any(values[size] is not None for size in _BATCH[:2])
+    if path in _PRECISIONS:
+        return any(values[other] for other in _PRECISIONS)
+    if section == "fp16":
+        return not values["fp16.enabled"]
+    return name == "nvme_path" and values[f"{section}.device"] != "nvme"
 
 
 def _filled(one: Given, fill: Mapping[str, Any]) -> Given:
