@@ -8,9 +8,10 @@ loses nothing::
     fp32         4 P / R      4 P / R       8 P / R    (both moments)
 
 Gradients land in host memory, but those of weights on the device. States live in host memory, or on
-disk behind a ring of 48 MiB; never on the device, whatever offload_optimizer says. Weights live where offload_param says: on the device they
-have a mirror of the rank's share in host memory, which updates write; from disk two units' pass
-through host memory. On the device stage 3 has two units' weights at once, and stage 2 all of them.
+disk behind a ring of 48 MiB; never on the device, whatever offload_optimizer says. Weights live
+where offload_param says: on the device they have a mirror of the rank's share in host memory, which
+updates write; from disk two units' pass through host memory. On the device stage 3 has two units'
+weights at once, and stage 2 all of them.
 Activations, buffers and what the allocator rounds up come on top.
 """
 
