@@ -18,8 +18,8 @@ from torch.nn import functional
 import tensorstow.deepspeed as deepspeed
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
+from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.plans import plan_of
-from tensorstow.deepspeed.reading import read_settings
 from tensorstow.engine.auto import Sizes, bytes_of
 from tensorstow.engine.units import units_of
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.batches import batch_of
-from tensorstow.deepspeed.settings import Batch
+from tensorstow.deepspeed.config.batches import batch_of
+from tensorstow.deepspeed.config.settings import Batch
 
 
 @pytest.mark.parametrize(

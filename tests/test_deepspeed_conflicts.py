@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.reading import read_settings
+from tensorstow.deepspeed.config.reading import read_settings
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
 

@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.courses import (
+from tensorstow.deepspeed.rates.courses import (
     Course,
     lr_range_test,
     one_cycle,

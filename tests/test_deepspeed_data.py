@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
+from tensorstow.deepspeed.config.settings import Batch, Settings
 from tensorstow.deepspeed.data import loader_of
-from tensorstow.deepspeed.settings import Batch, Settings
 
 
 class Endless(IterableDataset[int]):

@@ -19,7 +19,7 @@ from ranks.driven import (
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.settings import OffloadOptimizer, OffloadParam, Zero
+from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Zero
 
 NVME, CPU = OffloadOptimizer("nvme"), OffloadOptimizer("cpu")
 DRIVES = [

@@ -18,7 +18,7 @@ from ranks.driven import Drive, by_hand, initialized
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.settings import OffloadOptimizer, OffloadParam, Zero
+from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Zero
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}}
 CONFIG = {"train_batch_size": 2, "optimizer": ADAMW, "gradient_clipping": 0.0}

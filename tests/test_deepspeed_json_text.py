@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.json_text import load, parse
+from tensorstow.deepspeed.config.json_text import load, parse
 
 # As the ZeRO-Offload tutorial prints it: a comma too many, then one too few.
 TUTORIAL = """{

@@ -4,10 +4,10 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from tensorstow.deepspeed.key import Answer
-from tensorstow.deepspeed.keys import KEYS, SECTIONS, SPELLINGS, SWITCHES
-from tensorstow.deepspeed.reading import read_settings
-from tensorstow.deepspeed.settings import Aio, Batch, Settings
+from tensorstow.deepspeed.config.key import Answer
+from tensorstow.deepspeed.config.keys import KEYS, SECTIONS, SPELLINGS, SWITCHES
+from tensorstow.deepspeed.config.reading import read_settings
+from tensorstow.deepspeed.config.settings import Aio, Batch, Settings
 
 # What a configuration may name, of all versions whose documents are at hand.
 COVERED = """

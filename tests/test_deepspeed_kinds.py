@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tensorstow.deepspeed.kinds import (
+from tensorstow.deepspeed.config.kinds import (
     BOOL,
     OBJECT,
     STEPS,

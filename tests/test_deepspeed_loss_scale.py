@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.config.settings import Fp16
 from tensorstow.deepspeed.loss_scale import LossScale
-from tensorstow.deepspeed.settings import Fp16
 
 
 def scales(settings: Fp16, steps: str) -> list[float]:

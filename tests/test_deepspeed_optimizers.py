@@ -8,9 +8,9 @@ from torch import nn
 
 import tensorstow
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.config.settings import Named
 from tensorstow.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from tensorstow.deepspeed.optimizers import maker_of, of_named
-from tensorstow.deepspeed.settings import Named
 
 
 def layer() -> nn.Module:

@@ -5,14 +5,7 @@ import torch
 
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.plans import (
-    directory_of,
-    dtype_of,
-    placement_keywords,
-    plan_of,
-    world_of,
-)
-from tensorstow.deepspeed.settings import (
+from tensorstow.deepspeed.config.settings import (
     Aio,
     Batch,
     Fp16,
@@ -20,6 +13,13 @@ from tensorstow.deepspeed.settings import (
     OffloadParam,
     Settings,
     Zero,
+)
+from tensorstow.deepspeed.plans import (
+    directory_of,
+    dtype_of,
+    placement_keywords,
+    plan_of,
+    world_of,
 )
 
 BATCH = Batch(train=24, micro=2, accumulation=3)

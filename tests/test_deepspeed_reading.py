@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.reading import read_settings
-from tensorstow.deepspeed.settings import Batch, Fp16, Named, OffloadOptimizer, OffloadParam
-from tensorstow.deepspeed.values import say_once
+from tensorstow.deepspeed.config.reading import read_settings
+from tensorstow.deepspeed.config.settings import Batch, Fp16, Named, OffloadOptimizer, OffloadParam
+from tensorstow.deepspeed.config.values import say_once
 
 BATCH: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
 

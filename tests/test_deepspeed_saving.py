@@ -8,8 +8,8 @@ import torch
 from ranks.driven import Drive, going_on, loaded, saving_half_way
 from ranks.pool import Ranks
 from tensorstow.base.errors import StoreFormatError
+from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Zero
 from tensorstow.deepspeed.saving import kept_of, newest
-from tensorstow.deepspeed.settings import OffloadOptimizer, OffloadParam, Zero
 
 DRIVES = [
     Drive(Zero(2, OffloadOptimizer("cpu")), accumulation=2),

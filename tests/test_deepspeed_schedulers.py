@@ -10,9 +10,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import tensorstow
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.config.settings import Named
+from tensorstow.deepspeed.rates.schedulers import SCHEDULES, make_scheduler
 from tensorstow.deepspeed.runtime import lr_schedules
-from tensorstow.deepspeed.schedulers import SCHEDULES, make_scheduler
-from tensorstow.deepspeed.settings import Named
 
 LINEAR = Named(
     "WarmupLR",

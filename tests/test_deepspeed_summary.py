@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.summary import lines_of, summary_of
+from tensorstow.deepspeed.config.summary import lines_of, summary_of
 
 GIVEN = {
     "amp": {"enabled": False, "opt_level": "an/option/level/of/more/than/forty/letters"},

@@ -7,7 +7,7 @@ from ranks.driven import Drive, read_and_set
 from ranks.pool import Ranks
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import utils
-from tensorstow.deepspeed.settings import OffloadOptimizer, OffloadParam, Zero
+from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Zero
 
 DRIVES = [
     Drive(Zero(2, OffloadOptimizer("cpu"))),

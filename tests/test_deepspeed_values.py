@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.paths import given_keys
-from tensorstow.deepspeed.values import values_of
+from tensorstow.deepspeed.config.paths import given_keys
+from tensorstow.deepspeed.config.values import values_of
 
 
 def values(configuration: dict[str, Any], **fill: object) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ranks.driven import Drive, gathered
 from ranks.pool import Ranks
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import zero
-from tensorstow.deepspeed.settings import OffloadParam, Zero
+from tensorstow.deepspeed.config.settings import OffloadParam, Zero
 
 
 @pytest.mark.parametrize("world", [1, 2])

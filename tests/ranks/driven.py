@@ -16,10 +16,10 @@ import tensorstow.deepspeed as deepspeed
 from ranks.stowed import loss_of, model_of
 from tensorstow.deepspeed import spread as spreading
 from tensorstow.deepspeed import utils, zero
+from tensorstow.deepspeed.config.settings import Batch, Settings, Zero
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.masters import Masters
 from tensorstow.deepspeed.plans import dtype_of, placement_keywords, plan_of
-from tensorstow.deepspeed.settings import Batch, Settings, Zero
 from tensorstow.deepspeed.states import states_of
 
 STEPS = 3

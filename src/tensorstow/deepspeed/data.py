@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.ranks import rank_here
-from tensorstow.deepspeed.settings import Settings
 
 
 def loader_of(

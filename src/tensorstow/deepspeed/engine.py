@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import saving
+from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.placed import Placed, note
 from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.progress import Progress
 from tensorstow.deepspeed.ranks import local_rank, rank_here
-from tensorstow.deepspeed.settings import Settings
 from tensorstow.deepspeed.spread import at_rest
 from tensorstow.deepspeed.states import forget_masters, watch_loads
 from tensorstow.deepspeed.updating import Scale, Updating

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import checkpointing
+from tensorstow.deepspeed.config.reading import read_settings
+from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.data import loader_of
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.loss_scale import LossScale
@@ -18,9 +20,7 @@ from tensorstow.deepspeed.masters import Masters
 from tensorstow.deepspeed.optimizers import Make, maker_of
 from tensorstow.deepspeed.plans import directory_of, dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.ranks import init_distributed
-from tensorstow.deepspeed.reading import read_settings
-from tensorstow.deepspeed.schedulers import make_scheduler
-from tensorstow.deepspeed.settings import Settings
+from tensorstow.deepspeed.rates.schedulers import make_scheduler
 from tensorstow.engine.mesh import world_here
 from tensorstow.engine.stow import stow
 from tensorstow.optim.stowed import StowedAdam

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.settings import Fp16
+from tensorstow.deepspeed.config.settings import Fp16
 
 _FACTOR = 2.0
 

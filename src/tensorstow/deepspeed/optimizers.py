@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.config.settings import Named
 from tensorstow.deepspeed.ops.adam import correct
-from tensorstow.deepspeed.settings import Named
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.stowed import StowedAdam
 

@@ -1,6 +1,6 @@
 """``deepspeed.runtime.lr_schedules``: schedules to make by hand, for any optimizer of torch."""
 
-from tensorstow.deepspeed.schedulers import (
+from tensorstow.deepspeed.rates.schedulers import (
     LRRangeTest,
     OneCycle,
     WarmupCosineLR,

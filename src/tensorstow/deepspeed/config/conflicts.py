@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.settings import OffloadOptimizer, OffloadParam, Settings, Zero
+from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Settings, Zero
 
 
 def refuse_two_precisions(values: Mapping[str, Any]) -> None:

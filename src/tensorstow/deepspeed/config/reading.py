@@ -5,11 +5,11 @@ from dataclasses import fields
 from typing import Any
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed import conflicts
-from tensorstow.deepspeed.batches import batch_of
-from tensorstow.deepspeed.json_text import Source, load
-from tensorstow.deepspeed.paths import given_keys, older_names
-from tensorstow.deepspeed.settings import (
+from tensorstow.deepspeed.config import conflicts
+from tensorstow.deepspeed.config.batches import batch_of
+from tensorstow.deepspeed.config.json_text import Source, load
+from tensorstow.deepspeed.config.paths import given_keys, older_names
+from tensorstow.deepspeed.config.settings import (
     ActivationCheckpointing,
     Aio,
     Fp16,
@@ -19,7 +19,7 @@ from tensorstow.deepspeed.settings import (
     Settings,
     Zero,
 )
-from tensorstow.deepspeed.values import say_once, values_of
+from tensorstow.deepspeed.config.values import say_once, values_of
 
 Values = Mapping[str, Any]
 

@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tensorstow.deepspeed.json_text import Source, load
-from tensorstow.deepspeed.key import Answer
-from tensorstow.deepspeed.keys import KEYS
-from tensorstow.deepspeed.kinds import is_off
-from tensorstow.deepspeed.paths import Given, given_keys
-from tensorstow.deepspeed.values import AUTO
+from tensorstow.deepspeed.config.json_text import Source, load
+from tensorstow.deepspeed.config.key import Answer
+from tensorstow.deepspeed.config.keys import KEYS
+from tensorstow.deepspeed.config.kinds import is_off
+from tensorstow.deepspeed.config.paths import Given, given_keys
+from tensorstow.deepspeed.config.values import AUTO
 
 _WIDEST = 40
 

@@ -1,7 +1,7 @@
 """How the three batch sizes hang together: what is missing is derived, and all are checked."""
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.settings import Batch
+from tensorstow.deepspeed.config.settings import Batch
 
 _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"

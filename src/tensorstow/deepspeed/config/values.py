@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.key import Answer
-from tensorstow.deepspeed.keys import KEYS
-from tensorstow.deepspeed.kinds import is_off
-from tensorstow.deepspeed.paths import Given, is_known
+from tensorstow.deepspeed.config.key import Answer
+from tensorstow.deepspeed.config.keys import KEYS
+from tensorstow.deepspeed.config.kinds import is_off
+from tensorstow.deepspeed.config.paths import Given, is_known
 
 logger = logging.getLogger("tensorstow")
 

@@ -9,8 +9,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from tensorstow.deepspeed.key import Answer, Key, honoured, idle, refused, section, with_prefix
-from tensorstow.deepspeed.kinds import (
+from tensorstow.deepspeed.config.key import (
+    Answer,
+    Key,
+    honoured,
+    idle,
+    refused,
+    section,
+    with_prefix,
+)
+from tensorstow.deepspeed.config.kinds import (
     ANYTHING,
     BOOL,
     OBJECT,

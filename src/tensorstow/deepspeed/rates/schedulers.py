@@ -9,7 +9,8 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.courses import (
+from tensorstow.deepspeed.config.settings import Named
+from tensorstow.deepspeed.rates.courses import (
     Course,
     PerGroup,
     lr_range_test,
@@ -18,7 +19,6 @@ from tensorstow.deepspeed.courses import (
     warmup_decay_lr,
     warmup_lr,
 )
-from tensorstow.deepspeed.settings import Named
 
 
 class Schedule(LRScheduler):

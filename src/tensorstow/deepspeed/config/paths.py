@@ -5,8 +5,8 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple, Never
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.key import Key
-from tensorstow.deepspeed.keys import KEYS, SECTIONS, SPELLINGS, SWITCHES
+from tensorstow.deepspeed.config.key import Key
+from tensorstow.deepspeed.config.keys import KEYS, SECTIONS, SPELLINGS, SWITCHES
 
 _NEAREST = 3
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from tensorstow.deepspeed.kinds import ANYTHING, Kind
+from tensorstow.deepspeed.config.kinds import ANYTHING, Kind
 
 
 class Answer(Enum):

@@ -1,0 +1,1 @@
+"""What DeepSpeed's JSON says: read, checked, and what becomes of each key."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's learning rate schedules: formulas, and torch schedulers over them."""
