@@ -66,6 +66,28 @@ def test_what_is_written_is_loaded_anywhere(
             assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
 
 
+def saved_while_gathered(folder: str) -> None:
+    """Save behind a forward that leaves weights gathered, in the dtype they are computed with."""
+    model, optimizer = tensorstow.stow(
+        model_of(torch.float32),
+        ADAMW,
+        plan=Plan(stage=2),
+        mesh=mesh_here(),
+        compute_dtype=torch.bfloat16,
+    )
+    loss(model, 0, 0)
+    assert next(model.parameters()).dtype == torch.bfloat16
+    save_safetensors(model, folder)
+    optimizer.close()
+
+
+def test_masters_are_written_and_not_what_is_gathered(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2).run(saved_while_gathered, str(tmp_path))
+    written = load_file(tmp_path / "model.safetensors")
+    for name, parameter in model_of(torch.float32).named_parameters():
+        assert torch.equal(written[name], parameter.detach()), name
+
+
 class Counted(nn.Module):
     """Has buffers, of which one is not to be saved."""
 

@@ -98,7 +98,7 @@ def loaded(plan: Plan, dtype: torch.dtype, way: str) -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(both.stowed, kept if both.rank == 0 else {}, options=options)
     both.compare()
-    both.train(range(3, 5))
+    both.train(range(3, 9))  # what a master lost shows where sums of updates round
     both.close()
 
 
@@ -138,22 +138,32 @@ def test_torchs_checkpoints_take_them(ranks: Pool, world: int) -> None:
     ranks(world).run(through_checkpoint)
 
 
-def written_in_place() -> None:
+def written_in_place(plan: Plan) -> None:
     """Write 16-bit weights by hand, as averaging does; the next update begins with them."""
-    both = twins(Plan(), torch.bfloat16)
-    both.train(range(1))
+    both = twins(plan, torch.bfloat16)
+    both.train(range(3))
+    members = both.ours._kept().all()
+    assert not any(member.written_by_others for member in members)
     for model in (both.stowed, both.alone):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
+    assert all(member.written_by_others for member in members)
     both.compare()
-    both.train(range(1, 3))
+    both.train(range(3, 4))
+    with torch.no_grad():
+        for ours, theirs in zip(both.stowed.parameters(), both.alone.parameters(), strict=True):
+            ours.to_local().mul_(2.0)
+            theirs.mul_(2.0)
+    assert all(member.written_by_others for member in members)
+    both.compare()
+    both.train(range(4, 8))
     both.close()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_updates_see_what_others_write(ranks: Pool, world: int) -> None:
-    ranks(world).run(written_in_place)
+@pytest.mark.parametrize("plan", [Plan(), Plan(parameters="device"), FETCHED], ids=str)
+def test_updates_see_what_others_write(ranks: Pool, plan: Plan) -> None:
+    ranks(2).run(written_in_place, plan)
 
 
 def refused() -> list[str]:

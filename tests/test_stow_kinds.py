@@ -103,6 +103,29 @@ def test_a_frozen_unit_may_be_trained_later_in_another_dtype(ranks: Pool, world:
         assert dtypes == [torch.float32] * 9
 
 
+def summed_once_thawed() -> set[torch.dtype]:
+    """Return the dtypes of sums over two micro-batches, of what was frozen before."""
+    both = Twins(lambda: half_frozen().bfloat16(), loss_in_16_bits)
+    both.train(range(1))
+    both.each(lambda model, _: model.requires_grad_(requires_grad=True))
+    for batch in (1, 2):
+        both.backward(batch)
+    both.compare_gradients()
+    dtypes = {p.grad.dtype for p in both.stowed.parameters()}
+    both.step()
+    both.close()
+    return dtypes
+
+
+def loss_in_16_bits(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    return model(seen(rank, batch).bfloat16()).float().square().mean()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_of_thawed_parameters_are_summed_as_others_are(ranks: Pool, world: int) -> None:
+    assert ranks(world).run(summed_once_thawed) == [{torch.float32}] * world
+
+
 def in_order(plan: Plan, orders: list[tuple[int, ...]]) -> None:
     """Run blocks in another order in every step."""
 
