@@ -1,14 +1,15 @@
 """The user's callable: what it is told, and what is refused."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import tensorstow
-from tensorstow import Plan
-from tensorstow.base.errors import OptionError
+from tensorstow import Budget, Plan
+from tensorstow.base.errors import BudgetError, OptionError
 
 
 def _model() -> nn.Module:
@@ -63,3 +64,35 @@ def test_callables_that_drop_the_plan_are_refused(make: object, told: str) -> No
 def test_a_typo_is_an_error() -> None:
     with pytest.raises(OptionError, match="weight_decya"):
         tensorstow.stow(_model(), partial(tensorstow.AdamW, weight_decya=0.1))
+
+
+def _drops_the_rest(named: Named, **placement: object) -> tensorstow.AdamW:
+    return tensorstow.AdamW(named, states=placement.get("states", "ram"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "keywords"),
+    [
+        (Plan(overlap="backward"), {}),
+        (Plan(overlap="forward"), {}),
+        (Plan(states="disk", ram_budget="64MiB"), {}),
+        (Plan(states="disk"), {"dir": "run"}),
+    ],
+)
+def test_whatever_is_dropped_is_noticed(
+    plan: Plan, keywords: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=r"Pass \*\*placement on"):
+        tensorstow.stow(_model(), _drops_the_rest, plan=plan, **keywords)
+
+
+@pytest.mark.parametrize("given", [{"overlap": "forward"}, {"states": "disk"}, {"states": 0.5}])
+def test_what_contradicts_a_plan_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match="Say it in one place"):
+        tensorstow.stow(_model(), partial(tensorstow.AdamW, **given), plan=Plan())
+
+
+def test_an_automatic_plan_keeps_its_budget_whatever_the_optimizer_was_told() -> None:
+    with pytest.raises(BudgetError):
+        tensorstow.stow(_model(), partial(tensorstow.AdamW, states="ram"), budget=Budget(host=200))

@@ -9,8 +9,8 @@ from ranks import large
 
 MIB = 1 << 20
 BUDGET = large.UNITS * large.UNIT_BYTES // 4
-AT_ONCE = 5
-"""Copies of a unit that FSDP2 has on the CPU: gathered twice, gradients, reduced ones, landed."""
+AT_ONCE = 7
+"""Copies of a unit: gathered twice, gradients, reduced ones; landed while two units are updated."""
 SLACK = 40 * MIB
 """Threads, code that is loaded late, activations."""
 

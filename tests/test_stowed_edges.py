@@ -358,3 +358,19 @@ def test_a_failed_group_leaves_no_trace_in_the_next(
     saved = opt.state_dict()["state"]
     assert torch.allclose(saved[1]["exp_avg"], torch.tensor(0.1))
     assert saved[0]["step"] == 2
+
+
+def test_a_clip_factor_goes_with_the_gradients_that_it_was_made_of() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    other = torch.nn.Parameter(torch.zeros(3))
+    optimizer = AdamW([parameter, other], lr=1.0)
+    parameter.grad = torch.full((3,), torch.nan)
+    other.grad = torch.ones(3)
+    optimizer.clip_grad_norm_(1.0)
+    parameter.grad, other.grad = torch.ones(3), torch.ones(3)  # model.zero_grad(), a better batch
+    optimizer.step()
+    assert torch.isfinite(parameter).all()
+    optimizer.clip_grad_norm_(1e-3)
+    parameter.grad = torch.ones(3)
+    with pytest.raises(OptionError, match="1 of 2 gradients"):
+        optimizer.step()

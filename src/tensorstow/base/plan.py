@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, Self, get_args
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
 
 Overlap = Literal["none", "forward", "backward"]
@@ -22,8 +23,9 @@ class Plan:
     ``replicas``: groups of ranks that each have a whole copy (HSDP). ``overlap``: when updates run,
     as in ``AdamW``. ``accumulation_steps``: backward passes per step. ``prefetch``: how many units
     ahead weights are fetched. ``ram_budget``: the optimizer's host memory for states, in bytes.
-    ``shelf_bytes``: host memory for parameters on disk while they are used; None: two of
-    the largest unit, and as much for each that is fetched ahead.
+    ``shelf_bytes``: host memory for parameters on disk while they are used, which
+    beside backward two units may go beyond; None: the three largest units and what is fetched
+    ahead.
     """
 
     parameters: Tier = Tier.HOST
@@ -34,8 +36,8 @@ class Plan:
     overlap: Overlap = "none"
     accumulation_steps: int = 1
     prefetch: int = 2
-    ram_budget: int | None = None
-    shelf_bytes: int | None = None
+    ram_budget: int | str | None = None
+    shelf_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         """Check every value; raises OptionError."""
@@ -43,6 +45,9 @@ class Plan:
         object.__setattr__(self, "states", _tier(self.states, "states"))
         units = {name: _tier(tier, f"units[{name!r}]") for name, tier in self.units.items()}
         object.__setattr__(self, "units", units)
+        for name in ("ram_budget", "shelf_bytes"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_size(getattr(self, name), name))
         if self.stage not in _STAGES:
             message = f"stage={self.stage!r} was given: ZeRO's stages are 0, 1, 2 and 3."
             raise OptionError(message)

@@ -43,7 +43,9 @@ class Sizes:
         )
 
 
-def auto_plan(sizes: Sizes, budget: Budget, *, device_is_host: bool) -> Plan:
+def auto_plan(
+    sizes: Sizes, budget: Budget, *, device_is_host: bool, states: Tier | None = None
+) -> Plan:
     """Return the first placement that ``budget`` holds, per rank.
 
     In this order:
@@ -59,6 +61,8 @@ def auto_plan(sizes: Sizes, budget: Budget, *, device_is_host: bool) -> Plan:
     """
     short: dict[Tier, int] = {}
     for plan in _candidates(device_is_host=device_is_host):
+        if states not in {None, plan.states}:
+            continue  # the user has said where they go
         needed = bytes_of(plan, sizes, device_is_host=device_is_host)
         missing = {t: n for t, n in _missing(needed, budget).items() if n > 0}
         if not missing:
@@ -66,8 +70,8 @@ def auto_plan(sizes: Sizes, budget: Budget, *, device_is_host: bool) -> Plan:
         short = missing
     told = " and ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in short.items())
     message = (
-        f"The model does not fit: with parameters and states on disk, {told} more than the budget"
-        " are needed. Raise the budget, or train on more ranks."
+        f"The model does not fit: placed as low as may be, {told} more than the budget are"
+        " needed. Raise the budget, or train on more ranks."
     )
     raise BudgetError(message)
 

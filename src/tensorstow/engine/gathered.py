@@ -8,6 +8,9 @@ here, by hooks and what FSDP2 offers its users:
   takes before: such a forward does both outside of it.
 * A unit's dtypes are those of what was trained at its first forward: a unit that was all frozen
   then is asked again once something in it is trained.
+* A forward or a backward that an exception ends leaves weights gathered and FSDP2 in the middle of
+  it: it is told that the iteration is lost, at once behind a forward, and behind a backward when
+  the next forward, step or resume begins. A step by gradients of half a backward is refused.
 * Below stage 3 weights stay gathered behind a forward. Behind one without gradients they would be
   the model's parameters from then on (which have no gradients to clip or drop), and behind any they
   would outlive an update.
@@ -20,7 +23,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from tensorstow.base.errors import OptionError
 from tensorstow.engine.units import Unit
+from tensorstow.optim.stowed import StowedAdam
 
 
 class Gathered:
@@ -32,8 +37,9 @@ class Gathered:
         self._names = {id(unit.module): list(unit.parameters) for unit in units}
         self._modules: list[FSDPModule] = []
         self._frozen: dict[int, list[nn.Parameter]] = {}
+        self._let_go_after_forward = False
 
-    def watch(self, optimizer: torch.optim.Optimizer, *, stage: int) -> None:
+    def watch(self, optimizer: StowedAdam, *, stage: int) -> None:
         """Put the hooks in place, now that the model is sharded."""
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
@@ -42,15 +48,18 @@ class Gathered:
                 if not any(p.requires_grad for p in own):
                     self._frozen[id(module)] = own
                 module.register_forward_pre_hook(self._before_forward, prepend=True)
-        if stage < 3:
-            self._root.register_forward_hook(self._after_forward)
-            optimizer.register_step_pre_hook(self._let_go)
+        self._root.register_forward_hook(self._after_forward, always_call=True)
+        self._let_go_after_forward = stage < 3
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_resume_hook(self._before_resume)
 
     # A graph would take what is asked here for constants.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _before_forward(self, module: nn.Module, _: Any) -> None:  # noqa: ANN401  # torch's own
         if not isinstance(module, FSDPModule):
             return
+        if module is self._root:
+            self._recover()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False), torch.no_grad():
                 if module is self._root:
@@ -62,8 +71,56 @@ class Gathered:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _after_forward(self, *_: Any) -> None:  # noqa: ANN401
-        if not torch.is_grad_enabled():
+        if self._is_in_forward():  # FSDP2's own hook was not called: an exception ends it
+            self._reset()
+        elif self._let_go_after_forward and not torch.is_grad_enabled():
             self._let_go()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401
+        if self._recover() and any(
+            p.grad is not None for group in optimizer.param_groups for p in group["params"]
+        ):
+            message = (
+                "step() was called behind a backward that did not end: some parameters have their"
+                " gradients and others lost them. Call zero_grad() and go on with the next batch."
+            )
+            raise OptionError(message)
+        self._let_go()
+
+    def _before_resume(self) -> None:
+        self._recover()
+        self._let_go()
+
+    def _is_in_forward(self) -> bool:
+        return self._context().iter_forward_root is not None
+
+    def _context(self) -> Any:  # noqa: ANN401  # torch's own, which nothing public tells
+        root: Any = self._root
+        return root._get_fsdp_state()._state_ctx  # noqa: SLF001
+
+    def _recover(self) -> bool:
+        """Let FSDP2 forget an iteration that did not end; return whether its backward had begun."""
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # a checkpoint's forward
+            return False
+        begun = bool(self._context().post_backward_final_callback_queued)
+        if begun:
+            self._drop_whole_gradients()
+        if begun or self._is_in_forward():
+            self._reset()
+        return begun
+
+    def _reset(self) -> None:
+        if isinstance(self._root, FSDPModule):
+            self._root.reset_iter_state()
+
+    def _drop_whole_gradients(self) -> None:
+        """Drop what an aborted backward has left at gathered weights, unreduced."""
+        for module in self._modules:
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                for sharded in group.fsdp_params:
+                    sharded.unsharded_accumulated_grad = None
+                    if hasattr(sharded, "_unsharded_param"):
+                        sharded._unsharded_param.grad = None  # noqa: SLF001
 
     def _let_go(self, *_: Any) -> None:  # noqa: ANN401
         for module in self._modules:

@@ -6,8 +6,10 @@ what stands there is told of every micro-batch and adds in host memory. ``.grad`
 second micro-batch on its dtype is fp32.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -149,6 +151,38 @@ def take_down(
     elif local.landed.dtype != local.dtype:
         parameter.grad_dtype = None
         parameter.grad = _wide(gradient, local)
+
+
+def sum_wide(parameters: Iterable[torch.Tensor]) -> None:
+    """Let autograd's sums over backward passes be fp32 where nothing is sharded, as those here are.
+
+    Within one backward they keep the gradient's dtype, as FSDP2's do.
+    """
+    for parameter in parameters:
+        if parameter.dtype != torch.float32:
+            sums: dict[str, torch.Tensor] = {}
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            if parameter.requires_grad:
+                before: Any = parameter.register_hook
+                before(partial(_set_aside, weakref.ref(parameter), sums))
+                hook(partial(_put_back, sums))
+
+
+@torch.no_grad()
+def _set_aside(
+    known: "weakref.ref[torch.Tensor]", sums: dict[str, torch.Tensor], gradient: torch.Tensor
+) -> None:
+    parameter = known()
+    if parameter is not None and parameter.grad is not None:
+        sums["wide"] = parameter.grad.float().add_(gradient)
+        parameter.grad = None
+
+
+@torch.no_grad()
+def _put_back(sums: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
+    if "wide" in sums:
+        parameter.grad_dtype = None
+        parameter.grad = sums.pop("wide")
 
 
 @torch.no_grad()

@@ -10,10 +10,23 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
 from tensorstow.optim.stowed import StowedAdam
 
 Make = Callable[..., StowedAdam]
+
+
+_PLACED: dict[str, Any] = {
+    "states": "ram",
+    "overlap": "none",
+    "accumulation_steps": 1,
+    "ram_budget": None,
+    "dir": None,
+}
+"""What a plan decides, and what holds where it says nothing."""
+_FREE = frozenset({"ram_budget", "dir"})
+"""What may be said to the optimizer where neither plan nor ``stow`` was told."""
 
 
 def placement_of(
@@ -42,10 +55,12 @@ def asked_of(optimizer: Make) -> dict[str, Any]:
 def check(optimizer: Make, placed: Mapping[str, Any]) -> None:
     """Raise OptionError unless ``optimizer`` takes these keywords, and says nothing else."""
     for name, value in asked_of(optimizer).items():
-        if name in placed and name != "module" and placed[name] != value:
+        if name in _FREE and name not in placed:
+            continue
+        if name in _PLACED and placed.get(name, _PLACED[name]) != value:
             message = (
-                f"{name}={value!r} was given to the optimizer, and the plan says {placed[name]!r}."
-                " Say it in one place: in the plan."
+                f"{name}={value!r} was given to the optimizer, and the plan says"
+                f" {placed.get(name, _PLACED[name])!r}. Say it in one place: in the plan."
             )
             raise OptionError(message)
     try:
@@ -65,7 +80,7 @@ def check(optimizer: Make, placed: Mapping[str, Any]) -> None:
         raise OptionError(message)
 
 
-def make(optimizer: Make, model: nn.Module, placed: Mapping[str, Any]) -> StowedAdam:
+def make(optimizer: Make, model: nn.Module, placed: dict[str, Any]) -> StowedAdam:
     """Return the optimizer over the model's named parameters, checked to be one of ours, placed so.
 
     Raises OptionError where the user's function made another one, or dropped the keywords.
@@ -78,12 +93,23 @@ def make(optimizer: Make, model: nn.Module, placed: Mapping[str, Any]) -> Stowed
             " tensorstow.AdamW or tensorstow.Adam."
         )
         raise OptionError(message)
-    on_disk = made.placement_of_states == "disk"
-    if on_disk != (placed.get("states") == "disk"):
-        message = (
-            "The optimizer's function did not pass on the keywords it was given: the plan has"
-            f" states={placed.get('states', 'ram')!r} and the optimizer"
-            f" {made.placement_of_states!r}. Pass **placement on to it."
-        )
-        raise OptionError(message)
+    where = made.stowage.placement
+    found = {
+        "states": made.placement_of_states,
+        "overlap": made.stowage.overlap,
+        "dir": bool(where.directories),
+        "ram_budget": where.ram_budget,
+    }
+    free = {n: v for n, v in asked_of(optimizer).items() if n in _FREE}
+    for name, value in found.items():
+        wanted = (_PLACED | free | placed)[name]
+        if name == "ram_budget" and wanted is not None:
+            wanted = parse_size(wanted, name)
+        if value != (wanted is not None if name == "dir" else wanted):
+            made.close()
+            message = (
+                "The optimizer's function did not pass on the keywords it was given: the plan has"
+                f" {name}={wanted!r} and the optimizer has not. Pass **placement on to it."
+            )
+            raise OptionError(message)
     return made

@@ -24,7 +24,7 @@ from tensorstow.engine.asked import check_asked, check_mesh
 from tensorstow.engine.auto import Sizes, auto_plan
 from tensorstow.engine.cells import Cell
 from tensorstow.engine.gathered import Gathered
-from tensorstow.engine.gradients import widen
+from tensorstow.engine.gradients import sum_wide, widen
 from tensorstow.engine.landing import Landing, move_buffers
 from tensorstow.engine.loading import Sources
 from tensorstow.engine.mesh import device_here, host_group, mesh_of, world_here
@@ -41,6 +41,7 @@ from tensorstow.optim.accelerator.device import open_link
 from tensorstow.optim.stowed import StowedAdam
 
 Path = str | os.PathLike[str] | None
+_LEAST_LENT = 3
 
 
 def stow(  # noqa: PLR0913  # the one door to everything
@@ -91,7 +92,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
         sources.buffers(model)
         if device.type != "cpu":
             model.to(device)
-        _sum_wide(model, plan)
+        sum_wide(model.parameters())
         return model, make(optimizer, model, placed)
     check_shardable(chosen)
     mesh = mesh or mesh_of(device, stage=plan.stage, replicas=plan.replicas)
@@ -148,17 +149,19 @@ def _storeroom(
     if not sizes:
         return None
     total = sum(sizes) + ALIGN * len(sizes)
-    least = max(sizes) + ALIGN
-    capacity = plan.shelf_bytes or least * (2 + plan.prefetch)
+    least = sum(sorted(sizes)[-_LEAST_LENT:]) + _LEAST_LENT * ALIGN
+    capacity = int(plan.shelf_bytes or 0) or least + plan.prefetch * max(sizes)
     if capacity < least:
         message = (
-            f"shelf_bytes={format_bytes(capacity)} was given for parameters on disk, and the"
-            f" largest unit has {format_bytes(least)}: give at least that, or smaller units."
+            f"shelf_bytes={format_bytes(capacity)} was given for parameters on disk, and"
+            f" {_LEAST_LENT} units, of which one is computed with and others are updated, have"
+            f" {format_bytes(least)}: give at least that, or smaller units."
         )
         raise BudgetError(message)
     if sharding.device.type == "cpu":
         give_back_large_blocks()
     place = choose_directory(total).path if directory is None else pathlib.Path(directory)
+    place.mkdir(parents=True, exist_ok=True)  # as the optimizer does with its own
     return Storeroom(Shelves(place, total, capacity), Prefetcher(plan.prefetch))
 
 
@@ -171,13 +174,11 @@ def _automatic(
 ) -> Plan:
     """Return the first placement that fits, with what the user has told the optimizer."""
     ranks = world_here() if mesh is None else mesh.size(mesh.ndim - 1)
-    plan = auto_plan(Sizes.of(units, ranks), budget, device_is_host=device.type == "cpu")
     asked = asked_of(optimizer)
-    if "states" in asked:
-        plan = plan.but(states=Tier.DISK if asked["states"] == "disk" else Tier.HOST)
-    if "overlap" in asked:
-        plan = plan.but(overlap=asked["overlap"])
-    return plan
+    states = {"disk": Tier.DISK, "ram": Tier.HOST}.get(asked.get("states", ""))
+    sizes = Sizes.of(units, ranks)
+    plan = auto_plan(sizes, budget, device_is_host=device.type == "cpu", states=states)
+    return plan.but(overlap=asked.get("overlap", plan.overlap))
 
 
 def _stays_whole(
@@ -185,20 +186,11 @@ def _stays_whole(
 ) -> bool:
     """Return whether parameters are where they are computed with, on one rank, as they are."""
     here = {Tier.DEVICE, Tier.HOST} if device.type == "cpu" else {Tier.DEVICE}
-    dtypes = {p.dtype for unit in units for p in unit.parameters.values()}
     return (
         world_here() == 1
-        and (compute_dtype is None or dtypes <= {compute_dtype})
+        and compute_dtype is None  # FSDP2 also casts what goes into forward
         and {plan.tier_of(unit.name) for unit in units} <= here
     )
-
-
-def _sum_wide(model: nn.Module, plan: Plan) -> None:
-    """Let autograd sum the gradients of several micro-batches in fp32, as sharded ones are."""
-    if plan.accumulation_steps > 1:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad_dtype = torch.float32
 
 
 def _sum_wide_on_device(model: nn.Module, held: Collection[int]) -> None:

@@ -80,6 +80,8 @@ class StowedAdam(Optimizer):
         self._isa = stowage.policy.isa
         self._members: Members | None = None  # until the groups are known
         self._clip_factor = 1.0
+        self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._before_resume: list[Callable[[], None]] = []
         self.extra: dict[str, Any] = {}
         """What the caller kept with the commit that ``resume()`` loaded."""
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
@@ -196,7 +198,7 @@ class StowedAdam(Optimizer):
         if not set_to_none:
             self.wait()  # updates may still read the gradients that are about to be zeroed
         super().zero_grad(set_to_none)
-        self._clip_factor = 1.0
+        self._clip_factor, self._clipped = 1.0, []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
@@ -279,6 +281,7 @@ class StowedAdam(Optimizer):
             message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
             raise RuntimeError(message)
         self._clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
+        self._clipped = [(p, p.grad) for p in parameters if p.grad is not None]
         return norm
 
     def _squared_norms(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[float]:
@@ -325,6 +328,11 @@ class StowedAdam(Optimizer):
         self._schedule.wait(self._kept(), ids)
 
     @property
+    def stowage(self) -> Stowage:
+        """Where states live, in which format, and when they move."""
+        return self._kept().stowage
+
+    @property
     def placement_of_states(self) -> str:
         """Where states live: "ram", "disk", or "shared" between the two."""
         fraction = self._kept().stowage.placement.disk_fraction
@@ -351,11 +359,17 @@ class StowedAdam(Optimizer):
         kept = self._kept()
         space = space_of(kept, "resume()")
         self._settle_or_give_up()
+        for hook in self._before_resume:
+            hook()
         generation = agreement.choose(space.store, which, self._ranks)
         if generation is None:
             return None
         self._ranks.together("resume()", partial(self._go_on_from, generation))
         return generation.step
+
+    def register_resume_hook(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` before ``resume()`` writes weights: for whoever has copies of them."""
+        self._before_resume.append(hook)
 
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:
         """Make the run of now durable; return the number of steps it has taken.
@@ -556,8 +570,8 @@ class StowedAdam(Optimizer):
         """Update by the gradients divided by ``divisor``, by a GradScaler's scale, and clipped."""
         found_inf = getattr(self, "found_inf", None)
         scale = getattr(self, "grad_scale", None)
-        factor = self._clip_factor / (divisor * (1.0 if scale is None else float(scale)))
-        self._clip_factor = 1.0
+        clip = self._take_clip_factor()
+        factor = clip / (divisor * (1.0 if scale is None else float(scale)))
         if isinstance(self._schedule, BesideBackward):
             options.refuse_scaling(found_inf, factor)
             self._end_open_step(self._schedule)
@@ -569,6 +583,22 @@ class StowedAdam(Optimizer):
             self._update_elsewhere(factor)
         else:
             self._count_step(commits=False)
+
+    def _take_clip_factor(self) -> float:
+        """Return the factor of the gradients of now: 1 where those that were clipped are gone."""
+        factor, clipped = self._clip_factor, self._clipped
+        self._clip_factor, self._clipped = 1.0, []
+        still = [p.grad is gradient for p, gradient in clipped]
+        if all(still) or factor == 1.0:
+            return factor
+        if any(still):
+            message = (
+                f"{still.count(False)} of {len(still)} gradients were dropped or exchanged between"
+                " clip_grad_norm_ and step(): the others would be clipped by a norm that counts"
+                " them. Clip behind the last change of a gradient."
+            )
+            raise OptionError(message)
+        return 1.0
 
     def _take_step(self, schedule: AtOnce | BesideForward, factor: float) -> None:
         dues = self._collect()
