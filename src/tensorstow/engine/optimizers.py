@@ -100,9 +100,10 @@ def make(optimizer: Make, model: nn.Module, placed: dict[str, Any]) -> StowedAda
         "dir": bool(where.directories),
         "ram_budget": where.ram_budget,
     }
-    free = {n: v for n, v in asked_of(optimizer).items() if n in _FREE}
     for name, value in found.items():
-        wanted = (_PLACED | free | placed)[name]
+        if name in _FREE and name not in placed:
+            continue
+        wanted = placed.get(name, _PLACED[name])
         if name == "ram_budget" and wanted is not None:
             wanted = parse_size(wanted, name)
         if value != (wanted is not None if name == "dir" else wanted):
