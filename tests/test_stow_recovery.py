@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ranks.broken import aborted_look, broken, half_a_backward, resumed, tied_sums
+from ranks.broken import (
+    aborted_look,
+    broken,
+    half_a_backward,
+    resumed,
+    tied_sums,
+    unrecoverable,
+)
 from ranks.pool import Ranks
 from tensorstow import Plan
 
@@ -84,3 +91,9 @@ def _tied_sharded() -> list[torch.Tensor]:
 
 def _tied_whole() -> list[torch.Tensor]:
     return tied_sums(sharded=False)
+
+
+def test_a_torch_that_cannot_recover_is_named(ranks: "Ranks") -> None:
+    for said in ranks(1).run(unrecoverable):
+        assert torch.__version__ in said
+        assert "2.13" in said

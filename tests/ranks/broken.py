@@ -4,11 +4,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 import tensorstow
 from ranks.stowed import finish, groups_of, loss_of, model_of
@@ -160,3 +162,18 @@ def tied_sums(*, sharded: bool) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return finish(model, optimizer)
+
+
+def unrecoverable() -> str:
+    """End a backward where torch has no way of recovering; return what is said."""
+    model, optimizer = tensorstow.stow(
+        model_of(torch.float32), groups_of, plan=Plan(), mesh=_mesh()
+    )
+    run_into(model, "backward", 0)
+    optimizer.zero_grad()
+    with patch.object(FSDPModule, "reset_iter_state", None):
+        try:
+            loss_of(model, 0, 0, 0)
+        except tensorstow.StowError as error:
+            return str(error)
+    return "nothing was said"

@@ -16,14 +16,14 @@ here, by hooks and what FSDP2 offers its users:
   would outlive an update.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.engine.units import Unit
 from tensorstow.optim.stowed import StowedAdam
 
@@ -110,8 +110,15 @@ class Gathered:
         return begun
 
     def _reset(self) -> None:
-        if isinstance(self._root, FSDPModule):
-            self._root.reset_iter_state()
+        reset: Callable[[], None] | None = getattr(self._root, "reset_iter_state", None)
+        if reset is None:
+            message = (
+                "A forward or a backward was ended by an exception, and this version of torch"
+                f" ({torch.__version__}) cannot let FSDP2 go on behind it; 2.13 can. Make the"
+                " model anew, and resume() the last commit."
+            )
+            raise PoisonedError(message)
+        reset()
 
     def _drop_whole_gradients(self) -> None:
         """Drop what an aborted backward has left at gathered weights, unreduced."""
