@@ -10,7 +10,8 @@ from tensorstow.optim.updates import Turn as Step  # one step of the optimizer
 
 def member_of(values: torch.Tensor, number: int = 0) -> Member:
     family = Family(values.dtype, amsgrad=False)
-    return Member(torch.nn.Parameter(values), number, family, values.numel(), {})
+    parameter = torch.nn.Parameter(values)
+    return Member(parameter, parameter, number, family, values.numel(), {})
 
 
 def turn_of(*members: Member) -> Step:

@@ -77,8 +77,9 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     def interrupt(_step: int, _part: str) -> None:
         raise KeyboardInterrupt
 
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = children.read_text().split() if children.exists() else []  # other tests' ranks
     with pytest.raises(KeyboardInterrupt):
         run.run_row(ROWS[0], options(tmp_path), str(tmp_path), interrupt)
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
     if children.exists():
-        assert children.read_text().split() == []
+        assert set(children.read_text().split()) <= set(before)
