@@ -53,7 +53,7 @@ format: $(DONE)/dev ## Rewrite Python and C++ in the house's format
 # The native core alone, without Python: fast to build, and sanitizers see all of the process.
 CMAKE_TESTS = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
   -DSTOW_PYTHON=OFF -DSTOW_TESTS=ON -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
-CTEST = $(BIN)/ctest --output-on-failure --no-tests=error
+CTEST = $(BIN)/ctest --output-on-failure --no-tests=error --parallel 2
 # Thread sanitizer of older compilers stops at addresses that newer kernels hand out at random.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
