@@ -32,7 +32,7 @@ def test_names_and_shapes_are_there(tmp_path: Path, durability: str) -> None:
     assert entry.keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"}
     assert entry["exp_avg"].shape == weight.shape
     assert entry["exp_avg"].dtype == torch.float32
-    assert repr(entry["master"]) == "StateOnDisk(shape=(100, 70))"
+    assert repr(entry["master"]) == "StateOnDisk(shape=(100, 70), dtype=torch.float32)"
     if durability == "commit":
         optimizer.commit()
         optimizer.close()
