@@ -11,12 +11,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed import saving
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.placed import Placed, note
 from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.progress import Progress
 from tensorstow.deepspeed.ranks import local_rank, rank_here
+from tensorstow.deepspeed.saving import (
+    kept_of,
+    load_module,
+    load_states,
+    newest,
+    save,
+    whole_weights,
+)
 from tensorstow.deepspeed.spread import at_rest
 from tensorstow.deepspeed.states import forget_masters, watch_loads
 from tensorstow.deepspeed.updating import Scale, Updating
@@ -185,7 +192,7 @@ class DeepSpeedEngine(nn.Module):
         kept["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         folder = Path(save_dir) / str(f"global_step{self.global_steps}" if tag is None else tag)
         folder.mkdir(parents=True, exist_ok=True)
-        saving.save(folder, self.module, self.optimizer, kept, latest=save_latest)
+        save(folder, self.module, self.optimizer, kept, latest=save_latest)
         return True
 
     def load_checkpoint(
@@ -202,17 +209,17 @@ class DeepSpeedEngine(nn.Module):
         Returns the folder and the client's state; (None, None) where nothing was saved. ``tag``:
         None is the newest.
         """
-        tag = saving.newest(Path(load_dir)) if tag is None else str(tag)
+        tag = newest(Path(load_dir)) if tag is None else str(tag)
         if tag is None:
             return None, None
         folder = Path(load_dir) / tag
-        kept = saving.kept_of(folder)
-        saving.load_module(folder, self.module, strict=load_module_strict)
+        kept = kept_of(folder)
+        load_module(folder, self.module, strict=load_module_strict)
         forget_masters(self.optimizer)
         if load_module_only:
             return str(folder), kept["client_state"]
         if load_optimizer_states:
-            saving.load_states(folder, kept, self.module, self.optimizer)
+            load_states(folder, kept, self.module, self.optimizer)
             if self.scale is not None and kept["scale"] is not None:
                 self.scale.load_state_dict(kept["scale"])
         if load_lr_scheduler_states and self.lr_scheduler is not None and kept["scheduler"]:
@@ -243,7 +250,7 @@ class DeepSpeedEngine(nn.Module):
 
         One weight at a time is gathered; the first rank holds all of them in host memory.
         """
-        whole = saving.whole_weights(self.module, frozen=not exclude_frozen_parameters)
+        whole = whole_weights(self.module, frozen=not exclude_frozen_parameters)
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save(whole, Path(save_dir) / save_filename)

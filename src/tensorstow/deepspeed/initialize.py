@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed import checkpointing
+from tensorstow.deepspeed.checkpointing import configure
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.data import loader_of
@@ -67,7 +67,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
     placed, made = _placed(model, make, settings)
     offloads = settings.activation_checkpointing.cpu_checkpointing
-    checkpointing.configure(checkpoint_in_cpu=offloads)
+    configure(checkpoint_in_cpu=offloads)
     engine = DeepSpeedEngine(
         placed,
         made,
