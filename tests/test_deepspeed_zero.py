@@ -37,6 +37,21 @@ def test_modules_made_inside_take_no_memory() -> None:
         assert not nn.Linear(3, 2).weight.is_meta
 
 
+def test_modules_are_made_in_the_dtype_that_was_asked(caplog: pytest.LogCaptureFixture) -> None:
+    with zero.Init(dtype=torch.bfloat16):
+        assert nn.Linear(3, 2).weight.dtype == torch.bfloat16
+    assert nn.Linear(3, 2).weight.dtype == torch.float32
+    assert "reset_parameters" in caplog.text
+
+
+def test_keywords_are_idle_or_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="tensorstow"):
+        zero.Init(remote_device="cpu", pin_memory=True)
+    assert "pin_memory, remote_device mean nothing here" in caplog.text
+    with pytest.raises(OptionError, match="no keyword 'pin_memry': 'pin_memory'"):
+        zero.Init(pin_memry=True)
+
+
 def test_a_module_that_is_made_already_is_refused() -> None:
     with pytest.raises(OptionError, match="made already"):
         zero.Init(module=nn.Linear(3, 2))

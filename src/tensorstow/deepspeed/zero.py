@@ -1,7 +1,9 @@
 """``deepspeed.zero``: models that are made without memory, and whole values of sharded ones."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Self
 
@@ -29,22 +31,54 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger("tensorstow")
+
+_IDLE = frozenset(
+    {
+        "config",
+        "config_dict_or_path",
+        "data_parallel_group",
+        "mem_efficient_linear",
+        "mpu",
+        "param_dict",
+        "pin_memory",
+        "remote_device",
+        "sequence_data_parallel_group",
+        "zero_param_parallel_group",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_weights",
+    }
+)
+"""Keywords of upstream's that the configuration decides here, or nothing does."""
+
+
 class Init:
     """``with Init():`` modules made inside take no memory until ``initialize`` places them.
 
     They are on the meta device; ``initialize`` gives one block at a time memory and its first
     values, by each module's ``reset_parameters``, so what a constructor writes into its parameters
-    besides is not kept: load such values behind it. Everything but ``enabled`` is accepted and
-    means nothing here.
+    besides is not kept (a warning says so): load such values behind it. ``dtype``: what floating
+    parameters are made in. Upstream's other keywords mean nothing here, which is said once;
+    OptionError is raised for what is no keyword of upstream's either.
     """
 
     def __init__(
         self,
         module: torch.nn.Module | None = None,
         enabled: bool = True,  # noqa: FBT001, FBT002  # upstream's
-        **_: object,
+        dtype: torch.dtype | None = None,
+        **others: object,
     ) -> None:
         """Refuse ``module``, which has memory already and needs no context."""
+        for name in others:
+            if name not in _IDLE:
+                near = get_close_matches(name, [*_IDLE, "module", "enabled", "dtype"], 1)
+                message = f"zero.Init has no keyword {name!r}" + (
+                    f": {near[0]!r}?" if near else "."
+                )
+                raise OptionError(message)
+        if others:
+            logger.info("zero.Init: %s mean nothing here", ", ".join(sorted(others)))
         if module is not None:
             message = (
                 "zero.Init(module=...) was given a module that is made already: initialize() places"
@@ -52,11 +86,20 @@ class Init:
             )
             raise OptionError(message)
         self._device = torch.device("meta") if enabled else None
+        self._dtype = dtype
+        self._before = torch.get_default_dtype()
 
     def __enter__(self) -> Self:
         """Begin making modules without memory."""
         if self._device is not None:
+            logger.warning(
+                "zero.Init: modules get their first values by reset_parameters(); what their"
+                " constructors write besides is not kept"
+            )
             self._device.__enter__()
+        if self._dtype is not None:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
         return self
 
     def __exit__(
@@ -66,6 +109,8 @@ class Init:
         trace: TracebackType | None,
     ) -> None:
         """Make modules as before."""
+        if self._dtype is not None:
+            torch.set_default_dtype(self._before)
         if self._device is not None:
             self._device.__exit__(kind, error, trace)
 
@@ -80,9 +125,9 @@ def GatheredParameters(  # noqa: N802  # upstream's name
     """Let modules of an engine have whole ``params`` inside; yield these. Collective.
 
     With ``modifier_rank`` what that rank has made of them is everybody's behind it; without, what
-    is changed inside is dropped. ``layer.weight`` is another tensor inside than outside: a variable
-    that was set to it before is still the sharded one, and OptionError is raised behind the context
-    where that one was written.
+    is changed inside is dropped. ``fwd_module`` means nothing here: nothing is fetched for it.
+    ``layer.weight`` is another tensor inside than outside: a variable that was set to it before is
+    still the sharded one, and OptionError is raised behind the context where that one was written.
     """
     del fwd_module
     given = [params] if isinstance(params, torch.nn.Parameter) else list(params)

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.optim.optimizer import ParamsT
 
+from tensorstow.base.errors import OptionError
 from tensorstow.optim.adam import Adam
 from tensorstow.optim.stowed import StowedAdam
 
@@ -12,8 +13,8 @@ class DeepSpeedCPUAdam(Adam):
     """Adam(W) with its states in host memory, or wherever ``placement`` says (see AdamW).
 
     Given to ``initialize`` it is made anew over the placed model, with the same groups. Unlike
-    upstream, ``amsgrad`` works. ``fp32_optimizer_states=False`` changes nothing: states that are
-    kept in fewer bits without saying so are asked for as ``state_format="bf16"``.
+    upstream, ``amsgrad`` works. ``fp32_optimizer_states=False`` is refused: states in fewer bits
+    are asked for by their format, ``state_format="bf16"``.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  # upstream's
@@ -30,7 +31,12 @@ class DeepSpeedCPUAdam(Adam):
         **placement: Any,  # noqa: ANN401
     ) -> None:
         """Make the optimizer; see the class."""
-        del fp32_optimizer_states
+        if not fp32_optimizer_states:
+            message = (
+                "fp32_optimizer_states=False was given: which bits states lose is said by the"
+                ' format. Use state_format="bf16", or leave it out.'
+            )
+            raise OptionError(message)
         super().__init__(
             model_params,
             lr,
