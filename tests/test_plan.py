@@ -31,6 +31,10 @@ def test_json_goes_there_and_back() -> None:
         ({"prefetch": -1}, "at least 0"),
         ({"parameters": "disk", "stage": 2}, "which is stage 3"),
         ({"parameters": "disk", "overlap": "forward"}, "let go of"),
+        ({"states": "device"}, "updates run on the host"),
+        ({"ram_budget": "64MiB"}, "all of which stay there"),
+        ({"shelf_bytes": "1MiB"}, "no unit's parameters are on disk"),
+        ({"states": "disk", "ram_budget": "64" + "M"}, "ram_budget"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(given: dict[str, object], told: str) -> None:

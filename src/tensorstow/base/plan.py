@@ -59,16 +59,42 @@ class Plan:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 message = f"{name}={value!r} was given: it is a number, at least {least}."
                 raise OptionError(message)
-        if self.overlap == "forward" and Tier.DISK in {self.parameters, *self.units.values()}:
+        self._refuse_idle()
+        if self.overlap == "forward" and Tier.DISK in self._tiers:
             message = (
                 'overlap="forward" was given with parameters on disk: updates beside the next'
                 ' forward would need weights that it has let go of. Use "backward" or "none".'
             )
             raise OptionError(message)
-        if self.stage < 3 and Tier.DISK in {self.parameters, *self.units.values()}:
+        if self.stage < 3 and Tier.DISK in self._tiers:
             message = (
                 f"stage={self.stage} was given with parameters on disk: they are fetched for a unit"
                 " and let go behind it, which is stage 3."
+            )
+            raise OptionError(message)
+
+    @property
+    def _tiers(self) -> set[Tier]:
+        return {self.parameters, *self.units.values()}
+
+    def _refuse_idle(self) -> None:
+        """Raise OptionError for what would be accepted and change nothing."""
+        if self.states == Tier.DEVICE:
+            message = (
+                'states="device" was given: updates run on the host, and states live there or on'
+                ' disk. Use states="host".'
+            )
+            raise OptionError(message)
+        if self.ram_budget is not None and self.states != Tier.DISK:
+            message = (
+                f"ram_budget={self.ram_budget} was given with states in host memory, all of which"
+                ' stay there. Leave it out, or say states="disk".'
+            )
+            raise OptionError(message)
+        if self.shelf_bytes is not None and Tier.DISK not in self._tiers:
+            message = (
+                f"shelf_bytes={self.shelf_bytes} was given, and no unit's parameters are on disk."
+                ' Leave it out, or say parameters="disk".'
             )
             raise OptionError(message)
 

@@ -40,7 +40,7 @@ def placement_of(
         placed["overlap"] = plan.overlap
     if plan.overlap == "backward" and plan.accumulation_steps > 1:
         placed["accumulation_steps"] = plan.accumulation_steps
-    if plan.ram_budget is not None and plan.states == Tier.DISK:
+    if plan.ram_budget is not None:
         placed["ram_budget"] = plan.ram_budget
     if directory is not None:
         placed["dir"] = directory

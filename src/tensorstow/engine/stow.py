@@ -83,17 +83,10 @@ def stow(  # noqa: PLR0913  # the one door to everything
         message = "budget= was given beside a plan, which says itself what lives where."
         raise OptionError(message)
     _check_units(plan, chosen)
-    placed = placement_of(plan, model, dir)
-    check(optimizer, placed)
+    check(optimizer, placement_of(plan, model, dir))
     if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
-        sources = Sources(weights, init, None)
-        sources.check(chosen, aliases_of(model))
-        sources.fill(chosen, aliases_of(model))
-        sources.buffers(model)
-        if device.type != "cpu":
-            model.to(device)
-        sum_wide(model.parameters())
-        return model, make(optimizer, model, placed)
+        _place_whole(model, chosen, device, Sources(weights, init, None))
+        return model, make(optimizer, model, placement_of(plan, model, dir))
     check_shardable(chosen)
     mesh = mesh or mesh_of(device, stage=plan.stage, replicas=plan.replicas)
     check_mesh(mesh, plan, device)
@@ -102,23 +95,49 @@ def stow(  # noqa: PLR0913  # the one door to everything
     group = host_group()
     told = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype), **told_of(chosen)}
     check_agreement(told, group)
-    sources = Sources(weights, init, group)
-    sources.check(chosen, aliases_of(model))
-    gathered = Gathered(model, chosen)
-    held = _shard_all(model, chosen, plan, sharding, sources, dir)
+    return model, _place_sharded(
+        model, chosen, plan, sharding, Sources(weights, init, group), optimizer, dir
+    )
+
+
+def _place_whole(
+    model: nn.Module, units: Sequence[Unit], device: torch.device, sources: Sources
+) -> None:
+    """Give a model that is not sharded its first values, where it is computed with."""
+    sources.check(units, aliases_of(model))
+    sources.fill(units, aliases_of(model))
+    sources.buffers(model)
+    if device.type != "cpu":
+        model.to(device)
+    sum_wide(model.parameters())
+
+
+def _place_sharded(
+    model: nn.Module,
+    units: Sequence[Unit],
+    plan: Plan,
+    sharding: Sharding,
+    sources: Sources,
+    optimizer: Make,
+    directory: Path,
+) -> StowedAdam:
+    """Give a model to FSDP2, make its optimizer, and put every hook in place."""
+    sources.check(units, aliases_of(model))
+    gathered = Gathered(model, units)
+    held = _shard_all(model, units, plan, sharding, sources, directory)
     # Beside backward a gradient is used at once: there is nothing to carry it beside.
-    carried = device.type != "cpu" and plan.overlap != "backward"
-    landing = Landing([p for p, _ in held], open_link(device) if carried else None)
+    carried = sharding.device.type != "cpu" and plan.overlap != "backward"
+    landing = Landing([p for p, _ in held], open_link(sharding.device) if carried else None)
     model.register_forward_pre_hook(landing.hook, prepend=True)
     if plan.accumulation_steps > 1:
         _sum_wide_on_device(model, {id(p) for p, _ in held})
-    made = make(optimizer, model, placed)
+    made = make(optimizer, model, placement_of(plan, model, directory))
     _read_new_weights(held, made)
     gathered.watch(made, stage=plan.stage)
     keep_plain(model)
     if plan.stage == 1 and isinstance(model, FSDPModule):
         MicroBatches(model, plan.accumulation_steps).watch(model, made)
-    return model, made
+    return made
 
 
 def _shard_all(
@@ -178,13 +197,19 @@ def _automatic(
     states = {"disk": Tier.DISK, "ram": Tier.HOST}.get(asked.get("states", ""))
     sizes = Sizes.of(units, ranks)
     plan = auto_plan(sizes, budget, device_is_host=device.type == "cpu", states=states)
-    return plan.but(overlap=asked.get("overlap", plan.overlap))
+    given = {name: asked[name] for name in ("overlap", "accumulation_steps") if name in asked}
+    return plan.but(**given)
 
 
 def _stays_whole(
     plan: Plan, units: Iterable[Unit], device: torch.device, compute_dtype: torch.dtype | None
 ) -> bool:
     """Return whether parameters are where they are computed with, on one rank, as they are."""
+    if plan.replicas > world_here():
+        message = (
+            f"replicas={plan.replicas} was given for {world_here()} ranks: they divide evenly."
+        )
+        raise OptionError(message)
     here = {Tier.DEVICE, Tier.HOST} if device.type == "cpu" else {Tier.DEVICE}
     return (
         world_here() == 1
