@@ -16,7 +16,7 @@ def test_it_is_like_what_it_stands_for() -> None:
     assert "StandIn(shape=(2, 3)" in repr(stand_in)
 
 
-@pytest.mark.parametrize("ask", [torch.sum, torch.clone, lambda t: t.add_(1), lambda t: t.tolist()])
+@pytest.mark.parametrize("ask", [torch.sum, torch.clone, lambda t: t.add_(1), lambda t: t[0]])
 def test_values_are_refused(ask: object) -> None:
     with pytest.raises(OptionError, match="stands for another"):
         ask(StandIn(torch.ones(2)))
