@@ -31,9 +31,13 @@ from tensorstow.optim.stowed import StowedAdam
 class Gathered:
     """Watches the gathered weights of a model that FSDP2 has sharded."""
 
-    def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
-        """Take ``units`` of ``model`` before they are sharded."""
+    def __init__(self, model: nn.Module, units: Iterable[Unit], forget: Callable[[], None]) -> None:
+        """Take ``units`` of ``model`` before they are sharded.
+
+        ``forget`` is called behind a reduction of gradients that may not have ended.
+        """
         self._root = model
+        self._forget = forget
         self._names = {id(unit.module): list(unit.parameters) for unit in units}
         self._modules: list[FSDPModule] = []
         self._frozen: dict[int, list[nn.Parameter]] = {}
@@ -119,6 +123,7 @@ class Gathered:
             )
             raise PoisonedError(message)
         reset()
+        self._forget()
 
     def _drop_whole_gradients(self) -> None:
         """Drop what an aborted backward has left at gathered weights, unreduced."""

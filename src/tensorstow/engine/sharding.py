@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.tiers import Tier
 from tensorstow.engine.cells import Cell, ShelvedCell
 from tensorstow.engine.loading import Rows
+from tensorstow.engine.one_rank import ReduceInPlace, Tenure
 from tensorstow.engine.prefetch import Prefetcher
 from tensorstow.engine.stowed_parameter import Slot, StowedParameter
 from tensorstow.engine.units import Unit
@@ -30,6 +32,8 @@ class Sharding:
     device: torch.device
     precision: MixedPrecisionPolicy
     reshard_after_forward: bool
+    reduction: Any = field(default_factory=ReduceInPlace)
+    """What reduces gradients where the mesh has one rank and the device is the CPU."""
 
     @property
     def ranks(self) -> int:
@@ -40,6 +44,11 @@ class Sharding:
     def rank(self) -> int:
         """Return which of them this is."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether weights are whole where they are computed with: see one_rank."""
+        return self.ranks == 1 and self.device.type == "cpu"
 
     def rows(self, shape: torch.Size) -> tuple[int, int, int]:
         """Return the first and last row of this rank, and how many every rank's shard has.
@@ -77,6 +86,7 @@ def shard(
     _apply(unit, sharding)
     for name, slot in slots.items():
         slot.cell = cells[name]
+        slot.tenure = Tenure(cells[name]) if sharding.is_in_place else None
     known = {id(slot): slot.cell for slot in slots.values()}
     found: list[tuple[DTensor, Cell]] = []
     for parameter in unit.module.parameters():
@@ -149,6 +159,8 @@ def _apply(unit: Unit, sharding: Sharding) -> None:
         reshard_after_forward=sharding.reshard_after_forward,
         mp_policy=sharding.precision,
     )
+    if sharding.is_in_place and isinstance(unit.module, FSDPModule):
+        unit.module.set_custom_reduce_scatter(sharding.reduction)
 
 
 def exchange(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -123,7 +123,7 @@ def _place_sharded(
 ) -> StowedAdam:
     """Give a model to FSDP2, make its optimizer, and put every hook in place."""
     sources.check(units, aliases_of(model))
-    gathered = Gathered(model, units)
+    gathered = Gathered(model, units, sharding.reduction.forget)
     held = _shard_all(model, units, plan, sharding, sources, directory)
     # Beside backward a gradient is used at once: there is nothing to carry it beside.
     carried = sharding.device.type != "cpu" and plan.overlap != "backward"

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from tensorstow.base.errors import PoisonedError
 from tensorstow.engine.cells import Cell
+from tensorstow.engine.one_rank import Tenure
 from tensorstow.io.shelves import Shelf
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
@@ -27,11 +28,13 @@ _PADDING = frozenset(
 class Slot:
     """Where all tensors that are made of one parameter find its cell."""
 
-    __slots__ = ("cell",)
+    __slots__ = ("cell", "tenure")
 
     def __init__(self) -> None:
         """Be empty, as while FSDP2 shards the parameter."""
         self.cell: Cell | None = None
+        self.tenure: Tenure | None = None
+        """Where the weight may be computed with in its own memory."""
 
     def filled(self) -> Cell:
         """Return the cell; raise PoisonedError where there is none."""
@@ -75,26 +78,36 @@ class StowedParameter(torch.Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: Any,  # noqa: ANN401
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Size]:
-        """Return what this rank gives to the all-gather: its padded shard, cast."""
-        del mesh, outer_stride, module
+    ) -> tuple[tuple[torch.Tensor, ...], Tenure | None]:
+        """Return what this rank gives to the all-gather: its padded shard, cast, or nothing.
+
+        The second tells that of one rank, which computes with the shard itself: see one_rank.
+        """
+        del mesh, outer_size, outer_stride, module
+        dtype = mp_policy.param_dtype or self.dtype
+        tenure = self.slot.tenure
+        if tenure is not None and dtype == self.dtype:
+            tenure.begin()
+            return (torch.empty(0, dtype=dtype, device=self.device),), tenure
         shard = self.slot.filled().open()
-        dtype = mp_policy.param_dtype or shard.dtype
         # What was lent may be taken back when the host, not the device, has come by.
         stays = self.lessor is None
-        return (shard.to(self.device, dtype, non_blocking=stays),), outer_size
+        return (shard.to(self.device, dtype, non_blocking=stays),), None
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: torch.Size,
+        metadata: Tenure | None,
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the gathered parameter and the memory that is freed with it."""
-        del metadata, param_dtype
-        self.slot.filled().close()
+        del param_dtype
+        cell = self.slot.filled()
+        if metadata is not None:
+            return None if out is not None else (cell.padded, (metadata,))
+        cell.close()
         (gathered,) = all_gather_outputs
         return None if out is not None else (gathered, (gathered,))
 

@@ -1,0 +1,120 @@
+"""Over one rank on the CPU nothing is gathered, nothing reduced, and no weight stays in memory."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow.base.errors import OptionError
+from tensorstow.base.plan import Plan
+from tensorstow.engine.cells import Cell
+from tensorstow.engine.one_rank import ReduceInPlace, Tenure
+from tensorstow.engine.report import parameter_bytes
+from tensorstow.engine.stow import stow
+from tensorstow.optim.adam import AdamW
+
+
+class Counted(Cell):
+    """Counts who reads it."""
+
+    readers = 0
+
+    def open(self) -> torch.Tensor:
+        self.readers += 1
+        return super().open()
+
+    def close(self) -> None:
+        self.readers -= 1
+
+
+def test_a_tenure_is_read_until_it_is_freed() -> None:
+    cell = Counted(torch.ones(4), 4)
+    tenure = Tenure(cell)
+    assert tenure.untyped_storage().size() == 0
+    for _ in range(2):  # what is begun twice ends once
+        tenure.begin()
+        assert cell.readers == 1
+    assert tenure.untyped_storage().size() == tenure.numel() * tenure.itemsize
+    for _ in range(2):
+        tenure.untyped_storage().resize_(0)
+        assert cell.readers == 0
+    with pytest.raises(OptionError):
+        tenure.add(1)
+
+
+def test_input_and_output_of_a_reduction_are_one() -> None:
+    comm = ReduceInPlace()
+    device = torch.device("cpu")
+
+    def pair(size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return [comm.allocate(torch.Size([size]), dtype=dtype, device=device) for _ in "io"]
+
+    first, second = pair(3)
+    assert first is second
+    assert pair(3)[0] is not first
+    comm.allocate(torch.Size([5]), dtype=torch.float32, device=device)  # its output never comes
+    comm.forget()
+    first, second = pair(5)
+    assert first is second
+    with pytest.raises(RuntimeError, match="several ranks"):
+        comm(output_tensor=first, input_tensor=second, group=None, op=None)
+
+
+def stowed(directory: Path, overlap: str) -> tuple[nn.Module, AdamW]:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    plan = Plan(parameters="disk", states="disk", overlap=overlap)
+    make = partial(AdamW, lr=1e-2, durability="none")
+    model, optimizer = stow(model, make, plan=plan, dir=directory)
+    return model, optimizer
+
+
+def test_weights_are_computed_with_where_they_live(tmp_path: Path) -> None:
+    model, optimizer = stowed(tmp_path, "backward")
+    homes = {id(m): p.to_local().home.data_ptr() for m in model for p in m.parameters()}
+    used = {}
+
+    def look(module: nn.Module, _: object) -> None:
+        used[id(module)] = next(module.parameters()).data_ptr()
+
+    for module in model:
+        module.register_forward_pre_hook(look)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert used == homes
+    shelves = {s for m in model for p in m.parameters() if (s := p.to_local().lessor)}
+    assert len(shelves) == 4
+    assert [shelf.leases for shelf in shelves] == [0] * 4
+    assert parameter_bytes(model).bytes_read > 0
+    optimizer.close()
+
+
+def test_gradients_are_not_mixed_behind_a_reduction_that_broke(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = stowed(tmp_path, "none")
+    whole = ReduceInPlace.allocate
+    calls = []
+
+    def breaks(self: ReduceInPlace, *args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 4:  # the output of the second unit's
+            raise KeyboardInterrupt
+        return whole(self, *args, **kwargs)
+
+    monkeypatch.setattr(ReduceInPlace, "allocate", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 8)).sum().backward()
+    monkeypatch.undo()
+    model(torch.ones(2, 8))  # lets FSDP2 forget that backward
+    comm = model[0]._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+    size = {"size": torch.Size([64]), "dtype": torch.float32, "device": torch.device("cpu")}
+    first, second = comm.allocate(**size), comm.allocate(**size)
+    assert first is second
+    assert comm.allocate(**size) is not first
+    optimizer.close()
