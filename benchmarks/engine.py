@@ -39,7 +39,7 @@ from tensorstow.io.files import scratch_file
 from tensorstow.optim.adam import AdamW
 
 _BATCH = (4, 128)
-_STEPS = 3  # of a turn, the first one left out
+_STEPS = 2  # of a turn, the first one left out
 _BLOCKS_HELD = 3
 _PIECE = 4 << 20
 
@@ -84,7 +84,7 @@ def figures(settings: Settings) -> Iterator[Figure]:
         contender.turn()
         contender.seconds.clear()
     before = _moved(contenders[-1])
-    for turn in range(max(1, settings.pairs // 2)):
+    for turn in range(settings.pairs):
         for contender in contenders[:: -1 if turn % 2 else 1]:
             contender.turn()
     steps = len(contenders[-1].losses) - _STEPS

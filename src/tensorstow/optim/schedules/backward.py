@@ -6,7 +6,7 @@ context that the others run in. Gradients of parameters that took part in fewer 
 when ``step()`` is called.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -86,6 +86,15 @@ class LandedGradients:
         self.most_bytes = max(self.most_bytes, _bytes_of(self.held))
         self.arrived.append(number)
         land(contiguous)
+
+    def hold_back(self, window: int, wait_for_one: Callable[[Sequence[int]], bool]) -> None:
+        """Return when gradients that are still needed have no more than ``window`` bytes.
+
+        Or when ``wait_for_one``, given their parameters' numbers, the oldest first, cannot help it.
+        """
+        self.let_go()
+        while _bytes_of(self.held) > window and wait_for_one([n for n, _ in self._held]):
+            self.let_go()
 
     def let_go(self) -> None:
         """Free gradients that nobody needs any more.

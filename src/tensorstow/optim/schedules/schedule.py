@@ -27,6 +27,7 @@ from tensorstow.optim.schedules.delivery import deliver, hide, shadow
 from tensorstow.optim.schedules.forward import ForwardWaits
 from tensorstow.optim.schedules.leases import Leases
 from tensorstow.optim.schedules.order import by_first, by_last
+from tensorstow.optim.schedules.pace import WINDOW_BYTES, Pace
 from tensorstow.optim.states.pipeline import DTYPE_CODES, StepKind
 from tensorstow.optim.updates import Due, States, Turn, account, scalars_of
 
@@ -212,6 +213,7 @@ class BesideBackward:
         self._poison = poison
         self._turn: Turn | None = None
         self._leases: Leases | None = None
+        self._pace: Pace | None = None
         self._versions: dict[int, int] = {}
         self._last_order: list[int] = []
 
@@ -236,6 +238,9 @@ class BesideBackward:
             if is_lent(turn):
                 members = [due.member for due in turn.dues]
                 self._leases = Leases(kept.store.pipeline, kept.store.chunks, members)
+            if kept.ferry is None:  # which holds few gradients on the host at once
+                due = [due.member.number for due in turn.dues]
+                self._pace = Pace(kept.store.pipeline, kept.store.chunks, due)
             self._turn = turn
         except BaseException as error:  # an interrupt: open for the pipeline, and not for us
             kept.store.pipeline.poison(error)
@@ -268,6 +273,9 @@ class BesideBackward:
 
         try:
             self.landed.hand_over(member.number, member.owner, start)
+            if self._pace is not None:
+                self._pace.landed(member.number)
+                self.landed.hold_back(WINDOW_BYTES, self._pace.wait_for_one)
         except BaseException as error:  # an interrupt: a gradient may be gone and not used
             pipeline.poison(error)
             self.landed.take_back()
