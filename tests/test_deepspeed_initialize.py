@@ -71,6 +71,21 @@ def test_a_scale_that_is_too_large_comes_down(ranks: "Ranks", world: int) -> Non
         assert all(bool(torch.isfinite(w).all()) for w in weights)
 
 
+def test_what_says_auto_is_filled_or_refused(
+    model: nn.Module, opened: list[tensorstow.AdamW]
+) -> None:
+    adamw = {"type": "AdamW", "params": {"lr": "auto"}}
+    config = {**CONFIG, "train_batch_size": "auto", "optimizer": adamw}
+    config["train_micro_batch_size_per_gpu"] = 2
+    with pytest.raises(OptionError, match=r'optimizer.params.lr="auto" was given'):
+        deepspeed.initialize(model=model, config=config)
+    filled = {"optimizer.params.lr": 0.125}
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config, fill=filled)
+    opened.append(optimizer)
+    assert engine.get_lr() == [0.125]
+    assert engine.train_batch_size() == 2
+
+
 @pytest.mark.parametrize("how", ["file", "config_params", "args"])
 def test_where_a_configuration_is_given(
     model: nn.Module, opened: list[tensorstow.AdamW], tmp_path: Path, how: str

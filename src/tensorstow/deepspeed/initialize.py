@@ -43,6 +43,8 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     config: Config = None,
     mesh_param: tuple[int, ...] | None = None,
     config_params: Config = None,
+    *,
+    fill: Mapping[str, Any] | None = None,
 ) -> Started:
     """Place ``model`` as a configuration says; return (engine, optimizer, loader, schedule).
 
@@ -51,6 +53,8 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     tensorstow's, whose groups are taken over; a function of ``model_parameters`` that returns one;
     or what ``tensorstow.stow`` takes. ``lr_scheduler``: None for the configuration's, a function of
     the optimizer, or a schedule. ``training_data``: a data set, for a loader of micro-batches.
+    ``fill``: what stands for "auto" that nothing else tells, by path:
+    ``{"optimizer.params.lr": 1e-4}``; upstream has its caller write that into the dict.
 
     Ranks are joined where a launcher has started some, unless ``dist_init_required`` is False. The
     model is changed in place: cast under bf16 and fp16, and sharded. OptionError is raised before
@@ -63,7 +67,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     source = _source(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    settings = read_settings(source, world_here())
+    settings = read_settings(source, world_here(), fill=fill)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
     placed, made = _placed(model, make, settings)
     offloads = settings.activation_checkpointing.cpu_checkpointing

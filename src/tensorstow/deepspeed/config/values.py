@@ -87,7 +87,7 @@ def _decided(one: Given) -> Given:
     for path in _autos(one.value, one.path):
         message = (
             f'{path}="auto" was given, and a value is needed. Write one; the Trainer of'
-            " transformers does that for you, and fill={path: value} of read_settings does."
+            " transformers does that for you, and initialize(..., fill={path: value}) does."
         )
         raise OptionError(message)
     return one
