@@ -1,114 +1,243 @@
-"""Leases: a unit keeps its memory until all of it is updated, and no more than two have it."""
+"""Leases: weights are in memory for the chunks that are worked on, and for few units at a time."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from tensorstow.optim.schedules.leases import Leases
+from tensorstow.base.errors import OptionError
+from tensorstow.optim.schedules.leases import Leases, Numbers, lend
+from tensorstow.optim.states.layout import Run
+from tensorstow.optim.states.pipeline import StepRow
+
+GRADIENT = torch.ones(8)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeLessor:
-    """Counts leases."""
+    """Writes down who was lent what."""
 
     log: list[str]
     name: str
+    to_change: bool | None = None
 
     def fetch(self) -> None:
         """Do nothing."""
 
     def lease(self, *, to_change: bool = False) -> None:
         """Note it."""
-        assert to_change
+        self.to_change = to_change
         self.log.append(f"+{self.name}")
 
     def release(self, *, changed: bool = False) -> None:
-        """Note it."""
-        assert changed
-        self.log.append(f"-{self.name}")
+        """Note it, and whether the bytes are to be written."""
+        self.log.append(f"-{self.name}" + "!" * changed)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeMember:
     """A parameter's number and who lends it memory."""
 
     number: int
     lessor: FakeLessor | None
+    mirror: object = None
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeChunk:
-    """A chunk and the numbers of its parameters."""
+    """A chunk and the numbers of its parameters, of each of which it has four elements."""
 
     number: int
     owners: tuple[int, ...]
 
+    @property
+    def plan(self) -> Any:  # noqa: ANN401
+        """Return where it has them: each from its second element on."""
+        return SimpleNamespace(runs=[Run(n, 1, 4, 4 * i) for i, n in enumerate(self.owners)])
+
 
 @dataclass
 class FakePipeline:
-    """Publishes what it is told to."""
+    """Is done with a chunk when it is told, or when it is waited for."""
 
     log: list[str]
-    published: set[int] = field(default_factory=set)
+    chunks: list[FakeChunk]
+    landed: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    updated: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
 
-    def is_published(self, number: int) -> bool:
+    def land_pieces(self, chunk: int, pieces: list[tuple[int, int, int]]) -> None:
+        """Note it."""
+        self.landed[chunk] = pieces
+        self.log.append(f"{chunk}:" + ",".join(str(n) for n, address, _ in pieces if address))
+
+    def is_updated(self, chunk: int) -> bool:
         """Return whether it was told."""
-        return number in self.published
+        return chunk in self.updated
 
-    def wait_parameters(self, numbers: list[int]) -> None:
-        """Publish them."""
-        self.log.append(f"wait{numbers}")
-        self.published |= set(numbers)
+    def wait_chunk(self, chunk: int) -> None:
+        """Update it, which has all that it waits for."""
+        assert chunk in self.landed
+        self.log.append(f"wait{chunk}")
+        self.updated.add(chunk)
 
+    def captured(self, chunk: FakeChunk) -> bool:
+        """Return whether a commit has its weights of now."""
+        return chunk.number in self.kept
 
-@pytest.fixture
-def log() -> list[str]:
-    return []
-
-
-def _leases(log: list[str], owners: list[tuple[int, ...]]) -> tuple[Leases, list[FakeMember]]:
-    """Three lessors with two parameters each, in chunks of ``owners``."""
-    lessors = [FakeLessor(log, name) for name in "abc"]
-    members = [FakeMember(n, lessors[n // 2]) for n in range(6)]
-    chunks = [FakeChunk(i, numbers) for i, numbers in enumerate(owners)]
-    return Leases(FakePipeline(log), chunks, members), members
+    def order_now(self) -> list[int]:
+        """Return the chunks."""
+        return [chunk.number for chunk in self.chunks]
 
 
-def test_a_third_lease_waits_for_the_first_to_be_updated(log: list[str]) -> None:
-    leases, members = _leases(log, [(0, 1), (2, 3), (4, 5)])
-    for member in members:
-        leases.take(member)
-        leases.landed(member)
-    assert log == ["+a", "+b", "wait[0, 1]", "-a", "+c"]
+class Scene:
+    """Three units, a, b and c, of two parameters each, in chunks of ``owners``."""
+
+    def __init__(self, owners: list[tuple[int, ...]]) -> None:
+        self.log: list[str] = []
+        self.lessors = [FakeLessor(self.log, name) for name in "abc"]
+        self.members = [FakeMember(n, self.lessors[n // 2]) for n in range(6)]
+        self.chunks = [FakeChunk(i, numbers) for i, numbers in enumerate(owners)]
+        self.pipeline = FakePipeline(self.log, self.chunks)
+
+    def leases(self, **numbers: Any) -> Leases:  # noqa: ANN401
+        """Return the leases of a step in which all get gradients, if nothing else is said."""
+        captures = numbers.pop("captures", False)
+        given = Numbers(**{"due": range(6), **numbers})
+        return Leases(self.pipeline, self.chunks, self.members, given, captures=captures)
+
+    def land(self, leases: Leases, *numbers: int) -> None:
+        """Let gradients come."""
+        for number in numbers:
+            leases.land(self.members[number], GRADIENT)
+
+
+def test_a_third_lease_waits_for_the_first_to_be_updated() -> None:
+    scene = Scene([(0, 1), (2, 3), (4, 5)])
+    leases = scene.leases()
+    scene.land(leases, 0, 1, 2, 3, 4)
+    assert scene.log == ["+a", "0:0,1", "+b", "1:2,3"]  # one of c's is not all that its chunk needs
+    scene.land(leases, 5)
+    assert scene.log[4:] == ["wait0", "-a!", "+c", "2:4,5"]
     leases.end_all()
-    assert log[-2:] == ["-b", "-c"]
+    assert scene.log[-2:] == ["-b!", "-c!"]
 
 
-def test_a_chunk_of_two_lessors_is_not_waited_for_before_it_has_both(log: list[str]) -> None:
-    leases, members = _leases(log, [(0,), (1, 2, 3, 4), (5,)])
-    for member in members:
-        leases.take(member)
-        leases.landed(member)
-    assert log == ["+a", "+b", "+c"]  # the middle chunk lacked 4 when c was taken
+def test_a_chunk_gets_its_pieces_of_the_gradients() -> None:
+    scene = Scene([(0, 1)])
+    leases = scene.leases()
+    scene.land(leases, 0, 1)
+    at = GRADIENT.data_ptr() + 4
+    assert scene.pipeline.landed[0] == [(0, at, 0), (1, at, 0)]
 
 
-def test_a_lease_ends_when_all_its_parameters_are_new(log: list[str]) -> None:
-    leases, members = _leases(log, [(0, 1), (2, 3), (4, 5)])
-    pipeline = leases._pipeline
-    leases.take(members[0])
-    leases.landed(members[0])
-    pipeline.published.add(0)
-    leases.end_published()
-    assert log == ["+a"]  # its other parameter has not come
-    leases.take(members[1])
-    leases.landed(members[1])
-    pipeline.published.add(1)
-    leases.end_published()
-    assert log == ["+a", "-a"]
-
-
-def test_weights_in_memory_of_their_own_need_none(log: list[str]) -> None:
-    leases = Leases(FakePipeline(log), [], [FakeMember(0, None)])
-    leases.take(FakeMember(0, None))
+def test_a_unit_whose_chunk_lacks_a_gradient_makes_room_and_is_lent_again() -> None:
+    """Each unit has a parameter, 1, 3 and 5, in a chunk with one that gets no gradient: 0."""
+    scene = Scene([(1,), (3,), (5,), (0, 1, 3)])
+    leases = scene.leases()
+    scene.land(leases, 1, 3)
+    scene.pipeline.updated |= {0, 1}
+    scene.land(leases, 5)
+    assert scene.log == ["+a", "0:1", "+b", "1:3", "-a!", "+c", "2:5"]
+    leases.close()
+    assert scene.log[7:] == [
+        "wait2",
+        "-c!",
+        "+a",
+        "3:1,3",
+    ]  # b was there still; 0 is not waited for
     leases.end_all()
-    assert log == []
+    assert scene.log[-2:] == ["-b!", "-a!"]
+
+
+def test_a_unit_that_gets_nothing_is_never_lent() -> None:
+    scene = Scene([(0, 1), (2, 3), (4, 5)])
+    leases = scene.leases()
+    scene.land(leases, 2)
+    leases.close()
+    leases.end_all()
+    assert scene.log == ["0:", "+b", "1:2", "2:", "-b!"]
+
+
+def test_a_lease_ends_when_all_chunks_of_it_are_updated() -> None:
+    scene = Scene([(0,), (1,), (2, 3)])
+    leases = scene.leases()
+    scene.land(leases, 0)
+    scene.pipeline.updated.add(0)
+    scene.land(leases, 2)
+    assert scene.log == ["+a", "0:0"]  # its other chunk is to come, and nobody needs the room
+    scene.land(leases, 1)
+    scene.pipeline.updated.add(1)
+    scene.land(leases, 3)
+    assert scene.log[2:] == ["1:1", "-a!", "+b", "2:2,3"]
+
+
+def test_a_chunk_of_several_units_has_them_all_and_nobody_else() -> None:
+    scene = Scene([(0,), (1, 2, 3, 4), (5,)])
+    leases = scene.leases()
+    for number, member in enumerate(scene.members):
+        leases.offer(member, GRADIENT)
+        assert not scene.log, number  # not before it is asked to
+    leases.close()
+    assert scene.log[:5] == ["+a", "0:0", "+b", "+c", "1:1,2,3,4"]
+    assert scene.log[5:] == ["wait0", "wait1", "-a!", "-b!", "2:5"]
+
+
+def test_a_commit_is_lent_unit_by_unit_what_it_has_not_got_and_writes_nothing() -> None:
+    scene = Scene([(0, 1), (2, 3), (4, 5)])
+    scene.pipeline.kept = {1}
+    leases = scene.leases(due=(), bystanders=range(6), captures=True)
+    leases.close()
+    leases.end_all()
+    assert scene.log == ["+a", "0:", "1:", "+c", "2:", "-a", "-c"]
+    assert scene.lessors[0].to_change is False
+
+
+def test_a_step_that_commits_has_the_weights_beside_those_that_it_updates() -> None:
+    scene = Scene([(0, 2), (3, 4), (1, 5)])
+    scene.pipeline.kept = {0, 1, 2}
+    leases = scene.leases(due=(0, 1, 4), bystanders=(2, 3, 5), captures=True)
+    scene.land(leases, 0)
+    assert scene.log == ["+a", "+b", "0:0"]
+    leases.close()
+    # 3 and 4 lie together and 4 gets no gradient: what a commit has of them is what they are.
+    assert scene.log[3:] == ["1:", "2:"]
+
+
+def test_without_a_commit_nobody_is_lent_what_is_not_updated() -> None:
+    scene = Scene([(0, 2), (4, 5)])
+    leases = scene.leases(due=(0, 4))
+    scene.land(leases, 0)
+    assert scene.log == ["+a", "0:0"]
+
+
+def test_what_others_hand_over_is_not_waited_for() -> None:
+    scene = Scene([(0, 1), (2, 3), (4, 5)])
+    scene.members[1].lessor = None
+    scene.members[1].mirror = object()
+    leases = scene.leases(due=(0, 2, 3, 4, 5))
+    scene.land(leases, 0, 2, 3, 4, 5)
+    assert scene.log == ["+a", "0:0", "+b", "1:2,3", "wait1", "-b!", "+c", "2:4,5"]
+
+
+def test_a_gradient_that_was_not_expected_is_refused() -> None:
+    scene = Scene([(0, 1)])
+    leases = scene.leases(due=(0,), bystanders=(1,), captures=True)
+    with pytest.raises(OptionError, match="unfreeze"):
+        scene.land(leases, 1)
+
+
+def _kept(scene: Scene) -> Any:  # noqa: ANN401
+    store = SimpleNamespace(pipeline=scene.pipeline, chunks=scene.chunks)
+    return SimpleNamespace(all=lambda: scene.members, store=store)
+
+
+def test_a_step_over_weights_in_memory_of_their_own_needs_none() -> None:
+    scene = Scene([(0, 1, 2, 3, 4, 5)])
+    rows = [StepRow(expected=True)] + [StepRow()] * 5
+    scene.members[0].lessor = None
+    assert lend(_kept(scene), rows, captures=False) is None
+    assert lend(_kept(scene), rows, captures=True) is not None
+    assert [row.expected for row in rows] == [True] * 6  # a commit would read them

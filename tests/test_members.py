@@ -38,6 +38,17 @@ def test_numbers_are_given_once(tmp_path: Path) -> None:
         members.get(weights(1)[0])
 
 
+def test_weights_that_are_lent_apart_have_chunks_apart(tmp_path: Path) -> None:
+    parameters = weights(4)
+    for number in (0, 3):
+        parameters[number].lessor = object()  # type: ignore[attr-defined]
+    parameters[2].lessor = parameters[0].lessor  # type: ignore[attr-defined]
+    members = members_at(tmp_path)
+    members.attach(parameters, plain(*parameters))
+    assert [m.number for m in map(members.get, parameters)] == [0, 1, 2, 3]
+    assert [tuple(chunk.owners) for chunk in members.store.chunks] == [(0, 2), (1,), (3,)]
+
+
 def test_nothing_new_makes_nothing_new(tmp_path: Path) -> None:
     (weight,) = weights(1)
     members = members_at(tmp_path)

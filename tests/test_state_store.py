@@ -269,3 +269,23 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(PoisonedError, match="closed"):
         Problem([5000]).step(store)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.6, 1.0])
+def test_parameters_that_are_to_be_apart_share_no_chunk(tmp_path: Path, fraction: float) -> None:
+    apart = ["a", "b", "a", "a", "b"]
+    store = store_at(tmp_path, fraction)
+    store.extend(SIZES, [FP32] * len(SIZES), apart=apart)
+    units = [{apart[n] for n in chunk.owners} for chunk in store.chunks]
+    assert all(len(unit) == 1 for unit in units)
+    assert {n for chunk in store.chunks for n in chunk.owners} == {0, 1, 2, 4}
+    ours, together = Problem(SIZES), Problem(SIZES)
+    plain = store_at(tmp_path, fraction)
+    plain.extend(SIZES, [FP32] * len(SIZES))
+    for problem, at in ((ours, store), (together, plain)):
+        problem.step(at)
+        problem.step(at)
+    pairs = zip(ours.weights, together.weights, strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    numbers = range(len(SIZES))
+    assert torch.equal(store.read(numbers)[2]["exp_avg"], plain.read(numbers)[2]["exp_avg"])

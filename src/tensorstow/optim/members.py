@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,14 +160,6 @@ class Members:
         with member.held():
             return member.weight.clone()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Let every weight be in memory inside, those that are on disk too."""
-        with ExitStack() as leases:
-            for lessor in {id(m.lessor): m for m in self._numbered}.values():
-                leases.enter_context(lessor.held())
-            yield
-
     def refresh(self) -> None:
         """Fetch weights on an accelerator that others wrote."""
         self._refresh(self._numbered)
@@ -239,7 +231,10 @@ class Members:
         # What goes over a link goes by chunk, so chunks in RAM are as small there as others.
         remote = self._refuse_two_devices(shards)
         capacity = self.stowage.policy.chunk_elements if remote else RESIDENT_CAPACITY
-        numbers = self.store.extend([s.numel() for s in shards], families, capacity)
+        sizes = [s.numel() for s in shards]
+        # What shares a chunk is in memory at once, so those whose weights come and go apart do not.
+        apart = [id(lessor_of(p)) for p in new]
+        numbers = self.store.extend(sizes, families, capacity, apart)
         for parameter, shard, number, family in zip(new, shards, numbers, families, strict=True):
             states = self.store.views(number)
             views = {name: view.view(shard.shape) for name, view in states.items()}

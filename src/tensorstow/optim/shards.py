@@ -6,7 +6,8 @@ kept of the shard, so everything here that reads bytes works on it, and everythi
 that its bytes are elsewhere: ``home``, a weight's tensor in host memory; ``landed``, a gradient's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -53,6 +54,20 @@ def lessor_of(parameter: torch.Tensor) -> Lessor | None:
     local = parameter.to_local() if is_sharded(parameter) else parameter
     lessor: Lessor | None = getattr(local, "lessor", None)
     return lessor
+
+
+@contextmanager
+def lent(parameter: torch.Tensor, *, to_change: bool = False) -> Iterator[None]:
+    """Let the bytes of the shard of ``parameter`` be in memory inside, those on disk too."""
+    lessor = lessor_of(parameter)
+    if lessor is None:
+        yield
+        return
+    lessor.lease(to_change=to_change)
+    try:
+        yield
+    finally:
+        lessor.release(changed=to_change)
 
 
 @torch.no_grad()

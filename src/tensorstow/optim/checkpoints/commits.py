@@ -25,7 +25,8 @@ from tensorstow.optim.checkpoints.extras import take_apart
 from tensorstow.optim.members import Member, Members
 from tensorstow.optim.ranks import Ranks
 from tensorstow.optim.run import Extra, Interval
-from tensorstow.optim.shards import shard_of
+from tensorstow.optim.schedules.leases import Leases, lend
+from tensorstow.optim.shards import lent, shard_of
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import parts_of
 from tensorstow.optim.states.pipeline import NOWHERE, Place, StepKind, StepRow
@@ -184,8 +185,11 @@ class Commits:
             self.prepare(kept)
             rows = [StepRow(weight=member.weight.data_ptr()) for member in kept.all()]
             none = np.zeros((0, 9), dtype=np.float32)
-            with kept.held():
-                kept.store.pipeline.step(rows, none, StepKind(capture=True))
+            leases = lend(kept, rows, captures=True)
+            kind = StepKind(open=leases is not None, capture=True)
+            kept.store.pipeline.step(rows, none, kind)
+            if leases is not None:
+                _lend_to(kept, leases)
 
     def resumed(self, generation: Generation, kept: Members) -> None:
         """Go on behind a generation that was just loaded."""
@@ -255,18 +259,38 @@ class Commits:
             if id(tensor) in members:
                 continue
             key = ("module", name)
-            # Both: batch_norm writes its statistics without telling the version counter.
-            held = shard_of(tensor).detach().cpu().contiguous()
-            nbytes = held.numel() * held.element_size()
-            mark = (tensor._version, _native.checksum(held.data_ptr(), nbytes))  # noqa: SLF001
-            before = self._kept.get(key)
-            if before is None or before[0] != mark:
-                now = space.store.write_tensor(*key, held)
-                self._kept[key] = (mark, now)
-                if before is not None:
-                    self._temporary.append(before[1])
-            records.append(self._kept[key][1])
+            with lent(tensor):
+                records.append(self._write_changed(key, tensor, space))
         return records
+
+    def _write_changed(
+        self, key: tuple[str, str], tensor: torch.Tensor, space: StoredSpace
+    ) -> TensorRecord:
+        """Write a tensor, whose bytes are in memory, unless they are what a commit has of it."""
+        held = shard_of(tensor).detach().cpu().contiguous()
+        nbytes = held.numel() * held.element_size()
+        # Both: batch_norm writes its statistics without telling the version counter.
+        mark = (tensor._version, _native.checksum(held.data_ptr(), nbytes))  # noqa: SLF001
+        before = self._kept.get(key)
+        if before is None or before[0] != mark:
+            self._kept[key] = (mark, space.store.write_tensor(*key, held))
+            if before is not None:
+                self._temporary.append(before[1])
+        return self._kept[key][1]
+
+
+def _lend_to(kept: Members, leases: Leases) -> None:
+    """Let the open step of a commit have weights that are on disk, a few units at a time."""
+    pipeline = kept.store.pipeline
+    try:
+        leases.close()
+        pipeline.close_step()
+        pipeline.wait_published()
+    except BaseException as error:
+        pipeline.poison(error)
+        raise
+    finally:
+        leases.end_all()
 
 
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,7 @@
 """From a commit back to an optimizer: weights are read, states stay where they are."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tensorstow.optim.checkpoints.commits import module_tensors, names_of, space
 from tensorstow.optim.checkpoints.extras import put_together
 from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.members import Member, Members
-from tensorstow.optim.shards import shard_of
+from tensorstow.optim.shards import Lessor, lent, shard_of
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import ChunkPlan, Family, Run, parts_of
 from tensorstow.optim.states.pipeline import Stored
@@ -219,8 +220,37 @@ def _plans(entries: Sequence[Mapping[str, Any]], families: Sequence[Family]) -> 
         yield Chunk(ChunkPlan(runs, entry["elements"]), families[runs[0].parameter])
 
 
+@contextmanager
+def _one_at_a_time() -> Iterator[Callable[[Member], None]]:
+    """Give what lets a member's weight be in memory, to be changed, until another one's is."""
+    last: Lessor | None = None
+    with ExitStack() as held:
+
+        def hold(member: Member) -> None:
+            nonlocal last
+            if member.lessor is not last:
+                held.close()
+                last = member.lessor
+                held.enter_context(member.held(to_change=True))
+
+        yield hold
+
+
 def _load_weights(generation: Generation, kept: Members, space: StoredSpace) -> None:
-    store = kept.store
+    with _one_at_a_time() as hold:
+        for chunk, weights in _read_weights(generation, kept.store, space):
+            for run in chunk.plan.runs:
+                member = kept.all()[run.parameter]
+                hold(member)
+                target = member.weight.detach().reshape(-1)
+                piece = weights[run.position : run.position + run.count]
+                target[run.start : run.start + run.count] = piece
+
+
+def _read_weights(
+    generation: Generation, store: StateStore, space: StoredSpace
+) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    """Yield each chunk and the weights that a commit has of it, checked."""
     shapes = chunk_shapes(generation.layout)
     records = {record.chunk: record for record in generation.chunks}
     for chunk in store.chunks:
@@ -235,14 +265,7 @@ def _load_weights(generation: Generation, kept: Members, space: StoredSpace) -> 
             names = _names_in(chunk, shapes[chunk.number], blocks, generation.layout)
             at = offset + part.file_at
             raise _damaged(shapes[chunk.number], blocks, names, space.path(number), at)
-        weights = read.view(chunk.family.dtype)
-        for run in chunk.plan.runs:
-            member = kept.all()[run.parameter]
-            with member.held(to_change=True):
-                target = member.weight.detach().reshape(-1)
-                target[run.start : run.start + run.count] = weights[
-                    run.position : run.position + run.count
-                ]
+        yield chunk, read.view(chunk.family.dtype)
 
 
 def _names_in(
@@ -285,7 +308,8 @@ def _load_module(
     for name, tensor in module_tensors(module):
         if id(tensor) not in members and name in records:
             shard = shard_of(tensor)
-            shard.copy_(space.store.read_tensor(records[name]).view(shard.shape))
+            with lent(tensor, to_change=True):
+                shard.copy_(space.store.read_tensor(records[name]).view(shard.shape))
 
 
 def _put_back(

@@ -1,96 +1,255 @@
-"""Weights that are on disk: lent memory while a step updates them.
+"""Weights that are on disk: lent memory while a step updates them, or a commit reads them.
 
-[Note: Leases] A step over such weights is an open one, whatever the schedule: a parameter's
-gradient is handed over when its weight is in memory, and when all that was handed over of one
-lessor has its new weights, the lease ends and they are written back. A chunk may have pieces of two
-lessors, so nobody waits for one whose chunks still lack a gradient.
+[Note: Leases] A step that touches such weights is an open one, whatever the schedule. The pipeline
+touches the weights of a chunk only while it works on that chunk, and it does so when it has all
+that the chunk waits for. So gradients are kept here until all of a chunk's are there; then whoever
+lends its weights memory is asked for it, and the pipeline gets them. What a chunk is not to get is
+said at the step's end, in the same way: a commit takes weights out of chunks without a gradient.
+
+A lease ends when nothing more of its lessor is to come. Where others need the room it ends when no
+chunk under way needs it, and is taken again later: a parameter that gets no gradient keeps nobody's
+memory. So at most two lessors lend at once, or as many as one chunk has parts of: states are cut so
+that this is one, unless they were cut for another plan and resumed.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from tensorstow.optim.members import Member
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.optim.members import Member, Members
 from tensorstow.optim.shards import Lessor
 from tensorstow.optim.states.chunks import Chunk
-from tensorstow.optim.states.pipeline import UpdatePipeline
+from tensorstow.optim.states.layout import Run
+from tensorstow.optim.states.pipeline import DTYPE_CODES, StepRow, UpdatePipeline
 
 _AT_ONCE = 2
+_Gradient = tuple[int, int, int]
+"""Address, bytes of an element, dtype."""
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """What a step does with one chunk through us."""
+
+    chunk: Chunk
+    runs: tuple[Run, ...]
+    """Those whose gradients we hand over."""
+    owners: frozenset[int]
+    """The parameters on disk in it."""
+    awaited: int
+    """Gradients that may still come."""
+    given: bool
+    """The pipeline has had gradients of it since the step began."""
+    carried: bool
+    """Others hand over gradients of it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Lease:
+    lessor: Lessor
+    users: int = 0
+    """Chunks that were handed over under it and are not updated yet."""
+    changed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Granted:
+    part: _Part
+    lessors: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Lease:
-    lessor: Lessor
-    numbers: list[int]
-    """Of the parameters that are to be updated under it."""
+class Numbers:
+    """Who is who in a step, by numbers of parameters."""
+
+    due: Collection[int]
+    """Their gradients may come, and we are given them."""
+    bystanders: Collection[int] = ()
+    """The step waits for our word on them, and they get none."""
+    given: Collection[int] = ()
+    """The pipeline had their gradients when the step began."""
+
+
+def lend(kept: Members, rows: list[StepRow], *, captures: bool) -> "Leases | None":
+    """Return the leases of the step by ``rows``; None where it touches no weight on disk.
+
+    ``captures``: it commits, so it may read weights that it does not update. Their ``rows`` are
+    changed: the step waits for our word on them.
+    """
+    members = kept.all()
+    due = {n for n, row in enumerate(rows) if row.expected and members[n].mirror is None}
+    lent = {m.number for m in members if m.lessor is not None}
+    if not (lent if captures else lent & due):
+        return None
+    bystanders = lent - due if captures else set()
+    for number in bystanders:
+        rows[number] = replace(rows[number], expected=True)
+    given = {n for n, row in enumerate(rows) if row.gradient}
+    numbers = Numbers(due, bystanders, given)
+    return Leases(kept.store.pipeline, kept.store.chunks, members, numbers, captures=captures)
 
 
 class Leases:
     """The leases of one step that is open."""
 
     def __init__(
-        self, pipeline: UpdatePipeline, chunks: Sequence[Chunk], dues: Iterable[Member]
+        self,
+        pipeline: UpdatePipeline,
+        chunks: Iterable[Chunk],
+        members: Sequence[Member],
+        numbers: Numbers,
+        *,
+        captures: bool = False,
     ) -> None:
-        """Begin with none; ``dues``: parameters that may get a gradient."""
+        """Begin with none; ``captures``: the step commits."""
         self._pipeline = pipeline
+        self._captures = captures
+        self._due = frozenset(numbers.due)
+        self._lessors = {m.number: m.lessor for m in members if m.lessor is not None}
+        self._gradients: dict[int, _Gradient] = {}
+        self._parts: dict[int, _Part] = {}
+        """Chunks that were not handed over yet."""
+        self._parts_of: dict[int, list[_Part]] = {}
+        self._left: dict[int, int] = {}
+        """By lessor: chunks that are not updated yet."""
+        self._granted: list[_Granted] = []
         self._leases: dict[int, _Lease] = {}
-        self._numbers: dict[int, list[int]] = {}
-        self._landed: set[int] = set()
-        self._chunks_of: dict[int, list[int]] = {}
-        self._awaited: dict[int, int] = {}
-        expected = set()
-        for member in dues:
-            expected.add(member.number)
-            self._numbers.setdefault(id(member.lessor), []).append(member.number)
+        expected = self._due.union(numbers.bystanders)
+        given = frozenset(numbers.given)
+        carried = frozenset(m.number for m in members if m.mirror is not None)
         for chunk in chunks:
-            owners = expected.intersection(chunk.owners)
-            self._awaited[chunk.number] = len(owners)
-            for number in owners:
-                self._chunks_of.setdefault(number, []).append(chunk.number)
+            owners = frozenset(chunk.owners)
+            runs = tuple(run for run in chunk.plan.runs if run.parameter in expected)
+            if not runs:
+                continue
+            part = _Part(
+                chunk,
+                runs,
+                owners & self._lessors.keys(),
+                len(owners & self._due),
+                given=not owners.isdisjoint(given),
+                carried=not owners.isdisjoint(carried),
+            )
+            self._parts[chunk.number] = part
+            for run in runs:
+                self._parts_of.setdefault(run.parameter, []).append(part)
+            for key in self._keys(part.owners):
+                self._left[key] = self._left.get(key, 0) + 1
 
-    def take(self, member: Member) -> None:
-        """Return when the weight of ``member`` is in memory, and may be updated.
+    def offer(self, member: Member, gradient: torch.Tensor) -> None:
+        """Take the contiguous gradient of ``member``, which stays until its weight is new.
 
-        Ends other leases first, where too many are open and what they wait for is under way.
+        Raises OptionError for a parameter that is not due.
         """
-        lessor = member.lessor
-        if lessor is None:
-            return
-        if id(lessor) not in self._leases:
-            self._shrink()
-            lessor.lease(to_change=True)
-            self._leases[id(lessor)] = _Lease(lessor, self._numbers[id(lessor)])
+        if member.number not in self._due:
+            message = (
+                "A parameter got a gradient and was frozen when the step began: unfreeze it before"
+                " backward."
+            )
+            raise OptionError(message)
+        # Not the tensor: its owner frees it when its last chunk is updated.
+        where = (gradient.data_ptr(), gradient.element_size(), DTYPE_CODES[gradient.dtype])
+        self._gradients[member.number] = where
 
-    def landed(self, member: Member) -> None:
-        """Say that the gradient of ``member`` was handed over."""
-        self._landed.add(member.number)
-        for chunk in self._chunks_of.get(member.number, []):
-            self._awaited[chunk] -= 1
+    def land(self, member: Member, gradient: torch.Tensor) -> None:
+        """Take a gradient as ``offer`` does, and hand over what needs no other one."""
+        self.offer(member, gradient)
+        for part in self._parts_of.get(member.number, []):
+            part.awaited -= 1
+            if part.awaited == 0:
+                self._grant(part)
+        self._end_updated()
 
-    def end_published(self) -> None:
-        """End the leases whose weights are new."""
-        for key, lease in list(self._leases.items()):
-            if self._have_landed(lease) and all(map(self._pipeline.is_published, lease.numbers)):
-                self._end(key)
+    def close(self) -> None:
+        """Hand over the rest, chunk by chunk: no more gradients come."""
+        for chunk in self._pipeline.order_now():
+            part = self._parts.get(chunk)
+            if part is not None:
+                self._grant(part)
 
     def end_all(self) -> None:
         """End every lease, when the step is over."""
         for key in list(self._leases):
             self._end(key)
 
-    def _shrink(self) -> None:
-        self.end_published()
-        for key, lease in list(self._leases.items()):
-            if len(self._leases) < _AT_ONCE:
+    # --- inside ---
+
+    def _grant(self, part: _Part) -> None:
+        """Let the weights of a chunk be in memory, and hand over what it waits for."""
+        del self._parts[part.chunk.number]
+        landing = []
+        changed = set()
+        for run in part.runs:
+            gradient = self._gradients.get(run.parameter)
+            if gradient is None:
+                landing.append((run.parameter, 0, 0))
+                continue
+            changed.add(run.parameter)
+            address, width, dtype = gradient
+            landing.append((run.parameter, address + run.start * width, dtype))
+        needed = self._keys(self._touched(part, changed))
+        self._make_room(needed)
+        written = self._keys(changed)
+        for key, lessor in needed.items():
+            lease = self._leases.get(key) or self._take(key, lessor)
+            lease.users += 1
+            lease.changed |= key in written
+        if part.owners:
+            self._granted.append(_Granted(part, frozenset(needed)))
+        self._pipeline.land_pieces(part.chunk.number, landing)
+
+    def _touched(self, part: _Part, changed: set[int]) -> Collection[int]:
+        """Return the parameters whose weights are read or written with the chunk."""
+        if not self._captures:
+            return changed
+        if changed or part.given or part.carried or not self._pipeline.captured(part.chunk):
+            return part.owners
+        return ()
+
+    def _make_room(self, needed: Collection[int]) -> None:
+        """End leases until those that are ``needed`` are few enough with them."""
+        self._end_updated()
+        most = max(_AT_ONCE, len(needed))
+        while len({*self._leases, *needed}) > most:
+            free = (k for k, lease in self._leases.items() if k not in needed and not lease.users)
+            key = next(free, None)
+            if key is not None:
+                self._end(key)
+                continue
+            # What waits for a gradient that somebody else hands over may take as long as the step.
+            first = next((g for g in self._granted if not g.part.carried), None)
+            if first is None:
                 return
-            if self._have_landed(lease) and all(
-                self._awaited[c] == 0 for n in lease.numbers for c in self._chunks_of[n]
-            ):
-                self._pipeline.wait_parameters(lease.numbers)
+            self._pipeline.wait_chunk(first.part.chunk.number)
+            self._end_updated()
+
+    def _take(self, key: int, lessor: Lessor) -> _Lease:
+        lessor.lease(to_change=bool(self._due))
+        lease = self._leases[key] = _Lease(lessor)
+        return lease
+
+    def _end_updated(self) -> None:
+        """Go on from the chunks that the step is done with."""
+        under_way = []
+        for granted in self._granted:
+            if not self._pipeline.is_updated(granted.part.chunk.number):
+                under_way.append(granted)
+                continue
+            for key in granted.lessors:
+                self._leases[key].users -= 1
+            for key in self._keys(granted.part.owners):
+                self._left[key] -= 1
+        self._granted = under_way
+        for key, lease in list(self._leases.items()):
+            if not lease.users and not self._left[key]:
                 self._end(key)
 
-    def _have_landed(self, lease: _Lease) -> bool:
-        return self._landed.issuperset(lease.numbers)
+    def _keys(self, numbers: Iterable[int]) -> dict[int, Lessor]:
+        found = (self._lessors[n] for n in numbers if n in self._lessors)
+        return {id(lessor): lessor for lessor in found}
 
     def _end(self, key: int) -> None:
         lease = self._leases.pop(key)
-        lease.lessor.release(changed=True)
+        lease.lessor.release(changed=lease.changed)

@@ -14,7 +14,6 @@ what the device computes meanwhile was given to it before, so the caller's threa
 """
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 
 import torch
 
@@ -25,7 +24,7 @@ from tensorstow.optim.members import Member, Members
 from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.delivery import deliver, hide, shadow
 from tensorstow.optim.schedules.forward import ForwardWaits
-from tensorstow.optim.schedules.leases import Leases
+from tensorstow.optim.schedules.leases import Leases, lend
 from tensorstow.optim.schedules.order import by_first, by_last
 from tensorstow.optim.schedules.pace import WINDOW_BYTES, Pace
 from tensorstow.optim.states.pipeline import DTYPE_CODES, StepKind
@@ -35,7 +34,7 @@ from tensorstow.optim.updates import Due, States, Turn, account, scalars_of
 def carry(turn: Turn, ferry: Ferry | None) -> bool:
     """Give the gradients that are on an accelerator to the ferry; return whether there are any.
 
-    The pipeline has begun an open step.
+    The pipeline has begun an open step; ``ferry.end`` ends it.
     """
     dues = [due for due in turn.dues if due.member.mirror is not None]
     if ferry is None or not dues:
@@ -45,7 +44,6 @@ def carry(turn: Turn, ferry: Ferry | None) -> bool:
     for due in dues:
         if due.gradient is not None:
             ferry.offer(due.member.number, due.gradient, made)
-    ferry.end()
     return True
 
 
@@ -54,32 +52,12 @@ def is_carried(turn: Turn) -> bool:
     return any(due.member.mirror is not None for due in turn.dues)
 
 
-def lent_of(turn: Turn) -> list[Due]:
-    """Return the part of the step whose weights are on disk."""
-    return [due for due in turn.dues if due.member.lessor is not None]
-
-
-def is_lent(turn: Turn) -> bool:
-    """Return whether any weight of the step is on disk."""
-    return bool(lent_of(turn))
-
-
-def hand_over_lent(dues: Iterable[Due], kept: Members, leases: Leases) -> None:
-    """Hand over the gradients whose weights are on disk, as those come; end the open step."""
-    pipeline = kept.store.pipeline
-    try:
-        for due in dues:
-            gradient = due.gradient
-            if gradient is not None:
-                leases.take(due.member)
-                pipeline.land(due.member.number, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
-                leases.landed(due.member)
-        pipeline.close_step()
-        pipeline.wait_published()
-        leases.end_all()
-    except BaseException as error:
-        pipeline.poison(error)
-        raise
+def hand_over_lent(turn: Turn, leases: Leases) -> None:
+    """Hand over the gradients whose weights are on disk, chunk by chunk."""
+    for due in turn.dues:
+        if due.member.lessor is not None and due.gradient is not None:
+            leases.offer(due.member, due.gradient)
+    leases.close()
 
 
 class AtOnce:
@@ -91,19 +69,27 @@ class AtOnce:
 
     def run(self, turn: Turn, kept: Members, states: States) -> None:
         """Return when every weight is new."""
-        lent = is_lent(turn)
-        kind = StepKind(open=lent or is_carried(turn), capture=turn.commits)
-        with kept.held() if lent and turn.commits else nullcontext():
-            kept.store.pipeline.step(turn.rows, turn.scalars, kind)
-            if carry(turn, kept.ferry):
-                kept.finish()
-                kept.store.pipeline.wait_published()
-            if lent:
-                dues = lent_of(turn)
-                members = [due.member for due in dues]
-                self._leases = Leases(kept.store.pipeline, kept.store.chunks, members)
-                hand_over_lent(dues, kept, self._leases)
-                self._leases = None
+        pipeline, ferry = kept.store.pipeline, kept.ferry
+        leases = self._leases = lend(kept, turn.rows, captures=turn.commits)
+        is_open = leases is not None or is_carried(turn)
+        pipeline.step(turn.rows, turn.scalars, StepKind(open=is_open, capture=turn.commits))
+        if is_open:
+            try:
+                carried = carry(turn, ferry)
+                if leases is not None:
+                    hand_over_lent(turn, leases)
+                if carried and ferry is not None:
+                    ferry.end()
+                    kept.finish()
+                else:
+                    pipeline.close_step()
+                pipeline.wait_published()
+                if leases is not None:
+                    leases.end_all()
+            except BaseException as error:
+                pipeline.poison(error)
+                raise
+        self._leases = None
         account(turn, states)
         for due in turn.dues:
             deliver(due.member)
@@ -146,7 +132,7 @@ class BesideForward:
             shadow(turn)
             for due in turn.dues:
                 hide(due.member)
-        if is_lent(turn):
+        if any(member.lessor is not None for member in kept.all()):
             message = (
                 'overlap="forward" was asked for with parameters on disk, whose memory is let go of'
                 ' before the next forward. Use "backward" or "none".'
@@ -155,8 +141,10 @@ class BesideForward:
         carried = is_carried(turn)
         kind = StepKind(carried, turn.commits, background=not carried, home_first=True)
         pipeline.step(turn.rows, turn.scalars, kind)
-        if carry(turn, kept.ferry) and turn.commits:
-            kept.finish()  # the thread that commits cannot move the ferry on
+        if carry(turn, kept.ferry) and kept.ferry is not None:
+            kept.ferry.end()
+            if turn.commits:
+                kept.finish()  # the thread that commits cannot move the ferry on
         self._under_way = {id(due.member.owner): due for due in turn.dues}
         self._versions = {i: _version(due) for i, due in self._under_way.items()}
         account(turn, states)
@@ -232,12 +220,10 @@ class BesideBackward:
             shadow(turn)
         kind = StepKind(open=True, capture=turn.commits, background=not is_carried(turn))
         try:
+            self._leases = lend(kept, turn.rows, captures=turn.commits)
             kept.store.pipeline.step(turn.rows, turn.scalars, kind)
             if kept.ferry is not None:
                 kept.ferry.open(due.member.number for due in turn.dues)
-            if is_lent(turn):
-                members = [due.member for due in turn.dues]
-                self._leases = Leases(kept.store.pipeline, kept.store.chunks, members)
             if kept.ferry is None:  # which holds few gradients on the host at once
                 due = [due.member.number for due in turn.dues]
                 self._pace = Pace(kept.store.pipeline, kept.store.chunks, due)
@@ -262,11 +248,9 @@ class BesideBackward:
             self._versions[member.number] = member.parameter._version  # noqa: SLF001
             if member.mirror is None or kept.ferry is None:
                 if self._leases is not None:
-                    self._leases.take(member)
-                pipeline.land(member.number, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
-                if self._leases is not None:
-                    self._leases.landed(member)
-                    self._leases.end_published()
+                    self._leases.land(member, gradient)
+                else:
+                    pipeline.land(member.number, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
             else:
                 kept.ferry.offer(member.number, gradient, kept.ferry.link.mark())
                 kept.ferry.move_on()
@@ -335,6 +319,8 @@ class BesideBackward:
         order = self.landed.arrived
         self._turn = None
         try:
+            if self._leases is not None:
+                self._leases.close()
             if kept.ferry is None:
                 pipeline.close_step()
             else:

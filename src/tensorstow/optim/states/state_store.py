@@ -2,7 +2,16 @@
 
 import os
 import weakref
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -142,18 +151,23 @@ class StateStore:
         prepare_kernels()
 
     def extend(
-        self, sizes: Sequence[int], families: Sequence[Family], capacity: int = RESIDENT_CAPACITY
+        self,
+        sizes: Sequence[int],
+        families: Sequence[Family],
+        capacity: int = RESIDENT_CAPACITY,
+        apart: Sequence[Hashable] = (),
     ) -> range:
         """Add parameters of ``sizes`` elements, their states all zero; return their numbers.
 
-        States in RAM are cut every ``capacity`` elements.
+        States in RAM are cut every ``capacity`` elements. ``apart``: parameters that have not the
+        same here share no chunk; empty: all may.
         Raises BudgetError, DirectoryError or OptionError before anything that already exists is
         touched.
         """
         with self.pipeline.lock:
             self.settle()
             first = len(self.sizes)
-            chunks, views = self._cut(sizes, families, capacity)
+            chunks, views = self._cut(sizes, families, capacity, apart or [None] * len(sizes))
             self._connect(chunks, self._plan_ring(chunks))
             self.sizes += sizes
             self.families += families
@@ -183,7 +197,11 @@ class StateStore:
         )
 
     def _cut(
-        self, sizes: Sequence[int], families: Sequence[Family], capacity: int
+        self,
+        sizes: Sequence[int],
+        families: Sequence[Family],
+        capacity: int,
+        apart: Sequence[Hashable],
     ) -> tuple[list[Chunk], dict[int, tuple[torch.Tensor, ...]]]:
         first = len(self.sizes)
         # A commit takes chunks out of RAM too, so under commits all are of one size.
@@ -194,15 +212,22 @@ class StateStore:
             numbers = [i for i, f in enumerate(families) if f == family]
             group = max(spec.per for spec in family.specs)
             shares = split([sizes[i] for i in numbers], fraction, group=group)
-            in_ram, on_disk = (
-                lay_out([Span(first + numbers[s.parameter], s.start, s.stop) for s in spans])
-                for spans in shares
-            )
-            placed, where = place_in_ram(family, in_ram, capacity)
-            whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
-            views |= {p: streams for p, streams in where.items() if p in whole}
-            chunks += placed
-            chunks += [Chunk(plan, family) for plan in cut(on_disk, self.policy.chunk_elements)]
+            for unit in dict.fromkeys(apart[i] for i in numbers):
+                in_ram, on_disk = (
+                    lay_out(
+                        [
+                            Span(first + numbers[s.parameter], s.start, s.stop)
+                            for s in spans
+                            if apart[numbers[s.parameter]] == unit
+                        ]
+                    )
+                    for spans in shares
+                )
+                placed, where = place_in_ram(family, in_ram, capacity)
+                whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
+                views |= {p: streams for p, streams in where.items() if p in whole}
+                chunks += placed
+                chunks += [Chunk(plan, family) for plan in cut(on_disk, self.policy.chunk_elements)]
         return sorted(chunks, key=lambda chunk: next(chunk.owners)), views
 
     def _plan_ring(self, new: Sequence[Chunk]) -> Ring:
