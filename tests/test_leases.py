@@ -161,6 +161,17 @@ def test_a_unit_that_gets_nothing_is_never_lent() -> None:
     assert scene.log == ["0:", "+b", "1:2", "2:", "-b!"]
 
 
+def test_what_is_left_is_handed_over_unit_by_unit() -> None:
+    scene = Scene([(0,), (2,), (4,), (1,), (3,), (5,)])
+    leases = scene.leases()
+    for member in scene.members:
+        leases.offer(member, GRADIENT)
+    leases.close()
+    leases.end_all()
+    lent = [entry for entry in scene.log if entry[0] in "+-"]
+    assert lent == ["+a", "+b", "-a!", "+c", "-b!", "-c!"]
+
+
 def test_a_lease_ends_when_all_chunks_of_it_are_updated() -> None:
     scene = Scene([(0,), (1,), (2, 3)])
     leases = scene.leases()

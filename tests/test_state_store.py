@@ -278,6 +278,8 @@ def test_parameters_that_are_to_be_apart_share_no_chunk(tmp_path: Path, fraction
     store.extend(SIZES, [FP32] * len(SIZES), apart=apart)
     units = [{apart[n] for n in chunk.owners} for chunk in store.chunks]
     assert all(len(unit) == 1 for unit in units)
+    names = [unit.pop() for unit in units]
+    assert names == sorted(names)
     assert {n for chunk in store.chunks for n in chunk.owners} == {0, 1, 2, 4}
     ours, together = Problem(SIZES), Problem(SIZES)
     plain = store_at(tmp_path, fraction)

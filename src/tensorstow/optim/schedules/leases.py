@@ -164,10 +164,9 @@ class Leases:
 
     def close(self) -> None:
         """Hand over the rest, chunk by chunk: no more gradients come."""
-        for chunk in self._pipeline.order_now():
-            part = self._parts.get(chunk)
-            if part is not None:
-                self._grant(part)
+        numbers = self._pipeline.order_now()
+        for part in self._by_lessor([self._parts[n] for n in numbers if n in self._parts]):
+            self._grant(part)
 
     def end_all(self) -> None:
         """End every lease, when the step is over."""
@@ -175,6 +174,15 @@ class Leases:
             self._end(key)
 
     # --- inside ---
+
+    def _by_lessor(self, parts: Sequence[_Part]) -> Sequence[_Part]:
+        """Return ``parts`` in their order, but those of one lessor together: it is lent once."""
+        first: dict[int, int] = {}
+        ranks = {}
+        for index, part in enumerate(parts):
+            found = [first.setdefault(key, index) for key in self._keys(part.owners)]
+            ranks[part] = min(found, default=index)
+        return sorted(parts, key=lambda part: ranks[part])
 
     def _grant(self, part: _Part) -> None:
         """Let the weights of a chunk be in memory, and hand over what it waits for."""

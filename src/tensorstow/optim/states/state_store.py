@@ -140,7 +140,7 @@ class StateStore:
             placement.directories, policy, moving=placement.disk_fraction > 0
         )
         self.chunks: list[Chunk] = []
-        """In the order of the parameters that they begin with."""
+        """In the order of the parameters that they begin with; those that are apart, apart."""
         self.sizes: list[int] = []
         self.families: list[Family] = []
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -228,7 +228,13 @@ class StateStore:
                 views |= {p: streams for p, streams in where.items() if p in whole}
                 chunks += placed
                 chunks += [Chunk(plan, family) for plan in cut(on_disk, self.policy.chunk_elements)]
-        return sorted(chunks, key=lambda chunk: next(chunk.owners)), views
+        place = {unit: index for index, unit in enumerate(dict.fromkeys(apart))}
+
+        def rank(chunk: Chunk) -> tuple[int, int]:
+            number = next(chunk.owners)
+            return place[apart[number - first]], number
+
+        return sorted(chunks, key=rank), views
 
     def _plan_ring(self, new: Sequence[Chunk]) -> Ring:
         """Return the ring for all chunks, and give memory to those that the budget keeps."""

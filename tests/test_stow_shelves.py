@@ -1,0 +1,147 @@
+"""Parameters on disk hold no more host memory than shelf_bytes, whatever a run does with them."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstow
+from ranks.stowed import finish, groups_of
+from tensorstow import PipelinePolicy, Plan
+from tensorstow.engine.report import ParameterBytes, parameter_bytes
+
+WIDTH = 64
+BLOCKS = 8
+UNIT = 4 * (WIDTH * WIDTH + WIDTH + 2 * 1000)
+SHELF = -(-UNIT // 4096) * 4096
+ROOM = 3 * (SHELF + 4096)
+"""The least that is taken: one unit is computed with, two are updated."""
+MICRO_BATCHES = 2
+EVERYTHING = Plan(
+    parameters="disk",
+    states="disk",
+    prefetch=1,
+    shelf_bytes=ROOM,
+    accumulation_steps=MICRO_BATCHES,
+)
+
+
+class Block(nn.Module):
+    """A block with a parameter that gets no gradient, and one that gets its gradient early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Parameter(torch.ones(10, 100))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.ones(1000))
+
+    def forward(self, x: torch.Tensor, *, early: bool) -> torch.Tensor:
+        gain = self.early.mean() if early else 1.0
+        return x + gain * torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    """Blocks, of which the first is frozen, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks[0].requires_grad_(requires_grad=False)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, *, early: bool) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, early=early)
+        return self.head(x)
+
+
+def _made(dtype: torch.dtype, seed: int) -> Model:
+    torch.manual_seed(seed)
+    return Model().to(dtype)
+
+
+Run = tuple[list[torch.Tensor], ParameterBytes]
+
+
+def _train(
+    plan: Plan,
+    dtype: torch.dtype,
+    until: int,
+    *,
+    seed: int = 3,
+    act: Callable[[tensorstow.AdamW], object] = lambda _: None,
+    **options: Any,  # noqa: ANN401
+) -> Run:
+    """Train from where the directory is to ``until``, call ``act``, return what it came to."""
+    make = partial(groups_of, policy=PipelinePolicy(chunk_elements=1024), **options)
+    plan = plan.but(accumulation_steps=MICRO_BATCHES)
+    model, optimizer = tensorstow.stow(
+        _made(dtype, seed), make, plan=plan, compute_dtype=torch.float32
+    )
+    start = optimizer.resume() or 0 if "dir" in options else 0
+    for step in range(start, until):
+        for micro in range(MICRO_BATCHES):
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            x = torch.randn(4, WIDTH, generator=generator)
+            model(x, early=micro == 0).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    act(optimizer)
+    optimizer.synchronize()
+    found = parameter_bytes(model)
+    return finish(model, optimizer), found
+
+
+def _same(a: Run, b: Run) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+@pytest.mark.parametrize("states", ["disk", "host"])
+def test_steps_hold_no_more_than_shelf_bytes(overlap: str, states: str) -> None:
+    plan = EVERYTHING.but(overlap=overlap, states=states)
+    want = _train(Plan(), torch.float32, 3)
+    got = _train(plan, torch.float32, 3)
+    assert _same(got, want)
+    assert got[1].disk_bytes > 2 * ROOM
+    assert got[1].most_lent_bytes <= ROOM
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_commits_and_resuming_hold_no_more_than_shelf_bytes(
+    tmp_path: Path, overlap: str, dtype: torch.dtype
+) -> None:
+    plan = EVERYTHING.but(overlap=overlap)
+    room = ROOM if dtype == torch.float32 else 3 * (SHELF // 2 + 2 * 4096)
+    plan = plan.but(shelf_bytes=room)
+    options = {"dir": tmp_path / "run", "commit_every": 2}
+    want = _train(Plan(states="disk"), dtype, 5)
+    # Two steps, of which the last commits, and one that is committed by hand.
+    first = _train(plan, dtype, 3, act=lambda optimizer: optimizer.commit(), **options)
+    second = _train(plan, dtype, 5, seed=4, **options)  # the frozen block is another at first
+    assert _same(second, want)
+    for _, found in (first, second):
+        assert found.disk_bytes > room
+        assert found.most_lent_bytes <= room
+
+
+def test_a_commit_by_hand_reads_each_unit_once_and_writes_none(tmp_path: Path) -> None:
+    moved: list[tuple[int, int]] = []
+
+    def commit(optimizer: tensorstow.AdamW) -> None:
+        model = optimizer._commits.module
+        assert model is not None
+        before = parameter_bytes(model)
+        optimizer.commit()
+        after = parameter_bytes(model)
+        read = after.bytes_read - before.bytes_read
+        moved.append((read, after.bytes_written - before.bytes_written))
+
+    _train(EVERYTHING, torch.float32, 1, act=commit, dir=tmp_path, commit_every=None)
+    assert moved[0][0] <= BLOCKS * SHELF + 4096
+    assert moved[0][1] == 0
