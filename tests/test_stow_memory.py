@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from ranks import large
 
@@ -15,18 +16,35 @@ SLACK = 40 * MIB
 """Threads, code that is loaded late, activations."""
 
 
-def test_host_memory_is_what_the_formula_says() -> None:
+STEPS = 3
+
+
+def _trained(*arguments: object) -> dict[str, Any]:
+    """Train in a process of its own; return what it held, within what the formula says."""
     script = str(Path(large.__file__))
     done = subprocess.run(
-        [sys.executable, script, str(BUDGET)], capture_output=True, text=True, check=True
+        [sys.executable, script, str(BUDGET), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     assert found["disk"] == 4 * BUDGET
     assert found["lent"] <= BUDGET
     assert found["grown"] < BUDGET + found["ring"] + AT_ONCE * large.UNIT_BYTES + SLACK
     assert found["grown"] < found["disk"]  # what it would hold of weights alone
+    return found
+
+
+def test_host_memory_is_what_the_formula_says_for_commits_and_resuming_too(tmp_path: Path) -> None:
+    found = _trained(STEPS)
     assert found["losses"][-1] != found["losses"][0]
     # Forward and backward read each unit, but those still there; an update writes each.
-    steps = 3
-    assert found["written"] == (steps + 1) * found["disk"]
-    assert found["read"] < steps * 2 * found["disk"]
+    assert found["written"] == (STEPS + 1) * found["disk"]
+    assert found["read"] < STEPS * 2 * found["disk"]
+    # One step without a commit and one by hand; then one that commits, and one by hand again.
+    first = _trained(1, tmp_path / "run")
+    second = _trained(STEPS, tmp_path / "run")
+    assert [*first["losses"], *second["losses"]] == found["losses"]
+    # Made, and what was committed put in its place.
+    assert second["written"] == (STEPS - 1 + 2) * found["disk"]

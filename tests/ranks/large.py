@@ -1,4 +1,8 @@
-"""A model of 256 MiB, made on the meta device and trained from disk; prints what memory it took."""
+"""A model of 256 MiB, made on the meta device and trained from disk; prints what memory it took.
+
+Arguments: the bytes for parameters in memory, the step to train to, and for a run that commits a
+directory. Such a run goes on from what is there, commits every second step, and at its end by hand.
+"""
 
 import json
 import sys
@@ -38,28 +42,30 @@ def most_resident() -> int:
     return 1024 * int(line.split()[1])
 
 
-def main() -> None:
-    """Train for three steps."""
+def main(budget: int, until: int, *directory: str) -> None:
+    """Train."""
     import torch.distributed.fsdp  # noqa: PLC0415  # before memory is measured
 
     before = most_resident()
     with torch.device("meta"):
         model = nn.Sequential(*(Block() for _ in range(UNITS)))
     plan = Plan(
-        parameters="disk",
-        states="disk",
-        overlap="backward",
-        prefetch=1,
-        shelf_bytes=int(sys.argv[1]),
+        parameters="disk", states="disk", overlap="backward", prefetch=1, shelf_bytes=budget
     )
-    model, optimizer = tensorstow.stow(model, partial(tensorstow.AdamW, lr=1e-3), plan=plan)
+    torch.manual_seed(0)
+    kept = {"dir": directory[0], "commit_every": 2} if directory else {}
+    make = partial(tensorstow.AdamW, lr=1e-3, **kept)
+    model, optimizer = tensorstow.stow(model, make, plan=plan)
+    start = (optimizer.resume() or 0) if directory else 0
     losses = []
-    for _ in range(3):
+    for _ in range(start, until):
         loss = model(torch.ones(4, WIDTH)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    if directory:
+        optimizer.commit()
     found = parameter_bytes(model)
     ring = optimizer.memory().ring_bytes
     sys.stdout.write(
@@ -75,7 +81,8 @@ def main() -> None:
             }
         )
     )
+    optimizer.close()
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
