@@ -39,6 +39,9 @@ def test_a_shelved_cell_is_read_when_opened_and_written_when_changed(tmp_path: P
         assert not shelf.present
         other.release()
     assert cell.open()[:3].eq(5.0).all()
+    assert cell.open_to_copy() is cell.padded
+    cell.copied()
+    assert shelf.leases == 1
     cell.close()
     assert shelves.bytes_written == MIB
     assert shelf.leases == 0

@@ -1,4 +1,4 @@
-"""What followed the last two shelves is fetched ahead."""
+"""One shelf is open, and what followed the last two is fetched ahead."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ SIZE = 1 << 16
 def _use(shelf: Shelf, prefetcher: Prefetcher) -> bool:
     """Return whether it was in memory before it was asked for."""
     there = shelf.present
-    shelf.lease()
-    prefetcher.used(shelf)
-    shelf.release()
+    prefetcher.open(shelf)
+    assert shelf.present
+    prefetcher.close(shelf)
     return there
 
 
@@ -30,6 +30,22 @@ def test_units_are_fetched_in_the_order_of_forward_and_of_backward(tmp_path: Pat
     again = [_use(made[i], prefetcher) for i in course]
     assert not all(first)
     assert all(again[2:])
+
+
+def test_one_shelf_is_open_at_a_time(tmp_path: Path) -> None:
+    shelves = Shelves(tmp_path, 2 * SIZE, 2 * SIZE)
+    first, second = shelves.add(SIZE), shelves.add(SIZE)
+    prefetcher = Prefetcher(0)
+    prefetcher.open(first)
+    prefetcher.open(first)  # another parameter of the unit
+    assert (first.leases, second.leases) == (1, 0)
+    prefetcher.open(second)  # and nobody has closed the first
+    assert (first.leases, second.leases) == (0, 1)
+    prefetcher.close(first)
+    assert (first.leases, second.leases) == (0, 1)
+    prefetcher.close(second)
+    prefetcher.close(second)
+    assert (first.leases, second.leases) == (0, 0)
 
 
 def test_nothing_is_fetched_ahead_where_that_was_not_asked(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import tensorstow
+from ranks.pool import Ranks
 from ranks.stowed import finish, groups_of
 from tensorstow import PipelinePolicy, Plan
 from tensorstow.engine.report import ParameterBytes, parameter_bytes
@@ -128,6 +130,46 @@ def test_commits_and_resuming_hold_no_more_than_shelf_bytes(
     for _, found in (first, second):
         assert found.disk_bytes > room
         assert found.most_lent_bytes <= room
+
+
+class Sides(nn.Module):
+    """Blocks, each with a side way of which nothing is used: FSDP2 gathers it for backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ways = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.sides = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for way, side in zip(self.ways, self.sides, strict=True):
+            x = torch.tanh(way(x))
+            side(x)
+        return x
+
+
+def held_by_sides(overlap: str) -> tuple[int, int]:
+    """Return the most that was lent, and what may be."""
+    model = Sides()
+    room = 3 * (4 * WIDTH * WIDTH // dist.get_world_size() + 2 * 4096)
+    plan = Plan(parameters="disk", states="disk", overlap=overlap, prefetch=1, shelf_bytes=room)
+    units = [*model.ways, *model.sides]
+    model, optimizer = tensorstow.stow(model, groups_of, plan=plan, units=units)
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = parameter_bytes(model).most_lent_bytes
+    optimizer.close()
+    return found, room
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_what_is_gathered_and_not_used_is_not_held(
+    ranks: Callable[[int], Ranks], overlap: str
+) -> None:
+    for held, room in ranks(2).run(held_by_sides, overlap):
+        assert held <= room
 
 
 def test_a_commit_by_hand_reads_each_unit_once_and_writes_none(tmp_path: Path) -> None:

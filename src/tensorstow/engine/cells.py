@@ -33,6 +33,14 @@ class Cell:
     def close(self) -> None:
         """Say that what ``open`` returned was read."""
 
+    def open_to_copy(self) -> torch.Tensor:
+        """Return what ``open`` does, to be copied before another unit's is asked for."""
+        return self.open()
+
+    def copied(self) -> None:
+        """Say that what ``open_to_copy`` returned was copied."""
+        self.close()
+
     @contextmanager
     def opened(self, *, to_change: bool) -> Iterator[None]:
         """Let ``home`` and ``padded`` be read inside, and written where ``to_change``."""
@@ -62,6 +70,16 @@ class ShelvedCell(Cell):
     def close(self) -> None:
         """Say that what ``open`` returned was read."""
         self._shelf.release()
+
+    def open_to_copy(self) -> torch.Tensor:
+        """Return what ``open`` does, to be copied before another unit's is asked for."""
+        self.before_read()
+        self._prefetcher.open(self._shelf)
+        return self.padded
+
+    def copied(self) -> None:
+        """Say that what ``open_to_copy`` returned was copied, of all cells of the shelf."""
+        self._prefetcher.close(self._shelf)
 
     @contextmanager
     def opened(self, *, to_change: bool) -> Iterator[None]:

@@ -89,7 +89,7 @@ class StowedParameter(torch.Tensor):
         if tenure is not None and dtype == self.dtype:
             tenure.begin()
             return (torch.empty(0, dtype=dtype, device=self.device),), tenure
-        shard = self.slot.filled().open()
+        shard = self.slot.filled().open_to_copy()
         # What was lent may be taken back when the host, not the device, has come by.
         stays = self.lessor is None
         return (shard.to(self.device, dtype, non_blocking=stays),), None
@@ -107,7 +107,7 @@ class StowedParameter(torch.Tensor):
         cell = self.slot.filled()
         if metadata is not None:
             return None if out is not None else (cell.padded, (metadata,))
-        cell.close()
+        cell.copied()
         (gathered,) = all_gather_outputs
         return None if out is not None else (gathered, (gathered,))
 
