@@ -76,10 +76,11 @@ def _train(
     *,
     seed: int = 3,
     act: Callable[[tensorstow.AdamW], object] = lambda _: None,
+    chunk_elements: int = 1024,
     **options: Any,  # noqa: ANN401
 ) -> Run:
     """Train from where the directory is to ``until``, call ``act``, return what it came to."""
-    make = partial(groups_of, policy=PipelinePolicy(chunk_elements=1024), **options)
+    make = partial(groups_of, policy=PipelinePolicy(chunk_elements=chunk_elements), **options)
     plan = plan.but(accumulation_steps=MICRO_BATCHES)
     model, optimizer = tensorstow.stow(
         _made(dtype, seed), make, plan=plan, compute_dtype=torch.float32
@@ -130,6 +131,28 @@ def test_commits_and_resuming_hold_no_more_than_shelf_bytes(
     for _, found in (first, second):
         assert found.disk_bytes > room
         assert found.most_lent_bytes <= room
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_chunks_that_a_resumed_run_cut_over_units_have_these_units_and_one_more(
+    tmp_path: Path, overlap: str
+) -> None:
+    """A run that begins with parameters in host memory, and goes on with them on disk."""
+    widest: list[int] = []
+
+    def measure(optimizer: tensorstow.AdamW) -> None:
+        kept = optimizer._kept()
+        for chunk in kept.store.chunks:
+            lessors = {m.lessor for n in chunk.owners if (m := kept.all()[n]).lessor is not None}
+            widest.append(sum(lessor.nbytes for lessor in lessors))
+
+    options = {"dir": tmp_path / "run", "commit_every": 1, "chunk_elements": 4096}
+    want = _train(Plan(states="disk"), torch.float32, 3, chunk_elements=4096)
+    _train(Plan(states="disk"), torch.float32, 2, **options)
+    got = _train(EVERYTHING.but(overlap=overlap), torch.float32, 3, act=measure, **options)
+    assert _same(got, want)
+    assert max(widest) > 2 * SHELF
+    assert got[1].most_lent_bytes <= max(ROOM, max(widest) + SHELF) < got[1].disk_bytes
 
 
 class Sides(nn.Module):

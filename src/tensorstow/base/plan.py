@@ -23,9 +23,11 @@ class Plan:
     ``replicas``: groups of ranks that each have a whole copy (HSDP). ``overlap``: when updates run,
     as in ``AdamW``. ``accumulation_steps``: backward passes per step. ``prefetch``: how many units
     ahead weights are fetched. ``ram_budget``: the optimizer's host memory for states, in bytes.
-    ``shelf_bytes``: host memory for parameters on disk while they are used, which
-    beside backward two units may go beyond; None: the three largest units and what is fetched
-    ahead.
+    ``shelf_bytes``: host memory for parameters on disk while they are used, in bytes, of each rank:
+    never more is held, in steps, commits and resuming. It is at least the three largest units, of
+    which one is computed with and two are updated; None: these and what is fetched ahead. One case
+    needs more: a run that was begun with parameters elsewhere and resumed keeps its chunks of
+    states, and one that has parts of more than two units needs all of these and one more.
     """
 
     parameters: Tier = Tier.HOST
