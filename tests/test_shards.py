@@ -5,6 +5,7 @@ import torch
 
 from ranks.pool import Ranks
 from ranks.sharded import Training, alone, sharded
+from tensorstow.optim.shards import lent
 
 CASES = [
     Training(),
@@ -18,6 +19,37 @@ CASES = [
     Training(micro_batches=3, clip=0.05),
     Training(states="disk", overlap="backward", micro_batches=2),
 ]
+
+
+class Shelf:
+    """Writes down who was lent what."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def fetch(self) -> None:
+        """Do nothing."""
+
+    def lease(self, *, to_change: bool = False) -> None:
+        """Note it."""
+        self.log.append(f"+{to_change}")
+
+    def release(self, *, changed: bool = False) -> None:
+        """Note it."""
+        self.log.append(f"-{changed}")
+
+
+def test_bytes_on_disk_are_lent_for_as_long_as_they_are_used() -> None:
+    weight = torch.zeros(2)
+    with lent(weight):
+        pass  # which has memory of its own
+    weight.lessor = shelf = Shelf()  # type: ignore[attr-defined]
+    with lent(weight):
+        assert shelf.log == ["+False"]
+    message = "in the middle"
+    with pytest.raises(ValueError, match=message), lent(weight, to_change=True):
+        raise ValueError(message)
+    assert shelf.log == ["+False", "-False", "+True", "-True"]
 
 
 @pytest.mark.parametrize("world", [1, 2])

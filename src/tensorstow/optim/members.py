@@ -2,8 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from tensorstow.optim.accelerator.mirrors import (
     refresh,
     stamp_of,
 )
-from tensorstow.optim.shards import Lessor, lessor_of, shard_of
+from tensorstow.optim.shards import Lessor, lent_by, lessor_of, shard_of
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import RESIDENT_CAPACITY, Family
 from tensorstow.optim.states.on_disk import StateOnDisk
@@ -77,17 +77,9 @@ class Member:
         """Return whether a 16-bit weight must be compared with its master."""
         return self.written != stamp_of(self.parameter, self.owner)
 
-    @contextmanager
-    def held(self, *, to_change: bool = False) -> Iterator[None]:
+    def held(self, *, to_change: bool = False) -> AbstractContextManager[None]:
         """Let the weight be in memory inside."""
-        if self.lessor is None:
-            yield
-            return
-        self.lessor.lease(to_change=to_change)
-        try:
-            yield
-        finally:
-            self.lessor.release(changed=to_change)
+        return lent_by(self.lessor, to_change=to_change)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ that its bytes are elsewhere: ``home``, a weight's tensor in host memory; ``land
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -56,10 +56,14 @@ def lessor_of(parameter: torch.Tensor) -> Lessor | None:
     return lessor
 
 
-@contextmanager
-def lent(parameter: torch.Tensor, *, to_change: bool = False) -> Iterator[None]:
+def lent(parameter: torch.Tensor, *, to_change: bool = False) -> AbstractContextManager[None]:
     """Let the bytes of the shard of ``parameter`` be in memory inside, those on disk too."""
-    lessor = lessor_of(parameter)
+    return lent_by(lessor_of(parameter), to_change=to_change)
+
+
+@contextmanager
+def lent_by(lessor: Lessor | None, *, to_change: bool = False) -> Iterator[None]:
+    """Have a lease inside; ``to_change``: what it lends is written back. None lends nothing."""
     if lessor is None:
         yield
         return
