@@ -1,8 +1,8 @@
 """Shelves that are read: the one that is copied from, and which comes next.
 
 [Note: Open] Where FSDP2 copies what it gathers, it does so one unit after the other, and it has
-copied a unit's bytes when it asks for another one's. So one shelf is leased for that at a time, also
-where FSDP2 gathers a unit ahead that is then not used, and says nothing of it.
+copied a unit's bytes when it asks for another one's. So one shelf is leased for that at a time,
+also where FSDP2 gathers a unit ahead that is then not used, and says nothing of it.
 
 [Note: Trace] Units come in one order in forward and in the other in backward. Which of the two runs
 is seen by the unit before, so pairs of units predict the next one; a model that takes other ways is
