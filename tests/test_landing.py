@@ -1,5 +1,7 @@
 """Gradients on their way down: late copies are waited for; the unfrozen are hooked; buffers."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,27 @@ def test_a_late_gradient_is_waited_for_and_summed_in_fp32(ranks: "Ranks", seed: 
     assert once == [1, 2, 3, 4]
     assert twice == [x + 2.0**-9 for x in once]
     assert moved == 8  # two bytes per element
+
+
+def _settled() -> list[bool]:
+    """Tell whether the memory was let go of: with the landing, and before."""
+    settled: list[bool] = []
+
+    class Link(LateLink):
+        def settle(self) -> None:
+            settled.append(True)
+            super().settle()
+
+    landing = Landing([_sharded(torch.zeros(4))], Link())
+    gc.collect()
+    before = bool(settled)
+    del landing
+    gc.collect()
+    return [before, bool(settled)]
+
+
+def test_gradients_fall_into_memory_that_is_pinned_as_long_as_they_may(ranks: "Ranks") -> None:
+    assert ranks(1).run(_settled) == [[False, True]]
 
 
 def _thawed() -> list[bool]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tensorstow.optim.accelerator.device import Link
 from tensorstow.optim.states.layout import round_up
 
 _ALIGN = 128
+Taker = Callable[[torch.Tensor], None]
 
 
 class Landing:
@@ -25,7 +27,8 @@ class Landing:
         when it is there.
         """
         self._unhooked: list[Any] = list(parameters)
-        self._takers = dict(_takers(self._unhooked, link))
+        self._room, takers = _takers(self._unhooked, link)  # pinned as long as this lives
+        self._takers = dict(takers)
         self.hook()
 
     def hook(self, *_: Any) -> None:  # noqa: ANN401  # also a module's forward pre-hook
@@ -42,18 +45,19 @@ class Landing:
 @torch.no_grad()
 def _takers(
     parameters: Iterable[DTensor], link: Link | None
-) -> Iterator[tuple[int, Callable[[torch.Tensor], None]]]:
+) -> tuple[PinnedBlock | None, Iterator[tuple[int, Taker]]]:
+    """Return the memory that gradients fall into, and the hook of each parameter, by id."""
     shards = {id(p): p.to_local() for p in parameters}
     if link is None:
-        yield from dict.fromkeys(shards, take_down).items()
-        return
+        return None, iter(dict.fromkeys(shards, take_down).items())
     sizes = {key: round_up(shard.nbytes, _ALIGN) for key, shard in shards.items()}
     block = PinnedBlock(sum(sizes.values()), link.device, link.settle)
-    at = 0
-    for key, shard in shards.items():
-        room = block.tensor(at, shard.nbytes, torch.uint8)
-        at += sizes[key]
-        yield key, partial(take_down, link=link, room=room)
+    starts = accumulate(sizes.values(), initial=0)
+    rooms = {
+        key: block.tensor(at, shard.nbytes, torch.uint8)
+        for at, (key, shard) in zip(starts, shards.items(), strict=False)
+    }
+    return block, ((key, partial(take_down, link=link, room=rooms[key])) for key in shards)
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
