@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks import link_bytes
 from benchmarks.measure import (
     Figure,
     Sample,
@@ -99,6 +100,7 @@ def figures(settings: Settings) -> Iterator[Figure]:
     contenders.clear()
     gc.collect()
     yield _host_bytes(make, directory, quick=settings.quick)
+    yield from link_bytes.figures()
 
 
 def _contenders(make: Any, directory: Path, *, quick: bool) -> Iterator[Contender]:  # noqa: ANN401

@@ -24,6 +24,10 @@ class Cell:
         """Where the bytes are on disk; None: they stay in host memory."""
         self.before_read: Callable[[], None] = _at_once
         """Returns when the weight is the newest one."""
+        self.bytes_down = 0
+        """Of gradients that came from the device."""
+        self.bytes_up = 0
+        """Of weights that were given to it."""
 
     def open(self) -> torch.Tensor:
         """Return the padded weight, the newest one; it may be read until ``close``."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._pytree import tree_map
 
+from tensorstow.engine.stowed_parameter import cell_of
 from tensorstow.optim.accelerator.device import Link, Mark
 
 _ADD = torch.ops.aten.add_.Tensor
@@ -32,6 +33,8 @@ class HostGradient(torch.Tensor):
     _landed: torch.Tensor
     _fall: tuple[Mark, torch.Tensor] | None
     """A copy down that may be under way, and what it reads."""
+    uncounted: int
+    """Bytes that have come from the device and that no counter has."""
 
     @staticmethod
     def __new__(
@@ -45,6 +48,7 @@ class HostGradient(torch.Tensor):
             cls, like.shape, dtype=dtype or like.dtype, device=like.device
         )
         tensor._landed, tensor._fall = landed, None  # noqa: SLF001  # its own
+        tensor.uncounted = 0
         return tensor
 
     @property
@@ -102,7 +106,11 @@ class HostGradient(torch.Tensor):
         """Add a micro-batch's gradient."""
         if self.landed.dtype != torch.float32:
             self._landed = self.landed.float()
-        more = other.landed if isinstance(other, HostGradient) else other.to(self.landed.device)
+        if isinstance(other, HostGradient):
+            more = other.landed
+        else:
+            more = other.to(self.landed.device)
+            self.uncounted += other.nbytes
         self.landed.add_(more, alpha=alpha)
 
 
@@ -141,6 +149,7 @@ def take_down(
     if not isinstance(gradient, DTensor):
         return
     local = gradient.to_local()
+    _count(parameter, local)
     if not isinstance(local, HostGradient):
         if link is None or room is None:
             gradient._local_tensor = HostGradient(local, local.cpu())  # noqa: SLF001
@@ -151,6 +160,18 @@ def take_down(
     elif local.landed.dtype != local.dtype:
         parameter.grad_dtype = None
         parameter.grad = _wide(gradient, local)
+
+
+def _count(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Count the bytes of a micro-batch's ``gradient`` that leave the device, or have left it."""
+    cell = cell_of(parameter)
+    if cell is None:
+        return
+    if isinstance(gradient, HostGradient):
+        cell.bytes_down += gradient.uncounted
+        gradient.uncounted = 0
+    else:
+        cell.bytes_down += gradient.nbytes
 
 
 def sum_wide(parameters: Iterable[torch.Tensor]) -> None:

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from tensorstow.engine.cells import Cell
-from tensorstow.engine.stowed_parameter import StowedParameter
+from tensorstow.engine.stowed_parameter import cell_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +21,15 @@ class ParameterBytes:
     """The most that they held at once."""
     bytes_read: int
     bytes_written: int
+    link_bytes_down: int
+    """Of reduced gradients, from the device that computes; copies where that is not the CPU."""
+    link_bytes_up: int
+    """Of weights, to the device that computes, for it to gather."""
 
 
 def parameter_bytes(model: nn.Module) -> ParameterBytes:
     """Return what the parameters of a model that ``stow`` placed hold and have moved."""
-    cells = [cell for p in model.parameters() if (cell := _cell_of(p)) is not None]
+    cells = [cell for p in model.parameters() if (cell := cell_of(p)) is not None]
     on_disk = [cell for cell in cells if cell.lessor is not None]
     rooms = {id(c.lessor.shelves): c.lessor.shelves for c in on_disk if c.lessor is not None}
     return ParameterBytes(
@@ -38,10 +39,6 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         most_lent_bytes=sum(room.high_water_bytes for room in rooms.values()),
         bytes_read=sum(room.bytes_read for room in rooms.values()),
         bytes_written=sum(room.bytes_written for room in rooms.values()),
+        link_bytes_down=sum(cell.bytes_down for cell in cells),
+        link_bytes_up=sum(cell.bytes_up for cell in cells),
     )
-
-
-@torch.no_grad()
-def _cell_of(parameter: nn.Parameter) -> Cell | None:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else None
-    return local.slot.cell if isinstance(local, StowedParameter) else None

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from tensorstow.base.errors import PoisonedError
@@ -89,10 +90,13 @@ class StowedParameter(torch.Tensor):
         if tenure is not None and dtype == self.dtype:
             tenure.begin()
             return (torch.empty(0, dtype=dtype, device=self.device),), tenure
-        shard = self.slot.filled().open_to_copy()
+        cell = self.slot.filled()
+        shard = cell.open_to_copy()
         # What was lent may be taken back when the host, not the device, has come by.
         stays = self.lessor is None
-        return (shard.to(self.device, dtype, non_blocking=stays),), None
+        given = shard.to(self.device, dtype, non_blocking=stays)
+        cell.bytes_up += given.nbytes
+        return (given,), None
 
     def fsdp_post_all_gather(
         self,
@@ -164,6 +168,13 @@ class StowedParameter(torch.Tensor):
             return StowedParameter(value, self.device, self.slot)
 
         return tree_map(wrap, out)
+
+
+@torch.no_grad()
+def cell_of(parameter: torch.Tensor) -> Cell | None:
+    """Return the cell of a parameter, sharded or its shard; None where it has memory of its own."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.slot.cell if isinstance(local, StowedParameter) else None
 
 
 def _on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401

@@ -1,0 +1,126 @@
+"""Bytes over the link between host and device, by the counters of what carries them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from benchmarks.measure import Figure, exactly
+from benchmarks.place import Place, cpu_as_device
+from benchmarks.transformer import TINY, Decoder, elements_of
+from tensorstow.base.plan import Overlap, Plan
+from tensorstow.base.tiers import Tier
+from tensorstow.engine.mesh import mesh_of
+from tensorstow.engine.report import parameter_bytes
+from tensorstow.engine.stow import stow
+from tensorstow.optim.adam import AdamW
+from tensorstow.optim.stowed import StowedAdam
+
+_STEPS = 3
+_WARM_UP = 2  # the first step fetches the weights too
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One way of training a bf16 model whose states are on HOST."""
+
+    parameters: Tier = Tier.DEVICE
+    stowed: bool = True
+    """By ``stow``; False: by the optimizer alone."""
+    overlap: Overlap = "none"
+    clip: float | None = None
+    micro_batches: int = 1
+
+    def __str__(self) -> str:
+        """Say it."""
+        words = [
+            f"parameters on {self.parameters.name}",
+            "stow" if self.stowed else "the optimizer alone",
+            f"overlap {self.overlap}",
+            "clipped" if self.clip is not None else "",
+            f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "",
+        ]
+        return ", ".join(w for w in words if w)
+
+
+def figures() -> Iterator[Figure]:
+    """Count on the CPU in the device's place; parameters on HOST go up for forward and backward."""
+    asked: list[tuple[Course, float, float]] = [
+        (Course(stowed=False), 2, 2),
+        (Course(), 2, 2),
+        (Course(clip=1.0), 2, 2),
+        # A sum of several is fp32, and goes down once.
+        (Course(micro_batches=4), 4, 2),
+        (Course(stowed=False, micro_batches=4), 2, 2),
+    ]
+    for course, down, up in asked:
+        found = counted(course)
+        for word, limit, value in (("down", down, found[0]), ("up", up, found[1])):
+            name = f"link bytes per bf16 parameter and step, {word}: {course}"
+            note = {"note": "CPU in the device's place"}
+            yield Figure(name, exactly(limit), value, "bytes", note)
+    for course in (Course(Tier.HOST), Course(Tier.HOST, micro_batches=4)):
+        for word, value in zip(("down", "up"), counted(course), strict=True):
+            name = f"link bytes per bf16 parameter and step, {word}: {course}"
+            yield Figure(name, None, value, "bytes", {"note": "CPU in the device's place"})
+
+
+def counted(course: Course) -> tuple[float, float]:
+    """Train on the CPU in the device's place; return the bytes (down, up) per parameter and step.
+
+    Needs a process group, or none: then it starts one.
+    """
+    with cpu_as_device() as place:
+        plain = Decoder(TINY)
+        elements = elements_of(plain)
+        model, optimizer = _made(course, place, plain)
+        ids = torch.randint(TINY.vocabulary, (2, TINY.length), generator=torch.Generator())
+        before = (0, 0)
+        for step in range(_WARM_UP + _STEPS):
+            if step == _WARM_UP:
+                before = moved(model, optimizer)
+            _step(course, model, optimizer, ids)
+        after = moved(model, optimizer)
+        optimizer.close()
+    down, up = ((b - a) / elements / _STEPS for a, b in zip(before, after, strict=True))
+    return down, up
+
+
+def _made(course: Course, place: Place, model: nn.Module) -> tuple[nn.Module, StowedAdam]:
+    if not course.stowed:
+        steps = {"accumulation_steps": course.micro_batches}
+        given = {"overlap": course.overlap, **(steps if course.overlap == "backward" else {})}
+        place.put(model)
+        return model, AdamW(model.parameters(), lr=1e-3, module=model, **given)  # type: ignore[arg-type]
+    plan = Plan(
+        parameters=course.parameters,
+        overlap=course.overlap,
+        accumulation_steps=course.micro_batches,
+    )
+    if course.parameters == Tier.DEVICE:
+        place.put(model)
+        mesh = None
+    else:  # without one, a CPU has nothing to shard nor to move
+        mesh = mesh_of(place.device, stage=3, replicas=1)
+    return stow(model, partial(AdamW, lr=1e-3), plan=plan, mesh=mesh)
+
+
+def _step(course: Course, model: nn.Module, optimizer: StowedAdam, ids: torch.Tensor) -> None:
+    for _ in range(course.micro_batches):
+        model(ids).backward()
+    if course.clip is not None:
+        optimizer.clip_grad_norm_(course.clip)
+    optimizer.step()
+    optimizer.wait()
+    optimizer.zero_grad()
+
+
+def moved(model: nn.Module, optimizer: StowedAdam) -> tuple[int, int]:
+    """Return the bytes that came down so far, and went up: by the optimizer and by gathers."""
+    states, weights = optimizer.traffic(), parameter_bytes(model)
+    return (
+        states.bytes_down + weights.link_bytes_down,
+        states.bytes_up + weights.link_bytes_up,
+    )

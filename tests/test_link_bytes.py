@@ -1,0 +1,51 @@
+"""What crosses the link per bf16 parameter and step, counted with the CPU in the device's place."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ranks.pool import Ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.link_bytes import Course, counted
+
+from tensorstow.base.tiers import Tier
+
+OVERLAPS = ("none", "forward", "backward")
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("stowed", [True, False])
+def test_gradients_go_down_once_and_weights_up_once(
+    ranks: "Ranks", overlap: str, *, stowed: bool
+) -> None:
+    course = Course(stowed=stowed, overlap=overlap)
+    assert ranks(1).run(counted, course) == [(2.0, 2.0)]
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("stowed", [True, False])
+def test_clipping_moves_no_gradient(ranks: "Ranks", overlap: str, *, stowed: bool) -> None:
+    course = Course(stowed=stowed, overlap=overlap, clip=0.1)
+    assert ranks(1).run(counted, course) == [(2.0, 2.0)]
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize(("stowed", "down"), [(True, 4.0), (False, 2.0)])
+def test_micro_batches_are_summed_on_the_device(
+    ranks: "Ranks", down: float, overlap: str, *, stowed: bool
+) -> None:
+    """The sum goes down once: of four in fp32 by ``stow``, alone in the dtype that autograd has."""
+    course = Course(stowed=stowed, overlap=overlap, micro_batches=4)
+    assert ranks(1).run(counted, course) == [(down, 2.0)]
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_parameters_on_host_go_up_for_each_forward_and_backward(
+    ranks: "Ranks", micro_batches: int, overlap: str
+) -> None:
+    course = Course(Tier.HOST, overlap=overlap, micro_batches=micro_batches)
+    assert ranks(1).run(counted, course) == [(2.0 * micro_batches, 4.0 * micro_batches)]
