@@ -28,6 +28,7 @@ from benchmarks.measure import (
     ratio,
     use_all_cores,
 )
+from benchmarks.place import on_cpu
 from benchmarks.raw import RawFile, alternate, cut
 from tensorstow.base.allocator import give_back_large_blocks
 from tensorstow.base.plan import Plan
@@ -76,6 +77,11 @@ def figures(settings: Settings) -> Iterator[Figure]:
     if importlib.util.find_spec("transformers") is None:
         yield not_available("engine", None, "transformers is not installed")
         return
+    with on_cpu():
+        yield from _figures(settings)
+
+
+def _figures(settings: Settings) -> Iterator[Figure]:
     use_all_cores()
     give_back_large_blocks()  # for all alike, as parameters on disk want it
     directory = settings.scratch(8 << 30)

@@ -1,215 +1,241 @@
-"""Parameters on an accelerator: our step against torch's fused one there and other offloaders.
+"""One model trained on a device in every way that offloads, beside the way that offloads nothing.
 
-Gradients are on the device when the clock starts, and the clock stops when the device has the new
-weights: what is measured is the optimizer alone, with nothing to hide it. Beside it stand the links
-that it uses, each alone with the same bytes; the slowest of them is what bounds the step.
+Ways take turns. Each is made anew from the same weights, trained by the same batches, and gone
+before the next is made, so that none needs memory beside another. Beside the times stands what
+bounds each: compute, the link, host memory and the disk are measured alone in the same turns. The
+batch is as large as it must be for compute to take longer than all that ours moves.
+
+`--cpu-as-device` lets the CPU be the device: whether it runs, not how fast.
 """
 
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+import copy
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 import torch
+import torch.distributed as dist
 
-from benchmarks import arrays
-from benchmarks.measure import (
-    Figure,
-    Sample,
-    Settings,
-    interleave,
-    not_available,
-    ratio,
-    use_all_cores,
-)
-from benchmarks.raw import RawFile, alternate, cut
-from tensorstow.io.engine import open_engine
-from tensorstow.io.files import scratch_file
-from tensorstow.io.pinned import PinnedBlock
-from tensorstow.optim.accelerator.device import open_link
-from tensorstow.optim.adam import AdamW
+from benchmarks import gpu_figures
+from benchmarks.crossings import Crossings
+from benchmarks.gpu_bounds import DOWN, DRAM, UP, Rates, rates_of
+from benchmarks.gpu_peers import PEERS
+from benchmarks.gpu_ways import COMPUTE, OURS, WHOLE, Moved, Site, Training, Way, let_go
+from benchmarks.measure import Figure, Sample, Settings, interleave, not_available, use_all_cores
+from benchmarks.place import Place, accelerator_here, cpu_as_device
+from benchmarks.transformer import BILLION, TINY, Decoder, elements_of
 
-_PARAMETERS = 256 << 20
-_TENSORS = 16
-_NAME = "bf16 parameters on an accelerator"
-Parameters = list[torch.nn.Parameter]
+_WARM_UP = 2  # the first step fetches weights and makes states
+_STEPS = 4  # of a run, which is timed as a whole: what runs behind its last step too
+_RUNS = 2  # of a turn
+_RATE_BYTES = 512 << 20
+_DISK_BYTES = 16  # per parameter: states and parameters of one training
+_MARGIN = 1.25
+"""Of compute over all that is to be hidden behind it."""
+_MOST_SEQUENCES = 64
+
+
+@dataclass
+class Outcome:
+    """What was seen of one way."""
+
+    way: Way
+    seconds: list[float] = field(default_factory=list)
+    """A step's, of each run."""
+    losses: list[list[float]] = field(default_factory=list)
+    """Of each turn."""
+    moved: Moved = field(default_factory=Moved)
+    """A step's."""
+    crossed: tuple[int, int] | None = None
+    """Bytes of a step down and up that torch copied; None: they could not be counted."""
+    device_bytes: int = 0
+    """The most that the device held at once."""
+    why: str = ""
+    """Why it does not run here; empty: it does."""
 
 
 def figures(settings: Settings) -> Iterator[Figure]:
-    """Measure one step of 256M bf16 parameters, states on HOST and on DISK."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        yield not_available(_NAME, None, "torch.accelerator has no device here")
-        return
-    use_all_cores()
-    count = (1 << 20 if settings.quick else _PARAMETERS) // _TENSORS
+    """Train a model of a billion parameters in every way; compare times, bytes and losses."""
     with ExitStack() as held:
-        yield from _on_device(settings, device, count, held)
+        place = held.enter_context(cpu_as_device()) if settings.cpu_as_device else None
+        place = place or accelerator_here()
+        if place is None:
+            why = "torch.accelerator has no device here"
+            yield not_available("a model on an accelerator", None, why)
+            return
+        use_all_cores()
+        held.enter_context(_same_bits())
+        held.enter_context(_own_group())
+        yield from _figures(settings, place)
 
 
-def _on_device(
-    settings: Settings, device: torch.device, count: int, held: ExitStack
-) -> Iterator[Figure]:
-    directory = settings.scratch(24 * count * _TENSORS)
-    host = _ours(_parameters(device, count), states="ram", state_format="split")
-    disk = _ours(_parameters(device, count), states="disk", dir=directory, durability="none")
-    contenders = {"ours, states on HOST": host.step, "ours, states on DISK": _written(disk)}
-    for name, make in _PEERS.items():
-        step, why = _peer(make, _parameters(device, count))
-        if step is None:
-            yield not_available(f"step on HOST: time / {name}", None, why)
-        else:
-            contenders[name] = step
-    links = {**_links(device, count), **_disk(directory, disk, count, held)}
-    everything = {name: _until_done(work) for name, work in (contenders | links).items()}
-    samples = interleave(everything, settings.pairs)
-    for ours in ("ours, states on HOST", "ours, states on DISK"):
-        yield _bound(ours, [n for n in links if "DISK" in ours or "disk" not in n], samples)
-    for name in _PEERS:
-        if name in samples:
-            yield ratio(f"step on HOST: time / {name}", None, samples, "ours, states on HOST", name)
-    host.close()
-    disk.close()
+def _figures(settings: Settings, place: Place) -> Iterator[Figure]:
+    shape = TINY if settings.quick else BILLION
+    first = Decoder(shape)
+    elements = elements_of(first)
+    directory = settings.scratch(_DISK_BYTES * elements)
+    nbytes = 4 << 20 if settings.quick else _RATE_BYTES
+    with Rates(place, directory, nbytes) as alone:
+        contenders = {name: rate.run for name, rate in alone.each.items()}
+        rates = rates_of(interleave(contenders, 3), alone.each)
+        moving = max(2 * elements / rates[DOWN], 2 * elements / rates[UP])
+        hidden = max(moving, OURS[0].dram_bytes * elements / rates[DRAM])
+        most = 2 if settings.quick else _MOST_SEQUENCES
+        site = site_for(Site(place, directory, 2), first, _MARGIN * hidden, most)
+        batches = _batches(site, first)
+        outcomes = [Outcome(way) for way in (COMPUTE, WHOLE, *OURS, *PEERS)]
+        raw: dict[str, list[float]] = {name: [] for name in contenders}
+        for turn in range(max(1, settings.pairs // 2)):
+            for name, sample in interleave(contenders, 1, warm_up=0).items():
+                raw[name] += sample.seconds
+            for outcome in outcomes[:: -1 if turn % 2 else 1]:
+                _take_turn(outcome, site, first, batches)
+        rates = rates_of({name: Sample(tuple(s)) for name, s in raw.items()}, alone.each)
+    tokens = site.sequences * shape.length
+    yield from gpu_figures.of(outcomes, rates, elements, tokens)
 
 
-def _bound(ours: str, links: list[str], samples: dict[str, Sample]) -> Figure:
-    slowest = max(links, key=lambda name: samples[name].median)
-    figure = ratio(f"{ours}: time / slowest link alone", None, samples, ours, slowest)
-    figure.detail["note"] = f"bound by: {slowest}"
-    return figure
-
-
-def _parameters(device: torch.device, count: int) -> Parameters:
-    made = [torch.nn.Parameter(_random(device, count)) for _ in range(_TENSORS)]
-    for parameter in made:
-        parameter.grad = _random(device, count)
-    return made
-
-
-def _random(device: torch.device, count: int) -> torch.Tensor:
-    return torch.randn(count, device=device, dtype=torch.bfloat16)
-
-
-def _ours(parameters: Parameters, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
-    return AdamW(parameters, lr=1e-4, **given)
-
-
-def _written(optimizer: AdamW) -> Callable[[], None]:
-    def step() -> None:
-        optimizer.step()
-        optimizer.synchronize()
-
-    return step
-
-
-def _until_done(work: Callable[[], object]) -> Callable[[], None]:
-    def run() -> None:
-        work()
-        torch.accelerator.synchronize()
-
-    return run
-
-
-# --- the links alone ---
-
-
-def _links(device: torch.device, count: int) -> dict[str, Callable[[], object]]:
-    """Return what moves one step's bytes between device and host, and updates them there."""
-    link = open_link(device)
-    nbytes = 2 * count
-    block = PinnedBlock(nbytes, device, link.settle)
-    host = block.tensor(0, count, torch.bfloat16)
-    away = _random(device, count)
-
-    def down() -> None:
-        for _ in range(_TENSORS):
-            mark = link.down([(host, away)], [link.mark()])
-        mark.synchronize()
-
-    def up() -> None:
-        for _ in range(_TENSORS):
-            mark = link.up([(away, host)])
-        mark.synchronize()
-
-    update = arrays.ours(arrays.mixed_in_arena(count))
-
-    def kernel() -> None:
-        for _ in range(_TENSORS):
-            update()
-
-    return {"link, down": down, "link, up": up, "update on HOST": kernel}
-
-
-def _disk(
-    directory: Path, disk: AdamW, count: int, held: ExitStack
-) -> dict[str, Callable[[], object]]:
-    """Return what reads and writes the states of one step."""
-    nbytes = 10 * count * _TENSORS
-    engine = open_engine(None, depth=32)
-    file = held.enter_context(scratch_file(engine, directory, nbytes))
-    raw = RawFile(engine, file.fd, disk.memory().ring_bytes)
-    reads, writes = (cut(operation, 0, nbytes, 1 << 20) for operation in ("read", "write"))
-    raw.run(writes)
-    both = alternate(reads, writes)
-    return {"disk, read and write": lambda: raw.run(both)}
-
-
-# --- the peers ---
-
-
-def _fused(parameters: Parameters) -> Callable[[], object]:
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True).step
-
-
-def _torchao(parameters: Parameters) -> Callable[[], object]:
-    offload: Any = importlib.import_module("torchao.optim").CPUOffloadOptimizer
-    optimizer = offload(parameters, torch.optim.AdamW, lr=1e-4, fused=True)
-    gradients = [p.grad for p in parameters]
-
-    def step() -> None:
-        # It takes gradients down in hooks, which only a backward calls.
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = None
-            torch.autograd.backward(parameter, gradient)
-        optimizer.step()
-
-    return step
-
-
-def _deepspeed(parameters: Parameters) -> Callable[[], object]:
-    adam: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    host = [torch.nn.Parameter(p.detach().cpu().float().pin_memory()) for p in parameters]
-    for parameter in host:
-        parameter.grad = torch.empty_like(parameter).pin_memory()
-    optimizer = adam(host, lr=1e-4)
-
-    def step() -> None:
-        # As its engine does: fp32 gradients on the host, one copy after the other.
-        for here, there in zip(host, parameters, strict=True):
-            if here.grad is not None and there.grad is not None:
-                here.grad.copy_(there.grad.float(), non_blocking=True)
-        torch.accelerator.synchronize()
-        optimizer.step()
-        for here, there in zip(host, parameters, strict=True):
-            there.data.copy_(here.data, non_blocking=True)
-
-    return step
-
-
-_PEERS: dict[str, Callable[[Parameters], Callable[[], object]]] = {
-    "torch fused AdamW on the device": _fused,
-    "torchao CPUOffloadOptimizer": _torchao,
-    "DeepSpeedCPUAdam and copies": _deepspeed,
-}
-
-
-def _peer(
-    make: Callable[[Parameters], Callable[[], object]], parameters: Parameters
-) -> tuple[Callable[[], object] | None, str]:
+def _take_turn(
+    outcome: Outcome, site: Site, first: Decoder, batches: Sequence[torch.Tensor]
+) -> None:
+    """Make a way's training, take its steps, and let go of it; a peer that cannot says why."""
+    if outcome.why:
+        return
     try:
-        step = make(parameters)
-        step()
-    except Exception as error:  # noqa: BLE001  # whatever a peer's import or compiler raises
-        return None, f"{type(error).__name__}: {error}".splitlines()[0]
-    return step, ""
+        site.place.forget_peak()
+        training = outcome.way.make(site, copy.deepcopy(first))
+        try:
+            _train(outcome, training, site.place, batches)
+        finally:
+            training.close()
+            del training
+    except Exception as error:  # whatever a peer's import, compiler or allocator raises
+        if not outcome.way.may_fail:
+            raise
+        outcome.why = f"{type(error).__name__}: {error}".splitlines()[0]
+        outcome.seconds.clear()
+    let_go(site.place)
+
+
+def _train(
+    outcome: Outcome, training: Training, place: Place, batches: Sequence[torch.Tensor]
+) -> None:
+    ids = iter(batches)
+    losses = [training.step(next(ids)) for _ in range(_WARM_UP)]
+    training.finish()
+    before = _moved(training)
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        losses += [training.step(next(ids)) for _ in range(_STEPS)]
+        training.finish()
+        outcome.seconds.append((time.perf_counter() - start) / _STEPS)
+    outcome.moved = _moved(training).since(before).each(_RUNS * _STEPS)
+    outcome.device_bytes = place.peak()
+    if not outcome.losses:
+        outcome.crossed = _crossed(training, next(ids), may_fail=outcome.way.may_fail)
+    if training.moved is None and outcome.crossed is not None:
+        down, up = outcome.crossed
+        outcome.moved = replace(outcome.moved, down=down, up=up)
+    outcome.losses.append([loss.item() for loss in losses])
+
+
+def _crossed(training: Training, ids: torch.Tensor, *, may_fail: bool) -> tuple[int, int] | None:
+    """Take a last step, which is slow; return the bytes down and up that torch copies in it."""
+    try:
+        with Crossings() as seen:
+            training.step(ids)
+            training.finish()
+    except Exception:  # not every project's code takes a mode; its times are good all the same
+        if not may_fail:
+            raise
+        return None
+    return seen.down, seen.up
+
+
+def _moved(training: Training) -> Moved:
+    return Moved() if training.moved is None else training.moved()
+
+
+def _batches(site: Site, first: Decoder) -> list[torch.Tensor]:
+    """Return ids of every step of a turn, on the device."""
+    generator = torch.Generator().manual_seed(1)
+    vocabulary, length = first.embedding.num_embeddings, first.positions.num_embeddings
+    shape = (site.sequences, length)
+    return [
+        torch.randint(vocabulary, shape, generator=generator).to(site.place.device)
+        for _ in repeat(None, _WARM_UP + _RUNS * _STEPS + 1)
+    ]
+
+
+# --- how many tokens ---
+
+
+def site_for(site: Site, first: Decoder, seconds: float, most: int) -> Site:
+    """Return a site whose batches take ``seconds`` to compute, or as many as there is room for.
+
+    ``most``: sequences, at most.
+    """
+    while True:
+        took = seconds_of(site, first)
+        if took is None:
+            let_go(site.place)
+            return replace(site, sequences=max(1, site.sequences // 2))
+        if took >= seconds or site.sequences >= most:
+            return site
+        wanted = -(-site.sequences * seconds // took)
+        site = replace(site, sequences=min(most, max(site.sequences + 1, int(wanted))))
+
+
+def seconds_of(site: Site, first: Decoder) -> float | None:
+    """Return the seconds of a step with nothing offloaded; None where the device has no room."""
+    seconds = []
+    try:
+        training = WHOLE.make(site, copy.deepcopy(first))
+        batch = _batches(site, first)[0]
+        for _ in range(3):
+            start = time.perf_counter()
+            training.step(batch)
+            training.finish()
+            seconds.append(time.perf_counter() - start)
+    except torch.OutOfMemoryError:
+        return None
+    del training
+    let_go(site.place)
+    return min(seconds)
+
+
+@contextmanager
+def _own_group() -> Iterator[None]:
+    """Let the first who needs ranks start a group for the device: one of the CPU may be there."""
+    _leave()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _same_bits() -> Iterator[None]:
+    """Let the device compute the same bits each time: attention's backward else adds in any order.
+
+    Not to warn only, with which attention stays as it is.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003  # torch's
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over all that is made
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills

@@ -44,6 +44,8 @@ class Settings:
     """Tiny sizes: does the code work? The figures mean nothing."""
     directory: Path | None = None
     """For scratch files; None takes the first real disk with room."""
+    cpu_as_device: bool = False
+    """Whether what needs an accelerator runs on the CPU in its place."""
 
     def scratch(self, nbytes: int) -> Path:
         """Return a directory with room for ``nbytes``."""
@@ -198,6 +200,7 @@ def machine_facts(directory: Path | None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "accelerator": _accelerator(),
         "isa": _native.best_isa(),
         "io_backend": str(choose_backend()),
         "filesystem": inspect_directory(directory or choose_directory().path).filesystem,
@@ -270,6 +273,13 @@ def _cpu_model() -> str:
         if key.strip() in {"model name", "Model"}:
             return value.strip()
     return platform.machine()
+
+
+def _accelerator() -> str:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return "none"
+    return torch.cuda.get_device_name() if device.type == "cuda" else device.type
 
 
 def _memory_bytes() -> int:

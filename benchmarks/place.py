@@ -4,6 +4,7 @@ The CPU in the device's place runs everything but the device: the optimizer take
 there for an accelerator's, and its copies go over a link that counts and is never late.
 """
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -47,6 +48,15 @@ class Place:
         if self.is_real:
             torch.accelerator.empty_cache()
 
+    def forget_peak(self) -> None:
+        """Begin to look anew for the most that is held at once."""
+        if self.is_real:
+            torch.accelerator.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """Return the most bytes of the device that torch held at once; 0 of the CPU."""
+        return torch.accelerator.max_memory_allocated() if self.is_real else 0
+
     def wait(self) -> None:
         """Return when all that it was given is done."""
         if self.is_real:
@@ -66,9 +76,22 @@ def _plain_link(_: torch.device) -> PlainLink:
 
 
 @contextmanager
+def on_cpu() -> Iterator[torch.device]:
+    """Let ``stow`` compute on the CPU inside, whatever else there is."""
+    cpu = torch.device("cpu")
+    engine = importlib.import_module("tensorstow.engine.stow")
+    with mock.patch.object(engine, "device_here", return_value=cpu):
+        yield cpu
+
+
+@contextmanager
 def cpu_as_device() -> Iterator[Place]:
     """Let the CPU be the device inside."""
-    place = Place(torch.device("cpu"))
+    with on_cpu() as cpu:
+        yield from _counting(Place(cpu))
+
+
+def _counting(place: Place) -> Iterator[Place]:
     with (
         mock.patch.object(links, "is_remote", place.has),
         mock.patch.object(links, "open_link", _plain_link),

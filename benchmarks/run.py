@@ -17,7 +17,7 @@ SUBJECTS = {
     "durable": "commits, pins, resumes, and bytes per parameter",
     "overlap": "updates beside backward and beside the next forward",
     "engine": "whole models through stow",
-    "gpu": "parameters on an accelerator, where there is one",
+    "gpu": "a model on an accelerator, where there is one: ours, no offload, and peers",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }
@@ -28,8 +28,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     measure = importlib.import_module("benchmarks.measure")
     pairs = options.pairs or (2 if options.quick else measure.LEAST_PAIRS)
-    settings = measure.Settings(pairs, options.quick, options.directory)
+    settings = measure.Settings(
+        pairs, options.quick, options.directory, cpu_as_device=options.cpu_as_device
+    )
     facts = measure.machine_facts(options.directory)
+    if settings.cpu_as_device:
+        facts["accelerator"] = "the CPU in its place"
     print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", flush=True)
     everything = []
     for name in options.names or SUBJECTS:
@@ -57,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON"
     )
     parser.add_argument("--directory", type=Path, help="where scratch files go")
+    parser.add_argument(
+        "--cpu-as-device",
+        action="store_true",
+        help="gpu: the CPU in an accelerator's place: does it run?",
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all?")
     return parser
 

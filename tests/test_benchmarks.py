@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,6 +63,35 @@ def test_quick_run_saves_and_prints_every_figure(tmp_path: Path) -> None:
         for figure in document["figures"]:
             assert figure["name"] in printed
             assert f"| {figure['name']} |" in table
+
+
+def test_a_model_on_an_accelerator_runs_with_the_cpu_in_its_place(tmp_path: Path) -> None:
+    run_benchmarks(tmp_path, "gpu", "--cpu-as-device")
+    document = json.loads((tmp_path / "gpu.json").read_text())
+    check_document(document, "gpu")
+    assert document["machine"]["accelerator"] == "the CPU in its place"
+    found = {figure["name"]: figure for figure in document["figures"]}
+    asked = [figure for name, figure in found.items() if "link bytes" in name]
+    assert [figure["measured"] for figure in asked] == [2.0] * 6
+    assert found["ours: different loss curves"]["verdict"] == "passed"
+    assert found["ours: loss after one update, apart from no offload's"]["verdict"] == "passed"
+    bound = [figure for name, figure in found.items() if name.endswith("step / its bound")]
+    assert len(bound) >= 8  # no offload, six of ours, FSDP2
+    for figure in bound:
+        alone = figure["detail"]["alone_seconds"]
+        assert alone.keys() == {"compute", "link down", "link up", "host DRAM", "disk"}
+        assert alone[figure["detail"]["bound_by"]] == max(alone.values())
+    peers = [figure for name, figure in found.items() if name.startswith("the fastest of ours")]
+    assert len(peers) == 3
+    assert [p["measured"] is not None for p in peers if "FSDP2" in p["name"]] == [True]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_without_an_accelerator_nothing_is_measured_on_one(tmp_path: Path) -> None:
+    run_benchmarks(tmp_path, "gpu")
+    (figure,) = json.loads((tmp_path / "gpu.json").read_text())["figures"]
+    assert figure["verdict"] == "not available"
+    assert "no device" in figure["detail"]["why"]
 
 
 def test_what_is_saved_does_not_name_the_machine(tmp_path: Path) -> None:
@@ -144,3 +174,68 @@ def test_shapes_are_those_of_gpt2(measure: ModuleType) -> None:
     sizes = [a * b for a, b in ((*shape, 1)[:2] for shape in optimizer.gpt2_shapes())]
     assert len(sizes) == 148
     assert sum(sizes) == 124_439_808
+
+
+def test_crossings_are_counted_by_whoever_copies(measure: ModuleType) -> None:
+    del measure
+    crossings = importlib.import_module("benchmarks.crossings")
+
+    class Up(torch.autograd.Function):
+        @staticmethod
+        def forward(_: object, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(_: object, gradient: torch.Tensor) -> torch.Tensor:
+            torch.ones(100).to("meta")
+            return gradient
+
+    with crossings.Crossings() as seen:
+        torch.ones(10, dtype=torch.bfloat16).to("meta")
+        torch.empty(10, dtype=torch.bfloat16, device="meta").copy_(torch.ones(10))
+        Up.apply(torch.ones(4, requires_grad=True)).sum().backward()
+        torch.ones(3).clone()
+    assert (seen.down, seen.up) == (0, 20 + 20 + 400)
+
+
+def test_the_slowest_alone_is_what_bounds(measure: ModuleType) -> None:
+    del measure
+    bounds = importlib.import_module("benchmarks.gpu_bounds")
+    ways = importlib.import_module("benchmarks.gpu_ways")
+    way = ways.Way("a way", make=None, dram_bytes=26)
+    rates = {"link down": 10.0, "link up": 20.0, "host DRAM": 130.0, "disk": 5.0}
+
+    def bound(moved: object, compute: float) -> tuple[str, float]:
+        found = bounds.bound_of(way, moved, 100, compute, rates)
+        return found.name, found.most
+
+    moved = ways.Moved
+    assert bound(moved(down=100, up=100), 21.0) == ("compute", 21.0)
+    assert bound(moved(down=100, up=100), 19.0) == ("host DRAM", 20.0)
+    assert bound(moved(down=300, up=300), 19.0) == ("link down", 30.0)
+    assert bound(moved(down=100, up=800), 19.0) == ("link up", 40.0)
+    assert bound(moved(read=100, written=150), 19.0) == ("disk", 50.0)
+
+
+def test_batches_grow_until_they_compute_long_enough(
+    measure: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del measure
+    gpu = importlib.import_module("benchmarks.gpu")
+    place = importlib.import_module("benchmarks.place").Place(torch.device("cpu"))
+    tried: list[int] = []
+
+    def sequences(seconds: float, room: int = 64) -> int:
+        def seconds_of(site: Any, _: object) -> float | None:  # noqa: ANN401  # a benchmark's
+            tried.append(site.sequences)
+            return 1.0 + site.sequences if site.sequences <= room else None
+
+        monkeypatch.setattr(gpu, "seconds_of", seconds_of)
+        found: int = gpu.site_for(gpu.Site(place, Path(), 2), None, seconds, 64).sequences
+        return found
+
+    assert sequences(2.5) == 2
+    assert sequences(9.0) == 8
+    assert tried[1:] == [2, 6, 8]
+    assert sequences(1e9) == 64
+    assert sequences(1e9, room=40) == 32

@@ -1,0 +1,208 @@
+"""Ways to train one bf16 model on a device: with nothing offloaded, and ours."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.place import Place
+from tensorstow.base.plan import Overlap, Plan
+from tensorstow.base.tiers import Tier
+from tensorstow.engine.mesh import mesh_of
+from tensorstow.engine.report import parameter_bytes
+from tensorstow.engine.stow import stow
+from tensorstow.optim.adam import AdamW
+from tensorstow.optim.stowed import StowedAdam
+
+LR = 1e-4
+_OURS_DRAM = 26
+"""Per bf16 parameter: m, v and the master's low half read and written, the weight too, the gradient
+read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes since a training began."""
+
+    down: float = 0
+    up: float = 0
+    read: float = 0
+    written: float = 0
+
+    def since(self, before: "Moved") -> "Moved":
+        """Return what moved since ``before``."""
+        return Moved(
+            self.down - before.down,
+            self.up - before.up,
+            self.read - before.read,
+            self.written - before.written,
+        )
+
+    def each(self, steps: int) -> "Moved":
+        """Return a step's share."""
+        whole = (self.down, self.up, self.read, self.written)
+        return Moved(*(nbytes / steps for nbytes in whole))
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a training takes place."""
+
+    place: Place
+    directory: Path
+    """For states and parameters on disk."""
+    sequences: int
+    """Of a batch."""
+
+
+@dataclass
+class Training:
+    """A model in training."""
+
+    step: Callable[[torch.Tensor], torch.Tensor]
+    """Takes one step with a batch of ids; returns the loss, on the device."""
+    finish: Callable[[], None]
+    """Returns when nothing runs behind the last step."""
+    close: Callable[[], None]
+    moved: Callable[[], Moved] | None = None
+    """By our counters; None: nobody counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train; ``make`` raises whatever a peer's import or compiler does."""
+
+    name: str
+    make: Callable[[Site, nn.Module], Training]
+    dram_bytes: int = 0
+    """Per parameter and step, of host memory, that the update reads and writes."""
+    is_ours: bool = False
+    may_fail: bool = False
+    """Whether the others go on without it, where it is not installed or has no room."""
+    on_device: bool = False
+    """Ours, parameters on DEVICE and states on HOST: what the targets are about."""
+
+
+def nothing() -> None:
+    """Close what needs no end."""
+
+
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the usual loop's step."""
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+# --- nothing offloaded ---
+
+
+def _computed(site: Site, model: nn.Module) -> Training:
+    model = site.place.put(model)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(ids)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return Training(step, site.place.wait, nothing)
+
+
+def _whole(site: Site, model: nn.Module) -> Training:
+    model = site.place.put(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    return Training(trained(model, optimizer), site.place.wait, nothing)
+
+
+COMPUTE = Way("forward and backward alone", _computed)
+WHOLE = Way("no offload", _whole, may_fail=True)
+
+
+# --- ours ---
+
+
+def _alone(site: Site, model: nn.Module, *, overlap: Overlap) -> Training:
+    model = site.place.put(model)
+    optimizer = AdamW(model.named_parameters(), lr=LR, overlap=overlap, module=model)
+    return _ours(site, model, optimizer)
+
+
+def _stowed(site: Site, model: nn.Module, *, plan: Plan) -> Training:
+    make = partial(AdamW, lr=LR)
+    given: dict[str, Any] = {}
+    if plan.parameters == Tier.DEVICE:
+        site.place.put(model)
+    else:  # without a mesh, the CPU in the device's place has nothing to move
+        given["mesh"] = mesh_of(site.place.device, stage=plan.stage, replicas=plan.replicas)
+    if plan.states == Tier.DISK:
+        make = partial(make, durability="none")
+        given["dir"] = site.directory
+    model, optimizer = stow(model, make, plan=plan, **given)
+    return _ours(site, model, optimizer)
+
+
+def _ours(site: Site, model: nn.Module, optimizer: StowedAdam) -> Training:
+    def finish() -> None:
+        optimizer.wait()
+        optimizer.synchronize()
+        site.place.wait()
+
+    def moved() -> Moved:
+        states, weights = optimizer.traffic(), parameter_bytes(model)
+        return Moved(
+            states.bytes_down + weights.link_bytes_down,
+            states.bytes_up + weights.link_bytes_up,
+            states.bytes_read + weights.bytes_read,
+            states.bytes_written + weights.bytes_written,
+        )
+
+    return Training(trained(model, optimizer), finish, optimizer.close, moved)
+
+
+def _stow_way(parameters: Tier, states: Tier, overlap: Overlap) -> Way:
+    return Way(
+        f"ours, stow, parameters {parameters.name}, states {states.name}, {overlap}",
+        partial(_stowed, plan=Plan(parameters=parameters, states=states, overlap=overlap)),
+        _OURS_DRAM,
+        is_ours=True,
+        on_device=parameters == Tier.DEVICE and states == Tier.HOST,
+    )
+
+
+OURS = (
+    Way(
+        "ours, the optimizer alone, states HOST, backward",
+        partial(_alone, overlap="backward"),
+        _OURS_DRAM,
+        is_ours=True,
+        on_device=True,
+    ),
+    _stow_way(Tier.DEVICE, Tier.HOST, "backward"),
+    _stow_way(Tier.DEVICE, Tier.HOST, "forward"),
+    _stow_way(Tier.HOST, Tier.HOST, "forward"),
+    _stow_way(Tier.HOST, Tier.DISK, "backward"),
+    _stow_way(Tier.DISK, Tier.DISK, "backward"),
+)
+
+
+def let_go(place: Place) -> None:
+    """Give back what the last training held: the next one has the memory to itself."""
+    gc.collect()
+    place.clear()
+    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.13
+    if place.is_real and empty_host_cache is not None:
+        empty_host_cache()
