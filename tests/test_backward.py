@@ -547,6 +547,11 @@ class Counted:
     def fetch(self) -> None:
         pass
 
+    nbytes = 1
+
+    def fits(self, nbytes: int) -> bool:
+        return nbytes > 0
+
     def lease(self, *, to_change: bool = False) -> None:
         del to_change
         self.leases += 1

@@ -22,9 +22,15 @@ class FakeLessor:
     log: list[str]
     name: str
     to_change: bool | None = None
+    nbytes: int = 100
+    room: int = 1 << 20
 
     def fetch(self) -> None:
         """Do nothing."""
+
+    def fits(self, nbytes: int) -> bool:
+        """Have room."""
+        return nbytes <= self.room
 
     def lease(self, *, to_change: bool = False) -> None:
         """Note it."""
@@ -123,6 +129,15 @@ def test_a_third_lease_waits_for_the_first_to_be_updated() -> None:
     assert scene.log[4:] == ["wait0", "-a!", "+c", "2:4,5"]
     leases.end_all()
     assert scene.log[-2:] == ["-b!", "-c!"]
+
+
+def test_without_room_for_two_a_second_lease_waits() -> None:
+    scene = Scene([(0, 1), (2, 3), (4, 5)])
+    for lessor in scene.lessors:
+        lessor.room = 99
+    leases = scene.leases()
+    scene.land(leases, 0, 1, 2, 3)
+    assert scene.log == ["+a", "0:0,1", "wait0", "-a!", "+b", "1:2,3"]
 
 
 def test_a_chunk_gets_its_pieces_of_the_gradients() -> None:

@@ -25,6 +25,7 @@ class Pages:
     def __init__(self, module: nn.Module) -> None:
         self.tensors = [p.data for p in module.parameters()]
         self.leases = 0
+        self.nbytes = sum(t.nbytes for t in self.tensors)
         self._away()
         for parameter in module.parameters():
             parameter.lessor = self  # type: ignore[assignment]
@@ -36,6 +37,10 @@ class Pages:
 
     def fetch(self) -> None:
         """Do nothing."""
+
+    def fits(self, nbytes: int) -> bool:
+        """Have room."""
+        return nbytes > 0
 
     def lease(self, *, to_change: bool = False) -> None:
         """Put them back."""

@@ -24,11 +24,17 @@ CASES = [
 class Shelf:
     """Writes down who was lent what."""
 
+    nbytes = 8
+
     def __init__(self) -> None:
         self.log: list[str] = []
 
     def fetch(self) -> None:
         """Do nothing."""
+
+    def fits(self, nbytes: int) -> bool:
+        """Have room."""
+        return nbytes > 0
 
     def lease(self, *, to_change: bool = False) -> None:
         """Note it."""

@@ -64,6 +64,19 @@ def test_a_lease_keeps_its_bytes_whatever_the_capacity(tmp_path: Path) -> None:
     assert shelves.held_bytes == 3 * SIZE
 
 
+def test_what_fits_leaves_room_for_one_more(tmp_path: Path) -> None:
+    shelves = Shelves(tmp_path, 4 * SIZE, 3 * SIZE)
+    made = [shelves.add(SIZE) for _ in range(4)]
+    assert made[0].fits(2 * SIZE)
+    assert not made[0].fits(2 * SIZE + 1)
+    made[1].lease()
+    assert made[0].fits(SIZE)
+    made[2].lease()
+    assert not made[0].fits(SIZE)
+    made[1].release()
+    assert made[0].fits(SIZE)  # what is there and not leased makes room
+
+
 def test_fetching_takes_no_memory_from_a_lease(tmp_path: Path) -> None:
     shelves = Shelves(tmp_path, 4 * SIZE, 3 * SIZE)
     made = [shelves.add(SIZE) for _ in range(4)]

@@ -63,6 +63,10 @@ class Shelf:
         """
         self.shelves.lease(self, to_change=to_change)
 
+    def fits(self, nbytes: int) -> bool:
+        """Return whether so much more may be leased, with room for any one shelf besides."""
+        return self.shelves.fits(nbytes)
+
     def release(self, *, changed: bool = False) -> None:
         """End a lease; ``changed``: the bytes are to be written back."""
         self.shelves.release(self, changed=changed)
@@ -84,7 +88,7 @@ class Shelves:
         self._file = scratch_file(open_engine(backend, depth=DEPTH), directory, nbytes)
         weakref.finalize(self, self._file.close)
         self._capacity = capacity
-        self._end = 0
+        self._end = self._largest = 0
         self._recent: dict[Shelf, None] = {}
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
@@ -97,6 +101,7 @@ class Shelves:
         """Return a shelf of zeros, of ``nbytes`` rounded up."""
         shelf = Shelf(self, -(-nbytes // ALIGN) * ALIGN, self._end)
         self._end += shelf.nbytes
+        self._largest = max(self._largest, shelf.nbytes)
         return shelf
 
     def fetch(self, shelf: Shelf) -> None:
@@ -116,6 +121,12 @@ class Shelves:
             self._end_read(shelf)
             if to_change:
                 self._end_write(shelf)
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether so much more may be leased, with room for any one shelf besides."""
+        with self._lock:
+            leased = sum(shelf.nbytes for shelf in self._recent if shelf.leases)
+            return leased + nbytes + self._largest <= self._capacity
 
     def release(self, shelf: Shelf, *, changed: bool) -> None:
         """End a lease; begin writing ``changed`` bytes when nobody has one any more."""

@@ -38,6 +38,12 @@ def shard_of(parameter: torch.Tensor) -> torch.Tensor:
 class Lessor(Protocol):
     """Who lends a shard its memory, for its bytes are on disk."""
 
+    nbytes: int
+    """What it lends."""
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether so much more may be lent, and whoever computes still has room."""
+
     def fetch(self) -> None:
         """Begin bringing the bytes in, where there is room."""
 

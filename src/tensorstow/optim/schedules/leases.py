@@ -8,11 +8,12 @@ said at the step's end, in the same way: a commit takes weights out of chunks wi
 
 A lease ends when nothing more of its lessor is to come. Where others need the room it ends when no
 chunk under way needs it, and is taken again later: a parameter that gets no gradient keeps nobody's
-memory. So at most two lessors lend at once, or as many as one chunk has parts of: states are cut so
-that this is one, unless they were cut for another plan and resumed.
+memory. So at most two lessors lend at once, fewer where there is no room for that, or as many as
+one chunk has parts of: states are cut so that this is one, unless they were cut for another plan
+and resumed.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -216,22 +217,29 @@ class Leases:
             return part.owners
         return ()
 
-    def _make_room(self, needed: Collection[int]) -> None:
-        """End leases until those that are ``needed`` are few enough with them."""
+    def _make_room(self, needed: Mapping[int, Lessor]) -> None:
+        """End others' leases until there is room for those that are ``needed``."""
         self._end_updated()
-        most = max(_AT_ONCE, len(needed))
-        while len({*self._leases, *needed}) > most:
+        while not self._is_room_for(needed):
             free = (k for k, lease in self._leases.items() if k not in needed and not lease.users)
             key = next(free, None)
             if key is not None:
                 self._end(key)
                 continue
             # What waits for a gradient that somebody else hands over may take as long as the step.
-            first = next((g for g in self._granted if not g.part.carried), None)
+            others = (g for g in self._granted if g.lessors - needed.keys() and not g.part.carried)
+            first = next(others, None)
             if first is None:
                 return
             self._pipeline.wait_chunk(first.part.chunk.number)
             self._end_updated()
+
+    def _is_room_for(self, needed: Mapping[int, Lessor]) -> bool:
+        missing = [lessor for key, lessor in needed.items() if key not in self._leases]
+        if not missing:
+            return len(self._leases) <= max(_AT_ONCE, len(needed))
+        few = len(self._leases) + len(missing) <= max(_AT_ONCE, len(needed))
+        return few and missing[0].fits(sum(lessor.nbytes for lessor in missing))
 
     def _take(self, key: int, lessor: Lessor) -> _Lease:
         lessor.lease(to_change=bool(self._due))
