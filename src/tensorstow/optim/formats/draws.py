@@ -7,14 +7,16 @@ _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
 
 
-def draws(key: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return two 16-bit numbers (int32) for each element from ``first`` on.
+def draws(
+    key: int, first: int, count: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return two 16-bit numbers (int32) on ``device`` for each element from ``first`` on.
 
     [Note: Draws] in csrc/kernels/draws.h, bit for bit: the first number rounds first moments, the
     second one second moments.
     """
     before, inside = _halves(key)
-    x = (torch.arange(first, first + count, dtype=torch.int64, device="cpu") & _WORD) ^ before
+    x = (torch.arange(first, first + count, dtype=torch.int64, device=device) & _WORD) ^ before
     x = _times(x ^ (x >> 17), 0xED5AD4BB)
     x = ((x ^ (x >> 11)) + inside) & _WORD
     x = _times(x, 0xAC4C1B51)

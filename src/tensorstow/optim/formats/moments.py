@@ -56,9 +56,8 @@ def to_unsigned_bytes(v: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]
     root = _grouped(v).double().sqrt().float()
     scale = _scale_above(root, _LARGEST_ROOT)
     wide = scale.float()[:, None]
-    per_scale = torch.tensor(255.0, device="cpu") / wide.clamp(
-        min=_LEAST_SCALE
-    )  # one rounding, unlike 255.0 / x
+    # One rounding, unlike 255.0 / x.
+    per_scale = torch.full((), 255.0, device=v.device) / wide.clamp(min=_LEAST_SCALE)
     t = root * per_scale
     t = t.nan_to_num(0.0) * wide.isfinite()
     low = t.trunc()
@@ -74,13 +73,14 @@ def to_unsigned_bytes(v: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]
 def from_unsigned_bytes(code: Tensor, scale: Tensor) -> Tensor:
     """Return the second moments of ``to_unsigned_bytes``."""
     n = code.float()
-    root = n * _spread(scale.float() * torch.tensor(1.0 / 255.0, device="cpu"), n)
+    per_byte = torch.full((), 1.0 / 255.0, device=code.device)
+    root = n * _spread(scale.float() * per_byte, n)
     return root * root
 
 
 def _grouped(x: Tensor) -> Tensor:
     rows = -(-x.numel() // GROUP)
-    padded = torch.zeros(rows * GROUP, dtype=torch.float32, device="cpu")
+    padded = torch.zeros(rows * GROUP, dtype=torch.float32, device=x.device)
     padded[: x.numel()] = x
     return padded.view(rows, GROUP)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tensorstow.optim.formats.state_format import StateFormat, decode, encode
+from tensorstow.optim.formats.state_format import StateFormat, decode, encode, state_names
 from tensorstow.optim.reference import AdamScalars, AdamState, adam_reference
 
 
@@ -31,9 +31,15 @@ def adam_reference_in_format(
 ) -> None:
     """Update ``param`` and ``kept`` in place by one step, as ``adam_reference`` does.
 
-    ``key`` tells the random bits of one parameter and step from those of others.
+    All on one device, any. ``key`` tells the random bits of one parameter and step from those of
+    others.
     """
-    states = decode(kept.streams, param, kept.format, amsgrad=kept.amsgrad)
+    in_place = kept.format == StateFormat.FP32
+    if in_place:
+        names = state_names(param.dtype, amsgrad=kept.amsgrad)
+        states = dict(zip(names, kept.streams, strict=True))
+    else:
+        states = decode(kept.streams, param, kept.format, amsgrad=kept.amsgrad)
     state = AdamState(
         states["exp_avg"],
         states["exp_avg_sq"],
@@ -41,6 +47,8 @@ def adam_reference_in_format(
         vmax=states.get("max_exp_avg_sq"),
     )
     adam_reference(param, grad, state, scalars, seed_master=seed_master)
+    if in_place:
+        return
     encode(
         states,
         param,

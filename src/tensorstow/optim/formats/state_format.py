@@ -96,11 +96,12 @@ def decode(
     """Return the fp32 states by name.
 
     ``streams`` are those of ``streams_of``, one dimension each, of whole groups but for the
-    parameter's last one; ``weight`` the parameter's elements that they belong to.
+    parameter's last one; ``weight`` the parameter's elements that they belong to, on the same
+    device.
     """
     specs = streams_of(weight.dtype, format, amsgrad=amsgrad)
     states = {
-        name: torch.empty(weight.numel(), dtype=torch.float32, device="cpu")
+        name: torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
         for name in state_names(weight.dtype, amsgrad=amsgrad)
     }
     for begin, end in _pieces(weight.numel()):
@@ -123,14 +124,19 @@ def encode(
     """Write fp32 ``states`` to the streams ``out``; the arguments are as in ``decode``.
 
     bf16 and int8 moments are rounded to the nearest; with a ``key`` by chance, as the kernels do
-    it, ``first`` being the index in the parameter of the first element. Raises OptionError for a
-    negative second moment, and for a master that does not round to the weight where the format
-    keeps only what the weight does not say; ``out`` is then partly written.
+    it, ``first`` being the index in the parameter of the first element. Without one they come from
+    outside and are checked: raises OptionError for a negative second moment, and for a master that
+    does not round to the weight where the format keeps only what the weight does not say; ``out``
+    is then partly written. With one an update made them, and no device is waited for.
     """
     specs = streams_of(weight.dtype, format, amsgrad=amsgrad)
     for begin, end in _pieces(weight.numel()):
         piece = {name: state[begin:end] for name, state in states.items()}
-        chances = (None, None) if key is None else draws(key, first + begin, end - begin)
+        chances: Chances = (None, None)
+        if key is None:
+            _check(piece, weight[begin:end], format)
+        elif not format.exact:
+            chances = draws(key, first + begin, end - begin, weight.device)
         encoded = _encode_piece(piece, weight[begin:end], format, chances)
         for name, stream in _cut(out, specs, begin, end).items():
             stream.copy_(encoded[name])
@@ -198,14 +204,12 @@ def _encode_piece(
     m, v = states["exp_avg"], states["exp_avg_sq"]
     halves, in_bytes = _in_halves(weight.dtype, format), _in_bytes(weight.dtype, format)
     if halves or not format.exact:
-        v = _not_negative(v)
+        v = v.abs()
     if format == StateFormat.BF16:
         m, v = to_half(m, chances[0]), to_half(v, chances[1])
     elif format == StateFormat.INT8:
         m, encoded["exp_avg_scale"] = to_bytes(m, chances[0])
         v, encoded["exp_avg_sq_scale"] = to_unsigned_bytes(v, chances[1])
-    if halves or in_bytes:
-        _check_master(states["master"], weight, format)
     if halves:
         encoded["master"], rounded_up = split_halves(states["master"])
         v = torch.where(rounded_up, -v, v)
@@ -215,14 +219,22 @@ def _encode_piece(
     return encoded
 
 
-def _not_negative(v: Tensor) -> Tensor:
+def _check(states: Mapping[str, Tensor], weight: Tensor, format: StateFormat) -> None:
+    """Raise OptionError for states that the format cannot keep."""
+    halves, in_bytes = _in_halves(weight.dtype, format), _in_bytes(weight.dtype, format)
+    if halves or not format.exact:
+        _refuse_negative(states["exp_avg_sq"])
+    if halves or in_bytes:
+        _check_master(states["master"], weight, format)
+
+
+def _refuse_negative(v: Tensor) -> None:
     if (v < 0.0).any():
         message = (
             f"A second moment of {v.min().item()} was given: it is a mean of squares and cannot be"
             " negative. Check where these states come from."
         )
         raise OptionError(message)
-    return v.abs()
 
 
 def _check_master(master: Tensor, weight: Tensor, format: StateFormat) -> None:
