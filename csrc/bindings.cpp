@@ -343,12 +343,12 @@ struct PyPipeline {
                            as_words(std::get<1>(checksums)));
   }
 
-  // Hands a step over and, unless it is open or goes on in the background, waits until it is
-  // published: one call, so that no Python exception can come between its beginning, after which
-  // the gradients are being read, and its end.
+  // Hands a step over and, unless it is open, goes on in the background or is updated outside,
+  // waits until it is published: one call, so that no Python exception can come between its
+  // beginning, after which the gradients are being read, and its end.
   FailureTuple begin(
       const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
-      Hypers table, bool open, bool capture, bool background, bool home_first) {
+      Hypers table, bool open, bool capture, bool background, bool home_first, bool outside) {
     if (rows.shape(1) != 7 || table.shape(1) != 9) {
       throw std::invalid_argument("begin: rows have seven columns and hypers nine");
     }
@@ -369,8 +369,8 @@ struct PyPipeline {
                    table(h, 5), table(h, 6), table(h, 7), table(h, 8)};
     }
     nb::gil_scoped_release release;
-    get().begin(parameters, hypers, {open, capture, background, home_first}, expected);
-    if (open || background) return as_tuple(get().failure());
+    get().begin(parameters, hypers, {open, capture, background, home_first, outside}, expected);
+    if (open || background || outside) return as_tuple(get().failure());
     return as_tuple(get().wait_published());
   }
 };
@@ -641,7 +641,7 @@ void bind_pipeline(nb::module_& m) {
       .def("order", [](PyPipeline& self) { return self.get().order(); })
       .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
       .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, nb::kw_only(), "open"_a, "capture"_a,
-           "background"_a, "home_first"_a)
+           "background"_a, "home_first"_a, "outside"_a)
       .def(
           "land",
           [](PyPipeline& self, int parameter, Address grad, int dtype) {
@@ -659,6 +659,15 @@ void bind_pipeline(nb::module_& m) {
             self.get().land_pieces(chunk, gradients);
           },
           "chunk"_a, "pieces"_a)
+      .def(
+          "next_outside",
+          [](PyPipeline& self, bool wait) {
+            nb::gil_scoped_release release;
+            const Outside outside = self.get().next_outside(wait);
+            return std::tuple(outside.chunk, outside.slot);
+          },
+          nb::kw_only(), "wait"_a, "(chunk, slot): -1 where there is none")
+      .def("outside_done", [](PyPipeline& self, int chunk) { self.get().outside_done(chunk); })
       .def("is_updated", [](PyPipeline& self, int chunk) { return self.get().is_updated(chunk); })
       .def("close", [](PyPipeline& self) { self.get().close(); })
       .def("is_published",

@@ -16,6 +16,9 @@ enum class Pipeline::Stage : std::uint8_t {
   waiting,   // to be admitted
   admitted,  // has a slot, or its own memory: its read or a gradient is still to come
   queued,    // in ready_ or homely_
+  outside,   // in outside_
+  lent,      // in the hands of who took it from there
+  returned,  // in returned_
 };
 
 struct Pipeline::Chunk {
@@ -137,6 +140,8 @@ int Pipeline::add_chunk(ChunkSpec spec, bool blank, std::vector<std::uint32_t> s
   hot_.reserve(chunks_.size());
   ready_.reserve(chunks_.size());
   homely_.reserve(chunks_.size());
+  outside_.reserve(chunks_.size());
+  returned_.reserve(chunks_.size());
   return number;
 }
 
@@ -182,6 +187,7 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
     return;
   }
   if (stepping_) throw std::logic_error("begin before the last step was published");
+  if (step.open && step.outside) throw std::invalid_argument("begin: open, and updated outside");
   if (parameters.size() < chunks_of_.size()) {
     throw std::invalid_argument("begin: chunks have parameters that are not among these");
   }
@@ -197,6 +203,8 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   hot_.clear();
   ready_.clear();
   homely_.clear();
+  outside_.clear();
+  returned_.clear();
   next_ = 0;
   unfinished_ = 0;
   stepping_ = true;
@@ -339,6 +347,32 @@ void Pipeline::close() {
   work_ = true;
   conductor_wakes_.notify_one();
   callers_wake_.notify_all();
+}
+
+Outside Pipeline::next_outside(bool wait) {
+  std::unique_lock lock(mutex_);
+  const double start = now();
+  if (wait) {
+    sleep_until(lock, [this] { return !outside_.empty() || !stepping_ || failure_.error != 0; });
+    counters_.wait_seconds += now() - start;
+  }
+  if (outside_.empty() || failure_.error != 0) return {};
+  Chunk& chunk = *chunks_[outside_.front()];
+  outside_.pop();
+  chunk.stage = Stage::lent;
+  return {chunk.number, chunk.state == ChunkState::resident ? -1 : chunk.slot};
+}
+
+void Pipeline::outside_done(int number) {
+  std::lock_guard lock(mutex_);
+  Chunk& chunk = *chunks_.at(number);
+  if (chunk.stage != Stage::lent) {
+    throw std::logic_error("outside_done: the chunk was not lent");
+  }
+  chunk.stage = Stage::returned;
+  returned_.push(number);
+  work_ = true;
+  conductor_wakes_.notify_one();
 }
 
 // The order of the next step. What this step's end left in the ring comes first.
@@ -526,6 +560,11 @@ void Pipeline::bring_in(Chunk& chunk) {
 // Chunks in slots go first: their slots are what the reads behind them wait for.
 Pipeline::Chunk* Pipeline::pick() {
   if (!stepping_ || failure_.error != 0) return nullptr;
+  if (!returned_.empty()) {
+    Chunk& chunk = *chunks_[returned_.front()];
+    returned_.pop();
+    return &chunk;
+  }
   Queue* queue = &ready_;
   if (!homely_.empty() && (ready_.empty() || step_.home_first)) {
     // A commit also writes what is resident, through a slot.
@@ -541,41 +580,40 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
   const bool home = chunk.state == ChunkState::resident;
   const bool idle_chunk = !chunk.has_gradient;
   const bool states_in_place = idle_chunk && !home && chunk.place == chunk.target;
-  chunk.capturing = step_.capture;
-  if (home && step_.capture) take_slot(chunk);
-  if (!home) move(chunk, ChunkState::updating);
-  const Layout& layout = chunk.parts.layout;
-  UpdateMemory memory{};
-  for (int k = 0; k < layout.streams; ++k) {
-    memory.states[k] = home ? chunk.spec.resident[k] : slot_part(chunk, k);
-    if (home && step_.capture) memory.copy[k] = slot_part(chunk, k);
-    if (!home && chunk.at_home()) memory.copy[k] = chunk.spec.resident[k];
-  }
-  if (step_.capture) memory.weight = slot_part(chunk, layout.streams);
   const bool empty_slot = states_in_place || (chunk.fresh && idle_chunk);
-  if (!home && !empty_slot && !chunk.fresh && !chunk.verify) {
-    counters_.bytes_spared += layout.state_bytes();
+  const Half half = chunk.stage == Stage::returned ? Half::after
+                    : step_.outside && !idle_chunk ? Half::before
+                                                   : Half::both;
+  if (half != Half::after) {
+    chunk.capturing = step_.capture;
+    if (home && step_.capture) take_slot(chunk);
+    if (!home) move(chunk, ChunkState::updating);
+    if (!home && !empty_slot && !chunk.fresh && !chunk.verify) {
+      counters_.bytes_spared += chunk.parts.layout.state_bytes();
+    }
+    chunk.started = now();
   }
-  if (empty_slot) memory.copy[0] = nullptr;
   const UpdateTask task{chunk.spec,
                         chunk.parts,
                         chunk.gradients,
                         chunk.marks,
-                        memory,
+                        memory_of(chunk, home, empty_slot),
                         chunk.fresh,
                         idle_chunk,
                         chunk.verify && !empty_slot,
-                        !empty_slot && (!home || step_.capture)};
+                        !empty_slot && (!home || step_.capture),
+                        half};
   const int threads = step_.background && waiters_ == 0 ? few_ : 0;
   updating_ = true;
   lock.unlock();
-  const double start = now();
   const std::int64_t damaged = update_chunk(task, parameters_, hypers_, isa_, threads);
-  trace_.record({start, now(), Lane::update, chunk.number, 0});
+  if (half != Half::before) {
+    trace_.record({chunk.started, now(), Lane::update, chunk.number, 0});
+  }
   lock.lock();
   updating_ = false;
   if (damaged >= 0) {
-    const Layout::Part& part = layout.parts[0];
+    const Layout::Part& part = chunk.parts.layout.parts[0];
     const UpdateBlock& block = chunk.parts.blocks[damaged];
     fail({kDamaged, chunk.place.file, chunk.number, Op::read,
           chunk.place.offset + part.file_at + part.at(block.begin),
@@ -584,16 +622,42 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
     return;
   }
   chunk.verify = false;
+  if (half != Half::before) {
+    settle_update(chunk, home, empty_slot);
+    return;
+  }
+  chunk.stage = Stage::outside;
+  outside_.push(chunk.number);
+  callers_wake_.notify_all();
+}
+
+UpdateMemory Pipeline::memory_of(const Chunk& chunk, bool home, bool empty_slot) const {
+  const int streams = chunk.parts.layout.streams;
+  UpdateMemory memory{};
+  for (int k = 0; k < streams; ++k) {
+    memory.states[k] = home ? chunk.spec.resident[k] : slot_part(chunk, k);
+    if (home && step_.capture) memory.copy[k] = slot_part(chunk, k);
+    if (!home && chunk.at_home()) memory.copy[k] = chunk.spec.resident[k];
+  }
+  if (step_.capture) memory.weight = slot_part(chunk, streams);
+  if (empty_slot) memory.copy[0] = nullptr;
+  return memory;
+}
+
+// The chunk's memory holds what is new: it goes where it belongs.
+void Pipeline::settle_update(Chunk& chunk, bool home, bool empty_slot) {
+  const int streams = chunk.parts.layout.streams;
+  const bool idle_chunk = !chunk.has_gradient;
   if (!idle_chunk) ++counters_.chunks_updated;
   if (empty_slot) {  // the states are where they belong, or still blank
-    start_write(chunk, layout.streams, 1);
+    start_write(chunk, streams, 1);
   } else if (!home || step_.capture) {
     const bool settled = chunk.at_home() && !home && !step_.capture;
     if (!idle_chunk) chunk.fresh = false;
     if (settled) {  // read once, and in its own memory from now on
       leave_slot(chunk, ChunkState::resident);
     } else {
-      start_write(chunk, 0, layout.streams + (step_.capture ? 1 : 0));
+      start_write(chunk, 0, streams + (step_.capture ? 1 : 0));
     }
   }
   if (!idle_chunk && !step_.capture) chunk.captured = false;

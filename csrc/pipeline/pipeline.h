@@ -45,6 +45,14 @@ struct StepSpec {
                             // gradient are written too where the disk has not all of them
   bool background = false;  // the caller computes on these cores beside it, until somebody waits
   bool home_first = false;  // resident chunks before those in slots
+  bool outside = false;     // whoever calls `next_outside` updates: no gradient is read here, and
+                            // the weights are only looked at when a chunk is given back
+};
+
+// A chunk whose states are there to be changed: in a slot, or (slot -1) in memory of their own.
+struct Outside {
+  int chunk = -1;  // none
+  int slot = -1;
 };
 
 // A gradient from the first element on that a chunk has of `parameter`.
@@ -125,6 +133,14 @@ class Pipeline {
   // No more gradients: expected parameters without one are left alone.
   void close();
 
+  // In an outside step: the next chunk to be updated by the caller, whose gradients he knows; none
+  // where the step is over, or where none is there and he does not `wait`. He who waits must hold
+  // no chunk himself, or nobody might ever go on.
+  Outside next_outside(bool wait);
+  // The caller is done with the chunk: its memory holds the new states, and the weights of 16-bit
+  // parameters (in a commit, of all) are new where the step says they are.
+  void outside_done(int chunk);
+
   // Block until the step is published as a whole, or these parameters of it; or something failed.
   // In an open step a parameter waits for the gradients of all that share a chunk with it; one that
   // is still expected is not waited for.
@@ -181,6 +197,8 @@ class Pipeline {
   void take_slot(Chunk& chunk);
   void bring_in(Chunk& chunk);
   void run(Chunk& chunk, std::unique_lock<std::mutex>& lock);
+  UpdateMemory memory_of(const Chunk& chunk, bool home, bool empty_slot) const;
+  void settle_update(Chunk& chunk, bool home, bool empty_slot);
   void finish(Chunk& chunk);
   void start_write(Chunk& chunk, int first_part, int parts);
   void submit(Chunk& chunk, Op op, Place place, int first_part, int parts);
@@ -223,6 +241,8 @@ class Pipeline {
   Queue hot_;                    // complete, but passed by in order_
   Queue ready_;                  // states and gradients are there
   Queue homely_;                 // the same, of resident chunks
+  Queue outside_;                // to be updated by whoever calls `next_outside`
+  Queue returned_;               // updated by him
   std::int64_t unfinished_ = 0;  // chunks of this step
   int waiters_ = 0;              // callers who do nothing else
   bool work_ = false;            // something may have become possible

@@ -20,11 +20,14 @@ class BlockUpdate {
   bool run(std::int64_t index) const {
     const UpdateBlock& block = task_.parts.blocks[index];
     const Layout& layout = task_.parts.layout;
-    if (task_.verify &&
-        block_checksum(layout, block, task_.memory.states) != task_.marks.states[index]) {
-      return false;
+    if (task_.half != Half::after) {
+      if (task_.verify &&
+          block_checksum(layout, block, task_.memory.states) != task_.marks.states[index]) {
+        return false;
+      }
+      if (task_.fresh && !task_.idle) clear(block);
+      if (task_.half == Half::before) return true;
     }
-    if (task_.fresh && !task_.idle) clear(block);
     if (!task_.idle) {
       for (std::size_t p = block.first_piece; p < block.last_piece; ++p) update(p);
     }
@@ -50,16 +53,28 @@ class BlockUpdate {
     const SegmentGradient& gradient = task_.gradients[piece.segment];
     if (gradient.data == nullptr) return;
     const Family& family = task_.spec.family;
-    const Layout& layout = task_.parts.layout;
     AdamArgs args{};
     args.first = segment.parameter_offset + piece.offset;
     args.param = static_cast<char*>(parameter.param) + args.first * size_of(family.param_dtype);
+    args.n = piece.count;
+    if (task_.half == Half::both) compute(args, piece);
+    // An fp32 weight is its own master: nobody asks whether someone else wrote it.
+    if (family.param_dtype == DType::f32) return;
+    task_.marks.published[index] = checksum(args.param, 2 * piece.count, 0);
+    task_.marks.is_published[index] = 1;
+  }
+
+  void compute(AdamArgs& args, const Piece& piece) const {
+    const Segment& segment = task_.spec.segments[piece.segment];
+    const StepParameter& parameter = parameters_[segment.parameter];
+    const SegmentGradient& gradient = task_.gradients[piece.segment];
+    const Family& family = task_.spec.family;
+    const Layout& layout = task_.parts.layout;
     args.grad = gradient.data + piece.offset * size_of(gradient.dtype);
     for (int k = 0; k < layout.streams; ++k) {
       args.states[static_cast<int>(layout.which[k])] =
           task_.memory.states[k] + layout.parts[k].at(segment.chunk_offset + piece.offset);
     }
-    args.n = piece.count;
     args.key = parameter.key;
     args.param_dtype = family.param_dtype;
     args.grad_dtype = gradient.dtype;
@@ -68,10 +83,6 @@ class BlockUpdate {
     args.seed_master = parameter.seed_master;
     args.hyper = hypers_[parameter.hyper];
     adam_update(args, isa_);
-    // An fp32 weight is its own master: nobody asks whether someone else wrote it.
-    if (family.param_dtype == DType::f32) return;
-    task_.marks.published[index] = checksum(args.param, 2 * piece.count, 0);
-    task_.marks.is_published[index] = 1;
   }
 
   void copy_states(const UpdateBlock& block) const {

@@ -32,6 +32,11 @@ struct UpdateMemory {
   char* weight;             // where the new weights also go; null: nowhere
 };
 
+// [Note: Outside] An update has two halves, and the kernel between them. Where somebody else
+// changes the states in the chunk's memory, `before` gives him what was verified, or zeros, and
+// `after` sums up and copies what he left, as if it were the kernel's.
+enum class Half : std::uint8_t { both, before, after };
+
 struct UpdateTask {
   const ChunkSpec& spec;
   const ChunkParts& parts;
@@ -42,6 +47,7 @@ struct UpdateTask {
   bool idle;    // no gradient: only verified and copied
   bool verify;  // the states come from disk
   bool sum;     // the states go to disk
+  Half half;
 };
 
 // Runs on the pool with `threads` threads (0: all of them). Returns the first block whose states

@@ -81,10 +81,55 @@ class Rig {
       it.new_gradient(random);
       it.seed = it.is_16_bit() && !it.published;
       const void* gradient = due[p] && !spec.open ? it.gradient.data() : nullptr;
+      // Nobody but `update_outside` may read them, who has them from elsewhere.
+      if (gradient != nullptr && spec.outside) gradient = reinterpret_cast<const void*>(64);
       rows.push_back({it.weight.data(), gradient, DType::f32, it.seed, 0, key_of(p)});
       if (gradient != nullptr) apply(p);
     }
+    due_ = due;
     pipeline_->begin(rows, {hyper_of(number)}, spec, due);
+  }
+
+  // What the caller of an outside step does: takes chunks, up to `most` at once, changes them, and
+  // gives them back in any order, until the step is over or (with a limit) so many were taken.
+  int work_outside(std::size_t most, std::mt19937& random, int limit = 1 << 30) {
+    std::vector<int> held;
+    for (int taken = 0;;) {
+      const bool more = held.size() < most && taken < limit;
+      const Outside next = more ? pipeline_->next_outside(held.empty()) : Outside{};
+      if (next.chunk >= 0) {
+        ++taken;
+        update_outside(next);
+        held.push_back(next.chunk);
+        continue;
+      }
+      if (held.empty()) return taken;
+      std::swap(held[random() % held.size()], held.back());
+      pipeline_->outside_done(held.back());
+      held.pop_back();
+    }
+  }
+
+  void update_outside(Outside given) {
+    const ChunkSpec& spec = specs_[given.chunk];
+    const Layout layout(spec);
+    CHECK((given.slot < 0) == (pipeline_->state(given.chunk) == ChunkState::resident));
+    for (const Segment& s : spec.segments) {
+      Parameter& it = parameters_[s.parameter];
+      if (!due_[s.parameter]) continue;
+      AdamArgs args = args_of(s.parameter);
+      args.param = &it.weight[s.parameter_offset * size_of(spec.family.param_dtype)];
+      args.grad = it.gradient.data() + s.parameter_offset;
+      args.n = s.count;
+      args.first = s.parameter_offset;
+      for (int k = 0; k < layout.streams; ++k) {
+        const Layout::Part& part = layout.parts[k];
+        char* slot = ring_.get() + given.slot * slot_bytes_ + part.slot_at;
+        char* states = given.slot < 0 ? spec.resident[k] : slot;
+        args.states[static_cast<int>(layout.which[k])] = states + part.at(s.chunk_offset);
+      }
+      adam_update(args, Isa::scalar);
+    }
   }
 
   void land(int parameter) {
@@ -319,6 +364,7 @@ class Rig {
     }
     ring_ = Memory(static_cast<char*>(std::aligned_alloc(4096, slots * widest)));
     std::memset(ring_.get(), 0x77, slots * widest);  // nobody may take what he finds for zeros
+    slot_bytes_ = widest;
     pipeline_->set_ring({ring_.get(), slots, widest});
   }
 
@@ -407,14 +453,9 @@ class Rig {
 
   std::uint64_t key_of(std::size_t parameter) const { return 1000 * number_ + parameter; }
 
-  void apply(std::size_t parameter) {
-    Parameter& it = parameters_[parameter];
+  AdamArgs args_of(std::size_t parameter) const {
+    const Parameter& it = parameters_[parameter];
     AdamArgs args{};
-    args.param = it.wanted.data();
-    args.grad = it.gradient.data();
-    for (int k = 0; k < kMaxStreams; ++k) {
-      args.states[k] = it.states[k].empty() ? nullptr : it.states[k].data();
-    }
     args.n = it.shape.count;
     args.key = key_of(parameter);
     args.param_dtype = it.shape.family.param_dtype;
@@ -422,6 +463,17 @@ class Rig {
     args.amsgrad = it.shape.family.amsgrad;
     args.seed_master = it.seed;
     args.hyper = hyper_of(number_);
+    return args;
+  }
+
+  void apply(std::size_t parameter) {
+    Parameter& it = parameters_[parameter];
+    AdamArgs args = args_of(parameter);
+    args.param = it.wanted.data();
+    args.grad = it.gradient.data();
+    for (int k = 0; k < kMaxStreams; ++k) {
+      args.states[k] = it.states[k].empty() ? nullptr : it.states[k].data();
+    }
     adam_update(args, Isa::scalar);
     it.published = true;
   }
@@ -501,6 +553,8 @@ class Rig {
   std::vector<Place> places_;
   std::vector<std::vector<char>> homes_;
   Memory ring_;
+  std::int64_t slot_bytes_ = 0;
+  std::vector<char> due_;  // in the step of now, by parameter
   int number_ = 0;
   bool reopened_ = false;
   std::unique_ptr<Pipeline> pipeline_;
@@ -554,6 +608,8 @@ inline constexpr StepSpec kOpen{true, false, false, false};
 inline constexpr StepSpec kCapture{false, true, false, false};
 inline constexpr StepSpec kOpenCapture{true, true, false, false};
 inline constexpr StepSpec kBackground{false, false, true, false};
+inline constexpr StepSpec kOutside{false, false, false, false, true};
+inline constexpr StepSpec kOutsideCapture{false, true, false, false, true};
 inline constexpr Order kOrders[] = {Order::alternating, Order::given};
 
 template <class Exception, class Call>

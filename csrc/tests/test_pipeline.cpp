@@ -526,6 +526,93 @@ void test_chunks_at_home_come_first_where_asked(Make make) {
   }
 }
 
+// --- updates by somebody else ---
+
+RigOptions of_all_formats(int slots, Order order, bool durable) {
+  RigOptions options = with(slots, order);
+  options.gap = 96;
+  options.durable = durable;
+  options.shapes = {{{}, 2048},
+                    {{DType::bf16, StateFormat::split, false}, 3001},
+                    {{DType::f32, StateFormat::fp32, true}, 2500},
+                    {{DType::bf16, StateFormat::fp32, false}, 1025},
+                    {{DType::bf16, StateFormat::int8, false}, 2047}};
+  return options;
+}
+
+void test_updates_outside_give_the_same_bits(Make make) {
+  doing("outside");
+  std::mt19937 random(5);
+  for (const bool commits : {false, true}) {
+    for (const int slots : {1, 2, 5}) {
+      Rig rig(make({4, 4096}), of_all_formats(slots, kOrders[slots % 2], commits));
+      rig.engine().faults().add({Op::read, 3, 6, 0, 0, 300});
+      rig.engine().faults().add({Op::write, 5, 6, 0, 0, 300});
+      for (int number = 1; number <= 8; ++number) {
+        if (number % 2 == 0) rig.pipeline().prefetch();
+        const bool capture = commits && number % 3 == 0;
+        const std::vector<char> due = rig.all_but(number % 5 == 4 ? number % 3 : -1);
+        if (number == 6) rig.rewrite(1, random);
+        // The kernel and others take turns over the same states.
+        const bool outside = number % 4 != 3;
+        rig.begin(number, due, {false, capture, false, number % 2 == 0, outside});
+        if (outside) CHECK(rig.work_outside(1 + number % 3, random) > 0);
+        CHECK(rig.pipeline().wait_published().error == 0);
+        CHECK(rig.agrees());
+        CHECK(rig.pipeline().wait_written().error == 0);
+        if (capture) CHECK(rig.all_captured());
+        CHECK(rig.captures_agree());
+        for (int p = 0; p < rig.parameters(); ++p) {
+          if (rig.is_16_bit(p)) CHECK(rig.unchanged(p) == rig.published(p));
+        }
+      }
+      check_all(rig);
+      CHECK(rig.pipeline().counters().slots_high_water <= slots);
+    }
+  }
+}
+
+void test_a_run_goes_on_behind_updates_outside(Make make) {
+  doing("outside, reopened");
+  std::mt19937 random(6);
+  Rig rig(make({4, 4096}), of_all_formats(2, Order::alternating, true));
+  for (int number = 1; number <= 4; ++number) {
+    rig.begin(number, rig.all_but(), kOutsideCapture);
+    CHECK(rig.work_outside(2, random) == rig.chunks());
+    CHECK(rig.pipeline().wait_published().error == 0);
+    CHECK(rig.pipeline().wait_written().error == 0);
+    CHECK(rig.all_captured() && rig.captures_agree());
+    rig.reopen();  // sums that were taken of what came back are those of what is on disk
+  }
+  CHECK(rig.step(5).error == 0);
+  check_all(rig);
+}
+
+void test_outside_is_asked_for_in_its_step_alone(Make make) {
+  doing("outside, wrong calls");
+  std::mt19937 random(7);
+  Rig rig(make({4, 4096}), with(2));
+  Pipeline& pipeline = rig.pipeline();
+  CHECK(pipeline.next_outside(true).chunk == -1);
+  CHECK(throws<std::invalid_argument>(
+      [&] { rig.begin(1, rig.all_but(), {true, false, false, false, true}); }));
+  rig.begin(1, rig.all_but(), kOutside);
+  CHECK(throws<std::logic_error>([&] { pipeline.outside_done(0); }));
+  const Outside first = pipeline.next_outside(true);
+  CHECK(first.chunk >= 0 && !pipeline.is_updated(first.chunk));
+  rig.update_outside(first);
+  pipeline.outside_done(first.chunk);
+  CHECK(throws<std::logic_error>([&] { pipeline.outside_done(first.chunk); }));
+  CHECK(rig.work_outside(2, random) == kChunks - 1);
+  CHECK(pipeline.next_outside(true).chunk == -1);
+  CHECK(pipeline.wait_published().error == 0);
+  // A step in which nobody has a gradient is over when it begins.
+  rig.begin(2, std::vector<char>(rig.parameters()), kOutside);
+  CHECK(rig.work_outside(2, random) == 0);
+  CHECK(pipeline.wait_published().error == 0);
+  check_all(rig);
+}
+
 void test_a_trace_is_bounded() {
   Trace trace;
   trace.record({0, 1, Lane::read, 0, 1});
@@ -563,6 +650,9 @@ int main() {
     test_another_pipeline_goes_on_where_one_ended(make);
     test_nobody_has_to_wait_while_a_step_runs(make);
     test_chunks_at_home_come_first_where_asked(make);
+    test_updates_outside_give_the_same_bits(make);
+    test_a_run_goes_on_behind_updates_outside(make);
+    test_outside_is_asked_for_in_its_step_alone(make);
   }
   test_a_trace_is_bounded();
   return report();

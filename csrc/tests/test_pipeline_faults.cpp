@@ -142,6 +142,51 @@ void test_what_is_under_way_ends_before_its_memory_does(Make make) {
   }
 }
 
+// Whoever updates outside is told, and never given what is not what was written.
+void test_failures_end_a_step_outside(Make make) {
+  doing("failures outside");
+  std::mt19937 random(9);
+  for (int round = 0; round < 12; ++round) {
+    Rig rig(make({4, 4096}), with(2, Order::given, {}));
+    CHECK(rig.step(1).error == 0);
+    CHECK(rig.pipeline().quiesce().error == 0);
+    const bool damage = round % 2 == 0;
+    const int chunk = round % kChunks;
+    if (damage) {
+      rig.flip_byte(rig.place_in(0, chunk).offset + 5);
+    } else {
+      rig.engine().faults().add({Op::read, round, 1, EIO, 0, 0});
+    }
+    rig.begin(2, rig.all_but(), round < 6 ? kOutside : kOutsideCapture);
+    Outside given = rig.pipeline().next_outside(true);
+    for (; given.chunk >= 0; given = rig.pipeline().next_outside(true)) {
+      CHECK(!damage || given.chunk != chunk);
+      rig.update_outside(given);
+      rig.pipeline().outside_done(given.chunk);
+    }
+    const int error = damage ? kDamaged : EIO;
+    CHECK(rig.pipeline().wait_published().error == error);
+    CHECK(rig.pipeline().next_outside(false).chunk == -1);
+    CHECK(rig.pipeline().quiesce().error == error);
+    CHECK(rig.step(3).error == error);
+  }
+}
+
+// Chunks that somebody holds when the pipeline goes are his to forget.
+void test_a_pipeline_may_go_while_a_chunk_is_outside(Make make) {
+  doing("destroyed outside");
+  for (int round = 0; round < 6; ++round) {
+    Rig rig(make({2, 4096}), durable(2, kOrders[round % 2], {1, 4}));
+    CHECK(rig.step(1).error == 0);
+    rig.begin(2, rig.all_but(), round % 3 == 0 ? kOutsideCapture : kOutside);
+    const Outside given = rig.pipeline().next_outside(true);
+    CHECK(given.chunk >= 0);
+    if (round % 2 == 0) rig.update_outside(given);
+    if (round > 3) rig.pipeline().outside_done(given.chunk);
+    rig.destroy_pipeline();
+  }
+}
+
 // One byte of one stream is not what was written.
 void test_damage_is_told_with_its_place(Make make) {
   doing("damage");
@@ -262,6 +307,8 @@ int main() {
     test_after_a_failure_gradients_are_the_callers(make);
     test_a_step_that_nobody_waits_for(make);
     test_what_is_under_way_ends_before_its_memory_does(make);
+    test_failures_end_a_step_outside(make);
+    test_a_pipeline_may_go_while_a_chunk_is_outside(make);
     test_damage_is_told_with_its_place(make);
     test_padding_and_gaps_are_told_apart(make);
     test_a_commit_checks_what_it_carries(make);

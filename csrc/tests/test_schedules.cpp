@@ -30,13 +30,16 @@ class Schedule {
       if (chance(12)) due.assign(due.size(), 0);
       rig_.begin(number, due, spec);
       if (spec.open) land_in_any_order(due);
+      if (spec.outside) rig_.work_outside(1 + draw(4), random_);
       finish(spec, due);
       if (chance(3)) look_at_everything();
     }
     look_at_everything();
     CHECK(rig_.pipeline().counters().slots_high_water <= most_slots_);
     if (chance(2)) {  // and destroy it in the middle of one more
-      rig_.begin(kSteps + 1, rig_.all_but(), draw_step());
+      const StepSpec spec = draw_step();
+      rig_.begin(kSteps + 1, rig_.all_but(), spec);
+      if (spec.outside) rig_.work_outside(1 + draw(4), random_, draw(4));
       usleep(draw(300));
       rig_.destroy_pipeline();
       rig_.spoil_gradients();
@@ -82,7 +85,11 @@ class Schedule {
     return engine;
   }
 
-  StepSpec draw_step() { return {chance(2), options_.durable && chance(2), chance(3), chance(2)}; }
+  StepSpec draw_step() {
+    StepSpec spec{chance(2), options_.durable && chance(2), chance(3), chance(2)};
+    spec.outside = !spec.open && chance(2);
+    return spec;
+  }
 
   void before_a_step() {
     if (chance(3)) usleep(draw(500));

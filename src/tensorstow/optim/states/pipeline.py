@@ -89,6 +89,13 @@ class StepKind:
     """The call returns at once, and the caller computes on the same cores beside it."""
     home_first: bool = False
     """Resident chunks before the others: those that the next forward needs first."""
+    outside: bool = False
+    """The call returns at once; the caller updates, chunk by chunk (``next_outside``)."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether the step is still under way when the call returns."""
+        return self.open or self.background or self.outside
 
 
 _WHOLE = StepKind()
@@ -186,7 +193,7 @@ class UpdatePipeline:
         scalars: npt.NDArray[np.float32],
         kind: StepKind = _WHOLE,
     ) -> None:
-        """Hand over one step; return once it is published, unless it is open or in background.
+        """Hand over one step; return once it is published, unless it goes on beside the caller.
 
         The weights and gradients must stay where they are until they are published.
         """
@@ -215,12 +222,13 @@ class UpdatePipeline:
                 capture=kind.capture,
                 background=kind.background,
                 home_first=kind.home_first,
+                outside=kind.outside,
             )
             # What fails in a step that goes on is for whoever waits for it to say: at once or
             # later, as the disk has it, would be two behaviours.
-            if not (kind.open or kind.background):
+            if not kind.goes_on:
                 self._check(failure)
-            if self._policy.schedule == "naive" and not (kind.open or kind.background):
+            if self._policy.schedule == "naive" and not kind.goes_on:
                 self.settle()
 
     def land(self, parameter: int, gradient: int, dtype: int) -> None:
@@ -237,6 +245,26 @@ class UpdatePipeline:
     def close_step(self) -> None:
         """Say that no more gradients come."""
         self._live().close()
+
+    def next_outside(self, *, wait: bool) -> tuple[int, int] | None:
+        """Return the next (chunk, slot) of an outside step whose states are there to be changed.
+
+        Slot -1: memory of its own. None where the step is over or has failed, which
+        ``end_outside`` tells, or where none is there and the caller does not ``wait``; he who
+        waits must hold no chunk himself.
+        """
+        chunk, slot = self._live().next_outside(wait=wait)
+        return None if chunk < 0 else (chunk, slot)
+
+    def outside_done(self, chunk: int) -> None:
+        """Give a chunk back, whose memory holds the new states."""
+        self._live().outside_done(chunk)
+
+    def end_outside(self) -> None:
+        """Return when an outside step is over; raise what failed."""
+        self.wait_published()
+        if self._policy.schedule == "naive":
+            self.settle()
 
     def wait_published(self) -> None:
         """Block until every parameter of the step has its new weight."""
