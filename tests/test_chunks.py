@@ -1,5 +1,6 @@
 import torch
 
+from tensorstow.io.arena import Arena
 from tensorstow.optim.states.chunks import Chunk, Ring, own_memory, place_in_ram
 from tensorstow.optim.states.layout import (
     RESIDENT_CAPACITY,
@@ -86,3 +87,25 @@ def test_chunks_that_stay_share_one_mapping() -> None:
     gaps = {b - e for e, b in zip(ends, begins[1:], strict=False)}
     assert gaps == {4096}
     assert not any(s.any() for s in streams)
+
+
+def test_memory_is_taken_where_it_is_given() -> None:
+    taken: list[int] = []
+
+    def take(nbytes: int) -> Arena:
+        taken.append(nbytes)
+        return Arena(nbytes, in_children=False)
+
+    runs = [Run(0, 0, 2048, 0)]
+    (chunk,), _ = place_in_ram(FAMILY, runs, RESIDENT_CAPACITY, take)
+    assert taken == [4 * 2048] * len(FAMILY.specs)
+    taken.clear()
+    chunk.resident = ()
+    own_memory([chunk], take)
+    assert len(taken) == 1
+    taken.clear()
+    ring = Ring(RingPlan(slots=2, slot_bytes=1 << 16), take)
+    assert taken == [2 << 16]
+    assert ring.streams(chunk, 1)[0].data_ptr() == ring.address + (1 << 16)
+    assert Ring(RingPlan(0, 0), take).address == 0
+    assert taken == [2 << 16]

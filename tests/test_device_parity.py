@@ -63,6 +63,24 @@ def test_any_route_gives_the_anchor(
     assert any(isinstance(link, LateLink) and link.copies_up for link in opened)
 
 
+AT_ONCE = {"overlap": ("none",), "poison": (False,), "final": ("counted",)}
+ON_DEVICE = [
+    case_of(row) for row in all_pairs({**OURS, **AT_ONCE, "update_on": ("device",)}, allowed)
+]
+
+
+@pytest.mark.parametrize("case", ON_DEVICE, ids=map(str, ON_DEVICE))
+def test_updates_on_the_device_give_the_anchor(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule in torch operations, its states through a link that is late: the kernels' bits."""
+    opened = make_remote(monkeypatch)
+    assert differences(run(case, tmp_path), anchor(case.recipe)) == []
+    assert any(
+        isinstance(link, LateLink) and link.bytes_up > link.bytes_down / 4 for link in opened
+    )
+
+
 @pytest.mark.parametrize("overlap", OURS["overlap"])
 def test_a_link_that_is_never_late_gives_the_anchor(
     overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,15 @@ def test_what_moves(fraction: float, durable: bool, moving: bool) -> None:  # no
     assert stowage.family(FP32, amsgrad=True).format == StateFormat.FP32
 
 
+def test_where_updates_run_changes_no_format() -> None:
+    for fraction in (0.0, 1.0):
+        host, there = (
+            Stowage(Placement(fraction, WHERE, None), update_on=u) for u in (None, "device")
+        )
+        for dtype in (FP32, FP16, BF16):
+            assert host.family(dtype, amsgrad=False) == there.family(dtype, amsgrad=False)
+
+
 @pytest.mark.parametrize("wanted", StateFormat)
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 def test_a_format_that_is_asked_for_is_used_where_it_can_be(

@@ -219,11 +219,15 @@ class Trainer:
         if recipe.optimizer not in {"AdamW", "Adam"}:
             return other
         overlap = OTHER_OVERLAP[route.overlap]
+        if route.update_on == "device":
+            # A stored run goes on there where nobody says otherwise; a state_dict, anywhere.
+            overlap = "none" if stored else "forward"
         if overlap == "backward" and (recipe.clipping != "none" or recipe.scaling != "none"):
             overlap = "none"
         return replace(
             other,
             overlap=overlap,
+            update_on="unsaid" if stored else "host",
             # How states are kept is the store's; a state_dict goes into any format.
             format="default" if stored else OTHER_FORMAT[route.format],
             durability="commit" if stored or route.durability == "none" else "none",
@@ -351,6 +355,7 @@ def when(model: Model, recipe: Recipe, route: Route) -> dict[str, Any]:
         "module": model,
         "accumulation_steps": recipe.accumulation if counted else 1,
         "state_format": None if route.format == "default" else route.format,
+        "update_on": None if route.update_on == "unsaid" else route.update_on,
     }
 
 

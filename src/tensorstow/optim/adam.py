@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from tensorstow.optim import options
 from tensorstow.optim.options import Directory, Durability, States
 from tensorstow.optim.run import DEFAULT_EVERY, Extra
-from tensorstow.optim.states.policy import Overlap, PipelinePolicy
+from tensorstow.optim.states.policy import Overlap, PipelinePolicy, UpdateOn
 from tensorstow.optim.stowed import StowedAdam
 
 
@@ -22,6 +22,9 @@ class AdamW(StowedAdam):
     ``ram_budget``: bytes ("512MiB") for the buffers that states on disk pass through (48 MiB) and,
     beyond those, for states that never move. ``state_format``: "fp32"; "split", which loses nothing
     and is the default for bfloat16 parameters that move; "bf16" and "int8", which are inexact.
+    ``update_on``: "host", the default; "device", where states stream through the accelerator that
+    has the parameters and are updated there, which few cores and a fast link want (same bits;
+    None goes on as a resumed run did).
     ``overlap``: "none"; "forward", updates run beside the next forward of ``module``; "backward",
     beside the backward that makes the gradients (no clipping, no GradScaler; with
     ``accumulation_steps`` passes per step). ``commit_every``: a time ("10min"), a number of steps,
@@ -49,6 +52,7 @@ class AdamW(StowedAdam):
         dir: Directory = None,  # noqa: A002
         ram_budget: str | int | None = None,
         state_format: str | None = None,
+        update_on: UpdateOn | None = None,
         overlap: Overlap = "none",
         module: torch.nn.Module | None = None,
         accumulation_steps: int = 1,
@@ -100,6 +104,7 @@ class Adam(StowedAdam):
         dir: Directory = None,  # noqa: A002
         ram_budget: str | int | None = None,
         state_format: str | None = None,
+        update_on: UpdateOn | None = None,
         overlap: Overlap = "none",
         module: torch.nn.Module | None = None,
         accumulation_steps: int = 1,

@@ -4,12 +4,13 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.base.errors import OptionError, PoisonedError, StowError
+from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator import device
 from tensorstow.optim.accelerator.device import Link
 from tensorstow.optim.accelerator.ferry import Ferry
@@ -22,6 +23,7 @@ from tensorstow.optim.accelerator.mirrors import (
     refresh,
     stamp_of,
 )
+from tensorstow.optim.accelerator.updater import Updater
 from tensorstow.optim.shards import Lessor, lent_by, lessor_of, shard_of
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import RESIDENT_CAPACITY, Family
@@ -94,6 +96,11 @@ class Member:
         if self.mirror is not None:
             self.mirror.remember()
 
+    def leave_behind(self) -> None:
+        """Say that an update on the device has not brought the new weight down."""
+        if self.mirror is not None and self.family.dtype == torch.float32:
+            self.mirror.leave_behind()
+
 
 class Members:
     """The parameters of one optimizer, the store of their states, and the hooks on them."""
@@ -115,6 +122,8 @@ class Members:
         self._link: Link | None = None
         self.ferry: Ferry | None = None
         """What carries gradients and weights of parameters on an accelerator."""
+        self.updater: Updater | None = None
+        """What updates there instead, where updates run on the device."""
         weakref.finalize(self, _remove, self._hooks)
         if stowage.format is not None and not stowage.format.exact:
             logger.warning(
@@ -137,8 +146,40 @@ class Members:
                 raise PoisonedError(message)
             return method(number)
 
+        pinned = weakref.WeakMethod(self._pinned)
+
+        def take(nbytes: int) -> PinnedBlock:
+            method = pinned()
+            if method is None:
+                message = "The optimizer of these states is gone."
+                raise PoisonedError(message)
+            return method(nbytes)
+
         stowage = self.stowage
-        return StateStore(stowage.placement, stowage.policy, weight, space, stowage.overlap)
+        return StateStore(
+            stowage.placement,
+            stowage.policy,
+            weight,
+            space,
+            stowage.overlap,
+            take if self.on_device else None,
+        )
+
+    @property
+    def on_device(self) -> bool:
+        """Return whether updates run on the accelerator."""
+        return self.stowage.update_on == "device"
+
+    def update_on_device(self) -> None:
+        """Update there from ``restore`` on."""
+        self.stowage = replace(self.stowage, update_on="device")
+
+    def _pinned(self, nbytes: int) -> PinnedBlock:
+        """Return memory that the accelerator copies from and to, for states."""
+        if self._link is None:
+            message = "Memory for states was asked for before the accelerator was known."
+            raise StowError(message)
+        return PinnedBlock(nbytes, self._link.device, self._link.settle)
 
     def weight(self, number: int) -> torch.Tensor:
         """Return the weight of a number, in host memory; what others wrote is fetched first.
@@ -152,9 +193,16 @@ class Members:
         with member.held():
             return member.weight.clone()
 
-    def refresh(self) -> None:
-        """Fetch weights on an accelerator that others wrote."""
-        self._refresh(self._numbered)
+    def refresh(self, *, whole: bool = True) -> None:
+        """Fetch weights on an accelerator that are newer there.
+
+        Not ``whole``: only those that a step which commits nothing looks at. Where updates run on
+        the device these are 16-bit ones, which masters must fit.
+        """
+        if whole or not self.on_device:
+            self._refresh(self._numbered)
+        else:
+            self._refresh(m for m in self._numbered if m.family.dtype != torch.float32)
 
     def _refresh(self, members: Iterable[Member]) -> None:
         if self._link is not None:
@@ -186,6 +234,10 @@ class Members:
         """Return the bytes of mirrors, and of staging memory."""
         mirrors = mirror_bytes(m.parameter for m in self._numbered if m.mirror is not None)
         return mirrors, 0 if self.ferry is None else self.ferry.plan.nbytes
+
+    def device_bytes(self) -> int:
+        """Return the bytes of the device's memory that states pass through."""
+        return 0 if self.updater is None else self.updater.device_bytes
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -221,7 +273,7 @@ class Members:
         shards = [shard_of(p) for p in new]
         families = [self.stowage.family(p.dtype, amsgrad=amsgrad[id(p)]) for p in new]
         # What goes over a link goes by chunk, so chunks in RAM are as small there as others.
-        remote = self._refuse_two_devices(shards)
+        remote = self._open_link(shards)
         capacity = self.stowage.policy.chunk_elements if remote else RESIDENT_CAPACITY
         sizes = [s.numel() for s in shards]
         # What shares a chunk is in memory at once, so those whose weights come and go apart do not.
@@ -245,7 +297,9 @@ class Members:
         ``adopt`` holds what the disk has of each chunk, when what was held before has been let go.
         """
         self.renew()
-        sizes = [shard_of(p).numel() for p in parameters]
+        shards = [shard_of(p) for p in parameters]
+        self._open_link(shards)
+        sizes = [s.numel() for s in shards]
         self.store.restore(sizes, families, chunks, adopt())
         for number, (parameter, family) in enumerate(zip(parameters, families, strict=True)):
             self._add(parameter, number, family)
@@ -254,8 +308,11 @@ class Members:
             if member.mirror is not None:
                 member.mirror.remember()  # the weights are put into it next
 
-    def _refuse_two_devices(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether any are on an accelerator; raise OptionError where they are on several."""
+    def _open_link(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether any are on an accelerator, to which there is a link from now on.
+
+        Raises OptionError where they are on several, or on the host and updates are not.
+        """
         mirrored = [m.parameter for m in self._numbered if m.mirror is not None]
         remote = [p for p in parameters if device.is_remote(p)]
         devices = {p.device for p in (*mirrored, *remote)}
@@ -266,6 +323,15 @@ class Members:
                 " accelerator. Make an optimizer for the parameters of each."
             )
             raise OptionError(message)
+        if self.on_device and len(remote) < len(parameters):
+            message = (
+                f"{len(parameters) - len(remote)} of {len(parameters)} parameters are in host"
+                ' memory, and update_on="device" was asked for, which updates on the accelerator'
+                ' that has them. Move the model there first, or use update_on="host".'
+            )
+            raise OptionError(message)
+        if remote and self._link is None:
+            self._link = device.open_link(remote[0].device)
         return bool(remote)
 
     def _connect(self, members: Sequence[Member]) -> None:
@@ -273,17 +339,22 @@ class Members:
         remote = [m for m in members if device.is_remote(m.parameter)]
         if not remote:
             return
-        if self._link is None:
-            self._link = device.open_link(remote[0].parameter.device)
+        link = self._link or device.open_link(remote[0].parameter.device)
+        self._link = link
         block, mirrors = make_mirrors(
-            [m.parameter for m in remote], self._link, [m.owner for m in remote]
+            [m.parameter for m in remote], link, [m.owner for m in remote]
         )
         for member, mirror in zip(remote, mirrors, strict=True):
             member.mirror = mirror
         known = {m.number: m.mirror for m in self._numbered if m.mirror is not None}
         pipeline = self.store.pipeline
-        self.ferry = Ferry(self._link, pipeline, self.store.chunks, known)
-        pipeline.lent += [block, self.ferry.staging]
+        pipeline.lent.append(block)
+        chunks = self.store.chunks
+        if self.on_device:
+            self.updater = Updater(link, pipeline, chunks, known, self.store.streams_at)
+        else:
+            self.ferry = Ferry(link, pipeline, chunks, known)
+            pipeline.lent.append(self.ferry.staging)
 
     def differ(self, amsgrad: Mapping[int, bool]) -> bool:
         """Return whether a member has other states than its group wants."""
@@ -308,7 +379,7 @@ class Members:
             self.store.close()
         self.store = self._new_store(space)
         self._by_id, self._numbered = {}, []
-        self.ferry = None
+        self.ferry = self.updater = None
 
     def close(self) -> None:
         """Drop states, buffers, files and hooks. Idempotent."""

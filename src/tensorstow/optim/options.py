@@ -16,7 +16,7 @@ from tensorstow.optim.run import Interval, Run
 from tensorstow.optim.shards import is_sharded
 from tensorstow.optim.states.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.optim.states.on_disk import StateOnDisk
-from tensorstow.optim.states.policy import Overlap, PipelinePolicy
+from tensorstow.optim.states.policy import Overlap, PipelinePolicy, UpdateOn
 from tensorstow.optim.states.state_store import Placement
 from tensorstow.optim.states.stowage import Stowage
 
@@ -65,8 +65,13 @@ def stowage(given: Mapping[str, Any]) -> Stowage:
     if overlap not in {"none", "forward", "backward"}:
         message = f'overlap={overlap!r} was given: it is "none", "forward" or "backward".'
         raise OptionError(message)
-    policy = given["policy"] or PipelinePolicy()
-    return Stowage(where, policy, overlap, _state_format(given["state_format"], given["amsgrad"]))
+    return Stowage(
+        where,
+        given["policy"] or PipelinePolicy(),
+        overlap,
+        _state_format(given["state_format"], given["amsgrad"]),
+        _update_on(given.get("update_on"), overlap),
+    )
 
 
 def run(given: Mapping[str, Any]) -> Run:
@@ -87,6 +92,37 @@ def run(given: Mapping[str, Any]) -> Run:
         commit_every=Interval.parse(given["commit_every"]),
         extra=extra,
     )
+
+
+def _update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:
+    if where not in {None, "host", "device"}:
+        message = f'update_on={where!r} was given: it is "host" or "device".'
+        raise OptionError(message)
+    if where == "device":
+        refuse_beside(overlap, 'update_on="device" was asked for')
+    return where
+
+
+def refuse_beside(overlap: Overlap, why: str) -> None:
+    """Raise OptionError, which begins with ``why``, where updates on the device cannot overlap."""
+    if overlap != "none":
+        message = (
+            f'{why}, and overlap="{overlap}": updates on the device run inside step(), on the'
+            " stream that computes, so there is nothing for them to run beside. Leave overlap out,"
+            ' or use update_on="host".'
+        )
+        raise OptionError(message)
+
+
+def refuse_host(parameter: torch.Tensor, name: str) -> None:
+    """Raise OptionError for a parameter in host memory, which no accelerator updates."""
+    if not device.is_remote(parameter):
+        message = (
+            f'{name} is on {parameter.device}, and update_on="device" was asked for, which updates'
+            " on the accelerator that has the parameters. Move the model there before the optimizer"
+            ' is made, or use update_on="host".'
+        )
+        raise OptionError(message)
 
 
 def _state_format(name: str | None, amsgrad: object) -> StateFormat | None:

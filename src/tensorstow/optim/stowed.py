@@ -78,6 +78,7 @@ class StowedAdam(Optimizer):
         run = run or Run()
         options.check_overlap(stowage.overlap, run.module, run.accumulation_steps)
         self._isa = stowage.policy.isa
+        self._update_on = stowage.update_on
         self._members: Members | None = None  # until the groups are known
         self._clip_factor = 1.0
         self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -436,6 +437,7 @@ class StowedAdam(Optimizer):
             mirror_bytes=mirrors,
             staging_bytes=staging,
             gradient_bytes=held,
+            device_bytes=self._kept().device_bytes(),
         )
 
     def traffic(self) -> Traffic:
@@ -505,6 +507,8 @@ class StowedAdam(Optimizer):
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         """Raise unless this optimizer can update ``parameter``."""
         options.check_parameter(shard_of(parameter), name)
+        if self._update_on == "device":
+            options.refuse_host(shard_of(parameter), name)
 
     def _kept(self) -> Members:
         if self._members is None:
@@ -602,8 +606,8 @@ class StowedAdam(Optimizer):
 
     def _take_step(self, schedule: AtOnce | BesideForward, factor: float) -> None:
         dues = self._collect()
-        self._kept().refresh()
         commits = self._begin_step()
+        self._kept().refresh(whole=commits)
         if dues:
             turn = self._make_turn(dues, factor, commits=commits)
             with self._commits.telling(commits=commits):

@@ -118,7 +118,10 @@ def make_turn(dues: list[Due], kept: Members, states: States, factor: float) -> 
         if key not in table:
             table[key] = len(scalars)
             scalars.append(_scalar_row(due.group, int(key[1]), factor))
-        rows[due.member.number] = _row(due, kept.store, table[key], int(key[1]))
+        # Where the updater runs, all the pipeline asks is whether there is one.
+        gradient = due.on_host if kept.updater is None else due.gradient
+        row = _row(due.member, gradient, kept.store, table[key], int(key[1]))
+        rows[due.member.number] = row
     return Turn(dues, counts, rows, np.array(scalars, dtype=np.float32).reshape(-1, 9))
 
 
@@ -204,9 +207,10 @@ def scalars_of(dues: Iterable[Due], counts: Sequence[torch.Tensor], factor: floa
     ]
 
 
-def _row(due: Due, store: StateStore, scalars: int, step: int) -> StepRow:
+def _row(
+    member: Member, gradient: torch.Tensor | None, store: StateStore, scalars: int, step: int
+) -> StepRow:
     # A function of the parameter and its step alone, so that a resumed run rounds alike.
-    member, gradient = due.member, due.on_host
     key = (step * _GOLDEN + member.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
     return StepRow(
         member.weight.data_ptr(),

@@ -40,6 +40,10 @@ class Mirror:
         """Take the mirror for what the parameter is, or is going to be."""
         self.stamp = stamp_of(self.parameter, self.owner)
 
+    def leave_behind(self) -> None:
+        """Take it for older than the parameter, which was updated on its device."""
+        self.stamp = None
+
 
 def stamp_of(parameter: torch.Tensor, owner: torch.Tensor | None = None) -> Stamp:
     """Return version counters and address: others, if somebody wrote it or exchanged its data.

@@ -236,7 +236,13 @@ class Commits:
             if "step" in states.get(m.owner, {})
         }
         reseed = [m.number for m in kept.all() if must_seed(m, kept.store)]
-        return {"groups": saved, "members": members, "steps": counts, "reseed": reseed}
+        return {
+            "groups": saved,
+            "members": members,
+            "steps": counts,
+            "reseed": reseed,
+            "update_on": kept.stowage.update_on or "host",
+        }
 
     def _write_all(
         self, kind: str, tensors: Sequence[torch.Tensor], space: StoredSpace

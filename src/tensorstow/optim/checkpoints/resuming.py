@@ -9,10 +9,12 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, OptionError, StoreFormatError
+from tensorstow.optim.accelerator import device
 from tensorstow.optim.checkpoints.commits import module_tensors, names_of, space_of
 from tensorstow.optim.checkpoints.extras import put_together
 from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.members import Member, Members
+from tensorstow.optim.options import refuse_beside
 from tensorstow.optim.shards import Lessor, lent, shard_of
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import ChunkPlan, Family, Run, parts_of
@@ -53,6 +55,7 @@ def resume(
         ]
 
     kept.store.check_budget(plans)
+    _keep_updating_where_it_was(generation.hyper, kept, order)
     for member in kept.all():
         states.pop(member.owner, None)
     try:
@@ -72,6 +75,26 @@ def resume(
     except BaseException as error:
         kept.store.pipeline.poison(error)
         raise
+
+
+def _keep_updating_where_it_was(
+    hyper: Mapping[str, Any], kept: Members, order: Sequence[torch.Tensor]
+) -> None:
+    """Update on the device where the run did and nobody says otherwise; it changes no result.
+
+    Raises OptionError where this optimizer cannot.
+    """
+    if kept.stowage.update_on is not None or hyper.get("update_on", "host") == "host":
+        return
+    why = 'The run that is stored here was written with update_on="device"'
+    refuse_beside(kept.stowage.overlap, why)
+    if not all(device.is_remote(shard_of(p)) for p in order):
+        message = (
+            f"{why}, and here are parameters in host memory. Move the model to the accelerator"
+            ' first, or say update_on="host", which goes on with the same bits.'
+        )
+        raise OptionError(message)
+    kept.update_on_device()
 
 
 def _refuse_other_blocks(generation: Generation) -> None:

@@ -26,6 +26,7 @@ from tensorstow.optim.schedules.delivery import deliver, hide, shadow
 from tensorstow.optim.schedules.forward import ForwardWaits
 from tensorstow.optim.schedules.leases import Leases, lend
 from tensorstow.optim.schedules.order import by_first, by_last
+from tensorstow.optim.schedules.outside import run_on_device
 from tensorstow.optim.schedules.pace import WINDOW_BYTES, Pace
 from tensorstow.optim.states.pipeline import DTYPE_CODES, StepKind
 from tensorstow.optim.updates import Due, States, Turn, account, scalars_of
@@ -69,6 +70,9 @@ class AtOnce:
 
     def run(self, turn: Turn, kept: Members, states: States) -> None:
         """Return when every weight is new."""
+        if kept.updater is not None:
+            run_on_device(turn, kept, states, kept.updater)
+            return
         pipeline, ferry = kept.store.pipeline, kept.ferry
         leases = self._leases = lend(kept, turn.rows, captures=turn.commits)
         is_open = leases is not None or is_carried(turn)

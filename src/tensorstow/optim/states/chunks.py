@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -20,6 +22,17 @@ from tensorstow.optim.states.layout import (
 Weights = Callable[[int], torch.Tensor]
 """The weight of a numbered parameter, in host memory."""
 _PAGE = 4096
+
+
+class Memory(Protocol):
+    """A run of host memory, zero when it is made."""
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a 1-D view of ``count`` elements from byte ``offset``."""
+
+
+Take = Callable[[int], Memory]
+"""Takes so many bytes, which whoever calls must keep as long as the views of it."""
 PART_ELEMENTS = 1 << 15
 """Elements that are in fp32 at a time where states are read or set: 128 KiB a state. What is made
 of them on the way stays in the cache, and torch starts no threads for so few."""
@@ -47,12 +60,15 @@ class Chunk:
 class Ring:
     """The buffers that chunks on disk pass through, allocated once."""
 
-    def __init__(self, plan: RingPlan) -> None:
-        """Map the memory; no page of it is touched yet."""
+    def __init__(self, plan: RingPlan, take: Take | None = None) -> None:
+        """Map the memory, no page of which is touched yet; or ``take`` it."""
         self.plan = plan
         # A forked child must not share pages that the kernel may be writing to.
-        self._arena = Arena(plan.nbytes, in_children=False) if plan.slots else None
-        self.address = self._arena.address if self._arena is not None else 0
+        take = take or partial(Arena, in_children=False)
+        self._arena = take(plan.nbytes) if plan.slots else None
+        self.address = 0
+        if self._arena is not None:
+            self.address = self._arena.tensor(0, plan.nbytes, torch.uint8).data_ptr()
 
     def streams(self, chunk: Chunk, slot: int) -> tuple[torch.Tensor, ...]:
         """Return the views that hold ``chunk``'s streams while it is in ``slot``."""
@@ -81,7 +97,7 @@ class Ring:
 
 
 def place_in_ram(
-    family: Family, runs: Sequence[Run], capacity: int
+    family: Family, runs: Sequence[Run], capacity: int, take: Take | None = None
 ) -> tuple[list[Chunk], dict[int, tuple[torch.Tensor, ...]]]:
     """Allocate memory for a space, in chunks of ``capacity``; its pages are zero.
 
@@ -92,7 +108,8 @@ def place_in_ram(
     if not elements:
         return [], {}
     specs = family.specs
-    arenas = [Arena(-(-elements // s.per) * s.dtype.itemsize, in_children=True) for s in specs]
+    take = take or partial(Arena, in_children=True)
+    arenas = [take(-(-elements // s.per) * s.dtype.itemsize) for s in specs]
     chunks = []
     for index, plan in enumerate(cut(runs, capacity)):
         views = tuple(
@@ -115,7 +132,7 @@ def place_in_ram(
     return chunks, by_parameter
 
 
-def own_memory(chunks: Sequence[Chunk]) -> None:
+def own_memory(chunks: Sequence[Chunk], take: Take | None = None) -> None:
     """Give chunks memory to stay in, one run of it for all; its pages are zero."""
     # Streams a page apart, so that they never sit a power of two apart. One mapping, because huge
     # pages that are used in part count in full.
@@ -128,7 +145,8 @@ def own_memory(chunks: Sequence[Chunk]) -> None:
             end = -(-(end + nbytes) // _PAGE) * _PAGE + _PAGE
     if not chunks:
         return
-    arena = Arena(end, in_children=True)
+    take = take or partial(Arena, in_children=True)
+    arena = take(end)
     places = iter(starts)
     for chunk in chunks:
         chunk.resident = tuple(

@@ -42,6 +42,8 @@ class StateMemory:
     """Host memory that gradients from an accelerator pass through; does not grow with the model."""
     gradient_bytes: int = 0
     """Beside backward: the most that gradients held at once, of those that updates still read."""
+    device_bytes: int = 0
+    """An accelerator's memory that states pass through where they are updated there."""
 
     @property
     def host_bytes(self) -> int:

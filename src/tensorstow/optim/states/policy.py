@@ -7,6 +7,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.optim.states.layout import LANE
 
 Overlap = Literal["none", "forward", "backward"]
+UpdateOn = Literal["host", "device"]
 _CHOICES = {
     "schedule": ("pipelined", "naive"),
     "backend": (None, "uring", "threads"),

@@ -25,7 +25,9 @@ from tensorstow.io.files import File, IoFuture
 from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.states.chunks import (
     Chunk,
+    Memory,
     Ring,
+    Take,
     Weights,
     gather_weight,
     own_memory,
@@ -123,11 +125,12 @@ class StateStore:
         weights: Weights = _no_weights,
         space: Space | None = None,
         overlap: Overlap = "none",
+        take: Take | None = None,
     ) -> None:
         """Check the placement; nothing is allocated before ``extend``.
 
         ``weights`` returns the parameter of a number, in host memory; ``space`` is where states on
-        disk go (default: scratch files).
+        disk go (default: scratch files); ``take`` gives memory that states are in (default: any).
         """
         split([], placement.disk_fraction)
         for directory in placement.directories:
@@ -145,6 +148,7 @@ class StateStore:
         self.families: list[Family] = []
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._ring = Ring(RingPlan(0, 0))
+        self._take = take
         self._bought = 0
         """Bytes of the RAM budget that are spent on states which stay."""
         self._finalizer = weakref.finalize(self, _release, self.pipeline, self.space, os.getpid())
@@ -223,7 +227,7 @@ class StateStore:
                     )
                     for spans in shares
                 )
-                placed, where = place_in_ram(family, in_ram, capacity)
+                placed, where = place_in_ram(family, in_ram, capacity, self._own())
                 whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
                 views |= {p: streams for p, streams in where.items() if p in whole}
                 chunks += placed
@@ -252,9 +256,25 @@ class StateStore:
             at_home=len(placed),
         )
         bought = movable[: plan.resident]
-        own_memory([*share, *bought])
+        own_memory([*share, *bought], self._own())
         self._bought += sum(c.family.state_bytes(c.plan.elements) for c in bought)
-        return self._ring if plan.ring == self._ring.plan else Ring(plan.ring)
+        return self._ring if plan.ring == self._ring.plan else Ring(plan.ring, self._take)
+
+    def _own(self) -> Take | None:
+        """Return who gives memory that states stay in, which must outlive the pipeline."""
+        take, lent = self._take, self.pipeline.lent
+        if take is None:
+            return None
+
+        def keep(nbytes: int) -> Memory:
+            lent.append(memory := take(nbytes))
+            return memory
+
+        return keep
+
+    def streams_at(self, chunk: Chunk, slot: int) -> Sequence[torch.Tensor]:
+        """Return the streams of a chunk in a slot of the ring, or (-1) in memory of its own."""
+        return chunk.resident if slot < 0 else self._ring.streams(chunk, slot)
 
     def _share_in_ram(self, new: Sequence[Chunk]) -> Iterator[Chunk]:
         """Return the first of ``new``, as many whole chunks as are not to be on disk alone."""

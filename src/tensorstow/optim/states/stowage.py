@@ -6,7 +6,7 @@ import torch
 
 from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.states.layout import Family
-from tensorstow.optim.states.policy import Overlap, PipelinePolicy
+from tensorstow.optim.states.policy import Overlap, PipelinePolicy, UpdateOn
 from tensorstow.optim.states.state_store import Placement
 
 
@@ -19,6 +19,8 @@ class Stowage:
     overlap: Overlap = "none"
     format: StateFormat | None = None
     """None: the least bytes that lose nothing where states move, plain fp32 where all stay."""
+    update_on: UpdateOn | None = None
+    """None: on the host, or as the run that is resumed was updated."""
 
     def family(self, dtype: torch.dtype, *, amsgrad: bool) -> Family:
         """Return the family of a parameter of ``dtype``."""

@@ -1,0 +1,176 @@
+"""The updater: states go up to the accelerator by chunk, are updated there, and come down again.
+
+[Note: Through the device] The pipeline reads, verifies and writes as ever; a chunk whose states are
+in memory is lent to the updater instead of the kernel. Gradients and weights stay where they are,
+on the device. Three slots of device memory are enough for any model: one chunk goes up, one is
+updated and one comes down at once. What updates is the reference itself, plain torch operations of
+one rounding each, on the caller's stream: behind what made the gradients, before what reads the
+weights.
+
+    lent -> rising (a copy up) -> updated -> falling (a copy down) -> given back
+
+16-bit weights come down too, for whether others wrote them since is found by comparing; those of
+fp32 only where a commit takes them. Elsewhere their mirrors are older, as if others had written.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tensorstow.optim.accelerator.device import Link, Mark
+from tensorstow.optim.accelerator.mirrors import Mirror, flat
+from tensorstow.optim.formats.reference_in_format import Kept, adam_reference_in_format
+from tensorstow.optim.reference import AdamScalars
+from tensorstow.optim.states.chunks import Chunk
+from tensorstow.optim.states.layout import Run, parts_of
+from tensorstow.optim.states.pipeline import UpdatePipeline
+
+MOST_SLOTS = 3
+StreamsOf = Callable[[Chunk, int], Sequence[torch.Tensor]]
+"""The streams of a chunk in a slot of the ring, or (-1) in memory of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step does with one parameter."""
+
+    gradient: torch.Tensor
+    """1-D, on the device."""
+    scalars: AdamScalars
+    key: int
+    """Of the random bits that inexact formats round with."""
+    seed_master: bool
+
+
+@dataclass(eq=False, slots=True)
+class _Trip:
+    """A chunk under way."""
+
+    chunk: int
+    slot: int
+    host: Sequence[torch.Tensor]
+    """Its states in host memory, which must live until they have come down."""
+    fallen: Mark
+
+
+class Updater:
+    """One optimizer's updates on an accelerator. It lives on the thread that steps."""
+
+    def __init__(
+        self,
+        link: Link,
+        pipeline: UpdatePipeline,
+        chunks: Sequence[Chunk],
+        mirrors: Mapping[int, Mirror],
+        streams_of: StreamsOf,
+    ) -> None:
+        """Serve ``chunks``, all of whose parameters ``mirrors`` has; take the device's memory."""
+        self.link = link
+        self._pipeline = pipeline
+        self._chunks = {chunk.number: chunk for chunk in chunks}
+        self._mirrors = mirrors
+        self._streams_of = streams_of
+        widest = max((_state_bytes(chunk) for chunk in chunks), default=0)
+        self._slots = [
+            torch.empty(widest, dtype=torch.uint8, device=link.device)
+            for _ in range(min(MOST_SLOTS, len(chunks)))
+        ]
+        self._made = link.mark()
+        """Behind whatever used the slots' memory before they were ours."""
+        self._free = list(range(len(self._slots)))
+        self._trips: deque[_Trip] = deque()
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the device memory that states pass through."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    def run(self, works: Mapping[int, Work], *, all_weights: bool) -> None:
+        """Update by ``works``, by parameter, in a step that the pipeline has begun; return after.
+
+        ``all_weights``: fp32 ones come down too. Raises what failed in the pipeline or on the way.
+        """
+        try:
+            while True:
+                lent = None
+                if self._free:
+                    lent = self._pipeline.next_outside(wait=not self._trips)
+                if lent is not None:
+                    self._start(self._chunks[lent[0]], lent[1], works, all_weights=all_weights)
+                elif self._trips:
+                    self._end()
+                else:
+                    break
+            self._pipeline.end_outside()
+        except BaseException as error:  # an interrupt too: a chunk may be half a step ahead
+            self._pipeline.poison(error)
+            raise
+
+    def _start(
+        self, chunk: Chunk, ring_slot: int, works: Mapping[int, Work], *, all_weights: bool
+    ) -> None:
+        """Send a chunk's states up, update them, and send them down behind that."""
+        slot = self._free.pop()
+        host = self._streams_of(chunk, ring_slot)
+        away = self._streams_in(slot, chunk)
+        self.link.join(self.link.up(list(zip(away, host, strict=True)), [self._made]))
+        falling = list(zip(host, away, strict=True))
+        for run in chunk.plan.runs:
+            work = works.get(run.parameter)
+            if work is None:
+                continue
+            mirror = self._mirrors[run.parameter]
+            weight = _part(flat(mirror.parameter), run)
+            _update(weight, run, chunk, away, work)
+            if all_weights or weight.dtype != torch.float32:
+                falling.append((_part(flat(mirror.host), run), weight))
+        fallen = self.link.down(falling, [self.link.mark()])
+        self._trips.append(_Trip(chunk.number, slot, host, fallen))
+
+    def _end(self) -> None:
+        """Wait for the chunk that has been under way longest, and give it back."""
+        trip = self._trips.popleft()
+        trip.fallen.synchronize()
+        self._pipeline.outside_done(trip.chunk)
+        self._free.append(trip.slot)
+
+    def _streams_in(self, slot: int, chunk: Chunk) -> list[torch.Tensor]:
+        """Return the views of a slot that hold a chunk's streams."""
+        elements = chunk.plan.elements
+        return [
+            self._slots[slot][part.file_at :][
+                : -(-elements // spec.per) * spec.dtype.itemsize
+            ].view(spec.dtype)
+            for part, spec in zip(
+                parts_of(chunk.family, elements)[:-1], chunk.family.specs, strict=True
+            )
+        ]
+
+
+def _state_bytes(chunk: Chunk) -> int:
+    return parts_of(chunk.family, chunk.plan.elements)[-1].file_at
+
+
+def _part(whole: torch.Tensor, run: Run) -> torch.Tensor:
+    return whole[run.start : run.start + run.count]
+
+
+def _update(
+    weight: torch.Tensor, run: Run, chunk: Chunk, streams: Sequence[torch.Tensor], work: Work
+) -> None:
+    begin, end = run.position, run.position + run.count
+    family = chunk.family
+    own = [
+        stream[begin // spec.per : -(-end // spec.per)]
+        for stream, spec in zip(streams, family.specs, strict=True)
+    ]
+    adam_reference_in_format(
+        weight,
+        _part(work.gradient, run),
+        Kept(own, family.format, family.amsgrad, run.start),
+        work.scalars,
+        key=work.key,
+        seed_master=work.seed_master,
+    )

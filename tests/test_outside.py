@@ -1,0 +1,95 @@
+"""One step on the device: what is asked of the updater, and what is left behind it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from remote import make_remote
+from tensorstow import AdamW, PipelinePolicy
+from tensorstow.base.errors import OptionError
+from tensorstow.optim.reference import AdamScalars
+from tensorstow.optim.schedules.outside import works_of
+from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.updates import Turn
+
+SMALL = PipelinePolicy(chunk_elements=1024)
+
+
+def made(patch: pytest.MonkeyPatch, **given: object) -> tuple[dict[str, nn.Parameter], StowedAdam]:
+    make_remote(patch)
+    weights = {
+        "wide": nn.Parameter(torch.ones(40, 50)),
+        "half": nn.Parameter(torch.ones(30).bfloat16()),
+        "unused": nn.Parameter(torch.ones(7)),
+    }
+    groups = [
+        {"params": [weights["wide"], weights["unused"]]},
+        {"params": [weights["half"]], "lr": 0.5, "maximize": True},
+    ]
+    optimizer = AdamW(groups, lr=0.25, update_on="device", states="disk", policy=SMALL, **given)  # type: ignore[arg-type]
+    return weights, optimizer
+
+
+def test_the_updater_is_told_what_the_kernel_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, optimizer = made(monkeypatch)
+    weights["wide"].grad = torch.arange(2000.0).view(50, 40).t()
+    weights["half"].grad = torch.ones(30, dtype=torch.bfloat16)
+    turn: Turn = optimizer._make_turn(optimizer._collect(), 0.5, commits=False)
+    works = works_of(turn)
+    wide, half = (optimizer._kept().get(weights[n]).number for n in ("wide", "half"))
+    assert works.keys() == {wide, half}
+    assert torch.equal(works[wide].gradient, weights["wide"].grad.reshape(-1))
+    assert isinstance(works[wide].scalars, AdamScalars)
+    assert (works[wide].scalars.grad_factor, works[half].scalars.grad_factor) == (0.5, -0.5)
+    assert works[half].scalars.step_size == pytest.approx(5.0)
+    assert works[half].seed_master  # nobody has written it yet
+    assert not works[wide].seed_master
+    assert works[half].key != works[wide].key
+    for due in turn.dues:  # the pipeline is to wait for nobody else
+        row = turn.rows[due.member.number]
+        assert row.gradient != 0
+        assert not row.expected
+
+
+def test_fp32_weights_stay_up_until_somebody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, optimizer = made(monkeypatch, dir=tmp_path, commit_every=None)
+    kept = optimizer._kept()
+    for weight in weights.values():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    stale = {n: kept.get(w).mirror.is_stale for n, w in weights.items()}  # type: ignore[union-attr]
+    assert stale == {"wide": True, "half": False, "unused": True}
+    number = kept.get(weights["wide"]).number
+    assert torch.equal(kept.weight(number), weights["wide"])
+    optimizer.step()
+    optimizer.commit()
+    assert not any(kept.get(w).mirror.is_stale for w in weights.values())  # type: ignore[union-attr]
+    optimizer.close()
+
+
+def test_whoever_frees_the_model_of_gradients_steps_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights, optimizer = made(monkeypatch)
+    before = {n: w.detach().clone() for n, w in weights.items()}
+    optimizer.step()  # nobody has a gradient
+    assert all(torch.equal(w, before[n]) for n, w in weights.items())
+    weights["wide"].grad = torch.ones(40, 50)
+    optimizer.step()
+    changed = {n: not torch.equal(w, before[n]) for n, w in weights.items()}
+    assert changed == {"wide": True, "half": False, "unused": False}
+    assert optimizer.state[weights["wide"]]["step"] == 1
+
+
+def test_a_model_that_leaves_the_device_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights, optimizer = made(monkeypatch)
+    weights["wide"].grad = torch.ones(40, 50)
+    monkeypatch.undo()
+    with pytest.raises(OptionError, match=r"Parameter 0 of group 0 .*Move the model first"):
+        optimizer.step()
