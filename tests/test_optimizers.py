@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import tensorstow
+from remote import make_remote
 from tensorstow import Budget, Plan
 from tensorstow.base.errors import BudgetError, OptionError
+from tensorstow.optim.shards import shard_of
 
 
 def _model() -> nn.Module:
@@ -76,6 +78,7 @@ def _drops_the_rest(named: Named, **placement: object) -> tensorstow.AdamW:
         (Plan(overlap="backward"), {}),
         (Plan(overlap="forward"), {}),
         (Plan(states="disk", ram_budget="64MiB"), {}),
+        (Plan(update_on="host"), {}),
         (Plan(states="disk"), {"dir": "run"}),
     ],
 )
@@ -85,6 +88,56 @@ def test_whatever_is_dropped_is_noticed(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OptionError, match=r"Pass \*\*placement on"):
         tensorstow.stow(_model(), _drops_the_rest, plan=plan, **keywords)
+
+
+def test_a_plan_that_updates_on_the_device_needs_one() -> None:
+    plan = Plan(parameters="device", update_on="device")
+    model = _model()
+    before = [p.detach().clone() for p in model.parameters()]
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator here: tests/gpu/test_gpu_stow.py")
+    with pytest.raises(OptionError, match="no accelerator to update on"):
+        tensorstow.stow(model, tensorstow.AdamW, plan=plan)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("states", ["host", "disk"])
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_a_plan_that_updates_on_the_device_does(
+    compute_dtype: torch.dtype | None, states: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU in the device's place, over whole parameters and over FSDP2's shards."""
+
+    def trained(update_on: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        plan = Plan(parameters="device", states=states, update_on=update_on)
+        model, optimizer = tensorstow.stow(
+            _model(), tensorstow.AdamW, plan=plan, compute_dtype=compute_dtype
+        )
+        assert (optimizer._kept().updater is not None) == (update_on == "device")
+        for _ in range(3):
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return [shard_of(p).detach().clone() for p in model.parameters()]
+
+    want = trained(None)
+    make_remote(monkeypatch)
+    assert all(map(torch.equal, trained("device"), want))
+
+
+def test_update_on_may_be_said_to_the_optimizer_where_the_plan_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_remote(monkeypatch)
+    there = partial(tensorstow.AdamW, update_on="device")
+    _, optimizer = tensorstow.stow(_model(), there, plan=Plan(parameters="device"))
+    assert optimizer.stowage.update_on == "device"
+    optimizer.close()
+    plan = Plan(parameters="device", update_on="host")
+    with pytest.raises(OptionError, match="Say it in one place"):
+        tensorstow.stow(_model(), there, plan=plan)
 
 
 @pytest.mark.parametrize("given", [{"overlap": "forward"}, {"states": "disk"}, {"states": 0.5}])

@@ -16,6 +16,8 @@ def test_tiers_are_read_from_text() -> None:
 def test_json_goes_there_and_back() -> None:
     plan = Plan(parameters="disk", states="disk", overlap="backward", units={"h.0": "host"})
     assert Plan.from_json(plan.to_json()) == plan
+    plan = Plan(parameters="device", update_on="device")
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,17 @@ def test_json_goes_there_and_back() -> None:
         ({"prefetch": -1}, "at least 0"),
         ({"parameters": "disk", "stage": 2}, "which is stage 3"),
         ({"parameters": "disk", "overlap": "forward"}, "let go of"),
-        ({"states": "device"}, "updates run on the host"),
+        ({"states": "device"}, "states live on the host or on disk"),
+        ({"update_on": "gpu"}, '"host" or "device"'),
+        ({"update_on": "device"}, "with parameters on host"),
+        (
+            {"update_on": "device", "parameters": "device", "units": {"h.0": "disk"}},
+            "with parameters on disk",
+        ),
+        (
+            {"update_on": "device", "parameters": "device", "overlap": "forward"},
+            "run inside step",
+        ),
         ({"ram_budget": "64MiB"}, "all of which stay there"),
         ({"shelf_bytes": "1MiB"}, "no unit's parameters are on disk"),
         ({"states": "disk", "ram_budget": "64" + "M"}, "ram_budget"),

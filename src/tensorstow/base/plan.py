@@ -11,6 +11,7 @@ from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
 
 Overlap = Literal["none", "forward", "backward"]
+UpdateOn = Literal["host", "device"]
 _STAGES = (0, 1, 2, 3)
 
 
@@ -21,15 +22,15 @@ class Plan:
     ``parameters`` and ``states``: a tier ("device", "host", "disk"); ``units``: another tier for
     the parameters of single units, by name. ``stage``: ZeRO's, 0 (nothing is shared) to 3 (all is).
     ``replicas``: groups of ranks that each have a whole copy (HSDP). ``overlap``: when updates run,
-    as in ``AdamW``. ``accumulation_steps``: backward passes per step. ``prefetch``: how many units
-    ahead weights are fetched. ``ram_budget``: the optimizer's host memory for states, in bytes.
-    ``shelf_bytes``: host memory for parameters on disk while they are used, in bytes, of each rank:
-    never more is held, in steps, commits and resuming. It is at least the three largest units;
-    None: these and what is fetched ahead. Two cases need more. A run that was begun with parameters
-    elsewhere and resumed keeps its chunks of states, and one that has parts of several units needs
-    all of these beside the one that is computed with and the one around it. Over one rank on the
-    CPU, which computes with a unit's own memory, units whose inputs need no gradient stay until
-    backward ends.
+    and ``update_on``: where ("host", "device"), as in ``AdamW``. ``accumulation_steps``: backward
+    passes per step. ``prefetch``: how many units ahead weights are fetched. ``ram_budget``: the
+    optimizer's host memory for states, in bytes. ``shelf_bytes``: host memory for parameters on
+    disk while they are used, in bytes, of each rank: never more is held, in steps, commits and
+    resuming. It is at least the three largest units; None: these and what is fetched ahead. Two
+    cases need more. A run that was begun with parameters elsewhere and resumed keeps its chunks of
+    states, and one that has parts of several units needs all of these beside the one that is
+    computed with and the one around it. Over one rank on the CPU, which computes with a unit's own
+    memory, units whose inputs need no gradient stay until backward ends.
     """
 
     parameters: Tier = Tier.HOST
@@ -38,6 +39,7 @@ class Plan:
     stage: int = 3
     replicas: int = 1
     overlap: Overlap = "none"
+    update_on: UpdateOn | None = None
     accumulation_steps: int = 1
     prefetch: int = 2
     ram_budget: int | str | None = None
@@ -58,6 +60,7 @@ class Plan:
         if self.overlap not in get_args(Overlap):
             message = f'overlap={self.overlap!r} was given: it is "none", "forward" or "backward".'
             raise OptionError(message)
+        self._check_update_on()
         for name, least in (("replicas", 1), ("accumulation_steps", 1), ("prefetch", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -81,12 +84,34 @@ class Plan:
     def _tiers(self) -> set[Tier]:
         return {self.parameters, *self.units.values()}
 
+    def _check_update_on(self) -> None:
+        if self.update_on not in {None, *get_args(UpdateOn)}:
+            message = f'update_on={self.update_on!r} was given: it is "host" or "device".'
+            raise OptionError(message)
+        if self.update_on != "device":
+            return
+        elsewhere = sorted(self._tiers - {Tier.DEVICE})
+        if elsewhere:
+            message = (
+                f'update_on="device" was given with parameters on {" and ".join(elsewhere)}, whose'
+                " weights and gradients are in host memory, and are updated there. Use"
+                ' parameters="device" for all of them, or update_on="host".'
+            )
+            raise OptionError(message)
+        if self.overlap != "none":
+            message = (
+                f'update_on="device" was given with overlap="{self.overlap}": updates on the device'
+                " run inside step(), on the stream that computes. Leave overlap out, or use"
+                ' update_on="host".'
+            )
+            raise OptionError(message)
+
     def _refuse_idle(self) -> None:
         """Raise OptionError for what would be accepted and change nothing."""
         if self.states == Tier.DEVICE:
             message = (
-                'states="device" was given: updates run on the host, and states live there or on'
-                ' disk. Use states="host".'
+                'states="device" was given: states live on the host or on disk, wherever updates'
+                ' run. Use states="host"; where all states fit the device, use torch.optim.'
             )
             raise OptionError(message)
         if self.ram_budget is not None and self.states != Tier.DISK:

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
+from tensorstow.optim.accelerator import device
 
 _COMPUTES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,6 +57,16 @@ def _check_new(model: nn.Module) -> None:
         if isinstance(parameter, DTensor):
             message = f"{name} is a DTensor: give stow() a model whose parameters are whole."
             raise OptionError(message)
+
+
+def check_device(plan: Plan, here: torch.device) -> None:
+    """Raise OptionError where updates are to run on an accelerator that this rank has not got."""
+    if plan.update_on == "device" and not device.is_remote(torch.empty(0, device=here)):
+        message = (
+            f'update_on="device" was given, and this rank computes on {here}: there is no'
+            ' accelerator to update on. Leave update_on out, or say "host".'
+        )
+        raise OptionError(message)
 
 
 def check_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:

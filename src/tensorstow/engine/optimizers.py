@@ -20,12 +20,13 @@ Make = Callable[..., StowedAdam]
 _PLACED: dict[str, Any] = {
     "states": "ram",
     "overlap": "none",
+    "update_on": None,
     "accumulation_steps": 1,
     "ram_budget": None,
     "dir": None,
 }
 """What a plan decides, and what holds where it says nothing."""
-_FREE = frozenset({"ram_budget", "dir"})
+_FREE = frozenset({"ram_budget", "dir", "update_on"})
 """What may be said to the optimizer where neither plan nor ``stow`` was told."""
 
 
@@ -38,6 +39,8 @@ def placement_of(
         placed["states"] = "disk"
     if plan.overlap != "none":
         placed["overlap"] = plan.overlap
+    if plan.update_on is not None:
+        placed["update_on"] = plan.update_on
     if plan.overlap == "backward" and plan.accumulation_steps > 1:
         placed["accumulation_steps"] = plan.accumulation_steps
     if plan.ram_budget is not None:
@@ -97,6 +100,7 @@ def make(optimizer: Make, model: nn.Module, placed: dict[str, Any]) -> StowedAda
     found = {
         "states": made.placement_of_states,
         "overlap": made.stowage.overlap,
+        "update_on": made.stowage.update_on,
         "dir": bool(where.directories),
         "ram_budget": where.ram_budget,
     }

@@ -20,7 +20,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.engine.agreement import check_agreement, told_of
-from tensorstow.engine.asked import check_asked, check_mesh
+from tensorstow.engine.asked import check_asked, check_device, check_mesh
 from tensorstow.engine.auto import Sizes, auto_plan
 from tensorstow.engine.cells import Cell
 from tensorstow.engine.gathered import Gathered
@@ -83,6 +83,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
         message = "budget= was given beside a plan, which says itself what lives where."
         raise OptionError(message)
     _check_units(plan, chosen)
+    check_device(plan, device)
     check(optimizer, placement_of(plan, model, dir))
     if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
         _place_whole(model, chosen, device, Sources(weights, init, None))
