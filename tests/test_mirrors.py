@@ -1,7 +1,11 @@
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
 
 from remote import LateLink
+from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator.mirrors import (
     Mirror,
     deliver,
@@ -34,6 +38,24 @@ def test_bytes_are_one_copy_aligned() -> None:
     assert [m.host.shape for m in mirrors] == [(3, 5), (0, 2), (100,), ()]
     assert [m.host.dtype for m in mirrors] == [p.dtype for p in parameters()]
     assert all(m.host.data_ptr() % 128 == 0 for m in mirrors if m.host.numel())
+
+
+def test_those_that_nobody_looks_at_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+
+    class Watched(PinnedBlock):
+        def __init__(self, nbytes: int, device: torch.device, settle: Callable[[], None]) -> None:
+            devices.append(device)
+            super().__init__(nbytes, torch.device("cpu"), settle)
+
+    monkeypatch.setattr("tensorstow.optim.accelerator.mirrors.PinnedBlock", Watched)
+    link = LateLink()
+    link.device = torch.device("cuda", 3)
+    given = parameters()
+    make_mirrors(given, link)
+    _, (mirror, *_) = make_mirrors(given, link, pinned=False)
+    assert devices == [torch.device("cuda", 3), torch.device("cpu")]
+    assert mirror.host.shape == given[0].shape
 
 
 def test_what_others_wrote_is_fetched_and_nothing_else() -> None:

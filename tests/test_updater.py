@@ -169,6 +169,9 @@ def test_memory_and_bytes_are_the_formula(
     held = optimizer.memory()
     slot = max(parts_of(c.family, c.plan.elements)[-1].file_at for c in chunks)
     assert (held.device_bytes, held.staging_bytes) == (MOST_SLOTS * slot, 0)
+    # Nobody looks at fp32 weights in host memory where nothing commits.
+    mirrors = 0 if dtype == "fp32" else sum(-(-n * 2 // 128) * 128 for n in SIZES)
+    assert held.mirror_bytes == mirrors
     train(net, optimizer)
     before = optimizer.traffic()
     train(net, optimizer, 3)
@@ -193,7 +196,7 @@ def test_states_are_where_the_accelerator_copies_from(monkeypatch: pytest.Monkey
     optimizer = make_there(Net(), states=0.5)
     held = optimizer.memory()
     assert held.ring_bytes in taken
-    assert sum(taken) >= held.ring_bytes + held.ram_bytes
+    assert held.ring_bytes + held.ram_bytes <= sum(taken)
     taken.clear()
     make(Net(), states=0.5)
     assert taken == []

@@ -231,8 +231,10 @@ class Members:
         return (0, 0) if self._link is None else (self._link.bytes_down, self._link.bytes_up)
 
     def buffer_bytes(self) -> tuple[int, int]:
-        """Return the bytes of mirrors, and of staging memory."""
-        mirrors = mirror_bytes(m.parameter for m in self._numbered if m.mirror is not None)
+        """Return the bytes of mirrors that hold anything, and of staging memory."""
+        mirrors = mirror_bytes(
+            m.parameter for m in self._numbered if m.mirror is not None and self._looks_at_mirror(m)
+        )
         return mirrors, 0 if self.ferry is None else self.ferry.plan.nbytes
 
     def device_bytes(self) -> int:
@@ -341,20 +343,27 @@ class Members:
             return
         link = self._link or device.open_link(remote[0].parameter.device)
         self._link = link
-        block, mirrors = make_mirrors(
-            [m.parameter for m in remote], link, [m.owner for m in remote]
-        )
-        for member, mirror in zip(remote, mirrors, strict=True):
-            member.mirror = mirror
+        for used in (True, False):
+            group = [m for m in remote if self._looks_at_mirror(m) == used]
+            block, mirrors = make_mirrors(
+                [m.parameter for m in group], link, [m.owner for m in group], pinned=used
+            )
+            self.store.pipeline.lent.append(block)
+            for member, mirror in zip(group, mirrors, strict=True):
+                member.mirror = mirror
         known = {m.number: m.mirror for m in self._numbered if m.mirror is not None}
         pipeline = self.store.pipeline
-        pipeline.lent.append(block)
         chunks = self.store.chunks
         if self.on_device:
             self.updater = Updater(link, pipeline, chunks, known, self.store.streams_at)
         else:
             self.ferry = Ferry(link, pipeline, chunks, known)
             pipeline.lent.append(self.ferry.staging)
+
+    def _looks_at_mirror(self, member: Member) -> bool:
+        """Return whether steps need the weight in host memory."""
+        idle = self.on_device and not self.stowage.placement.durable
+        return not (idle and member.family.dtype == torch.float32)
 
     def differ(self, amsgrad: Mapping[int, bool]) -> bool:
         """Return whether a member has other states than its group wants."""

@@ -60,13 +60,19 @@ def mirror_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def make_mirrors(
-    parameters: Sequence[torch.Tensor], link: Link, owners: Sequence[torch.Tensor] | None = None
+    parameters: Sequence[torch.Tensor],
+    link: Link,
+    owners: Sequence[torch.Tensor] | None = None,
+    *,
+    pinned: bool = True,
 ) -> tuple[PinnedBlock, list[Mirror]]:
     """Return mirrors that hold nothing yet, in one block of memory.
 
-    ``owners``: the DTensors whose shards ``parameters`` are; None: they are their own.
+    ``owners``: the DTensors whose shards ``parameters`` are; None: they are their own. Not
+    ``pinned``: no page is there before it is touched, for mirrors that hardly anybody looks at.
     """
-    block = PinnedBlock(mirror_bytes(parameters), link.device, link.settle)
+    device = link.device if pinned else torch.device("cpu")
+    block = PinnedBlock(mirror_bytes(parameters), device, link.settle)
     mirrors = []
     at = 0
     for parameter, owner in zip(parameters, owners or parameters, strict=True):
