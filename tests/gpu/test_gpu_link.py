@@ -87,6 +87,49 @@ def test_the_device_holds_no_states(device: torch.device) -> None:
     assert torch.accelerator.memory_allocated(device) == held
 
 
+@pytest.mark.parametrize("states", ["ram", "disk"])
+def test_updates_on_the_device_pass_through_three_chunks_of_its_memory(
+    states: str, device: torch.device
+) -> None:
+    net = Net(torch.float32).to(device)
+    optimizer = make(net, states=states, update_on="device")
+    train(net, optimizer, 0, 2)
+    updater = optimizer._kept().updater
+    assert updater is not None
+    assert all(slot.device == device for slot in updater._slots)
+    assert optimizer.memory().device_bytes == 3 * 2 * 4 * SMALL.chunk_elements
+    for chunk in optimizer._states().chunks:
+        where = -1 if chunk.resident else 0
+        assert all(s.is_pinned() for s in optimizer._states().streams_at(chunk, where))
+    optimizer.zero_grad()
+    gc.collect()
+    held = torch.accelerator.memory_allocated(device)
+    train(net, optimizer, 2, 4)
+    optimizer.zero_grad()
+    gc.collect()
+    assert torch.accelerator.memory_allocated(device) == held
+
+
+def test_updates_on_the_device_are_there_for_whatever_the_stream_does_next(
+    device: torch.device,
+) -> None:
+    """Each step begins behind work that is still to be done, and nobody waits for it."""
+    net, twin = Net(torch.bfloat16).to(device), Net(torch.bfloat16)
+    optimizer, reference = make(net, update_on="device"), make(twin)
+    seen: list[torch.Tensor] = []
+    for step in range(20):
+        optimizer.zero_grad()
+        spin(device, 0.01)
+        torch.autograd.backward(net(step))
+        optimizer.step()
+        seen.append(torch.cat([p.detach().view(-1) for p in net.parameters()]))
+    for step, weights in enumerate(seen):
+        train(twin, reference, step, step + 1)
+        assert torch.equal(
+            weights.cpu(), torch.cat([p.detach().view(-1) for p in twin.parameters()])
+        )
+
+
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_step_waits_for_no_other_stream(overlap: str, device: torch.device) -> None:
     net = Net(torch.bfloat16).to(device)

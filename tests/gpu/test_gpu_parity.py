@@ -1,13 +1,15 @@
 """Parameters on the accelerator: the bits of the CPU path, whatever the route."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from training import CPU, STEPS, Net, make, same_states, same_weights, train
+from training import CPU, SMALL, STEPS, Net, make, same_states, same_weights, train
 
-from tensorstow import AdamW
+from tensorstow import Adam, AdamW
+from tensorstow.optim.stowed import StowedAdam
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OVERLAPS = ("none", "forward", "backward")
@@ -38,6 +40,68 @@ def test_formats(state_format: str, overlap: str, device: torch.device) -> None:
     train(want, make(want, state_format=state_format))
     train(got, make(got, state_format=state_format, overlap=overlap))
     assert same_weights(got, want)
+
+
+@pytest.mark.parametrize("states", ["ram", "disk", 0.5])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_updates_on_the_device_have_the_bits_of_the_host(
+    dtype: str,
+    amsgrad: bool,  # noqa: FBT001
+    states: str | float,
+    device: torch.device,
+) -> None:
+    want, got = Net(DTYPES[dtype]), Net(DTYPES[dtype]).to(device)
+    reference = make(want, states="ram", amsgrad=amsgrad)
+    train(want, reference)
+    optimizer = make(got, states=states, amsgrad=amsgrad, update_on="device")
+    train(got, optimizer)
+    assert same_weights(got, want)
+    assert same_states(optimizer, reference)
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 0.0}, {"maximize": True}, {"eps": 1e-3}])
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+def test_options_of_an_update_on_the_device(
+    kind: type[StowedAdam], options: dict[str, Any], device: torch.device
+) -> None:
+    given = {"lr": 0.01, "policy": SMALL, "weight_decay": 0.1, **options}
+    want, got = Net(torch.bfloat16), Net(torch.bfloat16).to(device)
+    train(want, kind(want.parameters(), **given))
+    train(got, kind(got.parameters(), update_on="device", **given))
+    assert same_weights(got, want)
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "split", "bf16", "int8"])
+def test_formats_of_updates_on_the_device(state_format: str, device: torch.device) -> None:
+    want, got = Net(torch.bfloat16), Net(torch.bfloat16).to(device)
+    reference = make(want, state_format=state_format)
+    train(want, reference)
+    optimizer = make(got, state_format=state_format, update_on="device")
+    train(got, optimizer)
+    assert same_weights(got, want)
+    assert same_states(optimizer, reference)
+
+
+@pytest.mark.parametrize("now", [None, "host", "device"])
+@pytest.mark.parametrize("before", ["host", "device"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_goes_on_where_updates_are_or_were(
+    dtype: str, before: str, now: str | None, tmp_path: Path, device: torch.device
+) -> None:
+    want = Net(DTYPES[dtype])
+    train(want, make(want))
+    got = Net(DTYPES[dtype]).to(device)
+    first = make(got, dir=tmp_path / "run", commit_every=2, update_on=before)
+    train(got, first, 0, 3)
+    first.close()
+    other = Net(DTYPES[dtype], seed=7).to(device)
+    second = make(other, dir=tmp_path / "run", commit_every=2, update_on=now)
+    assert second.resume() == 2
+    train(other, second, 2, STEPS)
+    assert (second._kept().updater is not None) == ((now or before) == "device")
+    assert same_weights(other, want)
+    second.close()
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -78,10 +142,14 @@ def test_a_state_dict_goes_from_device_to_host_and_back(device: torch.device) ->
     assert same_weights(back, want)
 
 
+@pytest.mark.parametrize("update_on", ["host", "device"])
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_clipping_is_that_of_the_cpu_but_for_the_norm_s_last_bits(
-    overlap: str, device: torch.device
+    overlap: str, update_on: str, device: torch.device
 ) -> None:
+    if update_on == "device" and overlap != "none":
+        pytest.skip("refused by name")
+
     def clipped(net: Net, optimizer: AdamW) -> list[float]:
         norms = []
         for step in range(STEPS):
@@ -94,7 +162,8 @@ def test_clipping_is_that_of_the_cpu_but_for_the_norm_s_last_bits(
 
     want, got = Net(torch.float32), Net(torch.float32).to(device)
     norms = clipped(want, make(want))
-    assert clipped(got, make(got, overlap=overlap)) == pytest.approx(norms, rel=1e-12)
+    optimizer = make(got, overlap=overlap, update_on=update_on)
+    assert clipped(got, optimizer) == pytest.approx(norms, rel=1e-12)
     for ours, theirs in zip(got.parameters(), want.parameters(), strict=True):
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
 
@@ -154,8 +223,11 @@ def test_host_and_device_in_one_optimizer(device: torch.device) -> None:
         assert same_weights(got, want)
 
 
+@pytest.mark.parametrize("update_on", ["host", "device"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_others_write_on_the_device_is_seen(dtype: str, device: torch.device) -> None:
+def test_what_others_write_on_the_device_is_seen(
+    dtype: str, update_on: str, device: torch.device
+) -> None:
     def meddle(net: Net, optimizer: AdamW) -> None:
         train(net, optimizer, 0, 2)
         with torch.no_grad():
@@ -165,5 +237,5 @@ def test_what_others_write_on_the_device_is_seen(dtype: str, device: torch.devic
 
     want, got = Net(DTYPES[dtype]), Net(DTYPES[dtype]).to(device)
     meddle(want, make(want))
-    meddle(got, make(got))
+    meddle(got, make(got, update_on=update_on))
     assert same_weights(got, want)

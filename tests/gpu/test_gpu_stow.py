@@ -13,6 +13,8 @@ from tensorstow import Plan
 PLANS = [
     Plan(parameters="device"),
     Plan(parameters="device", states="disk"),
+    Plan(parameters="device", update_on="device"),
+    Plan(parameters="device", states="disk", update_on="device"),
     Plan(parameters="host"),
     Plan(parameters="host", states="disk", overlap="forward"),
     Plan(parameters="host", states="disk", overlap="backward"),
