@@ -55,9 +55,9 @@ class Traffic:
     bytes_spared: int = 0
     """Not read, because a buffer still held them."""
     bytes_down: int = 0
-    """From an accelerator: gradients, and weights that others wrote."""
+    """From an accelerator: gradients, and weights that others wrote; or states updated there."""
     bytes_up: int = 0
-    """To an accelerator: new weights."""
+    """To an accelerator: new weights; or states that are to be updated there."""
 
 
 @dataclass(frozen=True, slots=True)
