@@ -329,6 +329,37 @@ def test_what_fails_on_the_link_ends_the_run(way: str, monkeypatch: pytest.Monke
     optimizer.close()
 
 
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("copies", [0, 1, 4])
+def test_resume_is_the_way_out(
+    copies: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = Net(torch.bfloat16)
+    train(want, make(want), 4)
+    make_remote(monkeypatch)
+    net = Net(torch.bfloat16)
+    optimizer = make_there(net, dir=tmp_path, commit_every=2)
+    train(net, optimizer, 3)
+    link, left = link_of(optimizer), [copies]
+    copy = getattr(link, way)
+
+    def breaks(*given: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            message = "CUDA error: an illegal memory access was encountered"
+            raise RuntimeError(message)
+        return copy(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link, way, breaks)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            train(net, optimizer)
+    assert optimizer.resume() == 2
+    train(net, optimizer, 2)
+    assert same(net, want)
+    optimizer.close()
+
+
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("spared", range(4))
 def test_a_disk_that_fails_is_told_as_ever(

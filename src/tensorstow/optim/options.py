@@ -70,7 +70,7 @@ def stowage(given: Mapping[str, Any]) -> Stowage:
         given["policy"] or PipelinePolicy(),
         overlap,
         _state_format(given["state_format"], given["amsgrad"]),
-        _update_on(given.get("update_on"), overlap),
+        _update_on(given["update_on"], overlap),
     )
 
 

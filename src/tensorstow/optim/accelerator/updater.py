@@ -15,6 +15,7 @@ fp32 only where a commit takes them. Elsewhere their mirrors are older, as if ot
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,9 @@ class Updater:
             self._pipeline.end_outside()
         except BaseException as error:  # an interrupt too: a chunk may be half a step ahead
             self._pipeline.poison(error)
+            # Whoever goes on from a commit writes to the weights that may still be coming down.
+            with suppress(RuntimeError):  # the device fails here once more, and has been told
+                self.link.settle()
             raise
 
     def _start(
