@@ -48,3 +48,31 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     _train(tmp_path / "run", plan, dtype, STEPS - 1)
     got = _train(tmp_path / "run", plan, dtype, STEPS, seed=4)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_frozen_weights_on_disk_come_back_too(tmp_path: Path) -> None:
+    """A unit that nobody trains: its memory is let go of, and a commit reads it from the disk."""
+
+    def placed() -> tuple[torch.nn.Module, tensorstow.AdamW]:
+        model = model_of(torch.bfloat16)
+        model.blocks[1].requires_grad_(requires_grad=False)
+        make = partial(groups_of, dir=tmp_path / "run", commit_every=None)
+        plan = Plan(parameters="disk", prefetch=0)
+        return tensorstow.stow(model, make, plan=plan)
+
+    model, optimizer = placed()
+    frozen = model_of(torch.bfloat16).blocks[1].down.weight
+    for factor in (1.0, 2.0):
+        with torch.no_grad():
+            model.blocks[1].down.weight.mul_(factor)
+        loss_of(model, 0, 0, 0).backward()
+        optimizer.step()
+        optimizer.commit()
+    optimizer.close()
+    model, optimizer = placed()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer.resume()
+    assert torch.equal(model.blocks[1].down.weight.full_tensor(), 2.0 * frozen)
+    optimizer.close()
