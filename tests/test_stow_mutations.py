@@ -1,11 +1,13 @@
 """The parity of stowed training can fail: every break of the engine is noticed."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from ranks.mutants import MUTANTS, mutated
 from ranks.pool import Ranks
-from ranks.stowed import Course, alone
+from ranks.stowed import Course, alone, stowed
 from tensorstow import Plan
 
 BF16 = torch.bfloat16
@@ -17,6 +19,9 @@ COURSES = {
     "unwritten": Course(Plan(parameters="disk", states="disk")),
     "unreduced": Course(Plan(stage=1, accumulation_steps=2)),
     "other_rows": Course(),
+    "thawed": Course(frozen=True),
+    "frozen_not_resumed": Course(frozen=True, resume="asked"),
+    "weights_not_resumed": Course(resume="due"),
 }
 
 
@@ -25,10 +30,12 @@ def test_every_break_has_its_course() -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_broken_engine_is_noticed(ranks: "Ranks", name: str) -> None:
+def test_a_broken_engine_is_noticed(tmp_path: Path, ranks: "Ranks", name: str) -> None:
     course = COURSES[name]
     want = alone(course, 2)
-    for got in ranks(2).run(mutated, course, name):
+    for got in ranks(2).run(stowed, course, tmp_path / "right"):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for got in ranks(2).run(mutated, course, name, tmp_path / "broken"):
         differs = isinstance(got, str) or not all(
             torch.equal(a, b) for a, b in zip(got, want, strict=True)
         )

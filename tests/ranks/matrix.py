@@ -17,7 +17,9 @@ AXES: dict[str, tuple[Value, ...]] = {
     "clip": ("none", "ours", "torch"),
     "dtype": ("float32", "bfloat16"),
     "compute": ("same", "bfloat16"),
-    "world": (1, 2),
+    "frozen": (False, True),
+    "resume": ("none", "asked", "due"),
+    "world": (1, 2, 4),
 }
 
 
@@ -51,4 +53,7 @@ def _course(row: Row) -> Course:
         compute_dtype=None if row["compute"] == "same" else torch.bfloat16,
         clip=None if row["clip"] == "none" else 0.05,
         torch_clips=row["clip"] == "torch",
+        frozen=bool(row["frozen"]),
+        resume=row["resume"],
+        whole=row["world"] == 4,
     )

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from ranks.stowed import Course, stowed
 from tensorstow.engine import gradients, sharding
 from tensorstow.engine.cells import Cell
 from tensorstow.engine.micro_batches import MicroBatches
 from tensorstow.optim import stowed as stowed_adam
+from tensorstow.optim.checkpoints import resuming
 from tensorstow.optim.schedules.leases import Leases
 
 Mutant = Callable[[ExitStack], None]
@@ -89,6 +92,26 @@ def other_rows(patches: ExitStack) -> None:
     patches.enter_context(patch.object(sharding.Sharding, "rows", rows))
 
 
+def thawed(patches: ExitStack) -> None:
+    """Train what is frozen."""
+    right = sharding.exchange
+
+    def exchange(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+        right(root, old, new.requires_grad_())
+
+    patches.enter_context(patch.object(sharding, "exchange", exchange))
+
+
+def frozen_not_resumed(patches: ExitStack) -> None:
+    """Leave weights that nobody trains out of what a commit brings back."""
+    patches.enter_context(patch.object(resuming, "_load_module", lambda *_: None))
+
+
+def weights_not_resumed(patches: ExitStack) -> None:
+    """Leave weights as they are when a run goes on."""
+    patches.enter_context(patch.object(resuming, "_load_weights", lambda *_: None))
+
+
 MUTANTS: dict[str, Mutant] = {
     f.__name__: f
     for f in (
@@ -99,15 +122,18 @@ MUTANTS: dict[str, Mutant] = {
         unwritten,
         unreduced,
         other_rows,
+        thawed,
+        frozen_not_resumed,
+        weights_not_resumed,
     )
 }
 
 
-def mutated(course: Course, name: str) -> list[torch.Tensor] | str:
+def mutated(course: Course, name: str, directory: Path) -> list[torch.Tensor] | str:
     """Train with one break; return weights, or what was raised."""
     with ExitStack() as patches:
         MUTANTS[name](patches)
         try:
-            return stowed(course)
+            return stowed(course, directory)
         except Exception as error:  # noqa: BLE001  # an error is noticed too
             return f"{type(error).__name__}: {error}"

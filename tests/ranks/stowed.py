@@ -1,18 +1,26 @@
 """Training a model through ``stow``, and the same in one process with everything in RAM."""
 
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 import tensorstow
 from tensorstow import Plan
 
 WIDTH = 12
 STEPS = 3
+FROZEN = ("blocks.0.down.weight", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.weight")
+"""A part of one unit, and all of another."""
+
+Resume = Literal["none", "asked", "due"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,13 @@ class Course:
     compute_dtype: torch.dtype | None = None
     clip: float | None = None
     torch_clips: bool = False
+    frozen: bool = False
+    """Some parameters are not trained."""
+    resume: Resume = "none"
+    """The run ends and goes on from a commit: one asked for, with a step behind it that is lost, or
+    one that was due."""
+    whole: bool = False
+    """Gradients are whole numbers, the same in any order of summation: for more than two ranks."""
 
     def __str__(self) -> str:
         """Name what differs from the default."""
@@ -31,7 +46,28 @@ class Course:
         parts = [f"z{p.stage}", p.parameters, p.states, p.overlap, f"acc{p.accumulation_steps}"]
         parts += [str(self.dtype)[6:], str(self.compute_dtype)[6:] if self.compute_dtype else ""]
         parts += [f"x{p.replicas}", "clip" * (self.clip is not None), "torch" * self.torch_clips]
+        parts += ["frozen" * self.frozen, self.resume.removeprefix("none"), "whole" * self.whole]
         return "-".join(p for p in parts if p)
+
+
+class InFours(torch.autograd.Function):
+    """A weight as it is, whose gradient is one of few multiples of four.
+
+    Any sum of several ranks' and micro-batches' is exact in 16 bits, in any order, and so is the
+    mean of four ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:  # noqa: ANN401  # torch's own
+        """Return the weight."""
+        del ctx
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        """Round."""
+        del ctx
+        return 4 * (40 * gradient).round().clamp(-8, 8)
 
 
 class Block(nn.Module):
@@ -42,10 +78,14 @@ class Block(nn.Module):
         super().__init__()
         self.up = nn.Linear(WIDTH, 7)
         self.down = nn.Linear(7, WIDTH, bias=False)
+        self.whole = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add to the stream."""
-        return x + self.down(torch.tanh(self.up(x)))
+        if not self.whole:
+            return x + self.down(torch.tanh(self.up(x)))
+        up, bias, down = map(InFours.apply, (self.up.weight, self.up.bias, self.down.weight))
+        return x + functional.linear(torch.tanh(functional.linear(x, up, bias)), down)
 
 
 class Model(nn.Module):
@@ -58,19 +98,32 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embedding.weight
+        self.whole = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits."""
-        x = self.embedding(tokens)
+        tied = InFours.apply(self.embedding.weight) if self.whole else None
+        x = self.embedding(tokens) if tied is None else functional.embedding(tokens, tied)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x) if tied is None else functional.linear(x, tied)
 
 
 def model_of(dtype: torch.dtype) -> Model:
     """Return the model, the same at each call."""
     torch.manual_seed(3)
     return Model().to(dtype)
+
+
+def model_for(course: Course) -> Model:
+    """Return the model as the course trains it."""
+    model = model_of(course.dtype)
+    for module in model.modules():
+        if isinstance(module, Model | Block):
+            module.whole = course.whole
+    for name in FROZEN if course.frozen else ():
+        model.get_parameter(name).requires_grad = False
+    return model
 
 
 def loss_of(model: nn.Module, rank: int, step: int, micro: int) -> torch.Tensor:
@@ -89,28 +142,63 @@ def groups_of(named: list[tuple[str, torch.Tensor]], **placement: object) -> ten
     return tensorstow.AdamW(groups, lr=1e-2, **placement)
 
 
-def stowed(course: Course) -> list[torch.Tensor]:
-    """Train through ``stow``; return whole weights."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (1,)) if world == 1 else None
-    plan = course.plan
-    model, optimizer = tensorstow.stow(
-        model_of(course.dtype),
-        groups_of,
-        plan=plan,
-        compute_dtype=course.compute_dtype,
-        mesh=mesh,
-    )
-    for step in range(STEPS):
-        for micro in range(plan.accumulation_steps):
-            loss_of(model, dist.get_rank(), step, micro).backward()
-        if course.clip is not None and course.torch_clips:
-            nn.utils.clip_grad_norm_(model.parameters(), course.clip)
-        elif course.clip is not None:
-            optimizer.clip_grad_norm_(course.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return finish(model, optimizer)
+class Life:
+    """A process's part of a course, until it ends."""
+
+    def __init__(self, course: Course, directory: Path | None = None) -> None:
+        """Place the model; ``directory``: for commits."""
+        self.course = course
+        mesh = init_device_mesh("cpu", (1,)) if dist.get_world_size() == 1 else None
+        due = {"commit_every": 2 if course.resume == "due" else None} if directory else {}
+        self.model, self.optimizer = tensorstow.stow(
+            model_for(course),
+            partial(groups_of, **due),
+            plan=course.plan,
+            compute_dtype=course.compute_dtype,
+            mesh=mesh,
+            dir=directory,
+        )
+
+    def train(self, *steps: int) -> None:
+        """Take these steps."""
+        course, model, optimizer = self.course, self.model, self.optimizer
+        for step in steps:
+            for micro in range(course.plan.accumulation_steps):
+                loss_of(model, dist.get_rank(), step, micro).backward()
+            if course.clip is not None and course.torch_clips:
+                nn.utils.clip_grad_norm_(model.parameters(), course.clip)
+            elif course.clip is not None:
+                optimizer.clip_grad_norm_(course.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def stowed(course: Course, directory: Path | None = None) -> list[torch.Tensor]:
+    """Train through ``stow``; return whole weights. A course that resumes takes a ``directory``."""
+    if course.resume == "none":
+        life, begin = Life(course), 0
+    else:
+        assert directory is not None
+        life, begin = resumed(course, directory)
+    life.train(*range(begin, STEPS))
+    return finish(life.model, life.optimizer)
+
+
+def resumed(course: Course, directory: Path) -> tuple[Life, int]:
+    """Train until there is a commit, and throw everything away; return who goes on, and where."""
+    life = Life(course, directory)
+    life.train(0)
+    if course.resume == "asked":
+        life.optimizer.commit()
+    life.train(1)  # one that asks for its commit loses this
+    life.optimizer.close()
+    life = Life(course, directory)
+    with torch.no_grad():
+        for parameter in life.model.parameters():
+            parameter.zero_()  # what is right from now on comes from the commit
+    begin = life.optimizer.resume()
+    assert begin == (1 if course.resume == "asked" else 2)
+    return life, begin
 
 
 def finish(model: nn.Module, optimizer: tensorstow.AdamW) -> list[torch.Tensor]:
@@ -126,13 +214,14 @@ def finish(model: nn.Module, optimizer: tensorstow.AdamW) -> list[torch.Tensor]:
 
 def alone(course: Course, world: int) -> list[torch.Tensor]:
     """Train in this process on what ``world`` ranks would see, everything in RAM."""
-    master = model_of(course.dtype)
+    master = model_for(course)
     optimizer = groups_of(list(master.named_parameters()))
-    for parameter in master.parameters():
+    trained = [p for p in master.parameters() if p.requires_grad]
+    for parameter in trained:
         parameter.grad_dtype = None
     for step in range(STEPS):
         summed = _summed(course, master, step, world)
-        for parameter, gradient in zip(master.parameters(), summed, strict=True):
+        for parameter, gradient in zip(trained, summed, strict=True):
             parameter.grad = gradient
         if course.clip is not None:
             optimizer.clip_grad_norm_(course.clip)
@@ -163,7 +252,8 @@ def _summed(course: Course, master: nn.Module, step: int, world: int) -> list[to
 def _gradients(
     course: Course, master: nn.Module, rank: int, step: int, micro: int
 ) -> list[torch.Tensor]:
-    working = model_of(course.dtype)
+    """Return those of the parameters that are trained."""
+    working = model_for(course)
     working.load_state_dict(master.state_dict())
     working.to(course.compute_dtype or course.dtype)
     loss_of(working, rank, step, micro).backward()
