@@ -1,0 +1,145 @@
+"""Stowed parameters: tensors without memory, of which whoever reads one gets the newest bytes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import tensorstow
+from ranks.pool import Ranks
+from ranks.stowed import loss_of, model_of
+from ranks.twin import Twins
+from tensorstow import PipelinePolicy, Plan
+from tensorstow.base.errors import PoisonedError
+from tensorstow.engine.cells import Cell
+from tensorstow.engine.stowed_parameter import Slot, StowedParameter
+
+Pool = Callable[[int], Ranks]
+POISONED = partial(tensorstow.AdamW, lr=1e-2, policy=PipelinePolicy(poison=True))
+"""Weights are NaN until somebody has waited for them."""
+
+
+def stowed(shape: tuple[int, ...]) -> StowedParameter:
+    return StowedParameter(torch.empty(shape, device="meta"), torch.device("cpu"), Slot())
+
+
+def filled(padded: torch.Tensor, rows: int) -> StowedParameter:
+    parameter = stowed((rows, *padded.shape[1:]))
+    parameter.slot.cell = Cell(padded, rows)
+    return parameter
+
+
+@contextmanager
+def counted(cell: Cell) -> Iterator[list[bool]]:
+    """Note who opens the cell, and whether to write."""
+    noted: list[bool] = []
+    opened = cell.opened
+
+    def noting(*, to_change: bool) -> AbstractContextManager[None]:
+        noted.append(to_change)
+        return opened(to_change=to_change)
+
+    cell.opened = noting
+    yield noted
+
+
+def test_without_a_cell_there_is_arithmetic_over_shapes_alone() -> None:
+    parameter = stowed((4, 3))
+    padded = parameter.new_zeros((6, 3))
+    padded.narrow(0, 0, 4).copy_(parameter)
+    first, second = padded.split(3)
+    for part, shape in ((padded, (6, 3)), (first, (3, 3)), (second.view(-1), (9,))):
+        assert isinstance(part, StowedParameter)
+        assert part.slot is parameter.slot
+        assert part.shape == shape
+    with pytest.raises(PoisonedError, match="before it had bytes"):
+        parameter.home  # noqa: B018
+
+
+def test_reading_opens_the_cell_and_gives_memory_of_its_own() -> None:
+    parameter = filled(torch.arange(8.0).view(4, 2), 3)
+    with counted(parameter.slot.cell) as noted:
+        read = parameter.view(-1)
+        total = parameter + 1.0
+    assert noted == [False, False]
+    assert (type(read), type(total)) == (torch.Tensor, torch.Tensor)
+    assert total.tolist() == [[1, 2], [3, 4], [5, 6]]
+    read.zero_()
+    assert parameter.home.sum() == 15.0
+
+
+def test_writing_opens_it_to_change_and_counts_as_a_version() -> None:
+    parameter = filled(torch.zeros(4, 2), 3)
+    version = parameter.home._version
+    with counted(parameter.slot.cell) as noted:
+        assert parameter.add_(2.0) is parameter
+    assert noted == [True]
+    assert parameter.home._version > version
+    assert parameter.slot.cell.padded.tolist() == [[2, 2], [2, 2], [2, 2], [0, 0]]
+
+
+def test_two_parameters_are_opened_both_and_one_to_change() -> None:
+    ours, theirs = filled(torch.zeros(2, 2), 2), filled(torch.full((2, 2), 3.0), 2)
+    with counted(ours.slot.cell) as written, counted(theirs.slot.cell) as read:
+        ours.copy_(theirs)
+    assert (written, read) == ([True], [False])
+    assert ours.home.tolist() == [[3, 3], [3, 3]]
+
+
+def test_a_write_of_a_view_reaches_the_bytes() -> None:
+    """``detach`` is the parameter again, so whoever writes it by ``.data`` or ``detach`` does."""
+    parameter = filled(torch.zeros(2, 2), 2)
+    parameter.detach().fill_(1.0)
+    assert parameter.home.eq(1.0).all()
+
+
+def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    return loss_of(model, rank, batch, 0)
+
+
+READERS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
+    "full_tensor": lambda p: p.full_tensor(),
+    "to_local": lambda p: p.to_local() + 0.0,
+    "arithmetic": lambda p: (p * 1.0).full_tensor(),
+    "unshard": lambda p: p,  # which is whole by then
+}
+
+
+def _own(theirs: torch.Tensor, ours: torch.Tensor, read: str, both: Twins) -> torch.Tensor:
+    """Return what is to be read: this rank's rows, or all."""
+    if read != "to_local":
+        return theirs
+    each = -(-len(theirs) // both.world)
+    return theirs[each * both.rank :][: len(ours.to_local())]
+
+
+def read_at_once(read: str) -> bool:
+    """Read every weight in one way while its update is under way; return whether all are right."""
+    plan = Plan(overlap="forward", states="disk")
+    both = Twins(lambda: model_of(torch.float32), loss, plan, POISONED)
+    right = []
+    for batch in range(2):
+        both.backward(batch)
+        both.step()
+        groups = [m for m in both.stowed.modules() if isinstance(m, FSDPModule)]
+        for group in groups if read == "unshard" else ():
+            group.unshard()
+        for ours, theirs in zip(both.stowed.parameters(), both.alone.parameters(), strict=True):
+            right.append(torch.equal(READERS[read](ours), _own(theirs, ours, read, both)))
+        for group in groups:
+            group.reshard()
+    both.close()
+    return all(right)
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_whoever_reads_a_weight_past_the_model_waits_for_its_update(
+    ranks: Pool, world: int, read: str
+) -> None:
+    """A reader that did not wait would see NaN."""
+    assert ranks(world).run(read_at_once, read) == [True] * world
