@@ -70,7 +70,7 @@ def test_all_of_it_comes_back(tmp_path: Path) -> None:
         ({("k", b"x"): 1}, r"a key of extra\[1\] is a bytes"),
         ({"a": Path()}, r"extra\['a'\] is a PosixPath"),
     ],
-    ids=str,
+    ids=lambda given: given if isinstance(given, str) else type(given).__name__,
 )
 def test_what_cannot_be_kept_is_refused(value: Any, told: str) -> None:  # noqa: ANN401
     with pytest.raises(TypeError, match=told):

@@ -1,4 +1,4 @@
-"""A small transformer trained for 2,000 steps: inexact states beside fp32 ones."""
+"""A small transformer trained for 1,000 steps: inexact states beside fp32 ones."""
 
 import logging
 from functools import cache
@@ -10,7 +10,7 @@ from torch import nn
 
 from tensorstow import AdamW, PipelinePolicy
 
-STEPS = 2000
+STEPS = 1000
 VOCABULARY, WIDTH, LENGTH, BATCH = 16, 32, 16, 8
 TAIL = 200
 """Steps at the end over which a loss is averaged."""
@@ -58,6 +58,13 @@ def batch(generator: torch.Generator) -> torch.Tensor:
 
 
 @cache
+def batches() -> list[torch.Tensor]:
+    """Return what every format is trained on."""
+    generator = torch.Generator().manual_seed(1)
+    return [batch(generator) for _ in range(STEPS)]
+
+
+@cache
 def trained(state_format: str, directory: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses, and the second moments at the end by parameter."""
     threads = torch.get_num_threads()
@@ -68,10 +75,8 @@ def trained(state_format: str, directory: Path) -> tuple[list[float], dict[str, 
         model.parameters(), lr=2e-3, states="disk", dir=directory, durability="none",
         state_format=state_format, policy=PipelinePolicy(chunk_elements=1 << 14),
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
     losses = []
-    for _ in range(STEPS):
-        ids = batch(generator)
+    for ids in batches():
         optimizer.zero_grad()
         logits = model(ids[:, :-1]).float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -101,18 +106,21 @@ def test_it_learns_as_well_as_with_fp32_states(state_format: str, directory: Pat
     exact, _ = trained("fp32", directory)
     assert exact[0] > 2.5
     assert tail(exact) < 1.3  # the rule was learned, not only how often each number comes
-    assert abs(tail(losses) - tail(exact)) < 0.01  # 0.0003 as measured
+    assert abs(tail(losses) - tail(exact)) < 0.01  # 0.0004 as measured
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state_format", ["bf16", "int8"])
 def test_v_does_not_drift(state_format: str, directory: Path) -> None:
-    """A v that froze would keep the scale of the first steps, whose gradients are far larger."""
+    """A v that froze would keep the scale of the first steps, whose gradients are far larger.
+
+    Rounded to the nearest bf16 number, half of them are beyond the bounds by now, one by 0.15.
+    """
     _, second = trained(state_format, directory)
     _, exact = trained("fp32", directory)
     for name, v in exact.items():
         ratio = second[name].double().mean() / v.double().mean()
-        assert 0.9 < ratio < 1.1, name  # within 0.022 as measured
+        assert 0.95 < ratio < 1.05, name  # within 0.017 as measured
 
 
 @pytest.mark.slow
