@@ -18,6 +18,9 @@ CASES = [
     Training(states="disk", overlap="backward"),
     Training(micro_batches=3, clip=0.05),
     Training(states="disk", overlap="backward", micro_batches=2),
+    # 16-bit weights have masters, which are made anew: a DTensor alone knows that it was written.
+    Training(dtype=torch.bfloat16, states="disk", halved=True),
+    Training(dtype=torch.bfloat16, overlap="forward", poison=True, halved=True),
 ]
 
 

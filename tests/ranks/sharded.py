@@ -31,6 +31,8 @@ class Training:
     """Layers are sharded as one group instead of one by one."""
     looked_at: bool = False
     """Forward runs without backward before the first step, which leaves the root gathered."""
+    halved: bool = False
+    """Somebody halves all weights in the middle of it, by the parameters that users know."""
 
 
 class Scale(nn.Module):
@@ -58,6 +60,14 @@ def batch_of(rank: int, step: int, micro: int, dtype: torch.dtype) -> torch.Tens
     return torch.randn(4, WIDTH, generator=generator).to(dtype)
 
 
+@torch.no_grad()
+def halve(model: nn.Module, optimizer: tensorstow.AdamW) -> None:
+    """Halve all weights in place."""
+    optimizer.wait()
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
 def sharded(training: Training) -> list[torch.Tensor]:
     """Train under FSDP2 with tensorstow's AdamW over its DTensors; return whole weights."""
     model = model_of(training.dtype)
@@ -80,6 +90,8 @@ def sharded(training: Training) -> list[torch.Tensor]:
         for _ in range(2 if training.looked_at else 0):
             model(batch_of(0, 0, 0, training.dtype))
     for step in range(STEPS):
+        if training.halved and step == STEPS // 2:
+            halve(model, optimizer)
         for micro in range(training.micro_batches):
             model(batch_of(dist.get_rank(), step, micro, training.dtype)).square().mean().backward()
         if training.clip is not None:
@@ -97,6 +109,8 @@ def alone(training: Training, world: int) -> list[torch.Tensor]:
     model = model_of(training.dtype)
     optimizer = tensorstow.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
+        if training.halved and step == STEPS // 2:
+            halve(model, optimizer)
         total: list[torch.Tensor] = []
         for micro in range(training.micro_batches):
             for rank in range(world):
