@@ -1,0 +1,92 @@
+"""Gathered weights: let go of before they are old, and trainable whatever the first forward was."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ranks.pool import Ranks
+from ranks.stowed import loss_of, model_of
+from ranks.twin import Twins
+from tensorstow import Plan
+
+Pool = Callable[[int], Ranks]
+
+
+def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    return loss_of(model, rank, batch, 0)
+
+
+def twins(plan: Plan) -> Twins:
+    return Twins(lambda: model_of(torch.float32), loss, plan)
+
+
+def gathered(model: nn.Module) -> bool:
+    """Return whether any parameter is whole."""
+    return any(not isinstance(p, DTensor) for p in model.parameters())
+
+
+def when_gathered(stage: int) -> list[bool]:
+    """Return whether weights are gathered behind a look, a forward, a backward and a step."""
+    both = twins(Plan(stage=stage))
+    found = []
+    with torch.no_grad():
+        loss(both.stowed, 0, 0)
+    found.append(gathered(both.stowed))
+    value = loss(both.stowed, 0, 0)
+    found.append(gathered(both.stowed))
+    value.backward()
+    both.ours.step()
+    found.append(gathered(both.stowed))
+    both.ours.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "found"), [(3, [False, False, False]), (2, [False, True, False])]
+)
+def test_nothing_is_gathered_behind_a_look_or_a_step(
+    ranks: Pool, stage: int, found: list[bool]
+) -> None:
+    assert ranks(2).run(when_gathered, stage) == [found] * 2
+
+
+def looked_at_first(stage: int) -> None:
+    """Look at the model under inference_mode before anything was trained."""
+    both = twins(Plan(stage=stage))
+    with torch.inference_mode():
+        seen = [loss(model, both.rank, 0).item() for model in (both.stowed, both.alone)]
+    assert seen[0] == seen[1]
+    both.train()
+    with torch.inference_mode():
+        seen = [loss(model, both.rank, 0).item() for model in (both.stowed, both.alone)]
+    assert seen[0] == seen[1]
+    both.train(range(2, 3))
+    both.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_first_forward_under_inference_mode_leaves_a_model_that_trains(
+    ranks: Pool, stage: int
+) -> None:
+    ranks(2).run(looked_at_first, stage)
+
+
+def frozen_at_first() -> None:
+    """Train a unit that was all frozen at the first forward."""
+    both = twins(Plan())
+    for model in (both.stowed, both.alone):
+        model.blocks[1].requires_grad_(requires_grad=False)
+    both.train()
+    both.compare()
+    for model in (both.stowed, both.alone):
+        model.blocks[1].requires_grad_(requires_grad=True)
+    both.train(range(2, 4))
+    assert both.stowed.blocks[1].up.weight in both.ours.state
+    both.close()
+
+
+def test_a_unit_that_is_unfrozen_later_is_trained(ranks: Pool) -> None:
+    ranks(2).run(frozen_at_first)
