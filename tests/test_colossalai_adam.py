@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from compare import all_equal
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai import CPUAdam, HybridAdam
@@ -22,10 +23,6 @@ def give_gradients(params: list[nn.Parameter], seed: int, scale: float = 1.0) ->
     generator = torch.Generator().manual_seed(seed)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator) * scale
-
-
-def same(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("cls", [CPUAdam, HybridAdam])
@@ -63,7 +60,7 @@ def test_equals_adamw_wherever_states_are(
         give_gradients(b, step)
         ours.step()
         plain.step()
-    assert same(a, b)
+    assert all_equal(a, b)
     assert ours.memory().disk_bytes == 8 * round(fraction * 10_050)
 
 
@@ -95,7 +92,7 @@ def test_div_scale_divides_gradients() -> None:
     give_gradients(b, 1)
     scaled.step(div_scale=64.0)
     plain.step()
-    assert same(a, b)
+    assert all_equal(a, b)
 
 
 def test_closure_comes_back() -> None:
@@ -150,7 +147,7 @@ def test_mixed_sets_go_through_both(tmp_path: Path, *, amsgrad: bool, adamw_mode
         mixed.step(div_scale=8.0)
         theirs.step()
         rest.step()
-    assert same(a, b)
+    assert all_equal(a, b)
     assert mixed.memory().logical_bytes == (12 if amsgrad else 8) * 10_000
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tensorstow.deepspeed as deepspeed
+from compare import all_equal
 from ranks.driven import (
     Drive,
     boundary_by_hand,
@@ -30,22 +31,18 @@ DRIVES = [
 ]
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("drive", DRIVES, ids=str)
 def test_the_engine_has_the_bits_of_its_parts(ranks: "Ranks", drive: Drive, world: int) -> None:
     want = ranks(world).run(by_hand, drive)
     for got in ranks(world).run(driven, drive):
-        assert same(got, want[0])
+        assert all_equal(got, want[0])
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_scale_that_is_a_power_of_two_changes_no_bit(ranks: "Ranks", world: int) -> None:
     drive = Drive(Zero(stage=3), accumulation=2)
-    assert same(ranks(world).run(scaled, drive)[0], ranks(world).run(by_hand, drive)[0])
+    assert all_equal(ranks(world).run(scaled, drive)[0], ranks(world).run(by_hand, drive)[0])
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -71,7 +68,7 @@ def test_whole_weights_go_to_one_file(
     found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     model = model_of(torch.bfloat16)
     model.load_state_dict(found)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want, strict=True))
+    assert all_equal(model.parameters(), want)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compare import all_equal
 from ranks.driven import Drive, going_on, loaded, saving_half_way
 from ranks.pool import Ranks
 from tensorstow.base.errors import StoreFormatError
@@ -27,7 +28,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
     got = ranks(world).run(going_on, drive, str(tmp_path))
     assert newest(tmp_path) == "global_step1"
     for a, b in zip(got, want, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert all_equal(a, b)
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 1), (1, 2)])
@@ -38,7 +39,7 @@ def test_another_number_of_ranks_loads_it(
     ranks(saved_by).run(saving_half_way, drive, str(tmp_path))
     want = ranks(saved_by).run(loaded, drive, str(tmp_path))
     got = ranks(loaded_by).run(loaded, drive, str(tmp_path))
-    assert all(torch.equal(a, b) for a, b in zip(got[0][0], want[0][0], strict=True))
+    assert all_equal(got[0][0], want[0][0])
     for name in want[0][1]:
         masters = [torch.cat([own[name] for _, own in each]) for each in (got, want)]
         assert torch.equal(*masters), name

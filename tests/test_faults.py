@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compare import all_equal
 from tensorstow import _native
 from tensorstow.base.errors import TransferError
 from tensorstow.io.engine import open_engine, probe_backend
@@ -163,4 +164,4 @@ def test_many_in_flight_keep_apart(file: File) -> None:
     reads = [file.read(back, i * ALIGN) for i, back in enumerate(backs)]
     for read in reversed(reads):
         read.wait()
-    assert all(torch.equal(a, b) for a, b in zip(pieces, backs, strict=True))
+    assert all_equal(pieces, backs)

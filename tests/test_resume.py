@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
+from compare import all_equal
 from crash.world import Case, World, differing, digest, undisturbed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.optim.states import kernels
@@ -156,7 +157,7 @@ def test_parameters_in_another_order_are_found_by_name(tmp_path: Path) -> None:
         assert optimizer.resume() == (steps.start or None)
         end = train(model, optimizer, steps)
         optimizer.close()
-    assert all(torch.equal(a, b) for a, b in zip(end, plain_end, strict=True))
+    assert all_equal(end, plain_end)
 
 
 def test_parameters_without_names_are_found_by_order(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_parameters_without_names_are_found_by_order(tmp_path: Path) -> None:
 
     run(tmp_path, range(4))
     end = run(tmp_path, range(4, 9))
-    assert all(torch.equal(a, b) for a, b in zip(end, run(None, range(9)), strict=True))
+    assert all_equal(end, run(None, range(9)))
 
 
 def _on_disk(directory: Path | None) -> dict[str, Any]:
@@ -204,7 +205,7 @@ def test_a_schedule_in_closed_form_needs_nothing_but_the_step(tmp_path: Path) ->
     assert run(tmp_path, 4)[0] == rates[:4]
     again, resumed_end = run(tmp_path, 9)
     assert again == rates[4:]
-    assert all(torch.equal(a, b) for a, b in zip(resumed_end, end, strict=True))
+    assert all_equal(resumed_end, end)
 
 
 @pytest.mark.parametrize("stop", range(1, 8))
@@ -242,7 +243,7 @@ def test_the_guides_recipe_for_a_schedule_that_goes_on_from_its_last_rate(
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler")
             run(directory, stop, by_hand=by_hand)
             ours = run(directory, 9, by_hand=False)
-        assert all(torch.equal(a, b) for a, b in zip(ours, want, strict=True))
+        assert all_equal(ours, want)
 
 
 @pytest.mark.parametrize("stop", range(1, 8))
@@ -367,5 +368,5 @@ def test_resuming_an_empty_start_forgets_the_steps_since(tmp_path: Path) -> None
         ends.append([weight.detach().clone(), *_states_of(optimizer)])
         assert optimizer.resume() == 0
         assert _states_of(optimizer) == []
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert all_equal(*ends)
     optimizer.close()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from compare import all_equal
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.schedules.backward import LandedGradients
@@ -207,7 +208,7 @@ def test_two_slots_are_enough_for_gradients_in_any_order(
         delay_s=0.0005 if kind == "slow disk" else 0.0,
     )  # fmt: skip
     want = in_any_order(None, seed)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all_equal(got, want)
 
 
 # --- by themselves ---

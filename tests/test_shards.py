@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from compare import all_equal
 from ranks.pool import Ranks
 from ranks.sharded import Training, alone, sharded
 from tensorstow.optim.shards import lent
@@ -68,4 +69,4 @@ def test_sharded_training_has_the_bits_of_training_alone(
 ) -> None:
     want = alone(training, world)
     for got in ranks(world).run(sharded, training):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all_equal(got, want)

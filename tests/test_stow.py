@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compare import all_equal
 from parity.cover import feasible_pairs
 from ranks.matrix import AXES, allowed, courses
 from ranks.pool import Ranks
@@ -39,7 +40,7 @@ def test_stowed_training_has_the_bits_of_training_alone(
 ) -> None:
     want = alone(course, world)
     for got in ranks(world).run(stowed, course):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all_equal(got, want)
 
 
 MATRIX = courses()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compare import all_equal
 from ranks.mutants import MUTANTS, mutated
 from ranks.pool import Ranks
 from ranks.stowed import Course, alone, stowed
@@ -34,9 +35,7 @@ def test_a_broken_engine_is_noticed(tmp_path: Path, ranks: "Ranks", name: str) -
     course = COURSES[name]
     want = alone(course, 2)
     for got in ranks(2).run(stowed, course, tmp_path / "right"):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all_equal(got, want)
     for got in ranks(2).run(mutated, course, name, tmp_path / "broken"):
-        differs = isinstance(got, str) or not all(
-            torch.equal(a, b) for a, b in zip(got, want, strict=True)
-        )
+        differs = isinstance(got, str) or not all_equal(got, want)
         assert differs

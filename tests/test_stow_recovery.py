@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compare import all_equal
 from ranks.broken import (
     aborted_look,
     broken,
@@ -25,16 +26,12 @@ PLANS = [
 ]
 
 
-def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
 def test_training_goes_on_behind_an_exception(ranks: "Ranks", plan: Plan, where: str) -> None:
     (want,) = ranks(1).run(_whole, plan, where)
     (got,) = ranks(1).run(_sharded, plan, where)
-    assert _same(got, want)
+    assert all_equal(got, want)
 
 
 def _whole(plan: Plan, where: str) -> list[torch.Tensor]:
@@ -49,7 +46,7 @@ def _sharded(plan: Plan, where: str) -> list[torch.Tensor]:
 def test_a_look_that_ends_early_leaves_no_old_weights(ranks: "Ranks", plan: Plan) -> None:
     ((want, norm),) = ranks(1).run(_looked_whole, plan)
     ((got, same_norm),) = ranks(1).run(_looked_sharded, plan)
-    assert _same(got, want)
+    assert all_equal(got, want)
     assert same_norm == pytest.approx(norm, rel=1e-5)
 
 
@@ -82,7 +79,7 @@ def test_resume_goes_on_from_the_commit(
 def test_a_weight_that_is_used_twice_is_summed_alike(ranks: "Ranks") -> None:
     (want,) = ranks(1).run(_tied_sharded)
     (got,) = ranks(1).run(_tied_whole)
-    assert _same(got, want)
+    assert all_equal(got, want)
 
 
 def _tied_sharded() -> list[torch.Tensor]:

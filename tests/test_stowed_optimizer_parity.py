@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import optim
 
+from compare import all_equal
 from parity.piecewise import CHUNK, MATRICES, SHAPES, pair
 from tensorstow import PipelinePolicy
 from tensorstow.io.engine import BACKENDS, probe_backend
@@ -157,7 +158,7 @@ def test_other_threads_than_at_the_beginning_change_no_chunk(tmp_path: Path) -> 
         finally:
             torch.set_num_threads(before)
         results.append([p for p, _ in both.parameters()])
-    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+    assert all_equal(*results)
 
 
 def test_a_parameter_that_is_not_contiguous_moves_as_a_whole(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from compare import all_equal
 from tensorstow import AdamW, PipelinePolicy
 
 pytestmark = pytest.mark.skipif(
@@ -98,7 +99,7 @@ def test_schedules_give_the_same_bits(overlap: str, tmp_path: Path) -> None:
     losses, weights = trained(tmp_path, overlap)
     wanted, others = trained(tmp_path, "none")
     assert losses == wanted
-    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    assert all_equal(weights, others)
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tensorstow
 import tensorstow.deepspeed as deepspeed
+from compare import all_equal
 from ranks.stowed import loss_of, model_of
+from ranks.twin import mesh_here
 from tensorstow.deepspeed import spread as spreading
 from tensorstow.deepspeed import utils, zero
 from tensorstow.deepspeed.config.settings import Batch, Settings, Zero
@@ -74,8 +75,7 @@ def placed(settings: Settings) -> tuple[nn.Module, tensorstow.AdamW]:
     def make(named: object, **placement: object) -> tensorstow.AdamW:
         return tensorstow.AdamW(named, lr=1e-2, **placement_keywords(settings, placement))
 
-    mesh = init_device_mesh("cpu", (1,)) if dist.get_world_size() == 1 else None
-    model, optimizer = tensorstow.stow(model, make, plan=plan_of(settings), mesh=mesh)
+    model, optimizer = tensorstow.stow(model, make, plan=plan_of(settings), mesh=mesh_here())
     masters.give(model, optimizer)
     return model, optimizer
 
@@ -148,7 +148,7 @@ def overflowing() -> tuple[list[bool], list[float], int]:
         ):
             step(engine, number, times)
             after = weights_of(engine.module)
-            changed.append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+            changed.append(not all_equal(before, after))
             before = after
     return changed, scale.told, engine.skipped_steps
 
@@ -236,10 +236,8 @@ def gathered(drive: Drive) -> list[list[torch.Tensor]]:
         with zero.GatheredParameters(engine.parameters()):
             inside = [p.detach().clone() for p in engine.parameters()]
             engine.module.embedding.weight.data.zero_()
-        assert all(
-            torch.equal(a, b) for a, b in zip(before, weights_of(engine.module), strict=True)
-        )
-        assert all(torch.equal(a, b) for a, b in zip(before, inside, strict=True))
+        assert all_equal(before, weights_of(engine.module))
+        assert all_equal(before, inside)
         with zero.GatheredParameters([engine.module.blocks[1].up.weight], modifier_rank=world - 1):
             if dist.get_rank() == world - 1:
                 nn.init.constant_(engine.module.blocks[1].up.weight, 3.0)
@@ -284,7 +282,7 @@ def boundary_by_hand(drive: Drive) -> list[bool]:
                 engine.backward(loss_of(engine, dist.get_rank(), 0, micro))
             engine.step()
             after = weights_of(engine.module)
-            changed.append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+            changed.append(not all_equal(before, after))
         assert engine.global_steps == 1
         assert engine.micro_steps == 3
     return changed

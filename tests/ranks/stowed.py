@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import tensorstow
+from ranks.twin import mesh_here
 from tensorstow import Plan
 
 WIDTH = 12
@@ -148,14 +149,13 @@ class Life:
     def __init__(self, course: Course, directory: Path | None = None) -> None:
         """Place the model; ``directory``: for commits."""
         self.course = course
-        mesh = init_device_mesh("cpu", (1,)) if dist.get_world_size() == 1 else None
         due = {"commit_every": 2 if course.resume == "due" else None} if directory else {}
         self.model, self.optimizer = tensorstow.stow(
             model_for(course),
             partial(groups_of, **due),
             plan=course.plan,
             compute_dtype=course.compute_dtype,
-            mesh=mesh,
+            mesh=mesh_here(),
             dir=directory,
         )
 
