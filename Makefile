@@ -19,8 +19,12 @@ help: ## List the targets
 demo: $(DONE)/demo ## Set everything up and run the demonstration (about three minutes)
 	$(BIN)/tensorstow demo
 
-test: $(DONE)/test native-tests ## Set everything up and run every test
-	$(BIN)/python -m pytest
+# Whole files, in the order of their names: what a file's tests share is made once.
+CORES := $(shell nproc 2>/dev/null || echo 2)
+TEST_PROCESSES ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
+
+test: $(DONE)/test native-tests ## Set everything up and run every test, in TEST_PROCESSES (cores, up to 4)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 KILLS ?= 300
 

@@ -1,10 +1,19 @@
 """What many tests share."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from ranks.pool import Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _share_of_the_cores() -> None:
+    """Let torch's threads, which spin while they wait, leave other processes of tests theirs."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
 
 
 @pytest.fixture(scope="session")
