@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Task = Callable[..., Any]
+_LOADED = ("ranks.stowed", "torch.distributed.fsdp", "torch.optim", "torch._dynamo")
 
 
 class RankError(Exception):
@@ -20,9 +21,10 @@ class Ranks:
     """``world`` processes with a gloo group among them."""
 
     def __init__(self, world: int) -> None:
-        """Start them: spawned, for a forked one would share threads that it has not."""
+        """Start them: forked from a process that has loaded torch once, and has no threads."""
         self.world = world
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_LOADED])
         self._folder = tempfile.TemporaryDirectory(prefix="tensorstow-ranks-")
         meeting = str(Path(self._folder.name) / "meeting")
         self._ends: list[Connection] = []
