@@ -92,12 +92,11 @@ def test_a_read_that_fails_ahead_of_step_surfaces_there(
 def test_a_write_that_fails_behind_step_surfaces_next(tmp_path: Path, code: int, use: str) -> None:
     training = training_on(tmp_path)
     saved = copy.deepcopy(training.optimizer.state_dict())
-    # The disk is slow, so that step() is over before the write fails.
-    training.engine.inject_fault("write", times=1, delay_us=50_000)
-    training.engine.inject_fault("write", after=2, error=code)
+    # The write fails late, so that step() is over before, also beside other processes.
+    training.engine.inject_fault("write", after=2, error=code, delay_us=300_000)
     training.step()
     assert torch.equal(training.parameter.detach(), undisturbed(2))
-    time.sleep(0.3)
+    time.sleep(0.5)
     training.backward()
     given = (saved,) if use == "load_state_dict" else ()
     with pytest.raises(TransferError) as caught:
