@@ -1,4 +1,4 @@
-"""A small transformer trained for 1,000 steps: inexact states beside fp32 ones."""
+"""A small transformer trained for 2,000 steps: inexact states beside fp32 ones."""
 
 import logging
 from functools import cache
@@ -10,7 +10,7 @@ from torch import nn
 
 from tensorstow import AdamW, PipelinePolicy
 
-STEPS = 1000
+STEPS = 2000
 VOCABULARY, WIDTH, LENGTH, BATCH = 16, 32, 16, 8
 TAIL = 200
 """Steps at the end over which a loss is averaged."""
@@ -106,21 +106,18 @@ def test_it_learns_as_well_as_with_fp32_states(state_format: str, directory: Pat
     exact, _ = trained("fp32", directory)
     assert exact[0] > 2.5
     assert tail(exact) < 1.3  # the rule was learned, not only how often each number comes
-    assert abs(tail(losses) - tail(exact)) < 0.01  # 0.0004 as measured
+    assert abs(tail(losses) - tail(exact)) < 0.01  # 0.0003 as measured
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state_format", ["bf16", "int8"])
 def test_v_does_not_drift(state_format: str, directory: Path) -> None:
-    """A v that froze would keep the scale of the first steps, whose gradients are far larger.
-
-    Rounded to the nearest bf16 number, half of them are beyond the bounds by now, one by 0.15.
-    """
+    """A v that froze would keep the scale of the first steps, whose gradients are far larger."""
     _, second = trained(state_format, directory)
     _, exact = trained("fp32", directory)
     for name, v in exact.items():
         ratio = second[name].double().mean() / v.double().mean()
-        assert 0.95 < ratio < 1.05, name  # within 0.017 as measured
+        assert 0.95 < ratio < 1.05, name  # within 0.022 as measured
 
 
 @pytest.mark.slow
