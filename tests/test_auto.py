@@ -1,16 +1,25 @@
 """plan="auto": the first placement that a budget holds, and what is short where none does."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from tensorstow import Budget, Tier
+from tensorstow import AdamW, Budget, Tier, stow
 from tensorstow.base.errors import BudgetError
+from tensorstow.engine import auto
 from tensorstow.engine.auto import RING_BYTES, Sizes, auto_plan, bytes_of
+from tensorstow.engine.report import parameter_bytes
 from tensorstow.engine.units import units_of
+from tensorstow.io.files import ALIGN
+from tensorstow.optim.schedules import schedule
+from tensorstow.optim.schedules.pace import WINDOW_BYTES
 
 G = 1 << 30
-SIZES = Sizes(parameters=100 * G, gradients=100 * G, states=200 * G, largest_unit=10 * G)
+SIZES = Sizes(100 * G, gradients=100 * G, states=200 * G, largest_unit=10 * G, largest_share=10 * G)
+SHELVED = 30 * G + 3 * ALIGN
+"""Of HOST: three units of parameters on DISK."""
 DEVICE = 220 * G
 """Parameters, gradients, and two units gathered."""
 LESS = 200 * G + RING_BYTES
@@ -33,9 +42,51 @@ def test_everything_is_as_high_as_it_fits() -> None:
 
 
 def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
-    roomy, tight = 120 * G + RING_BYTES, 40 * G + RING_BYTES
+    roomy = 100 * G + SHELVED + RING_BYTES
+    tight = 10 * G + WINDOW_BYTES + SHELVED + RING_BYTES
     assert auto_plan(SIZES, Budget(host=roomy), device_is_host=True).overlap == "none"
     assert auto_plan(SIZES, Budget(host=tight), device_is_host=True).overlap == "backward"
+    with pytest.raises(BudgetError, match=r"1 B of HOST"):
+        auto_plan(SIZES, Budget(host=tight - 1), device_is_host=True)
+
+
+def test_shelves_have_what_the_budget_leaves() -> None:
+    least = 100 * G + SHELVED + RING_BYTES
+    for host, shelves in (
+        (least, SHELVED),
+        (least + 7, SHELVED + 7),
+        (least + 50 * G, SHELVED + 2 * (10 * G + ALIGN)),  # two are fetched ahead
+    ):
+        plan = auto_plan(SIZES, Budget(host=host), device_is_host=True)
+        assert (plan.parameters, plan.shelf_bytes) == (Tier.DISK, shelves)
+
+
+class Deep(nn.Module):
+    """Blocks of a MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_run_holds_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (auto, schedule):
+        monkeypatch.setattr(module, "WINDOW_BYTES", 2 << 20)
+    budget = RING_BYTES + (7 << 20)  # the window and a unit of gradients, three units, some more
+    model, optimizer = stow(Deep(), partial(AdamW, lr=1e-3), budget=Budget(host=budget))
+    for _ in range(3):
+        model(torch.randn(2, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    memory, lent = optimizer.memory(), parameter_bytes(model).most_lent_bytes
+    optimizer.close()
+    assert lent > 3 << 20  # the sum below is of a run whose parameters are on disk
+    assert memory.ring_bytes + memory.gradient_bytes + lent <= budget
 
 
 def test_the_cpu_is_device_and_host() -> None:
@@ -52,9 +103,9 @@ def test_what_is_short_is_said() -> None:
 
 def test_sizes_are_a_ranks_share() -> None:
     model = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
-    assert Sizes.of(units_of(model), 2) == Sizes(64, 64, 320, 128)
+    assert Sizes.of(units_of(model), 2) == Sizes(64, 64, 320, 128, 128)
     model.weight.requires_grad = False
-    assert Sizes.of(units_of(model), 1) == Sizes(128, 0, 0, 128)
+    assert Sizes.of(units_of(model), 1) == Sizes(128, 0, 0, 128, 128)
 
 
 def test_mirrors_count_where_parameters_are_on_the_device() -> None:

@@ -17,6 +17,7 @@ from tensorstow.deepspeed.estimators import (
 )
 from tensorstow.engine.auto import RING_BYTES, Sizes, bytes_of
 from tensorstow.engine.units import units_of
+from tensorstow.io.files import ALIGN
 
 P, LARGEST = 8_000_000, 1_000_000
 
@@ -39,7 +40,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
             Plan(Tier.DISK, Tier.DISK),
             "bf16",
             4 * LARGEST,
-            P / 4 * 2 + RING_BYTES + 4 * LARGEST,
+            P / 4 * 2 + RING_BYTES + 3 * (LARGEST / 4 * 2 + ALIGN),
             P / 4 * 12,
         ),
     ],

@@ -10,7 +10,8 @@ loses nothing::
 Gradients land in host memory, but those of weights on the device. States live in host memory, or on
 disk behind a ring of 48 MiB; never on the device, whatever offload_optimizer says. Weights live
 where offload_param says: on the device they have a mirror of the rank's share in host memory, which
-updates write; from disk two units' pass through host memory. On the device stage 3 has two units'
+updates write; on disk three units' are in host memory at once, and more where max_in_cpu lets
+them. On the device stage 3 has two units'
 weights at once, and stage 2 all of them.
 Activations, buffers and what the allocator rounds up come on top.
 """
@@ -141,7 +142,13 @@ def _needs(plan: Plan, dtype: str, setup: _Setup) -> tuple[int, int, int]:
     weight, gradient, states = _BYTES[dtype]
     ranks = setup.gpus_per_node * setup.nodes
     share = -(-setup.parameters // ranks)
-    sizes = Sizes(weight * share, gradient * share, states * share, weight * setup.largest)
+    sizes = Sizes(
+        weight * share,
+        gradient * share,
+        states * share,
+        weight * setup.largest,
+        weight * -(-setup.largest // ranks),
+    )
     if plan.stage < 3:
         sizes = replace(sizes, largest_unit=0)
     held = dict(bytes_of(plan, sizes, device_is_host=False))

@@ -1,5 +1,6 @@
 """``plan="auto"``: the simplest placement that a budget allows, by arithmetic over sizes."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -10,10 +11,16 @@ from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
+from tensorstow.engine.sharding import SHELF_ALIGN
 from tensorstow.engine.units import Unit
+from tensorstow.io.files import ALIGN
+from tensorstow.optim.schedules.pace import WINDOW_BYTES
+from tensorstow.optim.states.layout import round_up
 
 RING_BYTES = 48 << 20
 """What states on disk pass through, whatever the model's size."""
+LEAST_SHELVED = 3
+"""Units on disk that are in memory at once, at least: one is computed with, others are updated."""
 _UNITS_AT_ONCE = 2
 _STATE_BYTES = {torch.float32: 8, torch.bfloat16: 10}
 _WIDEST_STATES = 12
@@ -28,6 +35,8 @@ class Sizes:
     states: int
     largest_unit: int
     """Of all ranks together: what is gathered at once."""
+    largest_share: int
+    """Of the unit that has most of it here, rows that FSDP2 adds included."""
 
     @classmethod
     def of(cls, units: Iterable[Unit], ranks: int) -> "Sizes":
@@ -40,7 +49,13 @@ class Sizes:
             sum(p.numel() * p.element_size() for p in trained) // ranks,
             sum(p.numel() * _STATE_BYTES.get(p.dtype, _WIDEST_STATES) for p in trained) // ranks,
             max((unit.nbytes for unit in units), default=0),
+            max((_share_of(unit, ranks) for unit in units), default=0),
         )
+
+    @property
+    def shelved(self) -> int:
+        """Return the host memory that parameters on disk need at least while they are used."""
+        return LEAST_SHELVED * (self.largest_share + ALIGN)
 
 
 def auto_plan(
@@ -53,8 +68,10 @@ def auto_plan(
     1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
     2. the same, states on DISK behind a ring of 48 MiB;
     3. parameters on HOST, states on HOST; 4. the same, states on DISK;
-    5. parameters and states on DISK, two units at a time in memory;
-    6. the same with overlap="backward", so that gradients too exist a unit or two at a time.
+    5. parameters and states on DISK, three units at a time in memory, and as many more as are
+       fetched ahead where there is room (``shelf_bytes``);
+    6. the same with overlap="backward", where no more than a window of 64 MiB and one unit of
+       gradients wait for their update.
 
     Gradients are on HOST, but those of parameters on DEVICE. Raises BudgetError with what is short
     where none fits.
@@ -66,7 +83,7 @@ def auto_plan(
         needed = bytes_of(plan, sizes, device_is_host=device_is_host)
         missing = {t: n for t, n in _missing(needed, budget).items() if n > 0}
         if not missing:
-            return plan
+            return _with_shelves(plan, sizes, budget, needed)
         short = missing
     told = " and ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in short.items())
     message = (
@@ -86,12 +103,14 @@ def _candidates(*, device_is_host: bool) -> list[Plan]:
 def bytes_of(plan: Plan, sizes: Sizes, *, device_is_host: bool) -> Mapping[Tier, int]:
     """Return what a plan holds on each tier of one rank."""
     at_once = _UNITS_AT_ONCE * sizes.largest_unit
-    gradients = sizes.gradients if plan.overlap != "backward" else min(at_once, sizes.gradients)
+    gradients = sizes.gradients
+    if plan.overlap == "backward":
+        gradients = min(gradients, WINDOW_BYTES + sizes.largest_share)
     held = {Tier.DEVICE: at_once, Tier.HOST: 0, Tier.DISK: 0}
     # Those of parameters on the device stay there until the step.
     held[Tier.DEVICE if plan.parameters == Tier.DEVICE else Tier.HOST] += gradients
     if plan.parameters == Tier.DISK:
-        held[Tier.HOST] += at_once
+        held[Tier.HOST] += sizes.shelved
     if plan.parameters == Tier.DEVICE:
         held[Tier.HOST] += sizes.parameters  # the mirrors that updates write
     held[plan.parameters] += sizes.parameters
@@ -101,6 +120,21 @@ def bytes_of(plan: Plan, sizes: Sizes, *, device_is_host: bool) -> Mapping[Tier,
     if device_is_host:
         held[Tier.DEVICE] = 0
     return held
+
+
+def _with_shelves(plan: Plan, sizes: Sizes, budget: Budget, needed: Mapping[Tier, int]) -> Plan:
+    """Let parameters on disk have of HOST what is left of it, and no more than they ask for."""
+    limit = budget.bytes_of(Tier.HOST)
+    if plan.parameters != Tier.DISK or limit is None:
+        return plan
+    ahead = min(limit - needed[Tier.HOST], plan.prefetch * (sizes.largest_share + ALIGN))
+    return plan.but(shelf_bytes=sizes.shelved + ahead)
+
+
+def _share_of(unit: Unit, ranks: int) -> int:
+    shapes = [(p.shape or (1,), p.element_size()) for p in unit.parameters.values()]
+    rows = [(-(-shape[0] // ranks), math.prod(shape[1:]), size) for shape, size in shapes]
+    return sum(round_up(length * width * size, SHELF_ALIGN) for length, width, size in rows)
 
 
 def _missing(needed: Mapping[Tier, int], budget: Budget) -> dict[Tier, int]:

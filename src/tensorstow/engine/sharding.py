@@ -21,7 +21,7 @@ from tensorstow.engine.units import Unit
 from tensorstow.io.shelves import Shelves
 from tensorstow.optim.states.layout import round_up
 
-_ALIGN = 128
+SHELF_ALIGN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _cells(unit: Unit, sharding: Sharding, storeroom: Storeroom | None) -> dict[
 def _padded_bytes(parameter: torch.Tensor, sharding: Sharding) -> int:
     _, _, length = sharding.rows(parameter.shape)
     elements = length * parameter.shape[1:].numel()
-    return round_up(elements * parameter.element_size(), _ALIGN)
+    return round_up(elements * parameter.element_size(), SHELF_ALIGN)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.engine.agreement import check_agreement, told_of
 from tensorstow.engine.asked import check_asked, check_device, check_mesh
-from tensorstow.engine.auto import Sizes, auto_plan
+from tensorstow.engine.auto import LEAST_SHELVED, Sizes, auto_plan
 from tensorstow.engine.cells import Cell
 from tensorstow.engine.gathered import Gathered
 from tensorstow.engine.gradients import sum_wide, widen
@@ -41,7 +41,6 @@ from tensorstow.optim.accelerator.device import open_link
 from tensorstow.optim.stowed import StowedAdam
 
 Path = str | os.PathLike[str] | None
-_LEAST_LENT = 3
 
 
 def stow(  # noqa: PLR0913  # the one door to everything
@@ -169,12 +168,12 @@ def _storeroom(
     if not sizes:
         return None
     total = sum(sizes) + ALIGN * len(sizes)
-    least = sum(sorted(sizes)[-_LEAST_LENT:]) + _LEAST_LENT * ALIGN
+    least = sum(sorted(sizes)[-LEAST_SHELVED:]) + LEAST_SHELVED * ALIGN
     capacity = int(plan.shelf_bytes or 0) or least + plan.prefetch * max(sizes)
     if capacity < least:
         message = (
             f"shelf_bytes={format_bytes(capacity)} was given for parameters on disk, and"
-            f" {_LEAST_LENT} units, of which one is computed with and others are updated, have"
+            f" {LEAST_SHELVED} units, of which one is computed with and others are updated, have"
             f" {format_bytes(least)}: give at least that, or smaller units."
         )
         raise BudgetError(message)
