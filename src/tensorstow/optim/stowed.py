@@ -21,6 +21,7 @@ from tensorstow.optim.checkpoints import agreement, export
 from tensorstow.optim.checkpoints.commits import Commits, space_of
 from tensorstow.optim.checkpoints.gathering import gather, is_elsewhere, placed
 from tensorstow.optim.checkpoints.resuming import resume
+from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.landed import WAYS_OUT
 from tensorstow.optim.members import Member, Members
 from tensorstow.optim.ranks import Ranks
@@ -149,6 +150,7 @@ class StowedAdam(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its states go where the others' go."""
+        check_keys(param_group, self.defaults)
         given = param_group["params"]
         if isinstance(given, Iterable) and not isinstance(given, torch.Tensor):
             param_group["params"] = given = list(given)

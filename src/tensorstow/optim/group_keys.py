@@ -1,0 +1,49 @@
+"""Keys of parameter groups: torch keeps what it does not know, and a typo would change nothing.
+
+Users keep keys of their own in groups, so a name that is like none of ours is theirs.
+"""
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from tensorstow.base.errors import OptionError
+
+_LIKE = 0.85
+"""From how alike a name is taken for a slip: "weight_decya" is, "lr_scale" and "name" are not."""
+_OTHERS = ("params", "param_names", "initial_lr", "bias_correction")
+_OF_ALL = frozenset(
+    {
+        "accumulation_steps",
+        "commit_every",
+        "durability",
+        "grad_dtype",
+        "overlap",
+        "ram_budget",
+        "state_format",
+        "states",
+        "update_on",
+    }
+)
+"""What is said of a whole optimizer."""
+
+
+def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise OptionError for a key that is all but one of ``known``, or is not a group's to say."""
+    taken = {*known, *_OTHERS}
+    for key in group:
+        if key in taken:
+            continue
+        if key in _OF_ALL:
+            message = (
+                f"{key}={group[key]!r} was given in a parameter group: it is said of the whole"
+                f" optimizer, AdamW(groups, {key}=...). Take it out of the group."
+            )
+            raise OptionError(message)
+        near = get_close_matches(key, taken, 1, _LIKE)
+        if near:
+            message = (
+                f"A parameter group has {key}={group[key]!r}, which nothing reads: was"
+                f" {near[0]!r} meant? A key of your own needs a name that is less like it."
+            )
+            raise OptionError(message)
