@@ -1,6 +1,7 @@
 """plan="auto": the first placement that a budget holds, and what is short where none does."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +88,32 @@ def test_a_run_holds_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) ->
     optimizer.close()
     assert lent > 3 << 20  # the sum below is of a run whose parameters are on disk
     assert memory.ring_bytes + memory.gradient_bytes + lent <= budget
+
+
+def test_commits_take_their_room_on_disk() -> None:
+    committed = 2 * (100 + 200) * G
+    for states in (Tier.HOST, Tier.DISK):
+        enough, short = Budget(disk=committed), Budget(disk=committed - 1)
+        auto_plan(SIZES, enough, device_is_host=True, states=states, commits=True)
+        with pytest.raises(BudgetError, match=r"of DISK"):
+            auto_plan(SIZES, short, device_is_host=True, states=states, commits=True)
+
+
+@pytest.mark.parametrize("states", ["ram", "disk"])
+def test_a_run_that_commits_stays_within_its_disk(states: str, tmp_path: Path) -> None:
+    make = partial(AdamW, lr=1e-3, states=states)
+    nbytes = sum(p.nbytes for p in Deep().parameters())
+    with pytest.raises(BudgetError, match="of DISK"):
+        stow(Deep(), make, budget=Budget(disk=5 * nbytes), dir=tmp_path)
+    model, optimizer = stow(Deep(), make, budget=Budget(disk=6 * nbytes), dir=tmp_path)
+    for _ in range(3):
+        model(torch.randn(2, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.commit()
+    optimizer.close()
+    held = sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*"))
+    assert 3 * nbytes < held < 6.5 * nbytes  # files grow by steps
 
 
 def test_the_cpu_is_device_and_host() -> None:

@@ -41,6 +41,7 @@ def an_optimizer() -> object:
         ({"plan": "host"}, ["plan='host'", '"auto"']),
         ({"plan": {"stage": 3}}, ["plan={'stage': 3}"]),
         ({"plan": None}, ["plan=None"]),
+        ({"plan": "auto", "budget": {"host": "1GiB"}}, ["budget={'host'", "tensorstow.Budget"]),
         ({"compute_dtype": "bf16"}, ["compute_dtype='bf16'", "torch.bfloat16"]),
         ({"compute_dtype": torch.int8}, ["compute_dtype=torch.int8"]),
         ({"mesh": "cpu"}, ["mesh='cpu'", "init_device_mesh"]),

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.optim.accelerator import device
@@ -43,6 +44,16 @@ def check_asked(
         message = "stow() was called under inference_mode: what is made there is never trained."
         raise OptionError(message)
     _check_new(model)
+
+
+def check_budget(budget: object) -> None:
+    """Raise OptionError for what is no budget."""
+    if budget is not None and not isinstance(budget, Budget):
+        message = (
+            f"budget={budget!r} was given: it is a tensorstow.Budget, as"
+            ' Budget(device="20GiB", host="48GiB", disk="500GiB").'
+        )
+        raise OptionError(message)
 
 
 def _check_new(model: nn.Module) -> None:

@@ -59,7 +59,12 @@ class Sizes:
 
 
 def auto_plan(
-    sizes: Sizes, budget: Budget, *, device_is_host: bool, states: Tier | None = None
+    sizes: Sizes,
+    budget: Budget,
+    *,
+    device_is_host: bool,
+    states: Tier | None = None,
+    commits: bool = False,
 ) -> Plan:
     """Return the first placement that ``budget`` holds, per rank.
 
@@ -73,14 +78,15 @@ def auto_plan(
     6. the same with overlap="backward", where no more than a window of 64 MiB and one unit of
        gradients wait for their update.
 
-    Gradients are on HOST, but those of parameters on DEVICE. Raises BudgetError with what is short
-    where none fits.
+    Gradients are on HOST, but those of parameters on DEVICE. A run that ``commits`` has weights and
+    states on DISK twice: the last commit, and the next. Raises BudgetError with what is short where
+    none fits.
     """
     short: dict[Tier, int] = {}
     for plan in _candidates(device_is_host=device_is_host):
         if states not in {None, plan.states}:
             continue  # the user has said where they go
-        needed = bytes_of(plan, sizes, device_is_host=device_is_host)
+        needed = bytes_of(plan, sizes, device_is_host=device_is_host, commits=commits)
         missing = {t: n for t, n in _missing(needed, budget).items() if n > 0}
         if not missing:
             return _with_shelves(plan, sizes, budget, needed)
@@ -100,7 +106,9 @@ def _candidates(*, device_is_host: bool) -> list[Plan]:
     return [*plans, on_disk, on_disk.but(overlap="backward")]
 
 
-def bytes_of(plan: Plan, sizes: Sizes, *, device_is_host: bool) -> Mapping[Tier, int]:
+def bytes_of(
+    plan: Plan, sizes: Sizes, *, device_is_host: bool, commits: bool = False
+) -> Mapping[Tier, int]:
     """Return what a plan holds on each tier of one rank."""
     at_once = _UNITS_AT_ONCE * sizes.largest_unit
     gradients = sizes.gradients
@@ -114,7 +122,10 @@ def bytes_of(plan: Plan, sizes: Sizes, *, device_is_host: bool) -> Mapping[Tier,
     if plan.parameters == Tier.DEVICE:
         held[Tier.HOST] += sizes.parameters  # the mirrors that updates write
     held[plan.parameters] += sizes.parameters
-    held[plan.states] += sizes.states
+    if commits:
+        held[Tier.DISK] += 2 * (sizes.parameters + sizes.states)
+    if not (commits and plan.states == Tier.DISK):
+        held[plan.states] += sizes.states
     if plan.states == Tier.DISK:
         held[Tier.HOST] += RING_BYTES
     if device_is_host:

@@ -20,7 +20,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.engine.agreement import check_agreement, told_of
-from tensorstow.engine.asked import check_asked, check_device, check_mesh
+from tensorstow.engine.asked import check_asked, check_budget, check_device, check_mesh
 from tensorstow.engine.auto import LEAST_SHELVED, Sizes, auto_plan
 from tensorstow.engine.cells import Cell
 from tensorstow.engine.gathered import Gathered
@@ -74,10 +74,11 @@ def stow(  # noqa: PLR0913  # the one door to everything
     or BudgetError before anything is placed.
     """
     check_asked(model, optimizer, plan, compute_dtype, mesh)
+    check_budget(budget)
     device = device_here()
     chosen = units_of(model, units)
     if plan == "auto":
-        plan = _automatic(chosen, budget or Budget(), device, mesh, optimizer)
+        plan = _automatic(chosen, budget or Budget(), device, mesh, optimizer, dir)
     elif budget is not None:
         message = "budget= was given beside a plan, which says itself what lives where."
         raise OptionError(message)
@@ -190,13 +191,16 @@ def _automatic(
     device: torch.device,
     mesh: DeviceMesh | None,
     optimizer: Make,
+    directory: Path,
 ) -> Plan:
     """Return the first placement that fits, with what the user has told the optimizer."""
     ranks = world_here() if mesh is None else mesh.size(mesh.ndim - 1)
     asked = asked_of(optimizer)
     states = {"disk": Tier.DISK, "ram": Tier.HOST}.get(asked.get("states", ""))
     sizes = Sizes.of(units, ranks)
-    plan = auto_plan(sizes, budget, device_is_host=device.type == "cpu", states=states)
+    here = device.type == "cpu"
+    commits = (directory or asked.get("dir")) is not None and asked.get("durability") != "none"
+    plan = auto_plan(sizes, budget, device_is_host=here, states=states, commits=commits)
     given = {name: asked[name] for name in ("overlap", "accumulation_steps") if name in asked}
     return plan.but(**given)
 
