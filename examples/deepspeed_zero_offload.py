@@ -5,7 +5,7 @@ activation checkpointing, stage 2, ``offload_optimizer`` on the CPU.
 
     python examples/deepspeed_zero_offload.py --bytes    # what it takes, without taking it
     python examples/deepspeed_zero_offload.py            # train it; torchrun for more ranks
-    python examples/deepspeed_zero_offload.py --num-layers 2 --hidden-size 64 --steps 20
+    python examples/deepspeed_zero_offload.py --num-layers 2 --hidden-size 64 --vocabulary 512
 """
 
 import argparse
@@ -49,6 +49,14 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.before_mlp(x))))
 
 
+class Embedding(nn.Embedding):
+    """Small first values, for the head is tied; ``zero.Init`` keeps what stands here."""
+
+    def reset_parameters(self) -> None:
+        """Draw them as GPT-2 does."""
+        nn.init.normal_(self.weight, std=0.02)
+
+
 class GPT(nn.Module):
     """GPT-2 with a head that is tied to the embedding."""
 
@@ -56,8 +64,8 @@ class GPT(nn.Module):
         """Make the model that the arguments describe."""
         super().__init__()
         hidden = args.hidden_size
-        self.tokens = nn.Embedding(args.vocabulary, hidden)
-        self.positions = nn.Embedding(args.sequence, hidden)
+        self.tokens = Embedding(args.vocabulary, hidden)
+        self.positions = Embedding(args.sequence, hidden)
         self.blocks = nn.ModuleList(
             Block(hidden, args.num_attention_heads) for _ in range(args.num_layers)
         )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 
@@ -44,5 +45,6 @@ def test_a_small_one_learns(
     small = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--sequence=16"]
     more = ["--vocabulary=20", "--steps=40", f"--deepspeed_config={file}"]
     losses = example.train(example.parse([*small, *more]))
+    assert losses[0] == pytest.approx(math.log(20), rel=0.1)  # it knows nothing, and no wrong
     assert losses[-1] < 0.7 * losses[0]
     assert "step 40: loss" in capsys.readouterr().out
