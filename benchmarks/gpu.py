@@ -5,7 +5,8 @@ before the next is made, so that none needs memory beside another. Beside the ti
 bounds each: compute, the link, host memory and the disk are measured alone in the same turns. The
 batch is as large as it must be for compute to take longer than all that ours moves.
 
-`--cpu-as-device` lets the CPU be the device: whether it runs, not how fast.
+    python benchmarks/run.py gpu                           # on an accelerator
+    python benchmarks/run.py gpu --cpu-as-device --quick   # whether it runs, not how fast
 """
 
 import copy
