@@ -92,6 +92,11 @@ def test_it_says_what_it_was_told(engine: deepspeed.DeepSpeedEngine) -> None:
     assert engine.zero_optimization_stage() == 2
     assert engine.gradient_clipping() == 0.5
     assert engine.get_lr() == [0.1]
+    assert engine.get_mom() == [(0.9, 0.999)]
+    assert engine.get_batch_info() == (4, 2, 2)
+    assert (engine.steps_per_print(), engine.wall_clock_breakdown()) == (10, False)
+    assert (engine.zero_optimization(), engine.dynamic_loss_scale()) == (True, False)
+    assert engine.dp_world_size == 1
     assert (engine.loss_scale, engine.cur_scale) == (1.0, 1.0)
     assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (False, False)
     assert (engine.global_rank, engine.local_rank, engine.world_size) == (0, 0, 1)

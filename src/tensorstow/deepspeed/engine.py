@@ -91,6 +91,11 @@ class DeepSpeedEngine(nn.Module):
         at_rest(self.module)
         yield from super().named_parameters(*args, **kwargs)
 
+    @property
+    def dp_world_size(self) -> int:
+        """Return how many ranks share the data."""
+        return self.world_size
+
     def destroy(self) -> None:
         """End the optimizer: its states, buffers and files; the weights stay."""
         self.optimizer.close()
@@ -270,6 +275,19 @@ class DeepSpeedEngine(nn.Module):
         """Return how many micro-batches a step has."""
         return self.settings.batch.accumulation
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return the samples of a step, those of a forward, and the micro-batches of a step."""
+        batch = self.settings.batch
+        return batch.train, batch.micro, batch.accumulation
+
+    def steps_per_print(self) -> int:
+        """Return after how many steps one is logged."""
+        return self.settings.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return whether the parts of a step are timed."""
+        return self.settings.wall_clock_breakdown
+
     def gradient_clipping(self) -> float:
         """Return the largest norm; 0 where nothing is clipped."""
         return self.settings.gradient_clipping
@@ -277,6 +295,10 @@ class DeepSpeedEngine(nn.Module):
     def zero_optimization_stage(self) -> int:
         """Return ZeRO's stage."""
         return self.settings.zero.stage
+
+    def zero_optimization(self) -> bool:
+        """Return whether anything is shared out: a stage above 0."""
+        return self.zero_optimization_stage() > 0
 
     def bfloat16_enabled(self) -> bool:
         """Return whether the model is in bf16."""
@@ -289,6 +311,14 @@ class DeepSpeedEngine(nn.Module):
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[tuple[float, float]]:
+        """Return the betas of each group."""
+        return [(float(g["betas"][0]), float(g["betas"][1])) for g in self.optimizer.param_groups]
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the loss's factor moves; False without fp16."""
+        return self.settings.fp16 is not None and self.settings.fp16.loss_scale == 0.0
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients before clipping; None before one."""
