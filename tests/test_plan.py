@@ -57,3 +57,9 @@ def test_what_makes_no_sense_is_refused_by_name(given: dict[str, object], told: 
 def test_a_misspelt_field_is_told_the_right_one() -> None:
     with pytest.raises(OptionError, match="'overlap'"):
         Plan.from_json('{"overlp": "none"}')
+
+
+@pytest.mark.parametrize("text", ['{"parameters": "disk"', "[1]", ""])
+def test_what_is_no_json_object_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="A plan is a JSON object"):
+        Plan.from_json(text)

@@ -42,6 +42,7 @@ def an_optimizer() -> object:
         ({"plan": {"stage": 3}}, ["plan={'stage': 3}"]),
         ({"plan": None}, ["plan=None"]),
         ({"plan": "auto", "budget": {"host": "1GiB"}}, ["budget={'host'", "tensorstow.Budget"]),
+        ({"init": "normal"}, ["init='normal'", "called with a module"]),
         ({"compute_dtype": "bf16"}, ["compute_dtype='bf16'", "torch.bfloat16"]),
         ({"compute_dtype": torch.int8}, ["compute_dtype=torch.int8"]),
         ({"mesh": "cpu"}, ["mesh='cpu'", "init_device_mesh"]),

@@ -141,8 +141,15 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read a plan; raises OptionError for a name that is no field."""
-        given = json.loads(text)
+        """Read a plan; raises OptionError for what is no JSON object or has other names."""
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as error:
+            message = f"A plan is a JSON object, as to_json() writes it: {error}."
+            raise OptionError(message) from error
+        if not isinstance(given, dict):
+            message = f"A plan is a JSON object, as to_json() writes it: this is {text.strip()!r}."
+            raise OptionError(message)
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:

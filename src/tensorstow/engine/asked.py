@@ -56,6 +56,16 @@ def check_budget(budget: object) -> None:
         raise OptionError(message)
 
 
+def check_init(init: object) -> None:
+    """Raise OptionError for what cannot give a module its first values."""
+    if init is not None and not callable(init):
+        message = (
+            f"init={init!r} was given: it is a function that is called with a module, as"
+            " model._init_weights of transformers is."
+        )
+        raise OptionError(message)
+
+
 def _check_new(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):

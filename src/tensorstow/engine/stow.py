@@ -20,7 +20,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.engine.agreement import check_agreement, told_of
-from tensorstow.engine.asked import check_asked, check_budget, check_device, check_mesh
+from tensorstow.engine.asked import check_asked, check_budget, check_device, check_init, check_mesh
 from tensorstow.engine.auto import LEAST_SHELVED, Sizes, auto_plan
 from tensorstow.engine.cells import Cell
 from tensorstow.engine.gathered import Gathered
@@ -75,6 +75,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     """
     check_asked(model, optimizer, plan, compute_dtype, mesh)
     check_budget(budget)
+    check_init(init)
     device = device_here()
     chosen = units_of(model, units)
     if plan == "auto":
