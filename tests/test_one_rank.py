@@ -25,7 +25,8 @@ class Counted(Cell):
         self.readers += 1
         return super().open()
 
-    def close(self) -> None:
+    def close(self, *, changed: bool = False) -> None:
+        assert not changed
         self.readers -= 1
 
 
@@ -60,6 +61,38 @@ def test_input_and_output_of_a_reduction_are_one() -> None:
     assert first is second
     with pytest.raises(RuntimeError, match="several ranks"):
         comm(output_tensor=first, input_tensor=second, group=None, op=None)
+
+
+class Clamping(nn.Linear):
+    """Keeps its weights small, whenever it runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_a_weight_on_disk_that_its_forward_writes_is_written_there(
+    tmp_path: Path, overlap: str
+) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(Clamping(32, 32), nn.Tanh()) for _ in range(6)))
+
+    plan = Plan(parameters="disk", overlap=overlap, prefetch=0)
+    model, optimizer = stow(make(), partial(AdamW, lr=1e-2), plan=plan, dir=tmp_path)
+    alone = make()
+    theirs = AdamW(list(alone.named_parameters()), lr=1e-2)
+    for _ in range(3):
+        for each, its in ((model, optimizer), (alone, theirs)):
+            each(torch.ones(2, 32)).sum().backward()
+            its.step()
+            its.zero_grad()
+    for ours, plain in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), plain)
+    optimizer.close()
+    theirs.close()
 
 
 def stowed(directory: Path, overlap: str) -> tuple[nn.Module, AdamW]:

@@ -34,8 +34,8 @@ class Cell:
         self.before_read()
         return self.padded
 
-    def close(self) -> None:
-        """Say that what ``open`` returned was read."""
+    def close(self, *, changed: bool = False) -> None:
+        """Say that what ``open`` returned was read, or by ``changed`` that it was written to."""
 
     def open_to_copy(self) -> torch.Tensor:
         """Return what ``open`` does, to be copied before another unit's is asked for."""
@@ -71,9 +71,9 @@ class ShelvedCell(Cell):
         self._prefetcher.used(self._shelf)
         return self.padded
 
-    def close(self) -> None:
-        """Say that what ``open`` returned was read."""
-        self._shelf.release()
+    def close(self, *, changed: bool = False) -> None:
+        """Say that what ``open`` returned was read, or by ``changed`` that it was written to."""
+        self._shelf.release(changed=changed)
 
     def open_to_copy(self) -> torch.Tensor:
         """Return what ``open`` does, to be copied before another unit's is asked for."""

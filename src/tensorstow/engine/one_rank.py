@@ -4,7 +4,8 @@
 of its own before use and each gradient twice behind it. None of the copies is needed on the CPU in
 a weight's own dtype. FSDP2 asks what it gathers for the gathered weight, and frees that by resizing
 its storage to nothing: a tenure is what it frees here, and the weight's own memory is what it gets.
-So a weight on disk is lent its memory from gathering to freeing, and nothing besides.
+So a weight on disk is lent its memory from gathering to freeing, and nothing besides. A forward that
+writes to its weight (clamps it, say) writes to the weight itself: its version tells that it did.
 """
 
 from typing import Self
@@ -45,6 +46,8 @@ class _Reading:
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
         self._is_open = False
+        self._version = 0
+        """Of the weight when its reading began."""
         self.whole = cell.padded.nbytes
 
     def size(self) -> int:
@@ -54,11 +57,11 @@ class _Reading:
     def resize_(self, nbytes: int) -> None:
         """Begin to read the weight, the newest one, or end with it."""
         if nbytes and not self._is_open:
-            self._cell.open()
+            self._version = self._cell.open()._version  # noqa: SLF001  # nothing public tells
             self._is_open = True
         elif not nbytes and self._is_open:
             self._is_open = False
-            self._cell.close()
+            self._cell.close(changed=self._cell.padded._version != self._version)  # noqa: SLF001
 
 
 class ReduceInPlace:
