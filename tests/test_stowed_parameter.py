@@ -63,7 +63,7 @@ def test_without_a_cell_there_is_arithmetic_over_shapes_alone() -> None:
 def test_reading_opens_the_cell_and_gives_memory_of_its_own() -> None:
     parameter = filled(torch.arange(8.0).view(4, 2), 3)
     with counted(parameter.slot.cell) as noted:
-        read = parameter.view(-1)
+        read = parameter.clone()
         total = parameter + 1.0
     assert noted == [False, False]
     assert (type(read), type(total)) == (torch.Tensor, torch.Tensor)
@@ -92,9 +92,16 @@ def test_two_parameters_are_opened_both_and_one_to_change() -> None:
 
 def test_a_write_of_a_view_reaches_the_bytes() -> None:
     """``detach`` is the parameter again, so whoever writes it by ``.data`` or ``detach`` does."""
-    parameter = filled(torch.zeros(2, 2), 2)
+    parameter = filled(torch.zeros(3, 2), 2)
     parameter.detach().fill_(1.0)
     assert parameter.home.eq(1.0).all()
+    version = parameter.home._version
+    with counted(parameter.slot.cell) as noted:
+        row = parameter.view(-1)[2:]
+        row.fill_(2.0)
+    assert noted == [True]
+    assert parameter.home._version > version
+    assert parameter.slot.cell.padded.tolist() == [[1, 1], [2, 2], [0, 0]]
 
 
 def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:

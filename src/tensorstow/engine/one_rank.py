@@ -4,8 +4,9 @@
 of its own before use and each gradient twice behind it. None of the copies is needed on the CPU in
 a weight's own dtype. FSDP2 asks what it gathers for the gathered weight, and frees that by resizing
 its storage to nothing: a tenure is what it frees here, and the weight's own memory is what it gets.
-So a weight on disk is lent its memory from gathering to freeing, and nothing besides. A forward that
-writes to its weight (clamps it, say) writes to the weight itself: its version tells that it did.
+So a weight on disk is lent its memory from gathering to freeing, and nothing besides. A forward
+that writes to its weight (clamps it, say) writes to the weight itself: its version tells that it
+did.
 """
 
 from typing import Self
