@@ -151,3 +151,33 @@ def test_gradients_are_not_mixed_behind_a_reduction_that_broke(
     assert first is second
     assert comm.allocate(**size) is not first
     optimizer.close()
+
+
+@pytest.mark.parametrize("way", ["to_unsharded", "to_sharded"])
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_training_goes_on_behind_an_interrupt_between_two_weights_of_a_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: str, way: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    plan = Plan(parameters="disk", states="disk", overlap=overlap)
+    make = partial(AdamW, lr=1e-2, durability="none")
+    model, optimizer = stow(model, make, plan=plan, dir=tmp_path)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    sharded = model[2]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[1]
+
+    def breaks() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sharded, way, breaks)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 8))
+    monkeypatch.undo()
+    loss = model(torch.ones(2, 8)).sum()
+    loss.backward()
+    optimizer.step()
+    shelves = {p.to_local().lessor for p in model.parameters()}
+    assert [shelf.leases for shelf in shelves if shelf] == [0] * 4
+    optimizer.close()

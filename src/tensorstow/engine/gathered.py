@@ -123,7 +123,18 @@ class Gathered:
             )
             raise PoisonedError(message)
         reset()
+        self._let_go_of_each()
         self._forget()
+
+    def _let_go_of_each(self) -> None:
+        """Let go of weights that FSDP2 was about to gather, or to let go of, unit by unit.
+
+        An interrupt may come when it has done so with some of a unit's and counts none of them.
+        """
+        for module in self._modules:
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                for sharded in group.fsdp_params:
+                    sharded.to_sharded()
 
     def _drop_whole_gradients(self) -> None:
         """Drop what an aborted backward has left at gathered weights, unreduced."""
