@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tensorstow.engine.cells import Cell, ShelvedCell
@@ -45,3 +46,21 @@ def test_a_shelved_cell_is_read_when_opened_and_written_when_changed(tmp_path: P
     cell.close()
     assert shelves.bytes_written == MIB
     assert shelf.leases == 0
+
+
+def test_what_could_not_be_opened_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelves = Shelves(tmp_path, MIB, MIB)
+    shelf = shelves.add(4096)
+    prefetcher = Prefetcher(1)
+    cell = ShelvedCell(shelf.tensor(0, (4, 2), torch.float32), 4, shelf, prefetcher)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prefetcher, "used", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cell.open()
+    assert shelf.leases == 0
+    shelves.close()

@@ -68,7 +68,11 @@ class ShelvedCell(Cell):
         """Return the padded weight, the newest one; it may be read until ``close``."""
         self.before_read()
         self._shelf.lease()
-        self._prefetcher.used(self._shelf)
+        try:
+            self._prefetcher.used(self._shelf)
+        except BaseException:  # an interrupt: nobody will close what was not returned
+            self._shelf.release()
+            raise
         return self.padded
 
     def close(self, *, changed: bool = False) -> None:
