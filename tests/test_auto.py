@@ -11,6 +11,7 @@ from tensorstow import AdamW, Budget, Tier, stow
 from tensorstow.base.errors import BudgetError
 from tensorstow.engine import auto
 from tensorstow.engine.auto import RING_BYTES, Sizes, auto_plan, bytes_of
+from tensorstow.engine.leaving import MOST_UNDER_WAY
 from tensorstow.engine.report import parameter_bytes
 from tensorstow.engine.units import units_of
 from tensorstow.io.files import ALIGN
@@ -21,8 +22,8 @@ G = 1 << 30
 SIZES = Sizes(100 * G, gradients=100 * G, states=200 * G, largest_unit=10 * G, largest_share=10 * G)
 SHELVED = 30 * G + 3 * ALIGN
 """Of HOST: three units of parameters on DISK."""
-DEVICE = 220 * G
-"""Parameters, gradients, and two units gathered."""
+DEVICE = 120 * G + MOST_UNDER_WAY
+"""Parameters, two units gathered, and gradients on their way down."""
 LESS = 200 * G + RING_BYTES
 """Of HOST: parameters and gradients, with states on DISK."""
 
@@ -34,12 +35,12 @@ def _placed(budget: Budget, *, device_is_host: bool = False) -> tuple[Tier, Tier
 
 def test_everything_is_as_high_as_it_fits() -> None:
     assert _placed(Budget()) == (Tier.DEVICE, Tier.HOST)
-    assert _placed(Budget(device=DEVICE, host=300 * G)) == (Tier.DEVICE, Tier.HOST)
-    assert _placed(Budget(device=DEVICE, host=100 * G + RING_BYTES)) == (Tier.DEVICE, Tier.DISK)
+    assert _placed(Budget(device=DEVICE, host=400 * G)) == (Tier.DEVICE, Tier.HOST)
+    assert _placed(Budget(device=DEVICE, host=LESS)) == (Tier.DEVICE, Tier.DISK)
     assert _placed(Budget(device=DEVICE - 1)) == (Tier.HOST, Tier.HOST)
-    assert _placed(Budget(device=20 * G, host=400 * G)) == (Tier.HOST, Tier.HOST)
-    assert _placed(Budget(device=20 * G, host=LESS)) == (Tier.HOST, Tier.DISK)
-    assert _placed(Budget(device=20 * G, host=LESS - 1)) == (Tier.DISK, Tier.DISK)
+    assert _placed(Budget(device=21 * G, host=400 * G)) == (Tier.HOST, Tier.HOST)
+    assert _placed(Budget(device=21 * G, host=LESS)) == (Tier.HOST, Tier.DISK)
+    assert _placed(Budget(device=21 * G, host=LESS - 1)) == (Tier.DISK, Tier.DISK)
 
 
 def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
@@ -138,4 +139,4 @@ def test_sizes_are_a_ranks_share() -> None:
 def test_mirrors_count_where_parameters_are_on_the_device() -> None:
     plan = auto_plan(SIZES, Budget(), device_is_host=False)
     held = bytes_of(plan, SIZES, device_is_host=False)
-    assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 300 * G, Tier.DISK: 0}
+    assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 400 * G, Tier.DISK: 0}

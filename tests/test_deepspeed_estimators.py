@@ -30,16 +30,22 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 @pytest.mark.parametrize(
     ("plan", "dtype", "gpu", "host", "disk"),
     [
-        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "bf16", 2 * P + P / 4 * 4, P / 4 * (2 + 10), 0),
-        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "fp32", 4 * P + P / 4 * 8, P / 4 * (4 + 8), 0),
-        (Plan(Tier.HOST, Tier.HOST), "bf16", 4 * LARGEST, P / 4 * (2 + 2 + 10), 0),
-        (Plan(Tier.DEVICE, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 4, P / 4 * 12, 0),
-        (Plan(Tier.HOST, Tier.HOST), "fp32", 8 * LARGEST, P / 4 * (4 + 4 + 8), 0),
-        (Plan(Tier.HOST, Tier.DISK), "bf16", 4 * LARGEST, P / 4 * 4 + RING_BYTES, P / 4 * 10),
+        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "bf16", 2 * P + P / 4 * 4, P / 4 * (2 + 2 + 10), 0),
+        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "fp32", 4 * P + P / 4 * 8, P / 4 * (4 + 4 + 8), 0),
+        (Plan(Tier.HOST, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 2, P / 4 * (2 + 2 + 10), 0),
+        (Plan(Tier.DEVICE, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 4, P / 4 * 14, 0),
+        (Plan(Tier.HOST, Tier.HOST), "fp32", 8 * LARGEST + P / 4 * 4, P / 4 * (4 + 4 + 8), 0),
+        (
+            Plan(Tier.HOST, Tier.DISK),
+            "bf16",
+            4 * LARGEST + P / 4 * 2,
+            P / 4 * 4 + RING_BYTES,
+            P / 4 * 10,
+        ),
         (
             Plan(Tier.DISK, Tier.DISK),
             "bf16",
-            4 * LARGEST,
+            4 * LARGEST + P / 4 * 2,
             P / 4 * 2 + RING_BYTES + 3 * (LARGEST / 4 * 2 + ALIGN),
             P / 4 * 12,
         ),
@@ -89,7 +95,7 @@ def test_tables_name_places_as_the_configuration_does(capsys: pytest.CaptureFixt
     two = capsys.readouterr().out.splitlines()
     assert two[0].endswith("ZeRO-2: 1,000,000,000 parameters, 1 x 1 = 1 GPUs.")
     assert len(two) == 2 + 4
-    assert " ".join(two[3].split()) == "5.6 GiB | 11.2 GiB | 0 B | bf16, offload_optimizer=cpu"
+    assert " ".join(two[3].split()) == "4.0 GiB | 13.0 GiB | 0 B | bf16, offload_optimizer=cpu"
     estimate_zero3_model_states_mem_needs_all_cold(1e9, 1e8)
     three = capsys.readouterr().out.splitlines()
     assert len(three) == 2 + 12

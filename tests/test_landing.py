@@ -25,7 +25,7 @@ def _taken_down(seed: int) -> tuple[list[float], list[float], int, bool]:
     parameter = _sharded(torch.zeros(4, dtype=torch.bfloat16))
     link = LateLink(seed)
     landing = Landing([parameter], link)
-    hook = landing._takers[id(parameter)]
+    (hook,) = parameter._post_accumulate_grad_hooks.values()
     mesh, placements = parameter.device_mesh, parameter.placements
     first = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
     parameter.grad = DTensor.from_local(first, mesh, placements)
@@ -34,6 +34,7 @@ def _taken_down(seed: int) -> tuple[list[float], list[float], int, bool]:
     stands_in = isinstance(local, HostGradient)
     once = local.landed.tolist()
     local.more(torch.full((4,), 2.0**-9, dtype=torch.bfloat16))  # lost in a sum of bf16
+    del landing
     return once, local.landed.tolist(), link.bytes_down, stands_in
 
 

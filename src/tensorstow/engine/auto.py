@@ -11,6 +11,7 @@ from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
+from tensorstow.engine.leaving import MOST_UNDER_WAY
 from tensorstow.engine.sharding import SHELF_ALIGN
 from tensorstow.engine.units import Unit
 from tensorstow.io.files import ALIGN
@@ -78,9 +79,9 @@ def auto_plan(
     6. the same with overlap="backward", where no more than a window of 64 MiB and one unit of
        gradients wait for their update.
 
-    Gradients are on HOST, but those of parameters on DEVICE. A run that ``commits`` has weights and
-    states on DISK twice: the last commit, and the next. Raises BudgetError with what is short where
-    none fits.
+    Gradients are on HOST, wherever they were made. A run that ``commits`` has weights and states on
+    DISK twice: the last commit, and the next. Raises BudgetError with what is short where none
+    fits.
     """
     short: dict[Tier, int] = {}
     for plan in _candidates(device_is_host=device_is_host):
@@ -115,8 +116,13 @@ def bytes_of(
     if plan.overlap == "backward":
         gradients = min(gradients, WINDOW_BYTES + sizes.largest_share)
     held = {Tier.DEVICE: at_once, Tier.HOST: 0, Tier.DISK: 0}
-    # Those of parameters on the device stay there until the step.
-    held[Tier.DEVICE if plan.parameters == Tier.DEVICE else Tier.HOST] += gradients
+    on_device = plan.parameters == Tier.DEVICE
+    if on_device and (plan.overlap == "backward" or plan.update_on == "device"):
+        held[Tier.DEVICE] += gradients
+    else:
+        held[Tier.HOST] += gradients
+        if plan.overlap != "backward":
+            held[Tier.DEVICE] += min(gradients, MOST_UNDER_WAY)
     if plan.parameters == Tier.DISK:
         held[Tier.HOST] += sizes.shelved
     if plan.parameters == Tier.DEVICE:

@@ -8,16 +8,12 @@ second micro-batch on its dtype is fp32.
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._pytree import tree_map
 
-from tensorstow.engine.stowed_parameter import cell_of
 from tensorstow.optim.accelerator.device import Link, Mark
 
 _ADD = torch.ops.aten.add_.Tensor
@@ -31,8 +27,8 @@ class HostGradient(torch.Tensor):
     """
 
     _landed: torch.Tensor
-    _fall: tuple[Mark, torch.Tensor] | None
-    """A copy down that may be under way, and what it reads."""
+    _fall: Mark | None
+    """Behind a copy down that may be under way."""
     uncounted: int
     """Bytes that have come from the device and that no counter has."""
 
@@ -55,14 +51,18 @@ class HostGradient(torch.Tensor):
     def landed(self) -> torch.Tensor:
         """The elements, in host memory; waited for where they are still on their way."""
         if self._fall is not None:
-            self._fall[0].synchronize()
+            self._fall.synchronize()
             self._fall = None
         return self._landed
 
-    def fall(self, link: Link, source: torch.Tensor) -> None:
-        """Begin filling ``landed`` from ``source``, behind what its stream was given so far."""
-        mark = link.down([(self._landed.view(-1), source.view(-1))], [link.mark()])
-        self._fall = (mark, source)
+    def fall(self, link: Link, source: torch.Tensor) -> Mark:
+        """Begin filling ``landed`` from ``source``, behind what its stream was given so far.
+
+        ``source`` must live until the mark that is returned is over.
+        """
+        mark = link.down([(self._landed.view(-1), source.reshape(-1))], [link.mark()])
+        self._fall = mark
+        return mark
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what it is."""
@@ -136,44 +136,6 @@ def _gradients(tree: Any) -> Sequence[HostGradient]:  # noqa: ANN401
     return found
 
 
-@torch.no_grad()
-def take_down(
-    parameter: torch.Tensor, *, link: Link | None = None, room: torch.Tensor | None = None
-) -> None:
-    """Let the gradient of a sharded ``parameter`` leave the device: its hook, called by FSDP2.
-
-    Over ``link`` into ``room`` (1-D, host memory, of the gradient's bytes) beside what the device
-    computes next; without them at once.
-    """
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor):
-        return
-    local = gradient.to_local()
-    _count(parameter, local)
-    if not isinstance(local, HostGradient):
-        if link is None or room is None:
-            gradient._local_tensor = HostGradient(local, local.cpu())  # noqa: SLF001
-            return
-        landed = HostGradient(local, room.view(local.dtype).view(local.shape))
-        landed.fall(link, local)
-        gradient._local_tensor = landed  # noqa: SLF001
-    elif local.landed.dtype != local.dtype:
-        parameter.grad_dtype = None
-        parameter.grad = _wide(gradient, local)
-
-
-def _count(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Count the bytes of a micro-batch's ``gradient`` that leave the device, or have left it."""
-    cell = cell_of(parameter)
-    if cell is None:
-        return
-    if isinstance(gradient, HostGradient):
-        cell.bytes_down += gradient.uncounted
-        gradient.uncounted = 0
-    else:
-        cell.bytes_down += gradient.nbytes
-
-
 def sum_wide(parameters: Iterable[torch.Tensor]) -> None:
     """Let autograd's sums over backward passes be fp32 where nothing is sharded, as those here are.
 
@@ -216,12 +178,3 @@ def widen(parameter: torch.Tensor) -> None:
         wide = parameter.grad.float()
         parameter.grad_dtype = None
         parameter.grad = wide
-
-
-def _wide(gradient: DTensor, local: HostGradient) -> DTensor:
-    """Return ``gradient`` in the dtype that its sum has by now."""
-    summed = HostGradient(local, local.landed, local.landed.dtype)
-    meta = TensorMeta(gradient.shape, gradient.stride(), summed.dtype)
-    spec = replace(gradient._spec, tensor_meta=meta)  # noqa: SLF001
-    wide: DTensor = DTensor(summed, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return wide

@@ -1,6 +1,7 @@
 """The hooks by which gradients leave the device, on parameters that may be frozen at first."""
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -8,56 +9,81 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tensorstow.engine.gradients import take_down
+from tensorstow.engine.leaving import Falls, Room, WholeTaker, take_down
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator.device import Link
+from tensorstow.optim.shards import shard_of
 from tensorstow.optim.states.layout import round_up
 
 _ALIGN = 128
-Taker = Callable[[torch.Tensor], None]
+_LANDINGS: "weakref.WeakKeyDictionary[torch.nn.Module, Landing]" = weakref.WeakKeyDictionary()
 
 
 class Landing:
-    """Sees to it that the gradient of every stowed parameter that is trained leaves the device."""
+    """Sees to it that the gradient of every trained one of some parameters leaves the device."""
 
-    def __init__(self, parameters: Iterable[DTensor], link: Link | None = None) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], link: Link | None = None) -> None:
         """Watch the trained of ``parameters`` now, before their optimizer does; others later.
 
         ``link``: what carries gradients, into pinned memory for one of each; None: each is copied
         when it is there.
         """
         self._unhooked: list[Any] = list(parameters)
-        self._room, takers = _takers(self._unhooked, link)  # pinned as long as this lives
-        self._takers = dict(takers)
+        self._block, self._rooms = _rooms(self._unhooked, link)  # pinned as long as this lives
+        self._falls = None if link is None else Falls(link)
         self.hook()
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Look before every forward of ``model`` for what was unfrozen since."""
+        model.register_forward_pre_hook(self.hook, prepend=True)
+        _LANDINGS[model] = self
+
+    @property
+    def bytes_down(self) -> int:
+        """Return the bytes that came down of gradients of parameters on the device."""
+        return sum(room.bytes_down for room in self._rooms.values())
 
     def hook(self, *_: Any) -> None:  # noqa: ANN401  # also a module's forward pre-hook
         """Watch those that were unfrozen since."""
+        if self._falls is not None:
+            self._falls.let_go()
         still = []
         for parameter in self._unhooked:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._takers[id(parameter)])
+                self._watch(parameter, self._rooms.get(id(parameter)))
             else:
                 still.append(parameter)
         self._unhooked = still
 
+    def _watch(self, parameter: Any, room: Room | None) -> None:  # noqa: ANN401  # hooks
+        if self._falls is not None and room is not None and not isinstance(parameter, DTensor):
+            WholeTaker(parameter, self._falls, room)
+        else:
+            taker = partial(take_down, falls=self._falls, room=room)
+            parameter.register_post_accumulate_grad_hook(taker)
+
 
 @torch.no_grad()
-def _takers(
-    parameters: Iterable[DTensor], link: Link | None
-) -> tuple[PinnedBlock | None, Iterator[tuple[int, Taker]]]:
-    """Return the memory that gradients fall into, and the hook of each parameter, by id."""
-    shards = {id(p): p.to_local() for p in parameters}
+def _rooms(
+    parameters: Sequence[torch.Tensor], link: Link | None
+) -> tuple[PinnedBlock | None, dict[int, Room]]:
+    """Return the memory that gradients fall into, and each parameter's part of it, by id."""
     if link is None:
-        return None, iter(dict.fromkeys(shards, take_down).items())
-    sizes = {key: round_up(shard.nbytes, _ALIGN) for key, shard in shards.items()}
-    block = PinnedBlock(sum(sizes.values()), link.device, link.settle)
-    starts = accumulate(sizes.values(), initial=0)
+        return None, {}
+    sizes = [round_up(shard_of(p).nbytes, _ALIGN) for p in parameters]
+    block = PinnedBlock(sum(sizes), link.device, link.settle)
+    starts = accumulate(sizes, initial=0)
     rooms = {
-        key: block.tensor(at, shard.nbytes, torch.uint8)
-        for at, (key, shard) in zip(starts, shards.items(), strict=False)
+        id(p): Room(block.tensor(at, shard_of(p).nbytes, torch.uint8))
+        for p, at in zip(parameters, starts, strict=False)
     }
-    return block, ((key, partial(take_down, link=link, room=rooms[key])) for key in shards)
+    return block, rooms
+
+
+def landed_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes that came down of gradients of parameters on the device."""
+    landing = _LANDINGS.get(model)
+    return 0 if landing is None else landing.bytes_down
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tensorstow.engine.landing import landed_bytes
 from tensorstow.engine.stowed_parameter import cell_of
 
 
@@ -39,6 +40,6 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         most_lent_bytes=sum(room.high_water_bytes for room in rooms.values()),
         bytes_read=sum(room.bytes_read for room in rooms.values()),
         bytes_written=sum(room.bytes_written for room in rooms.values()),
-        link_bytes_down=sum(cell.bytes_down for cell in cells),
+        link_bytes_down=sum(cell.bytes_down for cell in cells) + landed_bytes(model),
         link_bytes_up=sum(cell.bytes_up for cell in cells),
     )

@@ -19,6 +19,7 @@ from tensorstow.engine.prefetch import Prefetcher
 from tensorstow.engine.stowed_parameter import Slot, StowedParameter
 from tensorstow.engine.units import Unit
 from tensorstow.io.shelves import Shelves
+from tensorstow.optim.accelerator.device import is_away
 from tensorstow.optim.states.layout import round_up
 
 SHELF_ALIGN = 128
@@ -48,7 +49,7 @@ class Sharding:
     @property
     def is_in_place(self) -> bool:
         """Return whether weights are whole where they are computed with: see one_rank."""
-        return self.ranks == 1 and self.device.type == "cpu"
+        return self.ranks == 1 and not is_away(self.device)
 
     def rows(self, shape: torch.Size) -> tuple[int, int, int]:
         """Return the first and last row of this rank, and how many every rank's shard has.
@@ -72,7 +73,7 @@ def shard(
     ``sources`` have the values; what was the module's tensor is let go of. ``storeroom``: where
     there are units on DISK.
     """
-    if tier == Tier.DEVICE and sharding.device.type != "cpu":  # there, DEVICE and HOST are one
+    if tier == Tier.DEVICE and is_away(sharding.device):  # else DEVICE and HOST are one
         _fill(unit, sharding.device, sources)
         _apply(unit, sharding)
         return []

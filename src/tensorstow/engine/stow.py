@@ -37,7 +37,7 @@ from tensorstow.engine.state_dicts import keep_plain
 from tensorstow.engine.units import Unit, aliases_of, units_of
 from tensorstow.io.files import ALIGN
 from tensorstow.io.shelves import Shelves
-from tensorstow.optim.accelerator.device import open_link
+from tensorstow.optim.accelerator.device import is_away, open_link
 from tensorstow.optim.stowed import StowedAdam
 
 Path = str | os.PathLike[str] | None
@@ -87,7 +87,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     check_device(plan, device)
     check(optimizer, placement_of(plan, model, dir))
     if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
-        _place_whole(model, chosen, device, Sources(weights, init, None))
+        _place_whole(model, chosen, device, Sources(weights, init, None), plan)
         return model, make(optimizer, model, placement_of(plan, model, dir))
     check_shardable(chosen)
     mesh = mesh or mesh_of(device, stage=plan.stage, replicas=plan.replicas)
@@ -103,15 +103,26 @@ def stow(  # noqa: PLR0913  # the one door to everything
 
 
 def _place_whole(
-    model: nn.Module, units: Sequence[Unit], device: torch.device, sources: Sources
+    model: nn.Module, units: Sequence[Unit], device: torch.device, sources: Sources, plan: Plan
 ) -> None:
-    """Give a model that is not sharded its first values, where it is computed with."""
+    """Give a model that is not sharded its first values, where it is computed with.
+
+    Its gradients leave there, unless they are used there or as soon as they are made.
+    """
     sources.check(units, aliases_of(model))
     sources.fill(units, aliases_of(model))
     sources.buffers(model)
     if device.type != "cpu":
         model.to(device)
-    sum_wide(model.parameters())
+    if is_away(device) and _gradients_leave(plan):
+        Landing(model.parameters(), open_link(device)).watch(model)
+    else:
+        sum_wide(model.parameters())
+
+
+def _gradients_leave(plan: Plan) -> bool:
+    """Return whether gradients leave the device beside backward, and wait on the host."""
+    return plan.overlap != "backward" and plan.update_on != "device"
 
 
 def _place_sharded(
@@ -127,12 +138,15 @@ def _place_sharded(
     sources.check(units, aliases_of(model))
     gathered = Gathered(model, units, sharding.reduction.forget)
     held = _shard_all(model, units, plan, sharding, sources, directory)
+    leaving: list[torch.Tensor] = [p for p, _ in held]
     # Beside backward a gradient is used at once: there is nothing to carry it beside.
-    carried = sharding.device.type != "cpu" and plan.overlap != "backward"
-    landing = Landing([p for p, _ in held], open_link(sharding.device) if carried else None)
-    model.register_forward_pre_hook(landing.hook, prepend=True)
+    carried = is_away(sharding.device) and _gradients_leave(plan)
+    if carried:
+        leaving = [p for p in model.parameters() if isinstance(p, DTensor)]
+    landing = Landing(leaving, open_link(sharding.device) if carried else None)
+    landing.watch(model)
     if plan.accumulation_steps > 1:
-        _sum_wide_on_device(model, {id(p) for p, _ in held})
+        _sum_wide_on_device(model, {id(p) for p in leaving})
     made = make(optimizer, model, placement_of(plan, model, directory))
     _read_new_weights(held, made)
     gathered.watch(made, stage=plan.stage)

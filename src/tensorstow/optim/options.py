@@ -306,7 +306,7 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
             f" {parameter.numel()}: its data was exchanged since. Take the gradient anew."
         )
         raise DTypeError(message)
-    if gradient.device != parameter.device:
+    if gradient.device != parameter.device and not gradient.is_cpu:  # those that came down
         message = (
             f"The gradient of {name} is on {gradient.device} and the parameter on"
             f" {parameter.device}: both must be on one device."
@@ -318,7 +318,7 @@ def fits(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
     """Return whether the kernels can update ``parameter`` by ``gradient``: the quick answer."""
     return (
         gradient is not None
-        and gradient.device == parameter.device
+        and (gradient.device == parameter.device or gradient.is_cpu)
         and (parameter.is_cpu or device.is_remote(parameter))
         and parameter.is_contiguous()
         and gradient.layout == torch.strided

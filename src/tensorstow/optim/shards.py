@@ -94,6 +94,13 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return landed
 
 
+def has_left(parameter: torch.Tensor) -> bool:
+    """Return whether the gradient of ``parameter`` is in host memory, wherever that computes."""
+    gradient = parameter.grad
+    local = gradient.to_local() if gradient is not None and is_sharded(gradient) else gradient
+    return hasattr(local, "landed")
+
+
 def sharded_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Return what all ranks together have, of which ``shard`` is this one's, as users see it.
 

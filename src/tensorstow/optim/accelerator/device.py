@@ -169,6 +169,11 @@ def is_remote(tensor: torch.Tensor) -> bool:
     return not tensor.is_cpu and tensor.device.type == _accelerator()
 
 
+def is_away(device: torch.device) -> bool:
+    """Return whether what computes on ``device`` has memory of its own."""
+    return device.type != "cpu"
+
+
 def open_link(device: torch.device) -> Link:
     """Return a new link to ``device``."""
     return PlainLink() if device.type == "cpu" else StreamLink(device)

@@ -39,10 +39,11 @@ class _Cargo:
 
 @dataclass(eq=False, slots=True)
 class _Gradient:
-    """A gradient on the device, while copies of it are to be made."""
+    """A gradient, while copies of it are to be made, or it is read."""
 
     flat: torch.Tensor
-    made: Mark
+    made: Mark | None
+    """None: it is in host memory, and read where it is."""
     copies_left: int
 
 
@@ -103,6 +104,7 @@ class Ferry:
         self._falling: deque[_Trip] = deque()
         self._updating: deque[_Trip] = deque()
         self._risen: Mark | None = None
+        self._caught_up = False
         self._stage = _Stage.OVER
 
     # --- a step ---
@@ -115,6 +117,7 @@ class Ferry:
         # What went up of the last step is over before its mirrors change: the gradients behind
         # which they do so come down behind the caller's stream, which has waited for it.
         self._risen = None
+        self._caught_up = False
         self._expected = {n for n in numbers if n in self._mirrors}
         for cargo in self._cargoes.values():
             cargo.awaited = sum(run.parameter in self._expected for run in cargo.runs)
@@ -122,9 +125,15 @@ class Ferry:
         self._pending.clear()
         self._stage = _Stage.OPEN
 
-    def offer(self, number: int, gradient: torch.Tensor, made: Mark) -> None:
-        """Take a parameter's contiguous gradient, which is complete behind ``made``."""
+    def offer(self, number: int, gradient: torch.Tensor, made: Mark | None) -> None:
+        """Take a parameter's contiguous gradient, which is complete behind ``made``.
+
+        None: it has come down already, as a whole.
+        """
         cargoes = self._of.get(number, [])
+        if made is None and not self._caught_up:
+            self.link.mark().synchronize()  # what went up of the last step, as ``open`` says
+            self._caught_up = True
         if cargoes:
             self._gradients[number] = _Gradient(flat(gradient), made, len(cargoes))
         for cargo in cargoes:
@@ -205,6 +214,9 @@ class Ferry:
                 landing.append((run.parameter, 0, 0))
                 continue
             source = gradient.flat[run.start : run.start + run.count]
+            if gradient.made is None:
+                landing.append((run.parameter, source.data_ptr(), DTYPE_CODES[source.dtype]))
+                continue
             at = self.plan.offset(slot, run.position)
             target = self.staging.tensor(at, run.count, source.dtype)
             pairs.append((target, source))
@@ -216,18 +228,23 @@ class Ferry:
         """Hand the pipeline what has come down; the device's copy is not needed any more."""
         trip = self._falling.popleft()
         self._pipeline.land_pieces(trip.cargo.chunk, trip.landing)
+        self._let_go(trip, updated=False)
+        self._updating.append(trip)
+
+    def _let_go(self, trip: _Trip, *, updated: bool) -> None:
+        """Let go of gradients that were copied from, or else, when ``updated``, were read."""
         for number, address, _ in trip.landing:
             gradient = self._gradients.get(number)
-            if not address or gradient is None:
+            if not address or gradient is None or (gradient.made is None) != updated:
                 continue
             gradient.copies_left -= 1
             if gradient.copies_left == 0:
                 del self._gradients[number]
-        self._updating.append(trip)
 
     def _rise(self) -> None:
         """Send a chunk's new weights up; its slot is free."""
         trip = self._updating.popleft()
+        self._let_go(trip, updated=True)
         landed = {number for number, address, _ in trip.landing if address}
         pairs = []
         for run in trip.cargo.runs:

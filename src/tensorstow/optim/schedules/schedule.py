@@ -28,6 +28,7 @@ from tensorstow.optim.schedules.leases import Leases, lend
 from tensorstow.optim.schedules.order import by_first, by_last
 from tensorstow.optim.schedules.outside import run_on_device
 from tensorstow.optim.schedules.pace import WINDOW_BYTES, Pace
+from tensorstow.optim.shards import has_left
 from tensorstow.optim.states.pipeline import DTYPE_CODES, StepKind
 from tensorstow.optim.updates import Due, States, Turn, account, scalars_of
 
@@ -44,7 +45,8 @@ def carry(turn: Turn, ferry: Ferry | None) -> bool:
     made = ferry.link.mark()
     for due in dues:
         if due.gradient is not None:
-            ferry.offer(due.member.number, due.gradient, made)
+            left = has_left(due.member.owner)
+            ferry.offer(due.member.number, due.gradient, None if left else made)
     return True
 
 

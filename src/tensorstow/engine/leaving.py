@@ -1,0 +1,146 @@
+"""How gradients leave the device once they are reduced: the hooks that take them down."""
+
+import weakref
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+from tensorstow.engine.gradients import HostGradient
+from tensorstow.engine.stowed_parameter import cell_of
+from tensorstow.optim.accelerator.device import Link, Mark
+
+MOST_UNDER_WAY = 256 << 20
+"""Bytes of gradients that the device holds for the link."""
+
+
+class Room:
+    """Host memory that the gradients of one parameter fall into, one after the other."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """Take ``memory``: bytes, 1-D, as many as a gradient has."""
+        self._memory = memory
+        self._last: weakref.ref[torch.Tensor] | None = None
+        self.bytes_down = 0
+        """Of the gradients of a parameter on the device."""
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a gradient; other memory while somebody has the last one still."""
+        kept = self._last is not None and self._last() is not None
+        memory = torch.empty_like(self._memory) if kept else self._memory
+        landed = memory.view(like.dtype).view(like.shape)
+        if not kept:
+            self._last = weakref.ref(landed)
+        return landed
+
+
+class Falls:
+    """Gradients on their way down, beside what the device computes next."""
+
+    def __init__(self, link: Link) -> None:
+        """Let none be under way over ``link``."""
+        self._link = link
+        self._under_way: deque[tuple[Mark, torch.Tensor]] = deque()
+
+    def begin(self, gradient: torch.Tensor, room: Room) -> HostGradient:
+        """Return what ``gradient`` is to be in ``room``.
+
+        The device has its memory back soon. Waits where the link is far behind what computes.
+        """
+        self.let_go()
+        while sum(source.nbytes for _, source in self._under_way) > MOST_UNDER_WAY:
+            self._under_way.popleft()[0].synchronize()
+        gradient = gradient.contiguous()  # what is copied lives here until it is
+        landed = HostGradient(gradient, room.take(gradient))
+        self._under_way.append((landed.fall(self._link, gradient), gradient))
+        return landed
+
+    def let_go(self) -> None:
+        """Free the device's memory of those that are down."""
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+
+
+@torch.no_grad()
+def take_down(
+    parameter: torch.Tensor, *, falls: Falls | None = None, room: Room | None = None
+) -> None:
+    """Let the gradient of a sharded ``parameter`` leave the device: its hook, called by FSDP2.
+
+    By ``falls`` into ``room`` beside what the device computes next; without them at once.
+    """
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return
+    local = gradient.to_local()
+    _count(parameter, local, room)
+    if not isinstance(local, HostGradient):
+        if falls is None or room is None:
+            gradient._local_tensor = HostGradient(local, local.cpu())  # noqa: SLF001
+        else:
+            gradient._local_tensor = falls.begin(local, room)  # noqa: SLF001
+    elif local.landed.dtype != local.dtype:
+        parameter.grad_dtype = None
+        parameter.grad = _wide(gradient, local)
+
+
+def _count(parameter: torch.Tensor, gradient: torch.Tensor, room: Room | None) -> None:
+    """Count the bytes of a micro-batch's ``gradient`` that leave the device, or have left it."""
+    counter = cell_of(parameter) or room
+    if counter is None:
+        return
+    if isinstance(gradient, HostGradient):
+        counter.bytes_down += gradient.uncounted
+        gradient.uncounted = 0
+    else:
+        counter.bytes_down += gradient.nbytes
+
+
+class WholeTaker:
+    """Lets the gradient of a parameter that is not sharded leave the device, by its hooks.
+
+    A later micro-batch's is added in host memory, in fp32.
+    """
+
+    def __init__(self, parameter: torch.Tensor, falls: Falls, room: Room) -> None:
+        """Watch ``parameter``, which is trained."""
+        self._known = weakref.ref(parameter)
+        self._falls, self._room = falls, room
+        self._sum: HostGradient | None = None
+        before: Any = parameter.register_hook
+        before(self._set_aside)
+        behind: Any = parameter.register_post_accumulate_grad_hook
+        behind(self._take)
+
+    def _set_aside(self, _: torch.Tensor) -> None:
+        """Keep what has come down: autograd is to add nothing to it on the device."""
+        parameter = self._known()
+        self._sum = None  # that of a backward which an exception ended
+        if parameter is not None and isinstance(parameter.grad, HostGradient):
+            self._sum, parameter.grad = parameter.grad, None
+
+    @torch.no_grad()
+    def _take(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        total, self._sum = self._sum, None
+        if gradient is None or gradient.layout != torch.strided:  # the optimizer refuses it
+            return
+        self._room.bytes_down += gradient.nbytes
+        if total is None:
+            parameter.grad = self._falls.begin(gradient, self._room)
+            return
+        total.more(gradient)
+        parameter.grad_dtype = None
+        parameter.grad = HostGradient(gradient, total.landed, total.landed.dtype)
+
+
+def _wide(gradient: DTensor, local: HostGradient) -> DTensor:
+    """Return ``gradient`` in the dtype that its sum has by now."""
+    summed = HostGradient(local, local.landed, local.landed.dtype)
+    meta = TensorMeta(gradient.shape, gradient.stride(), summed.dtype)
+    spec = replace(gradient._spec, tensor_meta=meta)  # noqa: SLF001
+    wide: DTensor = DTensor(summed, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return wide

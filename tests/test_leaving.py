@@ -1,0 +1,174 @@
+"""Gradients leave a device beside backward, and the update reads them where they are.
+
+The CPU stands in for the device, over links whose copies are late.
+"""
+
+import weakref
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from compare import all_equal
+from ranks.pool import Ranks
+from remote import LateLink, every, make_remote
+from tensorstow.base.plan import Plan
+from tensorstow.engine import sharding as sharding_module
+from tensorstow.engine import stow as stow_module
+from tensorstow.engine.gradients import HostGradient
+from tensorstow.engine.leaving import Falls, Room
+from tensorstow.engine.report import parameter_bytes
+from tensorstow.engine.stow import stow
+from tensorstow.optim.adam import AdamW
+from tensorstow.optim.shards import shard_of
+
+WIDTH = 16
+Course = dict[str, object]
+COURSES: list[Course] = [
+    {},
+    {"overlap": "forward"},
+    {"micro_batches": 3},
+    {"micro_batches": 2, "overlap": "forward", "dtype": torch.float32},
+    {"clip": "ours"},
+    {"clip": "torch", "micro_batches": 2},
+    {"scaled": True},
+    {"frozen": True, "micro_batches": 2},
+]
+
+
+def blocks(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+@contextmanager
+def device_here(*, stands_in: bool) -> object:
+    """Let the CPU be a device of its own inside; give the links of gradients."""
+    links: list[LateLink] = []
+
+    def opened(_: torch.device) -> LateLink:
+        links.append(LateLink())
+        return links[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if stands_in:
+            make_remote(patch, every)
+            patch.setattr(stow_module, "is_away", lambda _: True)
+            patch.setattr(sharding_module, "is_away", lambda _: True)
+            patch.setattr(stow_module, "open_link", opened)
+        yield links
+
+
+def trained(course: Course, *, stands_in: bool, mesh: bool = False) -> tuple[list[object], int]:
+    """Train; return the weights, and the bytes of gradients that fell of themselves."""
+    dtype = course.get("dtype", torch.bfloat16)
+    model = blocks(dtype)
+    if course.get("frozen"):
+        model[1][0].weight.requires_grad = False
+    micro_batches = int(course.get("micro_batches", 1))
+    plan = Plan(
+        parameters="device",
+        overlap=course.get("overlap", "none"),
+        accumulation_steps=micro_batches,
+        stage=2,
+    )
+    first = 0
+    with device_here(stands_in=stands_in) as links:
+        own = sharded_mesh() if mesh else None
+        model, optimizer = stow(model, partial(AdamW, lr=1e-2), plan=plan, mesh=own)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=bool(course.get("scaled")))
+        for step in range(3):
+            if step == 2 and course.get("frozen"):
+                model[1][0].weight.requires_grad = True
+            for batch in range(micro_batches):
+                generator = torch.Generator().manual_seed(10 * step + batch)
+                x = torch.randn(4, WIDTH, generator=generator, dtype=dtype)
+                scaler.scale(model(x).square().mean()).backward()
+            if stands_in:
+                assert all(has_left(p) for p in model.parameters() if p.grad is not None)
+            if course.get("clip") == "ours":
+                optimizer.clip_grad_norm_(0.05)
+            elif course.get("clip") == "torch":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            first = first or optimizer.traffic().bytes_down
+        optimizer.wait()
+        if stands_in and not course.get("frozen"):
+            # The weights came down once, and no gradient by the optimizer.
+            assert optimizer.traffic().bytes_down == first
+            steps = 3 * micro_batches
+            moved = sum(shard_of(p).nbytes for p in model.parameters()) * steps
+            assert parameter_bytes(model).link_bytes_down == moved
+        weights = [whole(p) for p in model.parameters()]
+        optimizer.close()
+        return weights, sum(link.bytes_down for link in links)
+
+
+def sharded_mesh() -> object:
+    world = torch.distributed.get_world_size()
+    return torch.distributed.init_device_mesh("cpu", (world,))
+
+
+@torch.no_grad()
+def has_left(parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return isinstance(local, HostGradient)
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    value = parameter.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+@pytest.mark.parametrize("course", COURSES, ids=str)
+def test_whole_parameters_are_updated_by_what_came_down(course: Course) -> None:
+    here, none = trained(course, stands_in=False)
+    there, fallen = trained(course, stands_in=True)
+    assert none == 0
+    assert fallen > 0
+    assert all_equal(there, here)
+
+
+def sharded(course: Course) -> tuple[bool, int]:
+    here, _ = trained(course, stands_in=False, mesh=True)
+    there, fallen = trained(course, stands_in=True, mesh=True)
+    return all_equal(there, here), fallen
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("course", COURSES, ids=str)
+def test_shards_are_updated_by_what_came_down(ranks: "Ranks", course: Course, world: int) -> None:
+    for equal, fallen in ranks(world).run(sharded, course):
+        assert equal
+        assert fallen > 0
+
+
+def test_a_gradient_that_somebody_keeps_stays() -> None:
+    room = Room(torch.empty(8, dtype=torch.uint8))
+    falls = Falls(LateLink())
+    kept = falls.begin(torch.ones(2), room)
+    other = falls.begin(torch.zeros(2), room)
+    assert kept.landed.tolist() == [1, 1]
+    assert other.landed.tolist() == [0, 0]
+    at = kept.landed.data_ptr()
+    del kept
+    assert falls.begin(torch.ones(2), room).landed.data_ptr() == at
+
+
+def test_the_device_has_its_memory_back_when_a_gradient_is_down() -> None:
+    falls = Falls(LateLink())
+    gradient = torch.ones(2)
+    alive = weakref.ref(gradient)
+    landed = falls.begin(gradient, Room(torch.empty(8, dtype=torch.uint8)))
+    del gradient
+    assert alive() is not None
+    assert landed.landed.tolist() == [1, 1]
+    falls.let_go()
+    assert alive() is None
