@@ -16,6 +16,8 @@ from tensorstow.engine.sharding import Sharding
 from tensorstow.optim.accelerator import device as links
 from tensorstow.optim.accelerator.device import PlainLink
 
+_STOW = "tensorstow.engine.stow"
+
 
 class Place:
     """A device that computes."""
@@ -79,7 +81,7 @@ def _plain_link(_: torch.device) -> PlainLink:
 def on_cpu() -> Iterator[torch.device]:
     """Let ``stow`` compute on the CPU inside, whatever else there is."""
     cpu = torch.device("cpu")
-    engine = importlib.import_module("tensorstow.engine.stow")
+    engine = importlib.import_module(_STOW)
     with mock.patch.object(engine, "device_here", return_value=cpu):
         yield cpu
 
@@ -96,5 +98,6 @@ def _counting(place: Place) -> Iterator[Place]:
         mock.patch.object(links, "is_remote", place.has),
         mock.patch.object(links, "open_link", _plain_link),
         mock.patch.object(Sharding, "is_in_place", new=False),  # a device has memory of its own
+        mock.patch.object(importlib.import_module(_STOW), "is_away", return_value=True),
     ):
         yield place
