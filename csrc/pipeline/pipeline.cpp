@@ -503,7 +503,8 @@ Pipeline::Chunk* Pipeline::next_to_admit() {
 // Whether the step has more chunks to bring in than there are slots for.
 bool Pipeline::slots_are_wanted() const {
   if (!stepping_) return false;
-  if (!hot_.empty() || !homely_.empty()) return true;
+  // What is resident goes through a slot only where it is written too.
+  if (!hot_.empty() || (step_.capture && !homely_.empty())) return true;
   std::size_t wanting = 0;
   for (std::size_t k = next_; k < order_.size() && wanting <= free_slots_.size(); ++k) {
     const Chunk& chunk = *chunks_[order_[k]];
