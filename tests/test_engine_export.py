@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -17,6 +18,7 @@ from ranks.stowed import Model, loss_of, model_of
 from ranks.twin import ADAMW, FETCHED, Twins, mesh_here, whole
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError, StoreFormatError, StowError
+from tensorstow.engine import export
 from tensorstow.engine.export import save_safetensors
 
 Pool = Callable[[int], Ranks]
@@ -118,11 +120,49 @@ def test_buffers_are_saved_and_loaded(tmp_path: Path) -> None:
     optimizer.close()
 
 
-def refused(folder: str) -> str:
+def saved_by_rank(folder: str) -> list[str]:
+    """Write a file on each rank; return the names of those that this one opened."""
+    both = Twins(lambda: model_of(torch.bfloat16), loss, FETCHED)
+    both.train()
+    opened = []
+    whole_file = export.replacing
+
+    def replacing(path: Path, nbytes: int) -> object:
+        opened.append(path.name)
+        return whole_file(path, nbytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "replacing", replacing)
+        save_safetensors(both.stowed, folder, by_rank=True)
+    names = {n: whole(p) for n, p in both.alone.named_parameters()}
+    both.close()
+    files = Path(folder).glob("*.safetensors")
+    found = {name: t for file in files for name, t in load_file(file).items()}
+    assert found.keys() >= names.keys()
+    assert all(torch.equal(found[n], t) for n, t in names.items())
+    return opened
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_rank_writes_its_own_file(ranks: Pool, tmp_path: Path, world: int) -> None:
+    opened = ranks(world).run(saved_by_rank, str(tmp_path / "model"))
+    index = "model.safetensors.index.json"
+    own = [[name for name in names if name != index] for names in opened]
+    assert all(own)
+    written = sorted(name for names in own for name in names)
+    assert len(set(written)) == len(written)
+    assert len(written) >= world
+    assert [index in names for names in opened] == [world > 1] + [False] * (world - 1)
+
+
+def refused(folder: str, by_rank: bool) -> str:  # noqa: FBT001  # goes to another process
     """Write where there is no room for a directory: known on one rank, told on all."""
     both = Twins(lambda: model_of(torch.float32), loss, Plan())
+    if dist.get_rank() != 1 and by_rank:
+        Path(folder).parent.mkdir(exist_ok=True)
+        folder += "-of-another"
     try:
-        save_safetensors(both.stowed, folder)
+        save_safetensors(both.stowed, folder, by_rank=by_rank)
     except (OSError, StowError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -132,10 +172,17 @@ def refused(folder: str) -> str:
 
 def test_every_rank_says_what_failed_on_the_first(ranks: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
-    first, second = ranks(2).run(refused, str(tmp_path / "file"))
+    first, second = ranks(2).run(refused, str(tmp_path / "file"), False)  # noqa: FBT003
     assert "FileExistsError" in first
     assert "FileExistsError" in second
     assert "could not write the model" in second
+
+
+def test_every_rank_says_what_failed_on_another(ranks: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    first, second = ranks(2).run(refused, str(tmp_path / "file"), True)  # noqa: FBT003
+    assert "FileExistsError" in second
+    assert "Rank 1 could not write the model" in first
 
 
 def test_a_senseless_size_is_refused(tmp_path: Path) -> None:

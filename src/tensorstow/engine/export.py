@@ -1,15 +1,17 @@
 """A stowed model as safetensors that others load: one set of files, a tensor at a time.
 
-Every rank takes part, for tensors are gathered; the first one writes. What is written is what
-``stow(weights=...)`` and transformers' ``from_pretrained`` read: tied parameters are there once,
-by their first name, and an index says which file has what where there are several.
+Every rank takes part, for tensors are gathered; the first one writes, or each its own files. What
+is written is what ``stow(weights=...)`` and transformers' ``from_pretrained`` read: tied parameters
+are there once, by their first name, and an index says which file has what where there are several.
 """
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.engine.mesh import host_group
-from tensorstow.io.mapped import PieceFile, replacing
+from tensorstow.io.mapped import replacing
 from tensorstow.io.safetensors import Entry, Table, lay_out
 
 _ONE = "model.safetensors"
@@ -38,36 +40,44 @@ class _Shard:
 
 
 def save_safetensors(
-    model: nn.Module, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 << 30
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 << 30,
+    by_rank: bool = False,
 ) -> None:
     """Write the weights and persistent buffers of ``model`` into the directory ``path``.
 
     In files of at most ``max_shard_bytes`` (a larger tensor has its own), each of which replaces an
-    older one when it is whole. Call it on every rank: all return when all is durable, or raise what
-    failed on the first. Memory: one whole tensor.
+    older one when it is whole. ``by_rank``: in as many files at least as there are ranks, each rank
+    writing its own, all at once, to a directory that all of them see; False: the first rank writes.
+    Call it on every rank: all return when all is durable, or raise what failed on one. Memory: two
+    whole tensors.
     """
     if isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
         message = f"max_shard_bytes={max_shard_bytes!r} was given: it is a number of bytes above 0."
         raise OptionError(message)
     _settle(model)
-    shards = _shards(dict(_contents(model)), max_shard_bytes)
     group = host_group()
-    first = group is None or dist.get_rank(group) == 0
+    writers = dist.get_world_size(group) if by_rank and group is not None else 1
+    contents = dict(_contents(model))
+    share = -(-sum(t.numel() * t.element_size() for t in contents.values()) // writers)
+    shards = _shards(contents, min(max_shard_bytes, max(share, 1)) if by_rank else max_shard_bytes)
+    rank = 0 if group is None else dist.get_rank(group)
     folder = Path(path)
-    failure: Exception | None = None
-    try:
-        if first:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        failure = error
-    for shard in shards:
-        if first:
-            failure = _write(shard, folder, failure)
-        else:
-            _gather(shard)
-    if first and failure is None:
-        failure = _finish(folder, shards)
+    failure = _prepare(folder) if rank < writers else None
+    for at in range(0, len(shards), writers):
+        failure = _write(shards[at : at + writers], rank, folder, failure)
     _agree(failure, folder, group)
+    _agree(_finish(folder, shards) if rank == 0 else None, folder, group)
+
+
+def _prepare(folder: Path) -> Exception | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error
+    return None
 
 
 def _settle(model: nn.Module) -> None:
@@ -111,30 +121,37 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.cpu()
 
 
-def _gather(shard: _Shard) -> None:
-    for tensor in shard.tensors.values():
-        _whole(tensor)
+def _write(
+    shards: Sequence[_Shard], rank: int, folder: Path, failure: Exception | None
+) -> Exception | None:
+    """Write as many files at once as there are writers, this rank the one of its number.
 
-
-def _write(shard: _Shard, folder: Path, failure: Exception | None) -> Exception | None:
-    """Write a file; return what failed, for the other ranks wait for their tensors' gathers."""
-    left = list(shard.tensors.items())
+    Returns what failed, for the other ranks wait for every tensor's gather.
+    """
+    own = shards[rank] if rank < len(shards) and failure is None else None
+    turns = deque(_in_turns(shards))
     try:
-        if failure is None:
-            with ExitStack() as opened:
-                file = opened.enter_context(replacing(folder / shard.name, shard.table.nbytes))
-                file.write(torch.frombuffer(bytearray(shard.table.header), dtype=torch.uint8), 0)
-                while left:
-                    _put(file, shard.table, *left.pop(0))
+        with ExitStack() as opened:
+            file = None
+            if own is not None:
+                file = opened.enter_context(replacing(folder / own.name, own.table.nbytes))
+                file.write(torch.frombuffer(bytearray(own.table.header), dtype=torch.uint8), 0)
+            while turns:
+                shard, name = turns.popleft()
+                tensor = _whole(shard.tensors[name])
+                if file is not None and shard is own:
+                    file.write(tensor, own.table.entries[name].offset)
     except (OSError, OptionError) as error:
         failure = error
-    for _, tensor in left:
-        _whole(tensor)
+    for shard, name in turns:
+        _whole(shard.tensors[name])
     return failure
 
 
-def _put(file: PieceFile, table: Table, name: str, tensor: torch.Tensor) -> None:
-    file.write(_whole(tensor), table.entries[name].offset)
+def _in_turns(shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, str]]:
+    """Yield a tensor of each file, then the next of each: so that all writers are busy."""
+    for names in zip_longest(*(shard.tensors for shard in shards)):
+        yield from ((s, n) for s, n in zip(shards, names, strict=True) if n is not None)
 
 
 def _finish(folder: Path, shards: Sequence[_Shard]) -> Exception | None:
@@ -159,12 +176,14 @@ def _finish(folder: Path, shards: Sequence[_Shard]) -> Exception | None:
 
 
 def _agree(failure: Exception | None, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank what failed on the first."""
-    told: list[object] = [None if failure is None else repr(failure)]
+    """Raise on every rank what failed on one."""
+    told: list[str | None] = [None]
     if group is not None:
-        dist.broadcast_object_list(told, group_src=0, group=group)
+        told *= dist.get_world_size(group)
+        dist.all_gather_object(told, None if failure is None else repr(failure), group)
     if failure is not None:
         raise failure
-    if told[0] is not None:
-        message = f"The first rank could not write the model to {folder}: {told[0]}. See there."
-        raise StowError(message)
+    for rank, text in enumerate(told):
+        if text is not None:
+            message = f"Rank {rank} could not write the model to {folder}: {text}. See there."
+            raise StowError(message)
