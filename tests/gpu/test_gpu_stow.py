@@ -13,6 +13,7 @@ from tensorstow import Plan
 
 PLANS = [
     Plan(parameters="device"),
+    Plan(parameters="device", overlap="forward"),
     Plan(parameters="device", states="disk"),
     Plan(parameters="device", update_on="device"),
     Plan(parameters="device", states="disk", update_on="device"),
@@ -55,3 +56,21 @@ def test_stowed_training_has_the_bits_of_training_on_the_device(
     model, optimizer = tensorstow.stow(model_of(dtype), partial(groups_of), plan=plan)
     got = train(model, optimizer)
     assert all_equal(got, want)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_gradients_leave_the_device(device: torch.device, overlap: str) -> None:
+    whole = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).bfloat16()
+    plan = Plan(parameters="device", overlap=overlap)
+    model, optimizer = tensorstow.stow(whole, partial(tensorstow.AdamW, lr=1e-3), plan=plan)
+    x = torch.ones(1, 1024, dtype=torch.bfloat16, device=device)
+    before = torch.accelerator.memory_allocated()
+    model(x).sum().backward()
+    torch.accelerator.synchronize()
+    with torch.no_grad():
+        model(x)  # the device has its memory back by the next forward
+    assert torch.accelerator.memory_allocated() - before < 2 * 1024 * 1024 * 2
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.step()
+    optimizer.wait()
+    optimizer.close()
