@@ -8,6 +8,13 @@ import torch.distributed as dist
 from tensorstow.deepspeed.ranks import init_distributed, local_rank, rank_here
 
 
+@pytest.fixture(autouse=True)
+def _no_group() -> None:
+    """Begin as a new process does, whatever other tests have joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def test_a_process_that_nobody_launched_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
