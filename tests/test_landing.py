@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ranks.pool import Ranks
 from remote import LateLink
+from tensorstow.base.errors import OptionError
 from tensorstow.engine.gradients import HostGradient
 from tensorstow.engine.landing import Landing, move_buffers
 
@@ -81,6 +82,21 @@ def _thawed() -> list[bool]:
 
 def test_what_is_unfrozen_later_is_hooked_then(ranks: "Ranks") -> None:
     assert ranks(1).run(_thawed) == [[False, True]]
+
+
+def _hooked() -> str:
+    """Register a hook behind the sharding: the next forward says that it is not called."""
+    parameter = _sharded(torch.zeros(2))
+    landing = Landing([parameter])
+    landing.hook()
+    parameter.register_hook(lambda gradient: gradient)
+    with pytest.raises(OptionError) as raised:
+        landing.hook()
+    return str(raised.value)
+
+
+def test_a_hook_of_the_user_s_is_refused_by_the_next_forward(ranks: "Ranks") -> None:
+    assert "has a hook (register_hook)" in ranks(1).run(_hooked)[0]
 
 
 def test_buffers_with_values_move() -> None:

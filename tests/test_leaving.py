@@ -36,6 +36,9 @@ COURSES: list[Course] = [
     {"clip": "torch", "micro_batches": 2},
     {"scaled": True},
     {"frozen": True, "micro_batches": 2},
+    {"tied": True, "states": "disk", "clip": "ours"},
+    {"stage": 3, "micro_batches": 2, "states": "disk"},
+    {"stage": 0, "overlap": "forward"},
 ]
 
 
@@ -69,17 +72,23 @@ def trained(course: Course, *, stands_in: bool, mesh: bool = False) -> tuple[lis
     model = blocks(dtype)
     if course.get("frozen"):
         model[1][0].weight.requires_grad = False
+    if course.get("tied"):
+        model[2][0].weight = model[0][0].weight
     micro_batches = int(course.get("micro_batches", 1))
     plan = Plan(
         parameters="device",
         overlap=course.get("overlap", "none"),
         accumulation_steps=micro_batches,
-        stage=2,
+        states=course.get("states", "host"),
+        stage=course.get("stage", 2),
     )
     first = 0
     with device_here(stands_in=stands_in) as links:
-        own = sharded_mesh() if mesh else None
-        model, optimizer = stow(model, partial(AdamW, lr=1e-2), plan=plan, mesh=own)
+        # What replicates wants a mesh of two dimensions, which stow makes itself.
+        own = sharded_mesh() if mesh and course.get("stage") != 0 else None
+        scratch = {"durability": "none"} if "states" in course else {}
+        make = partial(AdamW, lr=1e-2, **scratch)
+        model, optimizer = stow(model, make, plan=plan, mesh=own)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=bool(course.get("scaled")))
         for step in range(3):
             if step == 2 and course.get("frozen"):
@@ -160,6 +169,14 @@ def test_a_gradient_that_somebody_keeps_stays() -> None:
     at = kept.landed.data_ptr()
     del kept
     assert falls.begin(torch.ones(2), room).landed.data_ptr() == at
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_gradient_may_have_another_dtype_than_its_parameter(dtype: torch.dtype) -> None:
+    room = Room(torch.empty(8, dtype=torch.uint8))
+    falls = Falls(LateLink())
+    landed = falls.begin(torch.ones(2, dtype=dtype), room).landed
+    assert (landed.dtype, landed.tolist()) == (dtype, [1, 1])
 
 
 def test_the_device_has_its_memory_back_when_a_gradient_is_down() -> None:

@@ -29,6 +29,15 @@ def test_what_cannot_be_sharded_is_named(parameter: torch.Tensor, said: str) -> 
         check_shardable(units_of(model_with(extra=nn.Parameter(parameter))))
 
 
+def test_a_hook_that_would_not_be_called_is_named() -> None:
+    model = model_with()
+    hook = model[1].weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(OptionError, match=r"1\.weight has a hook \(register_hook\)"):
+        check_shardable(units_of(model))
+    hook.remove()
+    check_shardable(units_of(model))
+
+
 def test_frozen_parameters_may_have_dtypes_of_their_own() -> None:
     frozen = nn.Parameter(torch.ones(2, dtype=torch.float16), requires_grad=False)
     check_shardable(units_of(model_with(extra=frozen)))

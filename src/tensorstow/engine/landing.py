@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tensorstow.engine.leaving import Falls, Room, WholeTaker, take_down
+from tensorstow.engine.shardable import check_hooks
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator.device import Link
 from tensorstow.optim.shards import shard_of
@@ -29,6 +30,7 @@ class Landing:
         when it is there.
         """
         self._unhooked: list[Any] = list(parameters)
+        self._sharded = [p for p in self._unhooked if isinstance(p, DTensor)]
         self._block, self._rooms = _rooms(self._unhooked, link)  # pinned as long as this lives
         self._falls = None if link is None else Falls(link)
         self.hook()
@@ -47,6 +49,8 @@ class Landing:
         """Watch those that were unfrozen since."""
         if self._falls is not None:
             self._falls.let_go()
+        for parameter in self._sharded:
+            check_hooks(parameter, "a parameter")
         still = []
         for parameter in self._unhooked:
             if parameter.requires_grad:

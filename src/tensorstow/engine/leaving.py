@@ -28,12 +28,15 @@ class Room:
         """Of the gradients of a parameter on the device."""
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for a gradient; other memory while somebody has the last one still."""
+        """Return memory for a gradient like ``like``.
+
+        Other memory while somebody has the last one still, or where its dtype is a wider one.
+        """
         kept = self._last is not None and self._last() is not None
-        memory = torch.empty_like(self._memory) if kept else self._memory
-        landed = memory.view(like.dtype).view(like.shape)
-        if not kept:
-            self._last = weakref.ref(landed)
+        if kept or like.nbytes > self._memory.nbytes:
+            return torch.empty(like.shape, dtype=like.dtype, device=self._memory.device)
+        landed = self._memory[: like.nbytes].view(like.dtype).view(like.shape)
+        self._last = weakref.ref(landed)
         return landed
 
 

@@ -23,7 +23,18 @@ def check_shardable(units: Iterable[Unit]) -> None:
                     " reduce a gradient of none: leave the parameter out."
                 )
                 raise OptionError(message)
+            check_hooks(parameter, name)
         _check_dtypes(unit)
+
+
+def check_hooks(parameter: torch.Tensor, name: str) -> None:
+    """Raise OptionError for a parameter with a hook of the user's: FSDP2 would never call it."""
+    if parameter._backward_hooks:  # noqa: SLF001  # what register_hook fills
+        message = (
+            f"{name} has a hook (register_hook), and FSDP2 sets gradients of what it shards without"
+            " calling any: take it away, and change gradients between backward and step()."
+        )
+        raise OptionError(message)
 
 
 def _check_dtypes(unit: Unit) -> None:
