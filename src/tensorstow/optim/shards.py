@@ -84,11 +84,17 @@ def lent_by(lessor: Lessor | None, *, to_change: bool = False) -> Iterator[None]
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's elements of the gradient of ``parameter``, or None.
 
-    A LandedGradient where they were handed over.
+    A LandedGradient where they were handed over. A gradient that is sharded in another way than its
+    parameter (tensor parallelism leaves ``Partial`` ones, of which each rank has a summand) is
+    exchanged for one that is sharded as the parameter is, which every rank takes part in.
     """
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, LandedGradient):
         return gradient
+    if is_sharded(gradient) and is_sharded(parameter):
+        wanted = parameter.placements
+        if gradient.placements != wanted:
+            parameter.grad = gradient = gradient.redistribute(placements=wanted)
     local = gradient.to_local() if is_sharded(gradient) else gradient
     landed: torch.Tensor | None = getattr(local, "landed", local)
     return landed
@@ -137,17 +143,26 @@ def part_of(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Te
     if not is_sharded(parameter):
         return whole
     part = whole.reshape(parameter.shape)
-    placements: Sequence[Any] = parameter.placements
-    for dim, placement in enumerate(placements):
-        if placement.is_shard():
-            part = _piece(part, parameter.device_mesh, dim, placement.dim)
-        elif not placement.is_replicate():
+    mesh = parameter.device_mesh
+    for mesh_dim, placement in _in_order_of_cuts(parameter.placements):
+        if placement.is_partial():
             message = (
                 f"{name} is whole and its parameter is sharded as {placement}: give it as a DTensor"
                 " (torch.distributed.checkpoint.state_dict.set_optimizer_state_dict does)."
             )
             raise OptionError(message)
+        part = _piece(part, mesh, mesh_dim, placement.dim)
     return part
+
+
+def _in_order_of_cuts(placements: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Return (mesh dimension, placement) of what is not replicated, in the order of the cuts.
+
+    FSDP2 shards what tensor parallelism has cut before, along an outer mesh dimension: such
+    placements (torch's ``_StridedShard``, of which ``is_shard()`` is False) come last.
+    """
+    cuts = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
+    return sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor"))
 
 
 def _piece(tensor: torch.Tensor, mesh: "DeviceMesh", mesh_dim: int, dim: int) -> torch.Tensor:
@@ -158,38 +173,49 @@ def _piece(tensor: torch.Tensor, mesh: "DeviceMesh", mesh_dim: int, dim: int) ->
     return tensor.narrow(dim, start, stop - start)
 
 
-def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks among which ``parameter`` is sharded; None where this one has it whole.
+def groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks among which ``parameter`` is sharded, one per mesh dimension.
 
-    Replicas of a shard have groups of their own.
+    Several where it is sharded over several dimensions (FSDP2 over tensor parallelism); none where
+    this rank has it whole. Replicas of a shard have groups of their own.
     """
     if not is_sharded(parameter):
-        return None
+        return []
     mesh = parameter.device_mesh
-    dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
-    if not dims or mesh.size(dims[0]) == 1:
-        return None
-    return mesh.get_group(dims[0])
+    dims = [i for i, _ in _in_order_of_cuts(parameter.placements) if mesh.size(i) > 1]
+    return [mesh.get_group(i) for i in sorted(dims)]
 
 
 def sum_over_shards(parameters: Sequence[torch.Tensor], parts: Sequence[float]) -> list[float]:
-    """Return the sum over ranks of each parameter's part, in rank order: the same on every rank."""
+    """Return the sum over ranks of each parameter's part: the same number on every rank.
+
+    In rank order along one mesh dimension, then the next.
+    """
     sums = list(parts)
-    groups: dict[dist.ProcessGroup, list[int]] = {}
-    for index, parameter in enumerate(parameters):
-        group = group_of(parameter)
-        if group is not None:
-            groups.setdefault(group, []).append(index)
-    for group, indices in groups.items():
-        for index, total in zip(indices, _sum(group, [parts[i] for i in indices]), strict=True):
+    for group, indices in _by_group(parameters).items():
+        for index, total in zip(indices, _sum(group, [sums[i] for i in indices]), strict=True):
             sums[index] = total
     return sums
 
 
 def anywhere(parameters: Sequence[torch.Tensor], *, here: bool) -> bool:
     """Return whether ``here`` is true on any rank that has a shard of ``parameters``."""
-    groups = dict.fromkeys(g for p in parameters if (g := group_of(p)) is not None)
-    return any([_sum(group, [float(here)])[0] > 0.0 for group in groups] or [here])
+    found = here
+    for group in _by_group(parameters):
+        found = _sum(group, [float(found)])[0] > 0.0
+    return found
+
+
+def _by_group(parameters: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup, list[int]]:
+    """Return the indices of the parameters that are sharded among each group of ranks.
+
+    Every rank has the groups in the same order: collectives in that order meet.
+    """
+    groups: dict[dist.ProcessGroup, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        for group in groups_of(parameter):
+            groups.setdefault(group, []).append(index)
+    return groups
 
 
 def _sum(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:

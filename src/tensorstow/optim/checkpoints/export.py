@@ -20,7 +20,7 @@ from tensorstow.optim.checkpoints.commits import names_of
 from tensorstow.optim.checkpoints.extras import put_together, take_apart
 from tensorstow.optim.checkpoints.gathering import is_elsewhere, placed
 from tensorstow.optim.members import Members
-from tensorstow.optim.shards import group_of
+from tensorstow.optim.shards import groups_of
 from tensorstow.optim.updates import Groups, States, as_step
 
 _VERSION = "1"
@@ -85,7 +85,7 @@ def save(
 
 
 def _refuse_shards(groups: Groups) -> None:
-    if any(group_of(p) is not None for group in groups for p in group["params"]):
+    if any(groups_of(p) for group in groups for p in group["params"]):
         message = (
             "save_safetensors() was called with parameters that are sharded over several ranks: it"
             " writes one file, and no rank has it all. Save by torch.distributed.checkpoint"

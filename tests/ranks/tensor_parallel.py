@@ -1,0 +1,97 @@
+"""Tensor parallelism, alone and under FSDP2, beside the same model in one process."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import tensorstow
+from tensorstow.optim.shards import anywhere, part_of
+
+WIDTH = 8
+STEPS = 3
+
+Trained = tuple[list[float], list[torch.Tensor]]
+"""The norm of each step's gradients, and the weights behind the last step."""
+
+
+class Block(nn.Module):
+    """A norm with a gradient that is a sum over ranks, and two matrices that they share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute."""
+        return self.down(self.up(self.norm(x)).relu())
+
+
+PLAN = {
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(),
+}
+
+
+def alone() -> Trained:
+    """Train in one process."""
+    return _train(_model())
+
+
+def parallel(data: int) -> Trained:
+    """Train on all ranks: FSDP2 over ``data`` of them, tensor parallelism over the others."""
+    tensor = dist.get_world_size() // data
+    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
+    model = _model()
+    for block in model:
+        parallelize_module(block, mesh["tensor"], PLAN)
+        parallelize_module(
+            block,
+            mesh["tensor"],
+            PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        )
+        if data > 1:
+            fully_shard(block, mesh=mesh["data"])
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(part_of(_whole(parameter), parameter, "it"), parameter.to_local())
+    for rank in range(dist.get_world_size()):
+        assert anywhere(list(model.parameters()), here=dist.get_rank() == rank)
+    assert not anywhere(list(model.parameters()), here=False)
+    return _train(model)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(Block(), Block())
+
+
+def _train(model: nn.Module) -> Trained:
+    optimizer = tensorstow.AdamW(model.parameters(), lr=1e-2, states="disk")
+    norms = []
+    for step in range(STEPS):
+        batch = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(step))
+        (100.0 * model(batch).square().mean()).backward()
+        norms.append(float(optimizer.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [_whole(p) for p in model.parameters()]
+    optimizer.close()
+    return norms, weights
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach().clone()
