@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.spread import at_rest
 from tensorstow.optim.stowed import StowedAdam
 
@@ -20,9 +21,19 @@ def owned_names(model: nn.Module, optimizer: StowedAdam) -> list[str]:
 
 
 def states_of(model: nn.Module, optimizer: StowedAdam) -> States:
-    """Return the states of all parameters that have any; step counts among them."""
+    """Return the states of all parameters that have any; step counts among them.
+
+    Raises OptionError where ``optimizer.state`` has what is no parameter's.
+    """
     saved = optimizer.state_dict()["state"]
     names = owned_names(model, optimizer)
+    foreign = [key for key in saved if not (isinstance(key, int) and 0 <= key < len(names))]
+    if foreign:
+        message = (
+            f"optimizer.state has {foreign[0]!r}, which is no parameter, and a checkpoint has"
+            " states by the names of parameters. Keep it in client_state and take it out."
+        )
+        raise OptionError(message)
     return {names[index]: dict(entry) for index, entry in saved.items()}
 
 
@@ -37,7 +48,9 @@ def put_states(
 
 def forget_masters(optimizer: StowedAdam) -> None:
     """Let masters that no step has begun be the weights, which somebody has just loaded."""
-    for parameter in [p for p, entry in optimizer.state.items() if not entry.get("step")]:
+    entries: dict[Any, Any] = optimizer.state  # users keep some under keys of their own
+    of_parameters = {p: entry for p, entry in entries.items() if isinstance(p, torch.Tensor)}
+    for parameter in [p for p, entry in of_parameters.items() if not entry.get("step")]:
         del optimizer.state[parameter]
 
 

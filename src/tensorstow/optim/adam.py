@@ -30,8 +30,8 @@ class AdamW(StowedAdam):
     ``accumulation_steps`` passes per step). ``commit_every``: a time ("10min"), a number of steps,
     or None for ``commit()`` by hand; ``extra`` returns what the caller keeps with each commit, and
     ``module`` gives names and buffers. ``grad_dtype``: lets fp32 parameters have 16-bit gradients.
-    The other keywords are torch's; ``foreach=True``, ``fused=False``, ``capturable=True`` and
-    ``differentiable=True`` are refused by name.
+    The other keywords are torch's; ``foreach=True``, ``capturable=True`` and
+    ``differentiable=True`` are refused by name, ``fused`` changes nothing.
     """
 
     def __init__(  # noqa: PLR0913  # torch's own signature, then ours

@@ -244,8 +244,30 @@ def _number(value: object, name: str) -> float:
     raise OptionError(message)
 
 
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+def with_own_flags(
+    saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return saved groups with the flags of ``own`` that choose among torch's implementations.
+
+    ``foreach``, ``fused``, ``capturable`` and ``differentiable`` say how the saving process took
+    its steps, and no number of the rule: they are not a checkpoint's to decide here.
+    """
+    groups = []
+    for index, group in enumerate(saved):
+        mine = own[index] if index < len(own) else {}  # torch refuses another number of groups
+        kept = {k: v for k, v in group.items() if k not in _IMPLEMENTATION}
+        groups.append({**kept, **{k: mine[k] for k in _IMPLEMENTATION if k in mine}})
+    return groups
+
+
 def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
-    """Raise OptionError for the keywords of torch's class that mean something we cannot do."""
+    """Raise OptionError for the keywords of torch's class that mean something we cannot do.
+
+    False asks for nothing: the bits are those of torch's plain loop whatever ``fused`` says.
+    """
     why = {
         "foreach": "the update is one fused pass over each chunk, never a pass per operation",
         "capturable": "the update runs on the host, outside any graph",
@@ -255,12 +277,6 @@ def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
         if options.get(name):
             message = f"{name}=True was asked for: {reason}. Leave it out, or use torch.optim."
             raise OptionError(message)
-    if options.get("fused") is False:
-        message = (
-            "fused=False was asked for: there is no unfused update here. Leave it out (or True),"
-            " or use torch.optim."
-        )
-        raise OptionError(message)
 
 
 def check_parameter(parameter: torch.Tensor, name: str) -> None:

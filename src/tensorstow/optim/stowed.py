@@ -206,8 +206,9 @@ class StowedAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
 
-        torch casts states to the parameter's dtype on the way in; here they stay fp32. Raises
-        OptionError for states that do not fit their parameter, before anything is changed.
+        torch casts states to the parameter's dtype on the way in; here they stay fp32. What saved
+        groups say of ``foreach``, ``fused``, ``capturable`` and ``differentiable`` is left out.
+        Raises OptionError for states that do not fit their parameter, before anything is changed.
         """
         self._settle_step()
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -223,7 +224,8 @@ class StowedAdam(Optimizer):
                     options.check_saved(entry, owner[key], name, amsgrad=amsgrad[key])
                     loaded[owner[key]] = entry
                     light[key] = {"step": as_step(entry["step"])}
-            return {**full, "state": light}
+            groups = options.with_own_flags(full["param_groups"], self.param_groups)
+            return {**full, "state": light, "param_groups": groups}
 
         def put_tensors_in_place(_: Optimizer) -> None:
             self._load_states(loaded)
@@ -759,23 +761,29 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
     parameters = list(optimizer._parameters())  # noqa: SLF001
     kept = optimizer._kept()  # noqa: SLF001
     kept.store.settle()
+    entries = state_dict["state"]
+    # By parameter: users keep entries under keys of their own, which go as they are, as in torch.
+    found = {
+        i: member
+        for i, parameter in enumerate(parameters)
+        if isinstance(entries.get(i), dict) and (member := kept.find(parameter)) is not None
+    }
     missing = {
         member.number: (i, member.parameter)
-        for i, entry in state_dict["state"].items()
-        if (member := kept.find(parameters[i])) is not None and is_elsewhere(entry, member)
+        for i, member in found.items()
+        if is_elsewhere(entries[i], member)
     }
     for number, tensors in gather(kept.store, list(missing)).items():
         index, parameter = missing[number]
-        entry = state_dict["state"][index]
+        entry = entries[index]
         shaped = {name: t.view(parameter.shape) for name, t in tensors.items()}
         # The moments are copies, so the step count is one too: all of the same moment. What
         # somebody put in meanwhile, for the next step to take, is kept.
-        state_dict["state"][index] = {**entry, **shaped, **placed(entry)}
-        state_dict["state"][index]["step"] = entry["step"].clone()
-    for i, entry in state_dict["state"].items():
-        member = kept.find(parameters[i])
-        if member is not None and is_sharded(member.owner):
-            state_dict["state"][i] = _as_sharded(entry, member)
+        entries[index] = {**entry, **shaped, **placed(entry)}
+        entries[index]["step"] = entry["step"].clone()
+    for i, member in found.items():
+        if is_sharded(member.owner):
+            entries[i] = _as_sharded(entries[i], member)
     return state_dict
 
 

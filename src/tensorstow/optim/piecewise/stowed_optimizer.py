@@ -133,7 +133,8 @@ class StowedOptimizer(Optimizer):
                     self._check_saved(entry, owner[key], f"Parameter {key}")
                     loaded.append((owner[key], dict(entry)))
             others = {k: v for k, v in full["state"].items() if k not in owner}
-            return {**full, "state": others}
+            groups = options.with_own_flags(full["param_groups"], self.param_groups)
+            return {**full, "state": others, "param_groups": groups}
 
         def put_states_in_place(_: Optimizer) -> None:
             self._load(loaded)
@@ -315,7 +316,7 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
         for index, (_, parameter) in enumerate(optimizer._all()):  # noqa: SLF001
             entry = state_dict["state"].get(index)
             member = kept.find(parameter)
-            if entry is not None and member is not None and member.stows:
+            if isinstance(entry, dict) and member is not None and member.stows:
                 # What is read is a copy, so the numbers are one too: all of the same moment.
                 state_dict["state"][index] = {**cloned(entry), **kept.read(member)}
     return state_dict
