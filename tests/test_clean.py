@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,15 @@ def test_a_run_of_ranks_goes_as_a_whole_or_not_at_all(
     assert main(["clean", "--yes", str(tmp_path)]) == 0
     assert [list(directory.iterdir()) for directory in ranks] == [[], []]
     assert "rank-1-of-2" in capsys.readouterr().out
+
+
+def test_json_says_the_same(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for yes in ([], ["--yes"]):
+        assert main(["clean", "--json", *yes, str(store)]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["removed"] == bool(yes)
+        assert facts["generations"][0]["names"] == ["seven"]
+        assert str(store / "states-0.bin") in facts["files"]
+        assert facts["foreign"] == [str(store / "notes.txt")]
+        assert facts["nbytes"] > 0
+    assert not (store / "states-0.bin").exists()

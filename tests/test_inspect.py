@@ -67,3 +67,14 @@ def test_the_ranks_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["inspect", "--json", str(tmp_path)]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert [rank["generations"][0]["step"] for rank in facts] == [5, 6]
+
+
+def test_forty_columns_lose_nothing(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["inspect", str(store)]) == 0
+    said = capsys.readouterr().out
+    assert str(store / "states-0.bin") in said
+    for words in ("generation  1", "snapshots   seven", "chunks      3", "step        7"):
+        assert words in said

@@ -1,5 +1,10 @@
 import argparse
+import os
+import shlex
+import subprocess
+import sys
 from importlib.metadata import version
+from typing import TextIO
 
 import pytest
 
@@ -20,8 +25,8 @@ def test_the_command_line_is_frozen() -> None:
         "demo": ["--directory", "--help", "--out", "--small", "--steps", "-h"],
         "doctor": ["--directory", "--help", "--json", "-h"],
         "inspect": ["--help", "--json", "-h"],
-        "scrub": ["--generation", "--help", "-h"],
-        "clean": ["--help", "--yes", "-h"],
+        "scrub": ["--generation", "--help", "--json", "-h"],
+        "clean": ["--help", "--json", "--yes", "-h"],
     }
 
 
@@ -38,14 +43,68 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"tensorstow {version('tensorstow')}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["swim"], ["demo", "--smal"], ["doctor", "somewhere"]])
-def test_what_is_not_understood_is_refused(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "usage"),
+    [
+        ([], "[-h] [--version] COMMAND ..."),
+        (["swim"], "[-h] [--version] COMMAND ..."),
+        (["demo", "--smal"], "demo [-h]"),
+        (["doctor", "somewhere"], "doctor [-h]"),
+        (["inspect"], "inspect [-h]"),
+        (["demo", "--steps", "many"], "demo [-h]"),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_the_usage_of_its_command(
+    arguments: list[str], usage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: tensorstow" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"usage: tensorstow {usage}")
+
+
+def test_every_command_that_prints_has_json() -> None:
+    (commands,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert all(
+        "--json" in flags_of(command)
+        for name, command in commands.choices.items()
+        if name != "demo"
+    )
+
+
+class ClosedPipe:
+    """Standard output whose reader has gone."""
+
+    def __enter__(self) -> TextIO:
+        reader, writer = os.pipe()
+        os.close(reader)
+        self.file = os.fdopen(writer, "w", encoding="utf-8")
+        return self.file
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()  # what is left over goes nowhere, and is no error
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
+def test_a_closed_pipe_is_quiet_and_has_a_status_of_its_own(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ClosedPipe() as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(arguments) == 141
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_process_ends_so_too_and_can_be_started_as_a_module() -> None:
+    command = f"{shlex.quote(sys.executable)} -m tensorstow doctor | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_no_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["doctor", "--json"]) == 0
 
 
 def test_errors_are_one_message_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,19 @@ def test_all_ranks_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "1 damaged" in first
     assert "rank-1-of-2" in second
     assert "all as written" in second
+
+
+def test_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = make_store(tmp_path)
+    assert main(["scrub", "--json", str(tmp_path)]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole == {
+        "directory": str(tmp_path), "read_bytes": whole["read_bytes"], "damages": []
+    }  # fmt: skip
+    flip(tmp_path / "states-0.bin", record.extent.offset)
+    assert main(["scrub", "--json", str(tmp_path)]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["read_bytes"] == whole["read_bytes"] > 0
+    (damage,) = facts["damages"]
+    assert (damage["offset"], damage["generations"]) == (record.extent.offset, [1])
+    assert damage["path"] == str(tmp_path / "states-0.bin")

@@ -1,4 +1,4 @@
-"""Sizes in bytes: read from what people write, printed for people to read."""
+"""Sizes and counts: read from what people write, printed for people to read."""
 
 import re
 from decimal import Decimal
@@ -43,6 +43,11 @@ def format_bytes(count: int) -> str:
     while power < len(_BINARY) and round(size / 1024**power, 1) >= 1024:
         power += 1
     return f"{sign}{size / 1024**power:.1f} {_BINARY[power - 1]}"
+
+
+def format_count(count: int, noun: str) -> str:
+    """Return ``count`` things by their singular: ``1 file``, ``2 files``, ``9,000 elements``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _parse_text(text: str, name: str) -> int:

@@ -2,9 +2,12 @@
 
 import argparse
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.cli.output import JSON_BY_RANK, add_json, by_rank, print_json
 from tensorstow.store.by_rank import stores_in
 from tensorstow.store.cleaning import Cleaning, hold_dead_run, remove
 
@@ -13,20 +16,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
     parser.add_argument("--yes", action="store_true", help="remove it; without this, only say what")
+    add_json(parser, JSON_BY_RANK)
 
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     with ExitStack() as locks:  # all of them first: a run of which one rank lives is not dead
-        found = [locks.enter_context(hold_dead_run(d)) for d in stores_in(given.directory)]
+        directories = stores_in(given.directory)
+        found = [locks.enter_context(hold_dead_run(d)) for d in directories]
         for cleaning in found if given.yes else ():
             remove(cleaning)
+    if given.json:
+        facts = [_facts(cleaning, is_removed=given.yes) for cleaning in found]
+        print_json(by_rank(facts, directories, given.directory))
+        return 0
     for cleaning in found:
         for line in _lines(cleaning, "removed" if given.yes else "would remove"):
             print(line)
     if not given.yes:
         print("nothing was touched: add --yes to remove it")
     return 0
+
+
+def _facts(cleaning: Cleaning, *, is_removed: bool) -> dict[str, Any]:
+    return {"removed": is_removed, **asdict(cleaning)}
 
 
 def _lines(cleaning: Cleaning, verb: str) -> list[str]:
@@ -36,6 +49,6 @@ def _lines(cleaning: Cleaning, verb: str) -> list[str]:
     return [
         f"run {cleaning.run}: committed steps {', '.join(kept) or 'none'}",
         *(f"{verb} {path}" for path in cleaning.files),
-        f"{verb} {format_bytes(cleaning.nbytes)} in all",
+        f"{verb} {format_count(len(cleaning.files), 'file')}, {format_bytes(cleaning.nbytes)}",
         *(f"left alone, not this run's: {path}" for path in cleaning.foreign),
     ]

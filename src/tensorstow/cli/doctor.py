@@ -1,7 +1,6 @@
 """`tensorstow doctor`: what this machine gives, and why not more."""
 
 import argparse
-import json
 import os
 import platform
 import re
@@ -12,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from tensorstow.base.cores import affinity_cores, local_ranks, quota_cores, usable_cores
 from tensorstow.base.directories import check_directory, default_candidates, inspect_directory
 from tensorstow.base.errors import DirectoryError
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.cli.output import add_json, make_console, print_facts, print_json
 from tensorstow.io.engine import BACKENDS, choose_backend, probe_backend
 from tensorstow.io.files import accepts_direct
 from tensorstow.optim.states.kernels import prepare_kernels
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LABEL_COLUMNS = 16
+_VERDICT_COLUMNS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="look at this directory too; may be given several times",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 where a named directory cannot hold states."""
     facts = examine(given.directory)
     if given.json:
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         _print_facts(facts)
     return int(any(d["named_by_user"] and d["objection"] for d in facts["directories"]))
@@ -159,24 +159,21 @@ def _memlock() -> dict[str, int | None]:
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    console = Console()
-    for label, text in _lines(facts):
-        console.print(f"[bold]{label:<{_LABEL_COLUMNS}}[/]", end="")
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console = make_console()
+    print_facts(console, _lines(facts), _LABEL_COLUMNS)
     console.print("\n[bold]directories for scratch files[/]")
     for report in facts["directories"]:
-        good = report["objection"] is None
-        console.print("  [green]yes[/] " if good else "  [red]no[/]  ", end="")
-        console.print(_describe(report), highlight=False, markup=False, soft_wrap=True)
+        verdict = "  yes" if report["objection"] is None else "  no"
+        print_facts(console, [(verdict, _describe(report))], _VERDICT_COLUMNS)
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     kernel, threads, io, lock = (facts[k] for k in ("kernel", "threads", "io", "memlock_bytes"))
     (_, own), *others = facts["versions"].items()
-    quota = "none" if threads["quota_cores"] is None else f"{threads['quota_cores']:g} cores"
+    quota = _cores(threads["quota_cores"])
     why = (
-        f"affinity {threads['affinity_cores']} cores, cgroup quota {quota},"
-        f" ranks on this machine {threads['local_ranks']}"
+        f"affinity {format_count(threads['affinity_cores'], 'core')}, cgroup quota {quota},"
+        f" {format_count(threads['local_ranks'], 'rank')} on this machine"
     )
     probed = (
         f"{n} {'works' if why is None else f'does not: {why}'}" for n, why in io["probed"].items()
@@ -193,6 +190,12 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("memlock", f"{_limit(lock['soft'])} (at most {_limit(lock['hard'])}; `ulimit -l`)"),
         ("huge pages", f"{pages or 'none'}{advice.get(pages, ' (our buffers use them)')}"),
     ]
+
+
+def _cores(quota: float | None) -> str:
+    if quota is None:
+        return "none"
+    return format_count(int(quota), "core") if quota == int(quota) else f"{quota:g} cores"
 
 
 def _limit(nbytes: int | None) -> str:

@@ -1,16 +1,22 @@
 """`tensorstow inspect`: what a store has in it. Works while its run is live."""
 
 import argparse
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.cli.output import (
+    JSON_BY_RANK,
+    add_json,
+    by_rank,
+    make_console,
+    print_facts,
+    print_json,
+    print_table,
+)
 from tensorstow.store.by_rank import stores_in
 from tensorstow.store.survey import FileFacts, Survey, survey
 
@@ -20,9 +26,7 @@ _LABEL_COLUMNS = 13
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead, or a list for ranks"
-    )
+    add_json(parser, JSON_BY_RANK)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -30,37 +34,31 @@ def run(given: argparse.Namespace) -> int:
     directories = stores_in(given.directory)
     found = [survey(directory) for directory in directories]
     if given.json:
-        facts = [asdict(each) for each in found]
-        several = directories != [given.directory]
-        print(json.dumps(facts if several else facts[0], indent=2, default=str))
+        print_json(by_rank([asdict(each) for each in found], directories, given.directory))
         return 0
+    console = make_console()
     for each in found:
-        _print(each)
+        print_facts(console, _lines(each), _LABEL_COLUMNS)
+        if each.generations:
+            print_generations(console, each)
     return 0
 
 
-def _print(found: Survey) -> None:
-    console = Console()
-    for label, text in _lines(found):
-        console.print(f"[bold]{label:<{_LABEL_COLUMNS}}[/]", end="")
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-    if found.generations:
-        console.print(generations_table(found))
-
-
-def generations_table(found: Survey) -> Table:
-    """Return the kept generations as a table, oldest first."""
-    table = Table("generation", "step", "committed", "snapshots", "chunks", "bytes")
-    for summary in found.generations:
-        table.add_row(
+def print_generations(console: Console, found: Survey) -> None:
+    """Print the kept generations as a table, oldest first."""
+    rows = [
+        (
             str(summary.number),
             str(summary.step),
             time.strftime("%F %T", time.localtime(summary.created)),
-            escape(", ".join(summary.names)),
+            ", ".join(summary.names),
             str(summary.chunk_count),
             format_bytes(summary.bytes),
         )
-    return table
+        for summary in found.generations
+    ]
+    heads = ("generation", "step", "committed", "snapshots", "chunks", "bytes")
+    print_table(console, heads, rows)
 
 
 def _lines(found: Survey) -> list[tuple[str, str]]:
@@ -75,7 +73,7 @@ def _lines(found: Survey) -> list[tuple[str, str]]:
     layout = found.layout
     return [
         *lines,
-        ("elements", f"{layout.elements:,} in {layout.chunks} chunks"),
+        ("elements", f"{layout.elements:,} in {format_count(layout.chunks, 'chunk')}"),
         *(("per element", shape) for shape in layout.shapes),
         *((name, str(note)) for name, note in layout.notes.items()),
     ]

@@ -1,4 +1,9 @@
-"""The command `tensorstow`: reads arguments, calls what they name, prints errors in one piece."""
+"""The command `tensorstow`: reads arguments, calls what they name, prints errors in one piece.
+
+Exit statuses: 0; 1, something was found: damage, a directory that will not do, rows that differ;
+2, what was asked for cannot be done; 130, interrupted; 141, whoever read the output has closed it
+(``| head``): what the shell says of a program that SIGPIPE ended, and as quiet.
+"""
 
 import argparse
 import sys
@@ -8,9 +13,11 @@ from importlib.metadata import version
 from tensorstow.base.errors import StowError
 from tensorstow.cli import clean, doctor, inspect, scrub
 from tensorstow.cli.demo import run as demo
+from tensorstow.cli.output import drop_output
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
+PIPE_CLOSED = 141
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,15 +42,22 @@ def make_parser() -> argparse.ArgumentParser:
             name, help=summary, description=f"{summary}.".capitalize(), allow_abbrev=False
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    given = make_parser().parse_args(arguments)
+    given, strange = make_parser().parse_known_args(arguments)
+    if strange:  # argparse would print the usage of the whole command
+        given.parser.error(f"unrecognized arguments: {' '.join(strange)}")
     try:
         status: int = given.run(given)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # now, while what fails can still be told
+    except BrokenPipeError:
+        drop_output()
+        return PIPE_CLOSED
     except StowError as error:
         print(f"tensorstow: {error}", file=sys.stderr)
         return USAGE_ERROR

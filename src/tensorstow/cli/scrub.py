@@ -1,7 +1,9 @@
 """`tensorstow scrub`: read back everything that a store keeps, and say what is damaged."""
 
 import argparse
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -9,13 +11,35 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from tensorstow.base.errors import LockedError
 from tensorstow.base.sizes import format_bytes
+from tensorstow.cli.output import (
+    JSON_BY_RANK,
+    add_json,
+    by_rank,
+    make_console,
+    print_json,
+    print_line,
+)
 from tensorstow.io.engine import open_engine
 from tensorstow.store.by_rank import stores_in
-from tensorstow.store.scrub import scrub
+from tensorstow.store.scrub import Damage, scrub
 from tensorstow.store.store import Store
 from tensorstow.store.survey import survey
 
 DAMAGED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What reading one store back gave."""
+
+    directory: Path
+    read_bytes: int
+    damages: tuple[Damage, ...]
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        verdict = f"{len(self.damages):,} damaged" if self.damages else "all as written"
+        return f"{self.directory}: {format_bytes(self.read_bytes)} read back: {verdict}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,15 +50,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="read this one only: a snapshot's name or a number (default: all that are kept)",
     )
+    add_json(parser, JSON_BY_RANK)
 
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 where something is damaged."""
-    found = stores_in(given.directory)
-    return max([_scrub(directory, given.generation) for directory in found])
+    directories = stores_in(given.directory)
+    console = make_console(to_stderr=given.json)  # of progress, and of what people read
+    found = []
+    for directory in directories:
+        with _held(directory) as store:
+            reading = _read_back(store, _chosen(store, given.generation), given, console)
+        found.append(reading)
+        if not given.json:
+            print_line(console, str(reading))
+    if given.json:
+        print_json(by_rank([asdict(each) for each in found], directories, given.directory))
+    return DAMAGED if any(each.damages for each in found) else 0
 
 
-def _scrub(directory: Path, generation: str | None) -> int:
+@contextmanager
+def _held(directory: Path) -> Iterator[Store]:
     found = survey(directory)  # a store that is not there is not to be made
     if found.holder is not None:
         message = (
@@ -43,7 +79,7 @@ def _scrub(directory: Path, generation: str | None) -> int:
         )
         raise LockedError(message)
     with Store.open([file.path.parent for file in found.files], open_engine()) as store:
-        return _report(store, _chosen(store, generation))
+        yield store
 
 
 def _chosen(store: Store, wanted: str | None) -> list[int] | None:
@@ -53,22 +89,20 @@ def _chosen(store: Store, wanted: str | None) -> list[int] | None:
     return [generation.number] if generation is not None else []
 
 
-def _report(store: Store, numbers: list[int] | None) -> int:
-    console = Console()
-    done, damages = 0, 0
+def _read_back(
+    store: Store, numbers: list[int] | None, given: argparse.Namespace, console: Console
+) -> Reading:
     columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    done = 0
+    damages: list[Damage] = []
     with Progress(
-        *columns, console=console, transient=True, disable=not sys.stdout.isatty()
+        *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task("scrub")
         for progress in scrub(store, numbers):
             done = progress.done_bytes
             bar.update(task, total=progress.total_bytes, completed=done)
-            for damage in progress.found:
-                damages += 1
-                console.print(str(damage), highlight=False, markup=False, soft_wrap=True)
-    verdict = f"{damages} damaged" if damages else "all as written"
-    place = store.directories[0]
-    said = f"{place}: {format_bytes(done)} read back: {verdict}"
-    console.print(said, highlight=False, markup=False, soft_wrap=True)
-    return DAMAGED if damages else 0
+            damages += progress.found
+            for damage in () if given.json else progress.found:
+                print_line(console, str(damage))
+    return Reading(store.directories[0], done, tuple(damages))

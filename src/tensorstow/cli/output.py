@@ -1,0 +1,107 @@
+"""How commands print: for people, in as many columns as there are, or as one JSON value."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+JSON_BY_RANK = "one JSON object, or a list of them by rank,"
+_NARROW = 60
+"""Below this many columns a label has a line of its own."""
+
+T = TypeVar("T")
+
+
+class _Console(Console):
+    """Rich's, except that a closed pipe is an error like others, not an exit with status 1."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Leave the exit status to ``main``: 1 says here that something was found."""
+        raise BrokenPipeError
+
+
+def make_console(*, to_stderr: bool = False) -> Console:
+    """Return what prints to standard output as it is now; or beside it, where that is for JSON."""
+    return _Console(stderr=to_stderr)
+
+
+def add_json(parser: argparse.ArgumentParser, of: str = "one JSON object") -> None:
+    """Declare ``--json``."""
+    parser.add_argument("--json", action="store_true", help=f"print {of} instead")
+
+
+def print_json(value: object) -> None:
+    """Print ``value``; paths become text."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def by_rank(each: Sequence[T], directories: Sequence[Path], asked: Path) -> T | Sequence[T]:
+    """Return what ``--json`` prints: a list where ``asked`` has a store for each rank."""
+    return each[0] if list(directories) == [asked] else each
+
+
+def print_facts(console: Console, facts: Iterable[tuple[str, str]], column: int) -> None:
+    """Print labels and texts: one line each where it is read by a program.
+
+    On a terminal, texts longer than a line go on beneath themselves; nothing is cut off.
+    """
+    for label, text in facts:
+        if not console.is_terminal:
+            print_line(console, f"{label:<{column}}{text}")
+        elif console.width < _NARROW:
+            console.print(Text(label, style="bold", overflow="fold"))
+            console.print(Padding(Text(text, overflow="fold"), (0, 0, 0, 2)))
+        else:
+            grid = Table.grid()
+            grid.add_column(width=column, style="bold", no_wrap=True)
+            grid.add_column(overflow="fold")
+            grid.add_row(Text(label), Text(text))
+            console.print(grid)
+
+
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Print ``text`` as it is, however long: a terminal wraps it, a program gets one line."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; where it is too wide, one row beneath the other with its heads at the left."""
+    table = Table(*heads)
+    for column in table.columns:
+        column.no_wrap = True
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    if fits(console, table):
+        console.print(table)
+        return
+    for row in rows:
+        console.print()
+        named = zip(heads, row, strict=True)
+        print_facts(console, [(head, cell) for head, cell in named if cell], _widest(heads) + 2)
+
+
+def fits(console: Console, table: Table) -> bool:
+    """Return whether ``table`` is shown whole."""
+    unbounded = console.options.update(max_width=1 << 20)
+    return console.measure(table, options=unbounded).maximum <= console.width
+
+
+def drop_output() -> None:
+    """Let what is still to be printed go nowhere: nobody reads standard output any more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    finally:
+        os.close(nowhere)
+
+
+def _widest(heads: Sequence[str]) -> int:
+    return max(len(head) for head in heads)
