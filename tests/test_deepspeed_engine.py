@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -155,6 +156,17 @@ def test_what_a_checkpoint_cannot_keep_is_told(
     assert engine.load_checkpoint(tmp_path) == (None, None)
     with pytest.raises(TypeError, match=r"client_state\['args'\] is a object"):
         engine.save_checkpoint(tmp_path, client_state={"args": object()})
+
+
+def test_a_clients_state_comes_back_as_it_was(
+    engine: deepspeed.DeepSpeedEngine, tmp_path: Path
+) -> None:
+    client = {"seen": {1, 2}, "raw": b"x", "rng": np.random.RandomState(0).get_state(), "t": (1,)}
+    engine.save_checkpoint(tmp_path, client_state=client)
+    back = engine.load_checkpoint(tmp_path)[1]
+    assert back is not None
+    assert np.array_equal(back["rng"][1], client["rng"][1])
+    assert {k: v for k, v in back.items() if k != "rng"} == {"seen": {1, 2}, "raw": b"x", "t": (1,)}
 
 
 def test_a_part_of_a_checkpoint_is_loaded(

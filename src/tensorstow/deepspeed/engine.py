@@ -28,7 +28,7 @@ from tensorstow.deepspeed.spread import at_rest
 from tensorstow.deepspeed.states import forget_masters, watch_loads
 from tensorstow.deepspeed.updating import Scale, Updating
 from tensorstow.engine.mesh import device_here
-from tensorstow.optim.checkpoints.extras import take_apart
+from tensorstow.optim.checkpoints.extras import put_together, take_apart
 from tensorstow.optim.stowed import StowedAdam
 
 _COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
@@ -186,13 +186,14 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Write weights, states and counts to ``save_dir/tag``; every rank is to call it.
 
-        ``tag``: None is "global_step<n>". ``client_state``: numbers, text, lists, tuples, dicts and
-        tensors that ``load_checkpoint`` gives back; TypeError for anything else.
+        ``tag``: None is "global_step<n>". ``client_state``: numbers, text, bytes, lists, tuples,
+        sets, dicts, tensors and numpy's arrays that ``load_checkpoint`` gives back; TypeError for
+        anything else.
         """
         client_state = client_state or {}
-        take_apart(client_state, "client_state")
+        plain = take_apart(client_state, "client_state")
         kept = {name: getattr(self, name) for name in _COUNTS}
-        kept["client_state"] = client_state
+        kept["client_state"] = plain
         kept["scale"] = None if self.scale is None else self.scale.state_dict()
         kept["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         folder = Path(save_dir) / str(f"global_step{self.global_steps}" if tag is None else tag)
@@ -222,7 +223,7 @@ class DeepSpeedEngine(nn.Module):
         load_module(folder, self.module, strict=load_module_strict)
         forget_masters(self.optimizer)
         if load_module_only:
-            return str(folder), kept["client_state"]
+            return str(folder), _client_state(kept)
         if load_optimizer_states:
             load_states(folder, kept, self.module, self.optimizer)
             if self.scale is not None and kept["scale"] is not None:
@@ -231,7 +232,7 @@ class DeepSpeedEngine(nn.Module):
             self.lr_scheduler.load_state_dict(kept["scheduler"])
         for name in _COUNTS:
             setattr(self, name, kept[name])
-        return str(folder), kept["client_state"]
+        return str(folder), _client_state(kept)
 
     def module_state_dict(self) -> dict[str, Any]:
         """Return the module's ``state_dict``: of each sharded parameter a DTensor."""
@@ -335,3 +336,10 @@ class DeepSpeedEngine(nn.Module):
         return self._updating.factor
 
     cur_scale = loss_scale
+
+
+def _client_state(kept: dict[str, Any]) -> dict[str, Any]:
+    """Return what the caller gave to ``save_checkpoint``."""
+    plain, tensors = kept["client_state"]
+    given: dict[str, Any] = put_together(plain, tensors.__getitem__)
+    return given

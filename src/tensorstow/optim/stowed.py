@@ -19,6 +19,7 @@ from tensorstow.base.errors import OptionError, PoisonedError, StowError
 from tensorstow.optim import options
 from tensorstow.optim.checkpoints import agreement, export
 from tensorstow.optim.checkpoints.commits import Commits, space_of
+from tensorstow.optim.checkpoints.extras import check_extra
 from tensorstow.optim.checkpoints.gathering import gather, is_elsewhere, placed
 from tensorstow.optim.checkpoints.resuming import resume
 from tensorstow.optim.group_keys import check_keys
@@ -107,7 +108,11 @@ class StowedAdam(Optimizer):
         with self._ranks.telling("the making of the optimizer"):
             self._members = Members(self._ranks.own(stowage), landed)
         self._commits = Commits(
-            run.commit_every, module=run.module, extra=run.extra, ranks=self._ranks
+            run.commit_every,
+            module=run.module,
+            extra=run.extra,
+            extra_checked=run.extra_checked,
+            ranks=self._ranks,
         )
         self._schedule, self._waits = self._make_schedule(stowage, run)
         if stowage.overlap == "backward":
@@ -379,11 +384,13 @@ class StowedAdam(Optimizer):
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:
         """Make the run of now durable; return the number of steps it has taken.
 
-        ``extra``: numbers, text, lists, tuples, dicts and tensors that ``resume()`` gives back;
-        TypeError for anything else.
+        ``extra``: numbers, text, bytes, lists, tuples, sets, dicts, tensors and numpy's arrays that
+        ``resume()`` gives back; TypeError for anything else, before anything is done.
         """
         kept = self._kept()
         space_of(kept, "commit()")
+        if extra is not None:
+            check_extra(extra)
         self._settle_step()
         self._refuse_strange_run()
         self._commits.capture(kept)
@@ -626,6 +633,7 @@ class StowedAdam(Optimizer):
         if not kept.stowage.placement.durable:
             return False
         self._refuse_strange_run()
+        self._commits.check_extra()
         commits = self._commits.due()
         if commits:
             self._commits.prepare(kept)

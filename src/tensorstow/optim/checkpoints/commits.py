@@ -21,7 +21,7 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.errors import ForkError, OptionError
 from tensorstow.optim.checkpoints.agreement import COMMIT, FIRST
-from tensorstow.optim.checkpoints.extras import take_apart
+from tensorstow.optim.checkpoints.extras import check_extra, extra_of, take_apart
 from tensorstow.optim.members import Member, Members
 from tensorstow.optim.ranks import Ranks
 from tensorstow.optim.run import Extra, Interval
@@ -52,6 +52,7 @@ class Commits:
         *,
         module: torch.nn.Module | None,
         extra: Callable[[], Extra] | None,
+        extra_checked: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         """Take names and buffers from ``module``, and from ``extra`` what the caller keeps.
@@ -62,6 +63,7 @@ class Commits:
         self.ranks = ranks or Ranks()
         self.module = module
         self.extra_now = extra
+        self._extra_checked = extra_checked
         self.step = 0
         """Steps taken since the run began, skipped ones too."""
         self.committed: int | None = None
@@ -75,6 +77,15 @@ class Commits:
         self._places: dict[Chunk, Place] = {}
         self._kept: dict[tuple[str, str], tuple[tuple[int, int], TensorRecord]] = {}
         self._temporary: list[TensorRecord] = []
+
+    def check_extra(self) -> None:
+        """Raise at the first step for what ``extra`` returns and no commit could keep.
+
+        Where its result was not checked before, because what it speaks of was not made yet.
+        """
+        if not self._extra_checked and self.extra_now is not None:
+            check_extra(self.extra_now())
+        self._extra_checked = True
 
     def due(self) -> bool:
         """Return whether the step that is about to be taken commits."""
@@ -153,12 +164,7 @@ class Commits:
         """Write what is small, and return what makes a generation of it and of the states."""
         space = space_of(kept)
         given: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
-        if not isinstance(given, Mapping):
-            message = (
-                f"extra is a {type(given).__name__}: it is a dict, or a function that returns one."
-            )
-            raise TypeError(message)
-        plain, tensors = take_apart(dict(given), "extra")
+        plain, tensors = take_apart(extra_of(given), "extra")
         hyper, numbers = take_apart(self._hyper(kept, groups, states), "a parameter group")
         records = [
             *self._write_all("extra", tensors, space),

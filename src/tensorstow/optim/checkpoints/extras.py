@@ -1,23 +1,48 @@
 """What a caller keeps with a commit: values and tensors, taken apart and put together again."""
 
-from collections.abc import Callable, Sequence
+import base64
+import io
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
+from tensorstow.store.tensors import tensor_bytes
+
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
+_BYTES, _SET, _FROZEN_SET = "__bytes__", "__set__", "__frozenset__"
+_ARRAY, _SCALAR = "__array__", "__scalar__"
+_MARKS = frozenset({_TENSOR, _TUPLE, _PAIRS, _BYTES, _SET, _FROZEN_SET, _ARRAY, _SCALAR})
+_MOST_NESTED = 100
+_SCALAR_KINDS = frozenset("biufcSUmM")
 
 
 def take_apart(value: object, what: str) -> tuple[Any, list[torch.Tensor]]:
     """Return ``value`` as JSON and the tensors that were in it.
 
-    Lists, tuples, dicts, numbers, text, booleans, None and tensors come back as they were (what is
-    a class of its own upon tuple or dict, as a tuple or dict). Raises
-    TypeError, which names the place, for anything else: an object would need pickle, which runs
-    code when it is read.
+    Lists, tuples, sets, dicts, numbers, text, bytes, booleans, None, tensors, numpy's arrays and
+    scalars come back as they were (what is a class of its own upon tuple, set or dict, as a tuple,
+    set or dict). Raises TypeError, which names the place, for anything else: an object would need
+    pickle, which runs code when it is read. DTypeError for a tensor without plain elements.
     """
     tensors: list[torch.Tensor] = []
-    return _plain(value, what, tensors), tensors
+    return _plain(value, what, tensors, 0), tensors
+
+
+def check_extra(given: object) -> None:
+    """Raise TypeError or DTypeError for an ``extra`` that a commit could not keep."""
+    take_apart(extra_of(given), "extra")
+
+
+def extra_of(given: object) -> dict[str, Any]:
+    """Return ``given`` as a dict; raise TypeError where it is none."""
+    if not isinstance(given, Mapping):
+        message = (
+            f"extra is a {type(given).__name__}: it is a dict, or a function that returns one."
+        )
+        raise TypeError(message)
+    return dict(given)
 
 
 def put_together(plain: object, tensor_at: Callable[[int], torch.Tensor]) -> Any:  # noqa: ANN401
@@ -26,44 +51,114 @@ def put_together(plain: object, tensor_at: Callable[[int], torch.Tensor]) -> Any
         return [put_together(v, tensor_at) for v in plain]
     if not isinstance(plain, dict):
         return plain
-    if _TENSOR in plain:
-        return tensor_at(plain[_TENSOR])
-    if _TUPLE in plain:
-        return tuple(put_together(v, tensor_at) for v in plain[_TUPLE])
-    if _PAIRS in plain:
-        return {put_together(k, tensor_at): put_together(v, tensor_at) for k, v in plain[_PAIRS]}
+    for mark, make in _MAKERS.items():
+        if mark in plain:
+            return make(plain[mark], tensor_at)
     return {k: put_together(v, tensor_at) for k, v in plain.items()}
 
 
-def _plain(value: object, where: str, tensors: list[torch.Tensor]) -> Any:  # noqa: ANN401
+def _plain(value: object, where: str, tensors: list[torch.Tensor], depth: int) -> Any:  # noqa: ANN401
     if value is None or type(value) in {bool, int, float, str}:
         return value
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        if depth == _MOST_NESTED:
+            message = (
+                f"{where[:80]}... is nested more than {_MOST_NESTED} deep, or contains itself: a"
+                " commit does not keep that."
+            )
+            raise TypeError(message)
+        if isinstance(value, dict):
+            return _plain_dict(value, where, tensors, depth)
+        plain = [_plain(v, f"{where}[{i}]", tensors, depth + 1) for i, v in enumerate(value)]
+        marks = ((tuple, _TUPLE), (set, _SET), (frozenset, _FROZEN_SET))
+        return next(({mark: plain} for kind, mark in marks if isinstance(value, kind)), plain)
+    return _plain_leaf(value, where, tensors)
+
+
+def _plain_leaf(value: object, where: str, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    if isinstance(value, np.generic):
+        return {_SCALAR: _scalar(value, where)}
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
+        tensor_bytes(value)  # raises where there are none to keep
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}
-    if isinstance(value, tuple):
-        return {_TUPLE: _all_plain(value, where, tensors)}
-    if isinstance(value, list):
-        return _all_plain(value, where, tensors)
-    if isinstance(value, dict):
-        return _plain_dict(value, where, tensors)
+    if isinstance(value, np.ndarray) and type(value) in {np.ndarray, np.memmap}:
+        tensors.append(_array(value, where))
+        return {_ARRAY: len(tensors) - 1}
     message = (
-        f"{where} is a {type(value).__name__}: a commit keeps numbers, text, booleans, None, lists,"
-        " tuples, dicts and tensors. Keep what it is made from."
+        f"{where} is a {type(value).__name__}: a commit keeps numbers, text, bytes, booleans, None,"
+        " lists, tuples, sets, dicts, tensors and numpy's arrays. Keep what it is made from."
     )
     raise TypeError(message)
 
 
-def _all_plain(values: Sequence[object], where: str, tensors: list[torch.Tensor]) -> list[Any]:
-    return [_plain(v, f"{where}[{i}]", tensors) for i, v in enumerate(values)]
-
-
-def _plain_dict(value: dict[Any, object], where: str, tensors: list[torch.Tensor]) -> Any:  # noqa: ANN401
-    simple = all(type(key) is str for key in value) and not {_TENSOR, _TUPLE, _PAIRS} & set(value)
-    if simple:
-        return {k: _plain(v, f"{where}[{k!r}]", tensors) for k, v in value.items()}
+def _plain_dict(
+    value: dict[Any, object], where: str, tensors: list[torch.Tensor], depth: int
+) -> Any:  # noqa: ANN401
+    if all(type(key) is str for key in value) and _MARKS.isdisjoint(value):
+        return {k: _plain(v, f"{where}[{k!r}]", tensors, depth + 1) for k, v in value.items()}
     pairs = [
-        [_plain(k, f"a key of {where}", tensors), _plain(v, f"{where}[{k!r}]", tensors)]
+        [
+            _plain(k, f"a key of {where}", tensors, depth + 1),
+            _plain(v, f"{where}[{k!r}]", tensors, depth + 1),
+        ]
         for k, v in value.items()
     ]
     return {_PAIRS: pairs}
+
+
+def _scalar(value: np.generic, where: str) -> list[str]:
+    """Return its dtype and its bytes: a float32 is not a float, and comes back as it was."""
+    if value.dtype.kind not in _SCALAR_KINDS:
+        message = (
+            f"{where} is a numpy scalar of dtype {value.dtype}: numbers, texts and times are kept."
+            " Keep it as an array, or what it is made from."
+        )
+        raise TypeError(message)
+    return [value.dtype.str, value.tobytes().hex()]
+
+
+def _array(value: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+    """Return the array as numpy writes it to files: dtype, order and shape are in there."""
+    descr = np.lib.format.dtype_to_descr(value.dtype)
+    if value.dtype.hasobject or np.lib.format.descr_to_dtype(descr) != value.dtype:
+        message = (
+            f"{where} is a numpy array of dtype {value.dtype}: only plain elements are kept, for"
+            " objects would need pickle. Convert it first."
+        )
+        raise TypeError(message)
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def _read_array(stored: torch.Tensor) -> np.ndarray[Any, Any]:
+    if stored.numel() == 0:  # a placeholder, from one who looks at the rest
+        return np.empty(0)
+    file = io.BytesIO(stored.cpu().numpy().tobytes())
+    found: np.ndarray[Any, Any] = np.lib.format.read_array(file, allow_pickle=False)
+    return found
+
+
+def _read_scalar(stored: list[str]) -> Any:  # noqa: ANN401
+    dtype, text = stored
+    found: Any = np.ndarray((), np.dtype(dtype), buffer=bytes.fromhex(text))[()]
+    return found
+
+
+TensorAt = Callable[[int], torch.Tensor]
+
+_MAKERS: dict[str, Callable[[Any, TensorAt], Any]] = {
+    _TENSOR: lambda v, tensor_at: tensor_at(v),
+    _TUPLE: lambda v, tensor_at: tuple(put_together(v, tensor_at)),
+    _PAIRS: lambda v, tensor_at: {
+        put_together(k, tensor_at): put_together(x, tensor_at) for k, x in v
+    },
+    _BYTES: lambda v, _: base64.b64decode(v),
+    _SET: lambda v, tensor_at: set(put_together(v, tensor_at)),
+    _FROZEN_SET: lambda v, tensor_at: frozenset(put_together(v, tensor_at)),
+    _ARRAY: lambda v, tensor_at: _read_array(tensor_at(v)),
+    _SCALAR: lambda v, _: _read_scalar(v),
+}
