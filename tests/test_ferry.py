@@ -355,3 +355,44 @@ def test_gradient_and_parameter_are_on_one_device(monkeypatch: pytest.MonkeyPatc
     assert not options.fits(parameter, wrong)
     with pytest.raises(DTypeError, match="is on meta and the parameter on cpu"):
         options.check_gradient(parameter, wrong, "Parameter 0 of group 0")
+
+
+class Branches(nn.Module):
+    """Blocks in turn on the device and on the host, small enough to share chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+
+    def forward(self) -> torch.Tensor:
+        x = torch.ones(2, 8)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("chunk", [32, 64, CHUNK], ids=lambda n: f"chunks of {n}")
+@pytest.mark.parametrize("first", [0, 1], ids=["host first", "device first"])
+@pytest.mark.parametrize("states", ["ram", "disk"])
+def test_a_block_on_the_host_waits_for_chunks_that_the_device_has_a_part_in(
+    monkeypatch: pytest.MonkeyPatch, states: str, first: int, chunk: int
+) -> None:
+    def run(net: Branches) -> None:
+        policy = PipelinePolicy(chunk_elements=chunk, poison=True)
+        given = {"states": states, "policy": policy}
+        optimizer = AdamW(net.parameters(), lr=0.01, module=net, overlap="forward", **given)
+        for _ in range(4):
+            torch.autograd.backward(net())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.wait()
+        optimizer.close()
+
+    want, net = Branches(), Branches()
+    run(want)
+    host = {id(p) for block in net.blocks[first::2] for p in block.parameters()}
+    make_remote(monkeypatch, lambda p: id(p) not in host)
+    run(net)
+    assert all(map(torch.equal, net.parameters(), want.parameters()))

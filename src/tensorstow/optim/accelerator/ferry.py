@@ -163,16 +163,21 @@ class Ferry:
     def finish(self, numbers: Iterable[int] | None = None) -> None:
         """Return when these parameters, or all, have their new weights for the caller's stream.
 
-        Raises what failed in the pipeline. Before ``end``, which is what makes a step take an end,
-        and outside of one nothing is waited for.
+        Parameters in host memory may be named too: a chunk can hold parts of them beside parts of
+        parameters on the device, and any chunk may wait for buffers that those hold, so the copies
+        go on until these parameters are updated. Raises what failed in the pipeline. Before
+        ``end``, which is what makes a step take an end, and outside of one nothing is waited for.
         """
         if self._stage in {_Stage.OPEN, _Stage.FAILED}:
             return
-        asked = self._of if numbers is None else numbers
+        asked = list(self._of if numbers is None else numbers)
         wanted = {cargo.chunk for n in asked for cargo in self._of.get(n, [])}
+        on_host = [n for n in asked if n not in self._of]
         with self._poisoning():
             self._move_on()
-            while not wanted.isdisjoint(self._pending):
+            while not wanted.isdisjoint(self._pending) or (
+                self._pending and not all(map(self._pipeline.is_published, on_host))
+            ):
                 self._wait()
                 self._move_on()
         if self._risen is not None:
