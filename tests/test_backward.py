@@ -2,9 +2,11 @@
 
 import errno
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -665,3 +667,38 @@ def test_gradients_are_held_until_they_are_used() -> None:
     landed.restart()
     assert all(ref() is None for ref in refs)
     assert landed.arrived == []
+
+
+def test_hooks_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd calls the hooks of a device's parameters in that device's thread."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    inside: list[str] = []
+    together: list[list[str]] = []
+    take = AdamW._on_gradient
+
+    def watched(self: AdamW, parameter: Tensor) -> None:
+        inside.append(threading.current_thread().name)
+        together.append(list(inside))
+        time.sleep(0.02)
+        take(self, parameter)
+        inside.pop()
+
+    monkeypatch.setattr(AdamW, "_on_gradient", watched)
+    optimizer = AdamW(model.parameters(), lr=1e-2, states="disk", overlap="backward", module=model)
+    barrier = threading.Barrier(2)
+
+    def call_hooks(parameters: list[nn.Parameter]) -> None:
+        barrier.wait()
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+            for hook in list(parameter._post_accumulate_grad_hooks.values()):
+                hook(parameter)
+
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(call_hooks, list(block.parameters())) for block in model]
+        for call in calls:
+            call.result()
+    optimizer.step()
+    optimizer.close()
+    assert len(together) == 4
+    assert all(len(names) == 1 for names in together), together

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -98,11 +99,15 @@ class StowedAdam(Optimizer):
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
         # Weakly: a parameter must not keep the optimizer that it was once given to.
         on_gradient = weakref.WeakMethod(self._on_gradient)
+        # Autograd calls the hooks of parameters on an accelerator in that device's thread, and
+        # those of parameters in host memory in the caller's: two at once, where a model has both.
+        one_at_a_time = threading.RLock()
 
         def landed(parameter: torch.Tensor) -> None:
             method = on_gradient()
             if method is not None:
-                method(parameter)
+                with one_at_a_time:
+                    method(parameter)
 
         self._ranks = Ranks.of(self._parameters(), stowage)
         with self._ranks.telling("the making of the optimizer"):
