@@ -1,8 +1,7 @@
 """What users write in an optimizer's constructor, read and checked before anything is allocated."""
 
-import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -12,17 +11,14 @@ import torch.distributed as dist
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.sizes import parse_size
 from tensorstow.optim.accelerator import device
-from tensorstow.optim.checkpoints.extras import check_extra
 from tensorstow.optim.formats.state_format import StateFormat
-from tensorstow.optim.run import Extra, Interval, Run
+from tensorstow.optim.run import Interval, Run
 from tensorstow.optim.shards import is_sharded
 from tensorstow.optim.states.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.optim.states.on_disk import StateOnDisk
 from tensorstow.optim.states.policy import Overlap, PipelinePolicy, UpdateOn
 from tensorstow.optim.states.state_store import Placement
 from tensorstow.optim.states.stowage import Stowage
-
-logger = logging.getLogger("tensorstow")
 
 States = Literal["ram", "disk"] | float
 Durability = Literal["commit", "none"] | None
@@ -95,25 +91,7 @@ def run(given: Mapping[str, Any]) -> Run:
         accumulation_steps=given["accumulation_steps"],
         commit_every=Interval.parse(given["commit_every"]),
         extra=extra,
-        extra_checked=_is_checked(extra),
     )
-
-
-def _is_checked(extra: Callable[[], Extra] | None) -> bool:
-    """Return whether what ``extra`` returns now can be kept; raise where it cannot.
-
-    False where it returns nothing yet: what it speaks of, a scheduler of this optimizer, may be
-    made later. It is called again at the first step, and then raises.
-    """
-    if extra is None:
-        return True
-    try:
-        given = extra()
-    except Exception:  # a user's function: the first step raises it
-        logger.debug("extra() raised at construction; the first step calls it again", exc_info=True)
-        return False
-    check_extra(given)
-    return True
 
 
 def _update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:

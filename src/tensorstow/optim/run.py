@@ -50,5 +50,3 @@ class Run:
     commit_every: Interval = field(default_factory=Interval)
     extra: Callable[[], Extra] | None = None
     """Called at each commit for what the caller keeps with it."""
-    extra_checked: bool = False
-    """It was called once, and what it returned can be kept."""

@@ -20,7 +20,7 @@ from tensorstow.base.errors import OptionError, PoisonedError, StowError
 from tensorstow.optim import options
 from tensorstow.optim.checkpoints import agreement, export
 from tensorstow.optim.checkpoints.commits import Commits, space_of
-from tensorstow.optim.checkpoints.extras import check_extra
+from tensorstow.optim.checkpoints.extras import check_extra, is_checked
 from tensorstow.optim.checkpoints.gathering import gather, is_elsewhere, placed
 from tensorstow.optim.checkpoints.resuming import resume
 from tensorstow.optim.group_keys import check_keys
@@ -80,6 +80,7 @@ class StowedAdam(Optimizer):
         options.refuse_torch_keywords(defaults)
         run = run or Run()
         options.check_overlap(stowage.overlap, run.module, run.accumulation_steps)
+        extra_checked = is_checked(run.extra)
         self._isa = stowage.policy.isa
         self._update_on = stowage.update_on
         self._members: Members | None = None  # until the groups are known
@@ -116,7 +117,7 @@ class StowedAdam(Optimizer):
             run.commit_every,
             module=run.module,
             extra=run.extra,
-            extra_checked=run.extra_checked,
+            extra_checked=extra_checked,
             ranks=self._ranks,
         )
         self._schedule, self._waits = self._make_schedule(stowage, run)

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 
 from tensorstow.store.tensors import tensor_bytes
+
+logger = logging.getLogger("tensorstow")
 
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 _BYTES, _SET, _FROZEN_SET = "__bytes__", "__set__", "__frozenset__"
@@ -33,6 +36,23 @@ def take_apart(value: object, what: str) -> tuple[Any, list[torch.Tensor]]:
 def check_extra(given: object) -> None:
     """Raise TypeError or DTypeError for an ``extra`` that a commit could not keep."""
     take_apart(extra_of(given), "extra")
+
+
+def is_checked(extra: Callable[[], object] | None) -> bool:
+    """Return whether what ``extra`` returns now can be kept; raise where it cannot.
+
+    False where it returns nothing yet: what it speaks of, a scheduler of this optimizer, may be
+    made later. It is called again at the first step, and then raises.
+    """
+    if extra is None:
+        return True
+    try:
+        given = extra()
+    except Exception:  # a user's function: the first step raises it
+        logger.debug("extra() raised at construction; the first step calls it again", exc_info=True)
+        return False
+    check_extra(given)
+    return True
 
 
 def extra_of(given: object) -> dict[str, Any]:
