@@ -124,6 +124,7 @@ class Members:
         """What carries gradients and weights of parameters on an accelerator."""
         self.updater: Updater | None = None
         """What updates there instead, where updates run on the device."""
+        self._kept_alive = False
         weakref.finalize(self, _remove, self._hooks)
         if stowage.format is not None and not stowage.format.exact:
             logger.warning(
@@ -387,8 +388,19 @@ class Members:
         else:
             self.store.close()
         self.store = self._new_store(space)
+        if self._kept_alive:
+            self.store.keep()
         self._by_id, self._numbered = {}, []
         self.ferry = self.updater = None
+
+    def outlive_finalizers(self) -> None:
+        """Keep the store from closing itself before ``close`` or ``abandon``."""
+        self._kept_alive = True
+        self.store.keep()
+
+    def abandon(self) -> None:
+        """Let go of the store without closing it, in a forked child."""
+        self.store.abandon()
 
     def close(self) -> None:
         """Drop states, buffers, files and hooks. Idempotent."""

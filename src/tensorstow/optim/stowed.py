@@ -1,6 +1,5 @@
 """What every Adam here shares: torch's interface over stowed states."""
 
-import logging
 import os
 import threading
 import weakref
@@ -23,13 +22,13 @@ from tensorstow.optim.checkpoints.commits import Commits, space_of
 from tensorstow.optim.checkpoints.extras import check_extra, is_checked
 from tensorstow.optim.checkpoints.gathering import gather, is_elsewhere, placed
 from tensorstow.optim.checkpoints.resuming import resume
+from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.landed import WAYS_OUT
 from tensorstow.optim.members import Member, Members
 from tensorstow.optim.ranks import Ranks
 from tensorstow.optim.run import Run
 from tensorstow.optim.schedules.backward import LandedGradients
-from tensorstow.optim.schedules.forward import ForwardWaits
 from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideForward
 from tensorstow.optim.shards import (
     anywhere,
@@ -55,8 +54,6 @@ from tensorstow.optim.updates import (
     step_of,
 )
 from tensorstow.store.records import Generation, Summary
-
-logger = logging.getLogger("tensorstow")
 
 
 class StowedAdam(Optimizer):
@@ -120,42 +117,11 @@ class StowedAdam(Optimizer):
             extra_checked=extra_checked,
             ranks=self._ranks,
         )
-        self._schedule, self._waits = self._make_schedule(stowage, run)
+        self._core = Core(self._members, self._commits, self._ranks, stowage, run)
+        self._schedule = self._core.schedule
         if stowage.overlap == "backward":
             options.refuse_ranks(run.module, self._parameters())
         self._attach(p for p in self._parameters() if p.requires_grad)
-        self._owner = os.getpid()
-
-    def _make_schedule(
-        self, stowage: Stowage, run: Run
-    ) -> "tuple[AtOnce | BesideForward | BesideBackward, ForwardWaits | None]":
-        poison = stowage.policy.poison
-        if stowage.overlap == "backward":
-            kept = weakref.ref(self._kept())
-
-            def is_used(number: int) -> bool:
-                members = kept()
-                return members is None or not members.uses(number)
-
-            landed = LandedGradients(run.accumulation_steps, is_used)
-            schedule = BesideBackward(landed, poison=poison)
-            if run.module is None:
-                return schedule, None
-            return schedule, ForwardWaits(run.module, self._make_wait())
-        if stowage.overlap == "none" or run.module is None:
-            return AtOnce(), None
-        waits = ForwardWaits(run.module, self._make_wait())
-        return BesideForward(waits, poison=poison), waits
-
-    def _make_wait(self) -> Callable[[Iterable[int] | None], None]:
-        optimizer = weakref.ref(self)
-
-        def wait(ids: Iterable[int] | None) -> None:
-            alive = optimizer()
-            if alive is not None:
-                alive._schedule.wait(alive._kept(), ids)  # noqa: SLF001  # its own
-
-        return wait
 
     # --- torch.optim.Optimizer ---
 
@@ -476,21 +442,9 @@ class StowedAdam(Optimizer):
         What was committed stays; updates and a commit under way are waited for.
         """
         try:
-            self._finish()
+            self._core.finish()
         finally:
             self.state.clear()
-
-    def __del__(self) -> None:
-        """End what runs behind the last step: the model may live on, and is to have its weights.
-
-        A method, for a weakref.finalize would keep the model alive, which may hold the optimizer.
-        """
-        if getattr(self, "_owner", None) != os.getpid():
-            return  # not made to the end, or another process's
-        try:
-            self._finish()
-        except Exception:
-            logger.exception("An optimizer was dropped, and what ran behind its last step failed")
 
     # --- inside ---
 
@@ -504,17 +458,6 @@ class StowedAdam(Optimizer):
                 self._schedule.give_up()
         self._commits.resumed(generation, kept)
         self.zero_grad()
-
-    def _finish(self) -> None:
-        try:
-            self._schedule.finish(self._kept())
-            self._commits.join(self._kept())
-        finally:
-            self._commits.close()
-            self._ranks.close()
-            if self._waits is not None:
-                self._waits.close()
-            self._kept().close()
 
     def _takes(self, parameter: torch.Tensor) -> bool:
         """Return whether the states of ``parameter`` are ours to keep."""

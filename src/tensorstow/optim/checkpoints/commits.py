@@ -155,7 +155,11 @@ class Commits:
 
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensorstow-commit")
-        self._pending = self._executor.submit(finish_together)
+        try:
+            self._pending = self._executor.submit(finish_together)
+        except RuntimeError:  # the interpreter ends, and no thread works any more
+            self._pending = Future()
+            self._pending.set_result(finish_together())
         self._last = time.monotonic()
 
     def _gather(

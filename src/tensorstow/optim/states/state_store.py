@@ -154,6 +154,14 @@ class StateStore:
         self._finalizer = weakref.finalize(self, _release, self.pipeline, self.space, os.getpid())
         prepare_kernels()
 
+    def keep(self) -> None:
+        """Live until ``close``, ``leave`` or ``abandon``, whoever still refers to the store."""
+        _KEPT.add(self)
+
+    def abandon(self) -> None:
+        """End what ``keep`` began, in a forked child: what is left to do is the parent's."""
+        _KEPT.discard(self)
+
     def extend(
         self,
         sizes: Sequence[int],
@@ -454,6 +462,7 @@ class StateStore:
     def leave(self) -> Space:
         """Drop all states and buffers, but keep the space, which is another store's now."""
         with self.pipeline.lock:
+            _KEPT.discard(self)
             self._finalizer.detach()
             self.pipeline.close()
             self.chunks, self._views = [], {}
@@ -463,6 +472,7 @@ class StateStore:
     def close(self) -> None:
         """Drop all states, buffers and files. Idempotent."""
         with self.pipeline.lock:
+            _KEPT.discard(self)
             self._finalizer()
             self.chunks, self._views = [], {}
             self._ring = Ring(RingPlan(0, 0))
@@ -498,6 +508,9 @@ class StateStore:
         futures = [start(v, offset + p.file_at) for v, p in zip(views, parts, strict=False)]
         for future in futures:
             future.wait()
+
+
+_KEPT: set[StateStore] = set()
 
 
 def _release(pipeline: UpdatePipeline, space: Space, owner: int) -> None:

@@ -1,0 +1,236 @@
+"""How optimizers end: dropped, in a cycle, behind wrappers, with the interpreter."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow import AdamW, PipelinePolicy
+from tensorstow.optim.states.state_store import _KEPT
+
+WIDTH = 64
+POLICY = PipelinePolicy(chunk_elements=1024)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+
+def optimizer_of(layers: nn.Module, overlap: str = "forward") -> AdamW:
+    return AdamW(
+        layers.parameters(),
+        lr=1e-2,
+        states="disk",
+        overlap=overlap,  # type: ignore[arg-type]
+        module=layers,
+        policy=POLICY,
+    )
+
+
+def step(layers: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.autograd.backward(layers(torch.ones(2, WIDTH)).square().mean())
+    optimizer.step()
+
+
+def slow(optimizer: AdamW) -> None:
+    """Keep updates under way for a while behind every step."""
+    engine = optimizer._states().engine
+    assert engine is not None
+    engine.inject_fault("read", times=-1, delay_us=1000)
+
+
+def expected(steps: int) -> nn.Sequential:
+    layers = model()
+    optimizer = AdamW(layers.parameters(), lr=1e-2, policy=POLICY)
+    for _ in range(steps):
+        step(layers, optimizer)
+        optimizer.zero_grad()
+    return layers
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Trainer:
+    """Holds an optimizer that refers back to it."""
+
+    def __init__(self, layers: nn.Module, optimizer: AdamW) -> None:
+        self.layers, self.optimizer = layers, optimizer
+        optimizer.trainer = self  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_updates_under_way_end_when_their_optimizer_is_dropped(
+    cycle: bool,  # noqa: FBT001
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kept = len(_KEPT)
+    layers = model()
+    optimizer = optimizer_of(layers)
+    step(layers, optimizer)
+    optimizer.zero_grad()
+    slow(optimizer)
+    alive = weakref.ref(optimizer)
+    with without_collector():
+        if cycle:
+            Trainer(layers, optimizer)
+        step(layers, optimizer)
+        del optimizer
+        if cycle:
+            assert alive() is not None
+            gc.collect()
+    assert alive() is None
+    assert same(layers, expected(2))
+    assert len(_KEPT) == kept
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
+
+
+def test_a_model_that_holds_its_optimizer_is_collected() -> None:
+    layers = model()
+    alive = weakref.ref(layers)
+    layers.optimizer = optimizer_of(layers)  # type: ignore[assignment]
+    step(layers, layers.optimizer)  # type: ignore[arg-type]
+    kept = len(_KEPT)
+    del layers
+    gc.collect()
+    assert alive() is None
+    assert len(_KEPT) == kept - 1
+
+
+class Delegating:
+    """As Lightning wraps: a class made of ours too, whose objects ask the real one."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Delegating", (Delegating, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._optimizer, name)
+
+
+class Copying:
+    """As Fabric wraps: the attributes are shared."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self.__dict__ = dict(optimizer.__dict__)
+        self.__class__ = type("Copying", (Copying, type(optimizer)), {})
+
+
+@pytest.mark.parametrize("wrapper", [Delegating, Copying])
+def test_a_dropped_wrapper_ends_nothing(wrapper: type) -> None:
+    layers = model()
+    optimizer = optimizer_of(layers)
+    step(layers, optimizer)
+    wrapper(optimizer)
+    gc.collect()
+    optimizer.zero_grad()
+    step(layers, optimizer)
+    optimizer.wait()
+    assert same(layers, expected(2))
+
+
+@pytest.mark.parametrize("wrapper", [Delegating, Copying])
+def test_a_wrapper_goes_on_without_the_name_that_it_wraps(wrapper: type) -> None:
+    layers = model()
+    wrapped = wrapper(optimizer_of(layers))
+    gc.collect()
+    for _ in range(2):
+        step(layers, wrapped)
+        wrapped.zero_grad()
+    del wrapped
+    gc.collect()
+    assert same(layers, expected(2))
+
+
+SCRIPT = """
+import atexit, sys, threading
+import torch
+from torch import nn
+layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+
+def total():
+    return sum(p.detach().double().sum().item() for p in layers.parameters())
+
+def last():
+    print("exit", total().hex())
+
+atexit.register(last)  # runs when all that is ours has ended
+
+from tensorstow import AdamW, PipelinePolicy
+
+torch.manual_seed(0)
+for layer in layers:
+    layer.reset_parameters()
+policy = PipelinePolicy(chunk_elements=1024)
+keys = dict(states="disk", module=layers, policy=policy, lr=1e-2)
+if sys.argv[1] == "commit":
+    keys |= dict(dir=sys.argv[2], commit_every=1)
+optimizer = AdamW(layers.parameters(), overlap="forward", **keys)
+
+def step():
+    layers(torch.ones(2, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def train():
+    for _ in range(3):
+        step()
+    if sys.argv[1] != "commit":
+        optimizer._states().engine.inject_fault("read", times=-1, delay_us=1000)
+    step()
+
+if sys.argv[1] == "thread":
+    threading.Timer(0.3, train).start()
+else:
+    train()
+if sys.argv[1] == "atexit":
+    def use():
+        step()
+        optimizer.wait()
+        print("used", total().hex())
+    atexit.register(use)
+"""
+
+
+@pytest.mark.parametrize("case", ["plain", "commit", "thread", "atexit"])
+def test_a_script_that_closes_nothing_ends_silently_with_every_update(
+    case: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, case, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    lines = [line for line in done.stderr.splitlines() if "scratch files" not in line]
+    assert lines == []
+    trained = expected(5 if case == "atexit" else 4)
+    want = float(sum(p.detach().double().sum().item() for p in trained.parameters()))
+    assert done.stdout.split()[-2:] == ["exit", want.hex()]
+    if case == "commit":
+        layers = model()
+        optimizer = AdamW(layers.parameters(), states="disk", dir=tmp_path, policy=POLICY)
+        assert optimizer.resume() == 4
+        assert same(layers, expected(4))
+        optimizer.close()
