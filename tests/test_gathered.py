@@ -1,6 +1,8 @@
 """Gathered weights: let go of before they are old, and trainable whatever the first forward was."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
 from ranks.twin import Twins
-from tensorstow import Plan
+from tensorstow import AdamW, Plan, stow
+from tensorstow.base.errors import OptionError
 
 Pool = Callable[[int], Ranks]
 
@@ -90,3 +93,41 @@ def frozen_at_first() -> None:
 
 def test_a_unit_that_is_unfrozen_later_is_trained(ranks: Pool) -> None:
     ranks(2).run(frozen_at_first)
+
+
+class Breaks(torch.autograd.Function):
+    """Ends a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        del ctx, gradient
+        raise ValueError
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_half_a_backward_stays_no_step(overlap: str) -> None:
+    plan = Plan(parameters="disk", states="disk", overlap=overlap)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = stow(model, partial(AdamW, lr=1e-2), plan=plan)
+    hook = model[1].register_forward_hook(lambda _, __, out: Breaks.apply(out))
+    with pytest.raises(ValueError):  # noqa: PT011  # its own
+        model(torch.ones(2, 4)).sum().backward()
+    hook.remove()
+    way_out = "resume()" if overlap == "backward" else "zero_grad()"
+    for _ in range(2):  # neither of two calls sends to the other
+        with pytest.raises(OptionError) as caught:
+            optimizer.step()
+        assert f"call {way_out}" in str(caught.value).lower()
+        if overlap == "backward":
+            with pytest.raises(OptionError, match=r"resume\(\)"):
+                optimizer.zero_grad()
+    if overlap == "none":
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    optimizer.close()

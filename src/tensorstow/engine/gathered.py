@@ -24,8 +24,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.engine.outputs import watch_outputs
 from tensorstow.engine.units import Unit
+from tensorstow.optim.landed import LandedGradient
 from tensorstow.optim.stowed import StowedAdam
+
+_HALF = (
+    "behind a backward that did not end: some parameters have their gradients and others lost them."
+)
+_UNSEEN = (
+    "behind a backward that went through units which FSDP2 was not told of, and gradients were not"
+    " reduced: a unit returned a tensor where none can be found (by a closure, a generator or a"
+    " global name), or a graph was gone through twice. Return tensors in tuples, dicts or objects."
+)
 
 
 class Gathered:
@@ -42,6 +53,8 @@ class Gathered:
         self._modules: list[FSDPModule] = []
         self._frozen: dict[int, list[nn.Parameter]] = {}
         self._let_go_after_forward = False
+        self._lost = ""
+        """Which gradients were lost, of those that the next step would take; empty: none."""
 
     def watch(self, optimizer: StowedAdam, *, stage: int) -> None:
         """Put the hooks in place, now that the model is sharded."""
@@ -52,6 +65,7 @@ class Gathered:
                 if not any(p.requires_grad for p in own):
                     self._frozen[id(module)] = own
                 module.register_forward_pre_hook(self._before_forward, prepend=True)
+                watch_outputs(module)
         self._root.register_forward_hook(self._after_forward, always_call=True)
         self._let_go_after_forward = stage < 3
         optimizer.register_step_pre_hook(self._before_step)
@@ -62,8 +76,10 @@ class Gathered:
     def _before_forward(self, module: nn.Module, _: Any) -> None:  # noqa: ANN401  # torch's own
         if not isinstance(module, FSDPModule):
             return
-        if module is self._root:
-            self._recover()
+        if module is self._root and (self._recover() or self._lost):
+            # What is in .grad is its owner's to drop, unless updates by it have begun.
+            begun = any(isinstance(p.grad, LandedGradient) for p in self._root.parameters())
+            self._lost = _HALF if begun else ""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False), torch.no_grad():
                 if module is self._root:
@@ -81,17 +97,21 @@ class Gathered:
             self._let_go()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401
-        if self._recover() and any(
-            p.grad is not None for group in optimizer.param_groups for p in group["params"]
-        ):
-            message = (
-                "step() was called behind a backward that did not end: some parameters have their"
-                " gradients and others lost them. Call zero_grad() and go on with the next batch."
-            )
-            raise OptionError(message)
+        if self._recover():
+            self._lost = _HALF
+        unseen = self._drop_whole_gradients(which_are_to_be_reduced=True)
+        if unseen:
+            self._lost = _UNSEEN
+        if self._lost:
+            given = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            if unseen or any(gradient is not None for gradient in given):
+                message = f"step() was called {self._lost} {_way_out(given)}"
+                raise OptionError(message)
+            self._lost = ""
         self._let_go()
 
     def _before_resume(self) -> None:
+        self._lost = ""
         self._recover()
         self._let_go()
 
@@ -136,15 +156,32 @@ class Gathered:
                 for sharded in group.fsdp_params:
                     sharded.to_sharded()
 
-    def _drop_whole_gradients(self) -> None:
-        """Drop what an aborted backward has left at gathered weights, unreduced."""
+    def _drop_whole_gradients(self, *, which_are_to_be_reduced: bool = False) -> bool:
+        """Drop gradients that are left at gathered weights, unreduced; return whether any was.
+
+        ``which_are_to_be_reduced``: only those; others wait for the last micro-batch's.
+        """
+        found = False
         for module in self._modules:
             for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                if which_are_to_be_reduced and not group.reduce_grads:
+                    continue
                 for sharded in group.fsdp_params:
+                    whole = getattr(sharded, "_unsharded_param", None)
+                    if whole is not None and whole.grad is not None:
+                        found, whole.grad = True, None
                     sharded.unsharded_accumulated_grad = None
-                    if hasattr(sharded, "_unsharded_param"):
-                        sharded._unsharded_param.grad = None  # noqa: SLF001
+        return found
 
     def _let_go(self, *_: Any) -> None:  # noqa: ANN401
         for module in self._modules:
             module.reshard()
+
+
+def _way_out(gradients: Iterable[torch.Tensor | None]) -> str:
+    if any(isinstance(gradient, LandedGradient) for gradient in gradients):
+        return (
+            'With overlap="backward" updates by some have begun: call resume(), which goes back to'
+            " the last commit of a run that has dir=; a run without one begins anew."
+        )
+    return "Call zero_grad() and go on with the next batch."

@@ -7,14 +7,23 @@ its storage to nothing: a tenure is what it frees here, and the weight's own mem
 So a weight on disk is lent its memory from gathering to freeing, and nothing besides. A forward
 that writes to its weight (clamps it, say) writes to the weight itself: its version tells that it
 did.
+
+[Note: Versions] What is freed here keeps its addresses, so a graph that still needs a weight then
+would read other bytes, where FSDP2's own storage of no bytes is an error. Autograd compares the
+version of what it saved, and the gathered weight counts versions of its own: another number while
+it is freed, the one before when it is gathered again, and one more for each write in between.
 """
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from tensorstow.engine.cells import Cell
 from tensorstow.optim.stand_ins import StandIn
+
+_FREED = 1 << 20
+"""Versions that a freed weight is ahead of what any graph has saved."""
+_set_versions: Any = torch._C._autograd._unsafe_set_version_counter  # noqa: SLF001  # as FSDP2 does
 
 
 class Tenure(StandIn):
@@ -40,6 +49,11 @@ class Tenure(StandIn):
         """Return when the newest weight is there; it may be read until FSDP2 frees it."""
         self._storage.resize_(self._storage.whole)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight, padded, to be used while it is read."""
+        return self._storage.weight
+
 
 class _Reading:
     """A storage as FSDP2 sees it, of all of a weight's bytes or of none."""
@@ -47,9 +61,14 @@ class _Reading:
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
         self._is_open = False
+        self.weight = cell.padded.data
+        """The same memory, and another version counter."""
         self._version = 0
-        """Of the weight when its reading began."""
+        """Of the weight when its reading began, or ended."""
+        self._home_version = cell.padded._version  # noqa: SLF001  # nothing public tells
+        """Of the cell's own when the last reading ended."""
         self.whole = cell.padded.nbytes
+        _set_versions((self.weight,), (_FREED,))
 
     def size(self) -> int:
         """Return the bytes that are there."""
@@ -58,11 +77,19 @@ class _Reading:
     def resize_(self, nbytes: int) -> None:
         """Begin to read the weight, the newest one, or end with it."""
         if nbytes and not self._is_open:
-            self._version = self._cell.open()._version  # noqa: SLF001  # nothing public tells
+            home = self._cell.open()
+            self._version += home._version - self._home_version  # noqa: SLF001
+            _set_versions((self.weight,), (self._version,))
             self._is_open = True
         elif not nbytes and self._is_open:
             self._is_open = False
-            self._cell.close(changed=self._cell.padded._version != self._version)  # noqa: SLF001
+            now = self.weight._version  # noqa: SLF001
+            changed = now != self._version
+            if changed:
+                torch.autograd.graph.increment_version(self._cell.padded)
+            self._version, self._home_version = now, self._cell.padded._version  # noqa: SLF001
+            _set_versions((self.weight,), (now + _FREED,))
+            self._cell.close(changed=changed)
 
 
 class ReduceInPlace:

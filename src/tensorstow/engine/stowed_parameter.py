@@ -115,7 +115,7 @@ class StowedParameter(torch.Tensor):
         del param_dtype
         cell = self.slot.filled()
         if metadata is not None:
-            return None if out is not None else (cell.padded, (metadata,))
+            return None if out is not None else (metadata.weight, (metadata,))
         cell.copied()
         (gathered,) = all_gather_outputs
         return None if out is not None else (gathered, (gathered,))

@@ -1,0 +1,179 @@
+"""What modules return: found in any object, and no graph is gone through without its weights."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstow
+from ranks.pool import Ranks
+from ranks.twin import FETCHED, Twins
+from tensorstow import Plan
+from tensorstow.base.errors import OptionError
+
+Pool = Callable[[int], Ranks]
+SIZE = 6
+PLANS = [
+    Plan(parameters="host"),
+    Plan(parameters="disk", states="disk"),
+    Plan(parameters="disk", states="disk", overlap="backward"),
+    Plan(stage=2),
+]
+
+
+class Held:
+    """Holds a tensor where FSDP2 does not look."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        self.seen = seen
+
+
+class Slotted:
+    """Holds one in a slot, within another object."""
+
+    __slots__ = ("held", "missing")
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        self.held = {"set": [Held(seen)]}
+
+
+def slotted(seen: torch.Tensor) -> Slotted:
+    return Slotted(seen)
+
+
+def found(value: object) -> torch.Tensor:
+    """Return the tensor in ``value``, whatever it is."""
+    if isinstance(value, Slotted):
+        value = value.held["set"][0]
+    if isinstance(value, Held):
+        return value.seen
+    if callable(value) and not isinstance(value, torch.Tensor):
+        value = value()
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+class Block(nn.Module):
+    """Returns what ``wrap`` makes of a tensor."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(SIZE, SIZE)
+        self.wrap = wrap
+
+    def forward(self, x: object) -> object:
+        return self.wrap(torch.tanh(self.inner(found(x))))
+
+
+class Wrapped(nn.Module):
+    """Blocks and a model that return objects."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], object] = Held) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(wrap) for _ in range(3))
+        self.head = nn.Linear(SIZE, 2)
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> object:
+        for block in self.blocks:
+            x = block(x)
+        return self.wrap(self.head(found(x)))
+
+
+def stowed(model: nn.Module, plan: Plan) -> tuple[nn.Module, tensorstow.AdamW]:
+    """Stow with shards, over one rank too."""
+    return tensorstow.stow(
+        model, partial(tensorstow.AdamW, lr=1e-2), plan=plan, compute_dtype=torch.float32
+    )
+
+
+def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    seen = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(100 * rank + batch))
+    return found(model(seen)).square().mean()
+
+
+def trained(plan: Plan) -> None:
+    """Train models that return objects beside the same in one process."""
+    for wrap in (Held, slotted):
+        both = Twins(partial(Wrapped, wrap), loss, plan)
+        both.train(range(3))
+        both.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", [Plan(), FETCHED, Plan(stage=2)], ids=["host", "disk", "stage 2"])
+def test_a_model_that_returns_objects_trains_alike(ranks: Pool, plan: Plan, world: int) -> None:
+    ranks(world).run(trained, plan)
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    """Return what a gradient penalty is: a function of a gradient."""
+    x = torch.ones(2, SIZE, requires_grad=True)
+    (slope,) = torch.autograd.grad(found(model(x)).sum(), x, create_graph=True)
+    return slope.square().sum()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["host", "disk", "beside", "stage 2"])
+@pytest.mark.parametrize("wrap", [lambda x: x, Held], ids=["tensors", "objects"])
+def test_a_double_backward_is_refused(plan: Plan, wrap: Callable[[torch.Tensor], object]) -> None:
+    model, optimizer = stowed(Wrapped(wrap), plan)
+    for _ in range(2):  # and training goes on behind it
+        with pytest.raises(OptionError, match="create_graph=True"):
+            penalty(model)
+        found(model(torch.ones(2, SIZE))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_a_double_backward_of_a_whole_model_is_right() -> None:
+    model, alone = Wrapped(), Wrapped()
+    model, optimizer = tensorstow.stow(model, partial(tensorstow.AdamW, lr=1e-2), plan=Plan())
+    penalty(model).backward()
+    penalty(alone).backward()
+    for got, want in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (got.grad is None) == (want.grad is None)
+        assert got.grad is None or torch.equal(got.grad, want.grad)
+    optimizer.close()
+
+
+def closed(seen: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a function that has a tensor: nobody can find it."""
+    return lambda: seen
+
+
+@pytest.mark.parametrize("plan", PLANS[:2], ids=["host", "disk"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_graph_is_not_gone_through_without_its_weights(plan: Plan, frozen: bool) -> None:  # noqa: FBT001
+    model = Wrapped(closed)
+    model.blocks[1].requires_grad_(requires_grad=not frozen)
+    model, optimizer = stowed(model, plan)
+    out = found(model(torch.ones(2, SIZE, requires_grad=True)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    optimizer.close()
+
+
+class Shift(nn.Module):
+    """Its gradients need no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LayerNorm(SIZE) for _ in range(2))
+        self.shift = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return closed(x + self.shift)
+
+
+def test_gradients_that_nobody_reduced_are_no_step() -> None:
+    model, optimizer = stowed(Shift(), Plan())
+    found(model(torch.ones(2, SIZE))).sum().backward()
+    with pytest.raises(OptionError, match="not reduced"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()  # of nothing
+    optimizer.close()
