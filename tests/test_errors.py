@@ -22,6 +22,7 @@ BUILTINS = {
     "StoreFormatError": ValueError,
     "CommitError": OSError,
     "SyncError": OSError,
+    "UnlinkedError": OSError,
     "DamageError": OSError,
 }
 

@@ -17,6 +17,7 @@
         ├── StoreFormatError (ValueError) files that are no store, another run's, or too new
         ├── CommitError (OSError)        a commit that did not happen; the last one is whole
         ├── SyncError (OSError)          the disk may have lost writes: nothing more is committed
+        ├── UnlinkedError (OSError)      a store whose files were deleted or moved while open
         └── DamageError (OSError)        bytes on disk that are not those that were written
 
 Each is also the builtin that a caller would catch without knowing this module. A message
@@ -113,6 +114,13 @@ class CommitError(StoreError, OSError):
 
 class SyncError(StoreError, OSError):
     """The system could not say that writes are durable, so no later commit can be trusted."""
+
+
+class UnlinkedError(StoreError, OSError):
+    """A store's files were deleted or moved while open: nobody would find what is committed."""
+
+    committed: object = None
+    """What was committed in them all the same, when that was found out: a store's Generation."""
 
 
 class DamageError(StoreError, OSError):

@@ -378,8 +378,6 @@ class Members:
 
     def renew(self) -> None:
         """Drop all states and begin with an empty store in the same place."""
-        _remove(self._hooks)
-        self._unhooked.clear()
         space: Space | None = None
         if self.stowage.placement.durable:
             space = self.store.leave()
@@ -387,6 +385,17 @@ class Members:
                 space.release_all()
         else:
             self.store.close()
+        self._begin_in(space)
+
+    def move_to(self, space: StoredSpace, stowage: Stowage) -> None:
+        """Drop all states and begin with an empty store in ``space``; the one before is closed."""
+        self.store.leave().close()
+        self.stowage = stowage
+        self._begin_in(space)
+
+    def _begin_in(self, space: Space | None) -> None:
+        _remove(self._hooks)
+        self._unhooked.clear()
         self.store = self._new_store(space)
         if self._kept_alive:
             self.store.keep()

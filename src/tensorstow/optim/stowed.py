@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 import tensorstow._native as _native
-from tensorstow.base.errors import OptionError, PoisonedError, StowError
+from tensorstow.base.errors import OptionError, PoisonedError, StowError, UnlinkedError
 from tensorstow.optim import options
 from tensorstow.optim.checkpoints import agreement, export
 from tensorstow.optim.checkpoints.commits import Commits, space_of
 from tensorstow.optim.checkpoints.extras import check_extra, is_checked
 from tensorstow.optim.checkpoints.gathering import gather, is_elsewhere, placed
+from tensorstow.optim.checkpoints.moving import move_run
 from tensorstow.optim.checkpoints.resuming import resume
 from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
@@ -368,6 +369,25 @@ class StowedAdam(Optimizer):
         self._commits.capture(kept)
         self._commits.start(kept, self.param_groups, self.state, extra)
         self._commits.join(kept)
+        return self._commits.step
+
+    def commit_to(self, dir: options.Directory) -> int:  # noqa: A002  # as the optimizer has it
+        """Commit the run of now in another directory, and go on there; return its steps.
+
+        Call it between steps. Snapshots stay where they are. It is the way on behind an
+        UnlinkedError too: the states are still in the files that are open.
+        """
+        kept, before = self._kept(), self._states()
+        space_of(kept, "commit_to()")
+        with suppress(UnlinkedError):  # which is why it is called
+            self._settle_step()
+        self._refuse_strange_run()
+        try:
+            where = options.directories(dir)
+            move_run(where, kept, self._commits, self.param_groups, self.state)
+        finally:
+            if kept.store is not before:
+                self._schedule.give_up()
         return self._commits.step
 
     def snapshot(self, name: str, extra: Mapping[str, Any] | None = None) -> None:

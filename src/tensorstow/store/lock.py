@@ -52,6 +52,10 @@ class DirectoryLock:
             )
             raise StoreFormatError(message)
 
+    def opened(self) -> os.stat_result:
+        """Return the facts of the file that is locked."""
+        return os.fstat(self._fd)
+
     def release(self) -> None:
         """Give it back. Idempotent; the file stays, since another may be waiting on it."""
         if self._fd >= 0:

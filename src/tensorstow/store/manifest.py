@@ -108,6 +108,11 @@ class Manifest:
             self.close()
             raise
 
+    def files(self) -> list[Path]:
+        """Return those that SQLite has open: the log too, where there is one."""
+        beside = (self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm"))
+        return [self.path, *(path for path in beside if path.exists())]
+
     def begin_run(self, run: str, directories: Sequence[Path]) -> None:
         """Make the tables of a new store."""
         with self._transaction() as connection:

@@ -1,6 +1,7 @@
 """How a store's parts are opened or made, in an order that a crash at any point leaves openable."""
 
 import errno as codes
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from tensorstow.base.errors import DirectoryError, OptionError, StowError, advic
 from tensorstow.io.files import File
 from tensorstow.store.barriers import Disk
 from tensorstow.store.datafiles import check_files, check_unused, create_files, open_files
+from tensorstow.store.links import Links
 from tensorstow.store.lock import DirectoryLock
 from tensorstow.store.manifest import MANIFEST_NAME, Manifest, choose_journal
 
@@ -24,6 +26,8 @@ class Parts:
     files: tuple[File, ...]
     manifest: Manifest
     disk: Disk
+    links: Links
+    """Of all files that are open."""
     resources: ExitStack
     """Closes all of it, the lock last."""
 
@@ -35,9 +39,12 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) 
     if not paths or len(set(paths)) < len(paths):
         message = f"A store was asked for in {[str(d) for d in directories]}: name each once."
         raise OptionError(message)
+    links = Links()
     with ExitStack() as resources, _told_of(paths[0]):
         for path in paths:
-            resources.callback(DirectoryLock(path).release)
+            lock = DirectoryLock(path)
+            resources.callback(lock.release)
+            links.expect(lock.path, lock.opened())
         path = paths[0] / MANIFEST_NAME
         if not path.exists():
             check_unused(paths)  # before anything is made
@@ -47,7 +54,11 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) 
         files = _open_files(manifest, paths, engine, disk)
         for file in files:
             resources.callback(file.close)
-        return Parts(files, manifest, disk, resources.pop_all())
+            links.expect(file.path, os.fstat(file.fd))
+        for path in manifest.files():
+            links.expect(path, path.stat())
+        links.check()
+        return Parts(files, manifest, disk, links, resources.pop_all())
 
 
 def _open_files(

@@ -22,6 +22,7 @@ from tensorstow.base.errors import (
     StoreError,
     StoreFormatError,
     SyncError,
+    UnlinkedError,
     advice_for,
 )
 from tensorstow.io.files import File
@@ -30,7 +31,7 @@ from tensorstow.store.history import find, nameable, replaced
 from tensorstow.store.opening import Parts, open_parts
 from tensorstow.store.records import Content, Extent, Generation, Summary, TensorRecord
 from tensorstow.store.space import Space
-from tensorstow.store.tensors import read_tensor, tensor_bytes, write_tensor
+from tensorstow.store.tensors import copy_bytes, read_tensor, tensor_bytes, write_tensor
 
 logger = logging.getLogger("tensorstow")
 
@@ -56,6 +57,7 @@ class Store:
         """One per directory, in the order of the directories. Extent.file is the place in here."""
         self._manifest = parts.manifest
         self._disk = parts.disk
+        self._links = parts.links
         self._space = Space(parts.files, parts.manifest.extents())
         self._commits = threading.RLock()
         """Held by whoever changes the manifest."""
@@ -109,7 +111,7 @@ class Store:
         Older generations that no snapshot pins are dropped, but for the one with number ``keep``:
         ranks that must agree keep what they go on from until all have committed, and then call
         `drop_older`. Raises CommitError where nothing happened, SyncError where the disk cannot be
-        trusted any more.
+        trusted any more, UnlinkedError where the files are not where the run says.
         """
         self._check_sound()
         extents = content.extents()
@@ -166,8 +168,10 @@ class Store:
         """Give a generation (the newest) a name: it is kept until `unpin`. Copies nothing."""
         self._check_sound()
         with self._commits:
+            self._links.check()
             summary = nameable(self._manifest.summaries(), name, number)
             self._change(lambda: self._manifest.pin(name, summary.number))
+            self._links.check()
         return replace(summary, names=tuple(sorted((*summary.names, name))))
 
     def unpin(self, name: str) -> None:
@@ -178,6 +182,24 @@ class Store:
             summary = find(kept, name)
             gone = [] if len(summary.names) > 1 or summary == kept[-1] else [summary.number]
             self._change(lambda: self._manifest.unpin(name, gone), gone)
+
+    def copy(self, other: "Store", content: Content) -> Content:
+        """Copy what ``content`` refers to in ``other`` to extents here, which the caller holds.
+
+        Memory: two pieces. Nothing is durable before a commit of what is returned.
+        """
+        self._check_sound()
+        moved: dict[Extent, Extent] = {}
+        try:
+            for extent in content.extents():
+                moved[extent] = target = self.allocate(extent.nbytes)
+                copy_bytes(other.files[extent.file], extent, self.files[target.file], target.offset)
+        except BaseException:
+            self._space.release(moved.values())
+            raise
+        chunks = [replace(c, extent=moved.get(c.extent, c.extent)) for c in content.chunks]
+        tensors = [replace(t, extent=moved.get(t.extent, t.extent)) for t in content.tensors]
+        return replace(content, chunks=chunks, tensors=tensors)
 
     def write_tensor(self, kind: str, name: str, tensor: torch.Tensor) -> TensorRecord:
         """Write ``tensor`` to an extent of its own; the record is for a commit.
@@ -216,6 +238,7 @@ class Store:
 
     def _commit(self, content: Content, extents: Sequence[Extent], keep: int | None) -> Generation:
         self._check_sound()  # again: another thread's commit may have failed meanwhile
+        self._links.check()
         gone = replaced(self._manifest.summaries(), keep)
         self._sync_files()
         created = time.time()
@@ -227,7 +250,7 @@ class Store:
 
         number = self._change(record, gone)
         self._shorten_log()
-        return Generation(
+        generation = Generation(
             step=content.step,
             layout=content.layout,
             hyper=content.hyper,
@@ -237,6 +260,12 @@ class Store:
             number=number,
             created=created,
         )
+        try:
+            self._links.check()  # the last thing: what is reported can be found
+        except UnlinkedError as error:
+            error.committed = generation
+            raise
+        return generation
 
     def _sync_files(self) -> None:
         # All of them: a file that nothing was written to costs a cache flush, one that was

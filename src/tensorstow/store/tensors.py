@@ -8,7 +8,7 @@ import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, DTypeError, StoreFormatError
 from tensorstow.io.files import File, IoFuture
 from tensorstow.store.checksums import PIECE_BYTES
-from tensorstow.store.records import TensorRecord
+from tensorstow.store.records import Extent, TensorRecord
 
 _IN_FLIGHT = 4
 
@@ -81,6 +81,25 @@ def read_tensor(file: File, record: TensorRecord) -> torch.Tensor:
         )
         raise DamageError(message)
     return tensor
+
+
+def copy_bytes(source: File, extent: Extent, target: File, offset: int) -> None:
+    """Copy the bytes of ``extent`` in ``source`` to ``offset`` of ``target``; they are not judged.
+
+    What is valid of them is for their own checksums to tell.
+    """
+    buffers = [torch.empty(min(PIECE_BYTES, extent.nbytes), dtype=torch.uint8) for _ in range(2)]
+    writes: deque[IoFuture] = deque()
+    try:
+        for start in range(0, extent.nbytes, PIECE_BYTES):
+            if len(writes) == len(buffers):
+                writes.popleft().wait()
+            buffers.append(buffers.pop(0))
+            piece = buffers[-1][: min(PIECE_BYTES, extent.nbytes - start)]
+            source.read(piece, extent.offset + start).wait()
+            writes.append(target.write(piece, offset + start))
+    finally:
+        _drain(writes)
 
 
 def _drain(futures: "deque[IoFuture]") -> None:

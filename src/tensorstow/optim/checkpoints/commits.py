@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.errors import ForkError, OptionError
+from tensorstow.base.errors import ForkError, OptionError, UnlinkedError
 from tensorstow.optim.checkpoints.agreement import COMMIT, FIRST
 from tensorstow.optim.checkpoints.extras import check_extra, extra_of, take_apart
 from tensorstow.optim.members import Member, Members
@@ -115,12 +115,23 @@ class Commits:
             raise ForkError(message)
         pending, self._pending = self._pending, None
         try:
-            generation = pending.result()
-            self._retarget(kept.store, space_of(kept))
+            unlinked: UnlinkedError | None = None
+            try:
+                generation: object = pending.result()
+            except UnlinkedError as error:
+                generation, unlinked = error.committed, error
+            if isinstance(generation, Generation):
+                self._settle_on(generation, kept)
         except BaseException as error:
             kept.store.pipeline.check_alive()  # the caller may have been told already
             kept.store.pipeline.poison(error)
             raise
+        if unlinked is not None:
+            # States and weights are as good as before: the run may go on in another directory.
+            raise unlinked
+
+    def _settle_on(self, generation: Generation, kept: Members) -> None:
+        self._retarget(kept.store, space_of(kept))
         self.committed, self.generation = generation.step, generation.number
 
     def abandon(self) -> None:
@@ -145,12 +156,13 @@ class Commits:
         """
         what = f"the commit of step {self.step}"
         with self.ranks.telling(what):
-            finish = self._gather(kept, groups, states, extra)
+            gathered = self._gather(kept, groups, states, extra)
+        store, before = space_of(kept).store, None if self.ranks.alone else self.generation
 
         def finish_together() -> Generation:
-            generation = self.ranks.together(what, finish)
+            generation = self.ranks.together(what, lambda: store.commit(gathered(), keep=before))
             if not self.ranks.alone:
-                space_of(kept).store.drop_older()
+                store.drop_older()
             return generation
 
         if self._executor is None:
@@ -164,8 +176,8 @@ class Commits:
 
     def _gather(
         self, kept: Members, groups: Groups, states: States, extra: Extra | None
-    ) -> Callable[[], Generation]:
-        """Write what is small, and return what makes a generation of it and of the states."""
+    ) -> Callable[[], Content]:
+        """Write what is small; return what waits for the states and says all that there is."""
         space = space_of(kept)
         given: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
         plain, tensors = take_apart(extra_of(given), "extra")
@@ -177,16 +189,36 @@ class Commits:
         ]
         hyper |= {COMMIT: self.ranks.next_id(), FIRST: self.committed is None}
         layout = layout_of(kept, names_of(groups, self.module))
-        step, before = self.step, None if self.ranks.alone else self.generation
+        step = self.step
 
-        def finish() -> Generation:
+        def finish() -> Content:
             with kept.store.pipeline.lock:
                 kept.store.pipeline.wait_written()
                 chunks = [_record(chunk, kept.store, space) for chunk in kept.store.chunks]
-            content = Content(step, layout, hyper, plain, chunks, records)
-            return space.store.commit(content, keep=before)
+            return Content(step, layout, hyper, plain, chunks, records)
 
         return finish
+
+    def commit_in(
+        self, target: StoredSpace, kept: Members, groups: Groups, states: States
+    ) -> Generation:
+        """Make the run of now a generation of another store; what is here stays as it is."""
+        what = f"the commit of step {self.step} in another directory"
+        with self.ranks.telling(what):
+            self.capture(kept)
+            content = self._gather(kept, groups, states, None)()
+            content = target.store.copy(space_of(kept).store, content)
+        try:
+            return self.ranks.together(what, lambda: target.store.commit(content))
+        finally:
+            for extent in content.extents():
+                target.store.release(extent)
+
+    def forget_records(self) -> None:
+        """Forget what is held in a store that is left for another one."""
+        self._kept.clear()
+        self._temporary.clear()
+        self._places.clear()
 
     def capture(self, kept: Members) -> None:
         """Write to disk what it has not got of the states and weights of now."""

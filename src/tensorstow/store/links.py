@@ -1,0 +1,43 @@
+"""Whether a store's files are still where the run says.
+
+A file that is deleted or moved while it is open goes on taking writes and syncs, and nobody will
+find them: only comparing what is open with what the path leads to tells.
+"""
+
+import os
+from pathlib import Path
+
+from tensorstow.base.errors import UnlinkedError
+
+
+class Links:
+    """The files that a store has open, and the paths that must lead to them."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._wanted: dict[Path, os.stat_result] = {}
+
+    def expect(self, path: Path, opened: os.stat_result) -> None:
+        """Take note that ``path`` leads to the file that ``opened`` is about."""
+        self._wanted[path] = opened
+
+    def check(self) -> None:
+        """Raise UnlinkedError unless every path leads to the file that is open."""
+        for path, opened in self._wanted.items():
+            found = _difference(path, opened)
+            if found is not None:
+                message = (
+                    f"The run commits to {path}, and {found}: the file that this process has open"
+                    " was deleted or moved, and so was what is committed in it. Put it back where"
+                    " it was; or go on in another directory with optimizer.commit_to(directory),"
+                    " which writes all that a resume needs there."
+                )
+                raise UnlinkedError(message)
+
+
+def _difference(path: Path, opened: os.stat_result) -> str | None:
+    try:
+        found = path.stat()
+    except OSError as error:
+        return f"it is not there any more ({error.strerror})"
+    return None if os.path.samestat(found, opened) else "another file is there now"
