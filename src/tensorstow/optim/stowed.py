@@ -14,7 +14,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-import tensorstow._native as _native
 from tensorstow.base.errors import OptionError, PoisonedError, StowError, UnlinkedError
 from tensorstow.optim import options
 from tensorstow.optim.checkpoints import agreement, export
@@ -27,6 +26,7 @@ from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.landed import WAYS_OUT
 from tensorstow.optim.members import Member, Members
+from tensorstow.optim.norms import squared_norms
 from tensorstow.optim.ranks import Ranks
 from tensorstow.optim.run import Run
 from tensorstow.optim.schedules.backward import LandedGradients
@@ -258,7 +258,7 @@ class StowedAdam(Optimizer):
             if gradient is not None:
                 options.check_gradient(shard_of(parameter), gradient, "a parameter")
             gradients.append(gradient)
-        squares = sum_over_shards(parameters, self._squared_norms(gradients))
+        squares = sum_over_shards(parameters, squared_norms(gradients, self._isa))
         norm = torch.tensor(sum(squares), dtype=torch.float64).sqrt()
         if error_if_nonfinite and not torch.isfinite(norm):
             message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
@@ -266,32 +266,6 @@ class StowedAdam(Optimizer):
         self._clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
         self._clipped = [(p, p.grad) for p in parameters if p.grad is not None]
         return norm
-
-    def _squared_norms(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[float]:
-        """Return the squared norm of each; those on an accelerator come down in one piece."""
-        norms = [0.0] * len(gradients)
-        away: dict[torch.device, list[int]] = {}
-        for index, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if gradient.is_cpu:
-                norms[index] = self._squared_norm(gradient)
-            else:
-                away.setdefault(gradient.device, []).append(index)
-        for indices in away.values():
-            each = [
-                torch.linalg.vector_norm(g, dtype=torch.float64)
-                for i in indices
-                if (g := gradients[i]) is not None
-            ]
-            for index, norm in zip(indices, torch.stack(each).tolist(), strict=True):
-                norms[index] = norm * norm
-        return norms
-
-    def _squared_norm(self, gradient: torch.Tensor) -> float:
-        flat = gradient.contiguous()
-        name = str(flat.dtype).removeprefix("torch.")
-        return _native.squared_norm(flat.data_ptr(), flat.numel(), name, self._isa)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context in which backward only accumulates: its gradients are not final.
