@@ -100,7 +100,7 @@ def test_commits_take_their_room_on_disk() -> None:
             auto_plan(SIZES, short, device_is_host=True, states=states, commits=True)
 
 
-@pytest.mark.parametrize("states", ["ram", "disk"])
+@pytest.mark.parametrize("states", ["host", "ram", "disk"])
 def test_a_run_that_commits_stays_within_its_disk(states: str, tmp_path: Path) -> None:
     make = partial(AdamW, lr=1e-3, states=states)
     nbytes = sum(p.nbytes for p in Deep().parameters())

@@ -1,6 +1,7 @@
 import inspect
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -186,3 +187,31 @@ def test_fused_adam_cannot_leave_bias_correction_out() -> None:
     give_gradients(a, 1)
     with pytest.raises(OptionError, match="bias_correction"):
         opt.step()
+
+
+@pytest.mark.parametrize("cls", [CPUAdam, HybridAdam])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"nvme_offload_fraction": 1.5}, r"nvme_offload_fraction=1.5 was given"),
+        ({"nvme_offload_fraction": "disk"}, r"nvme_offload_fraction='disk' was given"),
+        ({"nvme_offload_fraction": True}, r"nvme_offload_fraction=True was given"),
+        ({"nvme_offload_fraction": 1.0, "nvme_offload_dir": ""}, 'nvme_offload_dir="" was given'),
+        ({"nvme_offload_fraction": 1.0, "nvme_offload_dir": []}, "nvme_offload_dir= is an empty"),
+    ],
+)
+def test_errors_name_what_was_typed(cls: type[CPUAdam], given: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        cls(weights(), **given)
+
+
+@pytest.mark.parametrize("cls", [CPUAdam, HybridAdam])
+def test_the_directory_is_made_where_states_go_there(
+    cls: type[CPUAdam], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cls(weights(), nvme_offload_dir="./offload")
+    assert not Path("offload").exists()
+    optimizer = cls(weights(), nvme_offload_fraction=1.0, nvme_offload_dir="./offload")
+    assert optimizer.memory().disk_bytes > 0
+    assert Path("offload").is_dir()

@@ -10,6 +10,7 @@ from tensorstow.base.directories import (
     choose_directory,
     default_candidates,
     inspect_directory,
+    make_directories,
 )
 from tensorstow.base.errors import DirectoryError
 
@@ -98,6 +99,29 @@ def test_symbolic_links_lead_to_the_real_filesystem(tmp_path: Path) -> None:
 def test_no_mount_table_means_unknown_not_refused(tmp_path: Path) -> None:
     facts = check_directory(tmp_path, mountinfo=tmp_path / "absent")
     assert facts.filesystem == "unknown"
+
+
+def test_missing_directories_are_made_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (facts,) = make_directories([tmp_path / "run"])
+    assert facts.path == tmp_path / "run"
+    assert not caplog.records
+    deep = tmp_path / "nvme" / "a" / "run"
+    make_directories([deep, tmp_path / "run"])
+    assert deep.is_dir()
+    assert f"{deep} was made, and {tmp_path / 'nvme'} above it" in caplog.text
+
+
+def test_what_was_made_for_one_that_is_refused_is_removed(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(DirectoryError, match=f"{file}/run was asked for and cannot be made"):
+        make_directories([tmp_path / "nvme" / "run", file / "run"])
+    assert sorted(tmp_path.iterdir()) == [file]
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DirectoryError, match="nowhere was asked for but does not exist"):
+        make_directories([tmp_path / "link"])
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:

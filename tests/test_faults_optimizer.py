@@ -278,6 +278,6 @@ def test_a_read_only_directory(tmp_path: Path) -> None:
         training_on(directory)
 
 
-def test_a_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(DirectoryError, match="does not exist"):
-        training_on(tmp_path / "missing")
+def test_a_missing_directory_is_made(tmp_path: Path) -> None:
+    training_on(tmp_path / "missing")
+    assert (tmp_path / "missing").is_dir()

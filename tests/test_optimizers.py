@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 import tensorstow
 from remote import make_remote
-from tensorstow import Budget, Plan
+from tensorstow import Budget, Plan, Tier
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.optim.shards import shard_of
 
@@ -61,6 +62,14 @@ def _makes_another(named: Named, **_: object) -> torch.optim.Optimizer:
 def test_callables_that_drop_the_plan_are_refused(make: object, told: str) -> None:
     with pytest.raises(OptionError, match=told):
         tensorstow.stow(_model(), make, plan=Plan(states="disk"))
+
+
+@pytest.mark.parametrize("word", ["host", "ram", Tier.HOST])
+@pytest.mark.parametrize("plan", [Plan(states="ram"), Plan(states="host"), "auto"])
+def test_both_words_for_the_host_agree(plan: Plan | Literal["auto"], word: str) -> None:
+    _, optimizer = tensorstow.stow(_model(), partial(tensorstow.AdamW, states=word), plan=plan)
+    assert optimizer.placement_of_states == "host"
+    optimizer.close()
 
 
 def test_a_typo_is_an_error() -> None:

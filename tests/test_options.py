@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,8 @@ GOOD = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("states", "fraction"), [("ram", 0.0), ("disk", 1.0), (0.25, 0.25), (1, 1.0)]
+    ("states", "fraction"),
+    [("host", 0.0), ("ram", 0.0), ("disk", 1.0), (0.25, 0.25), (1, 1.0), (np.float32(0.5), 0.5)],
 )
 def test_states_are_a_word_or_a_fraction(states: float, fraction: float) -> None:
     assert options.placement(states, None, None).disk_fraction == fraction
@@ -50,11 +52,36 @@ def test_directories_and_budget_are_read() -> None:
         ("betas", (1.0, 0.9)),
         ("betas", (0.9, -0.1)),
         ("lr", torch.ones(2)),
+        ("lr", "fast"),
     ],
 )
 def test_hyper_parameters_out_of_range_are_named(key: str, value: object) -> None:
     with pytest.raises(OptionError, match=key):
         options.check_hyper({**GOOD, key: value})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay"])
+def test_what_is_no_finite_number_is_called_so(key: str, value: float) -> None:
+    with pytest.raises(OptionError, match=f"{key}={value} was given: it must be finite"):
+        AdamW([torch.nn.Parameter(torch.ones(2))], **{key: value})
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = AdamW([parameter])
+    optimizer.param_groups[0][key] = value
+    parameter.grad = torch.ones(2)
+    with pytest.raises(OptionError, match="must be finite"):
+        optimizer.step()
+    assert torch.equal(parameter, torch.ones(2))
+
+
+@pytest.mark.parametrize("beta", [float("nan"), float("inf"), 1.0])
+def test_a_beta_out_of_range_is_told_the_range(beta: float) -> None:
+    with pytest.raises(OptionError, match=r"betas\[1\]=.* must be at least 0 and below 1"):
+        AdamW([torch.nn.Parameter(torch.ones(2))], betas=(0.9, beta))
+
+
+def test_numbers_of_numpys_are_numbers() -> None:
+    options.check_hyper({**GOOD, "lr": np.float32(1e-3), "weight_decay": np.int64(0)})
 
 
 @pytest.mark.parametrize("key", ["foreach", "capturable", "differentiable"])
@@ -124,9 +151,9 @@ def test_a_module_of_none_of_the_parameters_is_refused(overlap: Overlap, tmp_pat
 
 def test_extra_is_a_dict(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = AdamW([weight], states="disk", dir=tmp_path, extra=lambda: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match="extra is a NoneType"):
-        optimizer.commit()
+        AdamW([weight], states="disk", dir=tmp_path, extra=lambda: None)  # type: ignore[arg-type, return-value]
+    optimizer = AdamW([weight], states="disk", dir=tmp_path)
     with pytest.raises(TypeError, match="extra is a list"):
         optimizer.commit([1, 2])  # type: ignore[arg-type]
     assert optimizer.commit({}) == 0

@@ -13,6 +13,13 @@ def test_tiers_are_read_from_text() -> None:
     assert plan.tier_of("h.1") is Tier.DISK
 
 
+def test_ram_is_another_word_for_the_host() -> None:
+    plan = Plan(parameters="disk", states="ram", units={"h.0": "ram"})
+    assert plan == Plan(parameters="disk", states="host", units={"h.0": "host"})
+    assert '"host"' in plan.to_json()
+    assert '"ram"' not in plan.to_json()
+
+
 def test_json_goes_there_and_back() -> None:
     plan = Plan(parameters="disk", states="disk", overlap="backward", units={"h.0": "host"})
     assert Plan.from_json(plan.to_json()) == plan

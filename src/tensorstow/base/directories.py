@@ -4,6 +4,8 @@ RAM that looks like a disk (tmpfs, ramfs, zram) is the trap: it takes direct I/O
 byte "offloaded" there stays in memory, so it is never chosen and never accepted.
 """
 
+import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -14,6 +16,8 @@ from typing import NamedTuple
 
 from tensorstow.base.errors import DirectoryError
 from tensorstow.base.sizes import format_bytes
+
+logger = logging.getLogger("tensorstow")
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
@@ -81,6 +85,51 @@ def check_directory(
     if objection is not None:
         message = f"Directory {facts.path} was asked for but {objection}. Name another directory."
         raise DirectoryError(message)
+    return facts
+
+
+def make_directories(paths: Iterable[str | os.PathLike[str]]) -> list[DirectoryFacts]:
+    """Return the facts about ``paths``, of which those that are missing are made.
+
+    Raises DirectoryError where one cannot be made or states cannot live there; what was made until
+    then is removed again. Where a parent was missing too, a line is logged: it may be mistyped, or
+    a disk that is not mounted.
+    """
+    made: list[Path] = []
+    try:
+        return [_made(Path(path).expanduser(), made) for path in paths]
+    except BaseException:
+        for path in reversed(made):
+            with contextlib.suppress(OSError):  # somebody else's file is in it by now
+                path.rmdir()
+        raise
+
+
+def _made(path: Path, made: list[Path]) -> DirectoryFacts:
+    missing = []
+    try:
+        missing = [p for p in (path, *path.parents) if not p.exists()]
+        for part in reversed(missing):
+            part.mkdir(exist_ok=True)  # ranks and other runs make theirs at the same time
+            made.append(part)
+    except FileExistsError:
+        pass  # a link to nowhere: the check below says so
+    except OSError as error:
+        message = (
+            f"Directory {path} was asked for and cannot be made: {error.strerror}. Name one where"
+            " this user may write."
+        )
+        raise DirectoryError(message) from error
+    facts = check_directory(path)
+    if len(missing) > 1:
+        logger.warning(
+            "Directory %s was made, and %s above it: they are on %s (%s), with %s free",
+            path,
+            missing[-1],
+            facts.filesystem,
+            facts.device,
+            format_bytes(facts.free_bytes),
+        )
     return facts
 
 

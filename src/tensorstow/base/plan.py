@@ -19,8 +19,8 @@ _STAGES = (0, 1, 2, 3)
 class Plan:
     """Where parameters and states of a model live, and how ranks share them.
 
-    ``parameters`` and ``states``: a tier ("device", "host", "disk"); ``units``: another tier for
-    the parameters of single units, by name. ``stage``: ZeRO's, 0 (nothing is shared) to 3 (all is).
+    ``parameters`` and ``states``: a tier ("device", "host" or "ram", "disk"); ``units``: another
+    tier for the parameters of single units, by name. ``stage``: ZeRO's, 0 (all is whole) to 3.
     ``replicas``: groups of ranks that each have a whole copy (HSDP). ``overlap``: when updates run,
     and ``update_on``: where ("host", "device"), as in ``AdamW``. ``accumulation_steps``: backward
     passes per step. ``prefetch``: how many units ahead weights are fetched. ``ram_budget``: the
@@ -160,8 +160,9 @@ class Plan:
 
 
 def _tier(value: object, name: str) -> Tier:
-    if not isinstance(value, str) or value not in set(Tier):
+    try:
+        return Tier(value)  # type: ignore[arg-type]  # it checks that
+    except ValueError:
         known = ", ".join(f'"{t.value}"' for t in Tier)
-        message = f"{name}={value!r} was given: a tier is one of {known}."
-        raise OptionError(message)
-    return Tier(value)
+        message = f'{name}={value!r} was given: a tier is one of {known} ("ram" is the host\'s).'
+        raise OptionError(message) from None

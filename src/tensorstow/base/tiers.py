@@ -4,7 +4,10 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """A place for parameters or states, from fast and small to slow and large."""
+    """A place for parameters or states, from fast and small to slow and large.
+
+    "ram" is another word for "host", wherever a tier is asked for.
+    """
 
     DEVICE = "device"
     """The accelerator's memory; where there is no accelerator, the CPU's."""
@@ -12,3 +15,7 @@ class Tier(StrEnum):
     """The CPU's memory."""
     DISK = "disk"
     """Files, read with direct I/O."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Tier | None":
+        return cls.HOST if value == "ram" else None

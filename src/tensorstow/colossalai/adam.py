@@ -26,9 +26,10 @@ class CPUAdam(StowedAdam):
     """Adam(W) for parameters in host memory.
 
     ``nvme_offload_fraction`` of the states' bytes, exactly, live in scratch files in
-    ``nvme_offload_dir`` (None: a real disk is chosen, never tmpfs, and logged). ``adamw_mode``
-    chooses decoupled weight decay over an L2 penalty. ``simd_log`` logs the instruction set.
-    Unlike upstream, ``amsgrad`` works, states can be saved and loaded, and bfloat16 is exact.
+    ``nvme_offload_dir``, which is made where it is missing (None: a real disk is chosen, never
+    tmpfs, and logged). ``adamw_mode`` chooses decoupled weight decay over an L2 penalty.
+    ``simd_log`` logs the instruction set. Unlike upstream, ``amsgrad`` works, states can be saved
+    and loaded, and bfloat16 is exact.
     """
 
     def __init__(  # upstream's signature
@@ -49,7 +50,8 @@ class CPUAdam(StowedAdam):
         policy: PipelinePolicy | None = None,
     ) -> None:
         """Make the optimizer; see the class."""
-        fraction = options.placement(nvme_offload_fraction, None, None).disk_fraction
+        fraction = options.fraction_of(nvme_offload_fraction, "nvme_offload_fraction")
+        directories = options.directories(nvme_offload_dir, "nvme_offload_dir")
         if simd_log:
             facts = prepare_kernels(policy.isa if policy else None)
             logger.warning("Adam runs on %s, %d threads", facts.isa, facts.threads)
@@ -70,7 +72,7 @@ class CPUAdam(StowedAdam):
                 "bias_correction": bias_correction,
             },
             Stowage(
-                Placement(fraction, options.directories(nvme_offload_dir), None),
+                Placement(fraction, directories if fraction else (), None),
                 policy or PipelinePolicy(),
             ),
             grad_dtype=grad_dtype,

@@ -18,7 +18,7 @@ Make = Callable[..., StowedAdam]
 
 
 _PLACED: dict[str, Any] = {
-    "states": "ram",
+    "states": "host",
     "overlap": "none",
     "update_on": None,
     "accumulation_steps": 1,
@@ -60,7 +60,8 @@ def check(optimizer: Make, placed: Mapping[str, Any]) -> None:
     for name, value in asked_of(optimizer).items():
         if name in _FREE and name not in placed:
             continue
-        if name in _PLACED and placed.get(name, _PLACED[name]) != value:
+        said = "host" if (name, value) == ("states", "ram") else value
+        if name in _PLACED and placed.get(name, _PLACED[name]) != said:
             message = (
                 f"{name}={value!r} was given to the optimizer, and the plan says"
                 f" {placed.get(name, _PLACED[name])!r}. Say it in one place: in the plan."

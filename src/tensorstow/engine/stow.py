@@ -1,7 +1,6 @@
 """``stow``: a model and its optimizer over DEVICE, HOST and DISK."""
 
 import os
-import pathlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorstow.base.allocator import give_back_large_blocks
 from tensorstow.base.budget import Budget
-from tensorstow.base.directories import choose_directory
+from tensorstow.base.directories import choose_directory, make_directories
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
@@ -41,6 +40,7 @@ from tensorstow.optim.accelerator.device import is_away, open_link
 from tensorstow.optim.stowed import StowedAdam
 
 Path = str | os.PathLike[str] | None
+_TIERS_OF_STATES = ("host", "ram", "disk")
 
 
 def stow(  # noqa: PLR0913  # the one door to everything
@@ -195,8 +195,9 @@ def _storeroom(
         raise BudgetError(message)
     if sharding.device.type == "cpu":
         give_back_large_blocks()
-    place = choose_directory(total).path if directory is None else pathlib.Path(directory)
-    place.mkdir(parents=True, exist_ok=True)  # as the optimizer does with its own
+    place = (
+        choose_directory(total) if directory is None else make_directories([directory])[0]
+    ).path
     return Storeroom(Shelves(place, total, capacity), Prefetcher(plan.prefetch))
 
 
@@ -211,7 +212,7 @@ def _automatic(
     """Return the first placement that fits, with what the user has told the optimizer."""
     ranks = world_here() if mesh is None else mesh.size(mesh.ndim - 1)
     asked = asked_of(optimizer)
-    states = {"disk": Tier.DISK, "ram": Tier.HOST}.get(asked.get("states", ""))
+    states = Tier(asked["states"]) if asked.get("states") in _TIERS_OF_STATES else None
     sizes = Sizes.of(units, ranks)
     here = device.type == "cpu"
     commits = (directory or asked.get("dir")) is not None and asked.get("durability") != "none"

@@ -16,7 +16,7 @@ from tensorstow.optim.stowed import StowedAdam
 class AdamW(StowedAdam):
     """``torch.optim.AdamW`` with its states in RAM, on disk, or shared between the two.
 
-    ``states``: "ram", "disk", or the fraction of the states' bytes that goes to disk.
+    ``states``: "host" (or "ram"), "disk", or the fraction of the states' bytes that goes to disk.
     ``dir``: the directory of a run, or several to stripe over, whose commits outlive the process;
     with ``durability="none"``, of scratch files; None picks a real disk for scratch and logs which.
     ``ram_budget``: bytes ("512MiB") for the buffers that states on disk pass through (48 MiB) and,
@@ -48,7 +48,7 @@ class AdamW(StowedAdam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        states: States = "ram",
+        states: States = "host",
         dir: Directory = None,  # noqa: A002
         ram_budget: str | int | None = None,
         state_format: str | None = None,
@@ -100,7 +100,7 @@ class Adam(StowedAdam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        states: States = "ram",
+        states: States = "host",
         dir: Directory = None,  # noqa: A002
         ram_budget: str | int | None = None,
         state_format: str | None = None,

@@ -1,10 +1,12 @@
 """What users write in an optimizer's constructor, read and checked before anything is allocated."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeGuard
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,7 +22,9 @@ from tensorstow.optim.states.policy import Overlap, PipelinePolicy, UpdateOn
 from tensorstow.optim.states.state_store import Placement
 from tensorstow.optim.states.stowage import Stowage
 
-States = Literal["ram", "disk"] | float
+States = Literal["host", "ram", "disk"] | float
+_NUMBERS = (int, float, np.integer, np.floating)
+_FRACTIONS = {"host": 0.0, "ram": 0.0, "disk": 1.0}
 Durability = Literal["commit", "none"] | None
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 Directory = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
@@ -205,16 +209,16 @@ def refuse_scaling(found_inf: object, factor: float) -> None:
         raise OptionError(message)
 
 
-def directories(directory: Directory) -> tuple[Path, ...]:
+def directories(directory: Directory, keyword: str = "dir") -> tuple[Path, ...]:
     """Return one path or several as a tuple; empty for None."""
     if directory is None:
         return ()
     given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
     if not given:
-        message = "dir= is an empty list: name at least one directory, or leave dir out."
+        message = f"{keyword}= is an empty list: name at least one directory, or leave it out."
         raise OptionError(message)
     if any(os.fspath(d) == "" for d in given):
-        message = 'dir="" was given: name a directory ("." for this one), or leave dir out.'
+        message = f'{keyword}="" was given: name a directory ("." for this one), or leave it out.'
         raise OptionError(message)
     return tuple(Path(d).expanduser() for d in given)
 
@@ -222,8 +226,12 @@ def directories(directory: Directory) -> tuple[Path, ...]:
 def check_hyper(options: Mapping[str, Any]) -> None:
     """Raise OptionError for a learning rate, beta, epsilon or weight decay out of its range."""
     for name in ("lr", "eps", "weight_decay"):
-        if not _number(options[name], name) >= 0.0:
-            message = f"{name}={options[name]} was given: it must not be negative."
+        value = _number(options[name], name)
+        if not math.isfinite(value):
+            message = f"{name}={value} was given: it must be finite, every weight would be NaN."
+            raise OptionError(message)
+        if value < 0.0:
+            message = f"{name}={value} was given: it must not be negative."
             raise OptionError(message)
     betas = options["betas"]
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
@@ -236,10 +244,10 @@ def check_hyper(options: Mapping[str, Any]) -> None:
 
 
 def _number(value: object, name: str) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.item()
-    if isinstance(value, int | float):
-        return value
+    if isinstance(value, _NUMBERS):
+        return float(value)
     message = f"{name}={value!r} was given: it is a number, or a tensor of one element."
     raise OptionError(message)
 
@@ -437,15 +445,26 @@ def accept_grad_dtype(parameters: Iterable[torch.Tensor], dtype: torch.dtype) ->
 
 
 def _fraction(states: object) -> float:
-    if isinstance(states, str):
-        if states not in {"ram", "disk"}:
-            message = f'states={states!r} was given: use "ram", "disk", or the fraction on disk.'
-            raise OptionError(message)
-        return 0.0 if states == "ram" else 1.0
-    if isinstance(states, bool) or not isinstance(states, int | float) or not 0.0 <= states <= 1.0:
+    if isinstance(states, str) and states in _FRACTIONS:
+        return _FRACTIONS[states]
+    if isinstance(states, str) or not _is_fraction(states):
         message = (
-            f'states={states!r} was given: use "ram", "disk", or the fraction on disk, a number'
-            " between 0 and 1."
+            f'states={states!r} was given: use "host" (or "ram"), "disk", or the fraction on disk,'
+            " a number between 0 and 1."
         )
         raise OptionError(message)
     return float(states)
+
+
+def fraction_of(value: object, keyword: str) -> float:
+    """Return the fraction of the states that ``keyword`` puts on disk."""
+    if not _is_fraction(value):
+        message = f"{keyword}={value!r} was given: it is a number between 0 and 1."
+        raise OptionError(message)
+    return float(value)
+
+
+def _is_fraction(value: object) -> TypeGuard[float]:
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
+        return False
+    return 0.0 <= float(value) <= 1.0

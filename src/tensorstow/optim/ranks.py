@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tensorstow.base.directories import make_directories
 from tensorstow.optim.board import Board
 from tensorstow.optim.shards import is_sharded
-from tensorstow.optim.states.stored import make_directory
 from tensorstow.optim.states.stowage import Stowage
 from tensorstow.store.by_rank import directory_of, refuse_other_worlds
 
@@ -59,8 +59,7 @@ class Ranks:
         refuse_other_worlds(placement.directories[0], self.world)
         if self.alone:
             return stowage
-        for directory in placement.directories:
-            make_directory(directory)
+        make_directories(placement.directories)
         mine = tuple(directory_of(d, self.rank, self.world) for d in placement.directories)
         return replace(stowage, placement=replace(placement, directories=mine))
 

@@ -291,9 +291,9 @@ class StowedAdam(Optimizer):
 
     @property
     def placement_of_states(self) -> str:
-        """Where states live: "ram", "disk", or "shared" between the two."""
+        """Where states live: "host", "disk", or "shared" between the two."""
         fraction = self._kept().stowage.placement.disk_fraction
-        return {0.0: "ram", 1.0: "disk"}.get(fraction, "shared")
+        return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
 
     def synchronize(self) -> None:
         """Wait until updates and writes have landed; raise what failed behind ``step()``."""

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from tensorstow.base.directories import check_directory
+from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import DirectoryError
 from tensorstow.io.engine import BackendChoice, open_engine
 from tensorstow.io.files import ALIGN, File, accepts_direct, scratch_file
@@ -144,18 +144,7 @@ def _make_directories(given: Directory | Sequence[Directory]) -> list[Path]:
     if not directories:
         message = "An empty sequence of directories was given. Name at least one."
         raise DirectoryError(message)
-    for directory in directories:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            pass  # not a directory: the check below says so
-        except OSError as error:
-            message = (
-                f"Directory {directory} was asked for and cannot be created: {error.strerror}."
-                " Name another."
-            )
-            raise DirectoryError(message) from error
-    return [check_directory(directory).path for directory in directories]
+    return [facts.path for facts in make_directories(directories)]
 
 
 def _make_space(backend: str, depth: int, directories: Sequence[Path]) -> ScratchSpace:

@@ -155,7 +155,7 @@ def refuse_aliases(
             message = (
                 f"A state of {name} shares memory with another, or with the parameter or gradient"
                 " itself: copies on disk would part ways. Let the optimizer clone it, or keep"
-                ' states="ram".'
+                ' states="host".'
             )
             raise OptionError(message)
         seen.add(address)
@@ -186,7 +186,7 @@ def _refuse_layout(tensor: torch.Tensor) -> None:
         found = f"of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
     message = (
         f"A state {found} was to go to disk: only tensors that fill one run of host memory can."
-        ' Let the optimizer keep a contiguous one, or keep states="ram".'
+        ' Let the optimizer keep a contiguous one, or keep states="host".'
     )
     raise DTypeError(message)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.directories import check_directory
+from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import ForkError, OptionError, PoisonedError, TransferError
 from tensorstow.optim.piecewise.entries import LARGE_BYTES, cloned, place, restore
 from tensorstow.optim.piecewise.mover import Mover, wanted_bytes
@@ -36,8 +36,7 @@ class Keeper:
         elementwise: bool,
     ) -> None:
         """Check the placement; nothing is allocated before ``attach``."""
-        for directory in placement.directories:
-            check_directory(directory)
+        make_directories(placement.directories)
         self._stepper = stepper
         self._placement = placement
         self._policy = policy

@@ -29,8 +29,8 @@ class StowedOptimizer(Optimizer):
     Muon itself, one parameter after the other; the results are, bit for bit, those of Muon with
     ``foreach=False, fused=False``. The options are the class's own, and these:
 
-    ``states``: "disk", "ram", or the fraction of the elements whose states go to disk (whole
-    parameters, the first stay in RAM). Tensors of less than 16 KiB, and numbers, stay in RAM.
+    ``states``: "disk", "host" (or "ram"), or the fraction of the elements whose states go to disk
+    (whole parameters, the first stay in RAM). Tensors below 16 KiB, and numbers, stay in RAM.
     ``dir``: a directory for scratch files, or several; None picks a real disk and logs which.
     ``ram_budget``: bytes ("512MiB") that states on disk pass through, 64 MiB without it; the
     largest piece must fit, or may run alone where no budget was given.

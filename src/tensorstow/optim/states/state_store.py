@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.directories import check_directory
+from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import OptionError
 from tensorstow.io.files import File, IoFuture
 from tensorstow.optim.formats.state_format import StateFormat
@@ -133,8 +133,8 @@ class StateStore:
         disk go (default: scratch files); ``take`` gives memory that states are in (default: any).
         """
         split([], placement.disk_fraction)
-        for directory in placement.directories:
-            check_directory(directory)
+        if space is None:
+            make_directories(placement.directories)
         self.placement = placement
         self.policy = policy
         self.weights = weights

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tensorstow._native as _native
-from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.base.directories import make_directories
+from tensorstow.base.errors import OptionError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, accepts_direct
 from tensorstow.optim.states.pipeline import Place
@@ -26,8 +27,7 @@ class StoredSpace:
                 " that nobody can find cannot be resumed."
             )
             raise OptionError(message)
-        for directory in directories:
-            make_directory(directory)
+        make_directories(directories)
         direct = all(accepts_direct(d) for d in directories)
         self.engine: _native.Engine | None = open_engine(
             policy.backend if direct else "threads", depth=policy.depth
@@ -94,15 +94,3 @@ class StoredSpace:
         place = (self._numbers[extent.file], extent.offset)
         self._extents[place] = extent
         return place
-
-
-def make_directory(directory: Path) -> None:
-    """Make the directory of a new run. Not its parents: those are more likely mistyped."""
-    try:
-        directory.mkdir(exist_ok=True)
-    except OSError as error:
-        message = (
-            f"Directory {directory} was asked for and cannot be made: {error.strerror}. Name one in"
-            " a directory that exists and this user may write to."
-        )
-        raise DirectoryError(message) from error
