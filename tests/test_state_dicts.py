@@ -1,8 +1,10 @@
 """State dicts of a stowed model: plain tensors that others save, and loading that updates see."""
 
+import copy
 import io
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_model, save, save_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
 from ranks.twin import FETCHED, Twins, whole
-from tensorstow import Plan
+from tensorstow import AdamW, Plan, stow
 from tensorstow.base.errors import OptionError
 
 Pool = Callable[[int], Ranks]
@@ -53,9 +56,9 @@ def saved(plan: Plan) -> None:
     assert list(state) == list(both.alone.state_dict())
     for name, value in both.alone.state_dict().items():
         mine = state[name]
-        assert isinstance(mine, DTensor)
-        assert type(mine.to_local()) is torch.Tensor
-        assert torch.equal(mine.full_tensor(), value)
+        assert isinstance(mine, DTensor) == (dist.get_world_size() > 1)
+        assert type(mine.to_local() if isinstance(mine, DTensor) else mine) is torch.Tensor
+        assert torch.equal(whole(mine), value)
     full = get_model_state_dict(
         both.stowed, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
@@ -68,9 +71,9 @@ def saved(plan: Plan) -> None:
     stream.seek(0)
     back: dict[str, Any] = torch.load(stream, weights_only=False)
     for name, value in both.alone.state_dict().items():
-        assert torch.equal(back[name].full_tensor(), value)
-    part = both.stowed.blocks[1].state_dict()
-    assert type(part["up.weight"].to_local()) is torch.Tensor
+        assert torch.equal(whole(back[name]), value)
+    part = both.stowed.blocks[1].state_dict()["up.weight"]
+    assert type(part.to_local() if isinstance(part, DTensor) else part) is torch.Tensor
     both.close()
 
 
@@ -188,3 +191,64 @@ def test_what_cannot_be_loaded_is_refused_by_name(ranks: Pool) -> None:
     assert "assign=True" in assigned
     assert "leave assign out" in assigned
     assert "size mismatch for embedding.weight" in misshapen
+
+
+class Tied(nn.Module):
+    """A large weight under two names, and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.embedding = nn.Embedding(1 << 13, 64)
+        self.head = nn.Linear(64, 1 << 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_one_rank_saves_a_weight_on_disk_by_anybody_s_means(tmp_path: Path) -> None:
+    wanted = Tied().state_dict()
+    plan = Plan(parameters="disk", states="disk")
+    model, optimizer = stow(Tied(), partial(AdamW, lr=1e-2), plan=plan, dir=tmp_path / "run")
+    for _ in range(2):
+        state = model.state_dict()
+        assert all(type(value) is torch.Tensor for value in state.values())
+        assert state["head.weight"] is state["embedding.weight"]  # as of a model that is not stowed
+        place = state["head.weight"].data_ptr()
+        assert any(
+            int(low, 16) <= place < int(high, 16) and str(tmp_path) in file
+            for low, high, file in map(mapping, Path("/proc/self/maps").read_text().splitlines())
+        )  # memory that is a file
+    save_model(model, tmp_path / "model.safetensors")
+    torch.save(state, tmp_path / "model.pt")
+    optimizer.close()
+    back = Tied()
+    load_model(back, tmp_path / "model.safetensors")
+    for found in (back.state_dict(), torch.load(tmp_path / "model.pt")):
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def mapping(line: str) -> tuple[str, str, str]:
+    """Return the begin, the end and the file of what a line of /proc/self/maps is about."""
+    addresses, *_ = line.split(maxsplit=1)
+    return (*addresses.split("-"), line)
+
+
+def saved_as_if_whole() -> list[str]:
+    """Write a rank's shards by what writes whole tensors; return what was said."""
+    both = twins(Plan())
+    state = both.stowed.state_dict()
+    said = []
+    for write in (save, lambda given: save_model(both.stowed, "nowhere") or given):
+        with pytest.raises(OptionError) as caught:
+            write(state)
+        said.append(str(caught.value))
+    copied = copy.deepcopy(state)
+    assert all(type(value) is DTensor for value in copied.values())
+    assert all(torch.equal(whole(v), whole(state[name])) for name, v in copied.items())
+    both.close()
+    return said
+
+
+def test_shards_are_not_written_as_if_they_were_whole(ranks: Pool) -> None:
+    for said in ranks(2).run(saved_as_if_whole):
+        assert all("tensorstow.save_safetensors(model" in text for text in said)

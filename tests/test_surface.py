@@ -17,6 +17,7 @@ def test_exported_names() -> None:
         "StowedOptimizer",
         "Tier",
         "__version__",
+        "save_safetensors",
         "stow",
     ]
     assert sorted(tensorstow.colossalai.__all__) == ["CPUAdam", "HybridAdam"]

@@ -12,6 +12,7 @@ from tensorstow.optim.piecewise.stowed_optimizer import StowedOptimizer
 from tensorstow.optim.states.policy import PipelinePolicy
 
 if TYPE_CHECKING:
+    from tensorstow.engine.export import save_safetensors
     from tensorstow.engine.stow import stow
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "StowedOptimizer",
     "Tier",
     "__version__",
+    "save_safetensors",
     "stow",
 ]
 
@@ -31,10 +33,14 @@ __version__ = version("tensorstow")
 
 
 def __getattr__(name: str) -> object:
-    """Import ``stow`` when it is asked for: FSDP2 takes a second, and optimizers need it not."""
-    if name != "stow":
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
-    from tensorstow.engine.stow import stow  # noqa: PLC0415
+    """Import the engine when it is asked for: FSDP2 takes a second, and optimizers need it not."""
+    if name == "stow":
+        from tensorstow.engine.stow import stow  # noqa: PLC0415
 
-    return stow
+        return stow
+    if name == "save_safetensors":
+        from tensorstow.engine.export import save_safetensors  # noqa: PLC0415
+
+        return save_safetensors
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message)

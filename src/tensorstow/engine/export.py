@@ -3,8 +3,10 @@
 Every rank takes part, for tensors are gathered; the first one writes, or each its own files. What
 is written is what ``stow(weights=...)`` and transformers' ``from_pretrained`` read: tied parameters
 are there once, by their first name, and an index says which file has what where there are several.
+The configuration of a model of transformers is written beside them.
 """
 
+import copy
 import json
 import os
 from collections import deque
@@ -13,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError, StowError
+from tensorstow.engine.conversion import is_of_transformers
 from tensorstow.engine.mesh import host_group
 from tensorstow.io.mapped import replacing
 from tensorstow.io.safetensors import Entry, Table, lay_out
@@ -48,6 +52,9 @@ def save_safetensors(
 ) -> None:
     """Write the weights and persistent buffers of ``model`` into the directory ``path``.
 
+    And config.json and generation_config.json of a model of transformers, so that its
+    ``from_pretrained`` reads the directory.
+
     In files of at most ``max_shard_bytes`` (a larger tensor has its own), each of which replaces an
     older one when it is whole. ``by_rank``: in as many files at least as there are ranks, each rank
     writing its own, all at once, to a directory that all of them see; False: the first rank writes.
@@ -69,7 +76,7 @@ def save_safetensors(
     for at in range(0, len(shards), writers):
         failure = _write(shards[at : at + writers], rank, folder, failure)
     _agree(failure, folder, group)
-    _agree(_finish(folder, shards) if rank == 0 else None, folder, group)
+    _agree(_finish(model, folder, shards) if rank == 0 else None, folder, group)
 
 
 def _prepare(folder: Path) -> Exception | None:
@@ -154,8 +161,11 @@ def _in_turns(shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, str]]:
         yield from ((s, n) for s, n in zip(shards, names, strict=True) if n is not None)
 
 
-def _finish(folder: Path, shards: Sequence[_Shard]) -> Exception | None:
-    """Write the index where there are several files, and remove what an earlier set has more."""
+def _finish(model: nn.Module, folder: Path, shards: Sequence[_Shard]) -> Exception | None:
+    """Write the index where there are several files, and remove what an earlier set has more.
+
+    And the configuration, where the model has one.
+    """
     names = {shard.name for shard in shards}
     where = {name: shard.name for shard in shards for name in shard.tensors}
     total = sum(e.nbytes for shard in shards for e in shard.table.entries.values())
@@ -170,9 +180,23 @@ def _finish(folder: Path, shards: Sequence[_Shard]) -> Exception | None:
         for old in (folder / _ONE, *folder.glob("model-*-of-*.safetensors")):
             if old.name not in names:
                 old.unlink(missing_ok=True)
+        _write_configuration(model, folder)
     except OSError as error:
         return error
     return None
+
+
+def _write_configuration(model: nn.Module, folder: Path) -> None:
+    """Write what ``save_pretrained`` of transformers writes beside weights."""
+    if not is_of_transformers(model):
+        return
+    given: Any = model
+    config = copy.deepcopy(given.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = str(given.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if given.can_generate() and given.generation_config is not None:
+        given.generation_config.save_pretrained(folder)
 
 
 def _agree(failure: Exception | None, folder: Path, group: dist.ProcessGroup | None) -> None:

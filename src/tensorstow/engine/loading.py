@@ -5,7 +5,7 @@ A unit at a time, so that host memory never holds the whole model of a rank.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 from tensorstow.base.errors import StoreFormatError
+from tensorstow.engine.conversion import origins_of
 from tensorstow.engine.initialising import (
     Init,
     check_initialisable,
@@ -31,48 +32,66 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Files:
-    """The tensors of safetensors files, by name: read in slices."""
+    """The tensors of safetensors files, by a model's names: read in slices."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Find names in a file, or in all of a directory; raises StoreFormatError for none."""
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+        """Find names in a file, or in all of a directory; raises StoreFormatError for none.
+
+        ``model``: whose names they are asked by, before it is sharded; None: by those of the files.
+        """
         self._of: dict[str, Path] = {}
+        shapes: dict[str, Sequence[int]] = {}
         for file in _files(Path(path)):
             with safe_open(file, framework="pt") as opened:
-                self._of |= dict.fromkeys(opened.keys(), file)
+                for name in opened.keys():  # noqa: SIM118  # no mapping
+                    self._of[name] = file
+                    shapes[name] = opened.get_slice(name).get_shape()
+        self._origins = origins_of(model, shapes)
         self._path = path
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor called ``name``."""
-        return name in self._of
+        return name in self._origins
 
     def rows(self, names: list[str], like: torch.Tensor) -> Rows:
         """Return a reader of the tensor that has one of ``names``, in the dtype of ``like``.
 
         Raises StoreFormatError where there is none, or it has another shape.
         """
-        name = next((n for n in names if n in self._of), None)
+        name = next((n for n in names if n in self._origins), None)
         if name is None:
-            near = get_close_matches(names[0], self._of, 1)
+            near = get_close_matches(names[0], self._origins, 1)
             told = f"the nearest is {near[0]!r}" if near else "nor any like it"
             message = (
                 f"{self._path} has no tensor {names[0]!r}, {told}: it is of another model, or of a"
                 " part of this one."
             )
             raise StoreFormatError(message)
-        with safe_open(self._of[name], framework="pt") as file:
-            shape = tuple(file.get_slice(name).get_shape())
-        if shape != tuple(like.shape):
-            message = f"{name!r} in {self._path} is {shape} and the model's is {tuple(like.shape)}."
+        origin = self._origins[name]
+        if origin.shape != tuple(like.shape):
+            message = (
+                f"{name!r} in {self._path} is {origin.shape} and the model's is"
+                f" {tuple(like.shape)}."
+            )
             raise StoreFormatError(message)
 
         def read(start: int, stop: int) -> torch.Tensor:
-            with safe_open(self._of[name], framework="pt") as file:
+            if origin.make is not None:
+                made = origin.make(self._whole)
+                return (made[start:stop] if like.ndim else made).to(like.dtype)
+            source = origin.sources[0]
+            with safe_open(self._of[source], framework="pt") as file:
                 part: torch.Tensor = (
-                    file.get_slice(name)[start:stop] if like.ndim else file.get_tensor(name)
+                    file.get_slice(source)[start:stop] if like.ndim else file.get_tensor(source)
                 )
                 return part.to(like.dtype)
 
         return read
+
+    def _whole(self, source: str) -> torch.Tensor:
+        with safe_open(self._of[source], framework="pt") as file:
+            whole: torch.Tensor = file.get_tensor(source)
+            return whole
 
 
 def _files(path: Path) -> list[Path]:
@@ -102,9 +121,13 @@ class Sources:
         weights: str | os.PathLike[str] | None,
         init: Init | None,
         group: dist.ProcessGroup | None,
+        model: nn.Module | None = None,
     ) -> None:
-        """Read ``weights`` (safetensors) where given; ``group``: ranks that are to agree."""
-        self._files = None if weights is None else Files(weights)
+        """Read ``weights`` (safetensors) where given; ``group``: ranks that are to agree.
+
+        ``model``: what they are for, where its files may have other names than it has.
+        """
+        self._files = None if weights is None else Files(weights, model)
         self._init = init
         self._group = group
 

@@ -87,7 +87,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     check_device(plan, device)
     check(optimizer, placement_of(plan, model, dir))
     if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
-        _place_whole(model, chosen, device, Sources(weights, init, None), plan)
+        _place_whole(model, chosen, device, Sources(weights, init, None, model), plan)
         return model, make(optimizer, model, placement_of(plan, model, dir))
     check_shardable(chosen)
     mesh = mesh or mesh_of(device, stage=plan.stage, replicas=plan.replicas)
@@ -97,9 +97,8 @@ def stow(  # noqa: PLR0913  # the one door to everything
     group = host_group()
     told = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype), **told_of(chosen)}
     check_agreement(told, group)
-    return model, _place_sharded(
-        model, chosen, plan, sharding, Sources(weights, init, group), optimizer, dir
-    )
+    sources = Sources(weights, init, group, model)
+    return model, _place_sharded(model, chosen, plan, sharding, sources, optimizer, dir)
 
 
 def _place_whole(

@@ -84,6 +84,7 @@ class Shelves:
 
         Raises DirectoryError where the directory has no room.
         """
+        self.directory = directory
         backend = None if accepts_direct(directory) else "threads"
         self._file = scratch_file(open_engine(backend, depth=DEPTH), directory, nbytes)
         weakref.finalize(self, self._file.close)

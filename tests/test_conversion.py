@@ -1,0 +1,185 @@
+"""What transformers writes is loaded into its models, and what is written here it loads."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstow
+from tensorstow import Plan
+from tensorstow.base.errors import StoreFormatError
+from tensorstow.engine.conversion import is_of_transformers, origins_of
+
+transformers = pytest.importorskip("transformers")
+
+DECODER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+ENCODER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+SMALL_T5 = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 2, "num_heads": 2, "vocab_size": 32}
+BART = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "vocab_size": 32,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT2LMHeadModel": ("GPT2Config", {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32}),
+    "LlamaForCausalLM": ("LlamaConfig", {**DECODER, "tie_word_embeddings": True}),
+    "MistralForCausalLM": ("MistralConfig", DECODER),
+    "Qwen2ForCausalLM": ("Qwen2Config", DECODER),
+    "GemmaForCausalLM": ("GemmaConfig", {**DECODER, "head_dim": 8}),
+    "Phi3ForCausalLM": ("Phi3Config", DECODER),
+    "MixtralForCausalLM": ("MixtralConfig", {**DECODER, "num_local_experts": 3}),
+    "Qwen2MoeForCausalLM": (
+        "Qwen2MoeConfig",
+        {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 8},
+    ),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {**DECODER, **EXPERTS, "head_dim": 8}),
+    "OlmoeForCausalLM": ("OlmoeConfig", {**DECODER, "num_experts": 3, "num_experts_per_tok": 2}),
+    "BertForMaskedLM": ("BertConfig", {**ENCODER, "vocab_size": 32}),
+    "RobertaForMaskedLM": ("RobertaConfig", {**ENCODER, "vocab_size": 32}),
+    "DistilBertForMaskedLM": (
+        "DistilBertConfig",
+        {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "vocab_size": 32},
+    ),
+    "T5ForConditionalGeneration": ("T5Config", SMALL_T5),
+    "BartForConditionalGeneration": ("BartConfig", BART),
+    "ViTForImageClassification": ("ViTConfig", {**ENCODER, "image_size": 8, "patch_size": 4}),
+    "ViTModel": ("ViTConfig", {**ENCODER, "image_size": 8, "patch_size": 4}),
+    "Dinov2Model": ("Dinov2Config", {**ENCODER, "image_size": 8, "patch_size": 4}),
+    "CLIPVisionModel": ("CLIPVisionConfig", {**ENCODER, "image_size": 8, "patch_size": 4}),
+    "SiglipVisionModel": ("SiglipVisionConfig", {**ENCODER, "image_size": 8, "patch_size": 4}),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", {**ENCODER, "vocab_size": 32}),
+    "FalconForCausalLM": ("FalconConfig", {**DECODER, "num_kv_heads": 1}),
+    "DeepseekV3ForCausalLM": (
+        "DeepseekV3Config",
+        {
+            **DECODER,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 4,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "WhisperForConditionalGeneration": ("WhisperConfig", {**BART, "pad_token_id": 0}),
+}
+
+
+def made(family: str, seed: int) -> Any:  # noqa: ANN401  # another library's
+    config, sizes = FAMILIES[family]
+    torch.manual_seed(seed)
+    return getattr(transformers, family)(getattr(transformers, config)(**sizes))
+
+
+def stowed(model: nn.Module, **given: Any) -> tuple[nn.Module, tensorstow.AdamW]:  # noqa: ANN401
+    plan = Plan(parameters="disk", states="disk")
+    return tensorstow.stow(model, partial(tensorstow.AdamW, lr=1e-2), plan=plan, **given)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_goes_both_ways(tmp_path: Path, family: str) -> None:
+    wanted = made(family, 0)
+    wanted.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    right = wanted.state_dict()
+    model, optimizer = stowed(made(family, 1), weights=tmp_path / "theirs")
+    got = model.state_dict()
+    assert got.keys() == right.keys()
+    assert all(torch.equal(got[name], right[name]) for name in right)
+    tensorstow.save_safetensors(model, tmp_path / "ours", max_shard_bytes=20_000)
+    model.save_pretrained(tmp_path / "by_state_dict")
+    optimizer.close()
+    for folder in ("ours", "by_state_dict"):
+        back, told = getattr(transformers, family).from_pretrained(
+            tmp_path / folder, output_loading_info=True
+        )
+        assert not any(told.values()), told
+        assert back.config.architectures == [family]
+        assert back.can_generate() == (tmp_path / folder / "generation_config.json").is_file()
+        assert all(torch.equal(back.state_dict()[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(parameters="disk", states="disk")], ids=str)
+def test_a_model_on_the_meta_device_is_made_of_merged_tensors(tmp_path: Path, plan: Plan) -> None:
+    wanted = made("MixtralForCausalLM", 0)
+    wanted.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = made("MixtralForCausalLM", 0)
+    make = partial(tensorstow.AdamW, lr=1e-2)
+    model, optimizer = tensorstow.stow(
+        model, make, plan=plan, weights=tmp_path, init=model._init_weights
+    )
+    tokens = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, wanted(input_ids=tokens).logits)
+    optimizer.close()
+
+
+def test_a_part_takes_the_whole_s_checkpoint(tmp_path: Path) -> None:
+    wanted = made("GPT2LMHeadModel", 0)
+    wanted.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    model, optimizer = stowed(transformers.GPT2Model(wanted.config), weights=tmp_path)
+    right = wanted.transformer.state_dict()
+    assert all(torch.equal(value, right[name]) for name, value in model.state_dict().items())
+    optimizer.close()
+
+
+def test_another_model_s_checkpoint_is_refused(tmp_path: Path) -> None:
+    made("LlamaForCausalLM", 0).save_pretrained(tmp_path)
+    with pytest.raises(StoreFormatError, match=r"no tensor 'model\.layers.*of another model"):
+        stowed(made("MixtralForCausalLM", 0), weights=tmp_path)
+
+
+def test_a_tensor_is_made_when_it_is_read_of_its_own_sources() -> None:
+    model = made("MixtralForCausalLM", 0)
+    source = "model.layers.{}.block_sparse_moe.experts.{}.w{}.weight"
+    shapes = {source.format(n, e, w): (24, 16) for n in range(2) for e in range(3) for w in (1, 3)}
+    origins = origins_of(model, shapes)
+    read: list[str] = []
+
+    def reading(name: str) -> torch.Tensor:
+        read.append(name)
+        return torch.ones(24, 16)
+
+    origin = origins["model.layers.1.mlp.experts.gate_up_proj"]
+    assert not read
+    assert origin.shape == tuple(model.model.layers[1].mlp.experts.gate_up_proj.shape)
+    assert origin.make is not None
+    assert origin.make(reading).shape == origin.shape
+    assert sorted(read) == sorted(origin.sources) == sorted(n for n in shapes if "layers.1" in n)
+
+
+def test_other_models_have_what_their_files_have() -> None:
+    model = nn.Linear(2, 2)
+    assert not is_of_transformers(model)
+    (origin,) = origins_of(model, {"weight": (2, 2)}).values()
+    assert origin == next(iter(origins_of(None, {"weight": [2, 2]}).values()))
+    assert origin.make is None
