@@ -29,6 +29,7 @@ from tensorstow.engine.loading import Sources
 from tensorstow.engine.mesh import device_here, host_group, mesh_of, world_here
 from tensorstow.engine.micro_batches import MicroBatches
 from tensorstow.engine.optimizers import Make, asked_of, check, make, placement_of
+from tensorstow.engine.parts import watch_parts
 from tensorstow.engine.prefetch import Prefetcher
 from tensorstow.engine.shardable import check_shardable
 from tensorstow.engine.sharding import Sharding, Storeroom, shard, shelf_bytes
@@ -150,6 +151,7 @@ def _place_sharded(
     _read_new_weights(held, made)
     gathered.watch(made, stage=plan.stage)
     keep_plain(model)
+    watch_parts(model)
     if plan.stage == 1 and isinstance(model, FSDPModule):
         MicroBatches(model, plan.accumulation_steps).watch(model, made)
     return made
