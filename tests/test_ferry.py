@@ -159,7 +159,8 @@ def test_beside_forward_step_does_not_wait_for_the_weights(
     optimizer.zero_grad()
     torch.autograd.backward(net())
     optimizer.step()
-    assert any(map(torch.equal, net.parameters(), before))
+    with torch._C.DisableTorchFunctionSubclass():  # what is there now
+        assert any(map(torch.equal, net.parameters(), before))
     net()  # waits
     assert not any(map(torch.equal, net.parameters(), before))
 

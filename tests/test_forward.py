@@ -502,7 +502,7 @@ def test_unpoisoned_weights_are_the_old_ones(tmp_path: Path) -> None:
     before = weights(model)
     slow(optimizer)
     train(optimizer, model, [2])
-    assert torch.equal(model[2].weight, before["2.weight"])
+    assert torch.equal(weights(model)["2.weight"], before["2.weight"])
     optimizer.wait()
     assert not torch.equal(model[2].weight, before["2.weight"])
     optimizer.close()

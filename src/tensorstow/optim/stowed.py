@@ -4,7 +4,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -178,7 +178,8 @@ class StowedAdam(Optimizer):
             self._schedule.landed.restart()  # what came of earlier micro-batches is gone
         if not set_to_none:
             self.wait()  # updates may still read the gradients that are about to be zeroed
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
+            super().zero_grad(set_to_none)
         self._clip_factor, self._clipped = 1.0, []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -283,6 +284,15 @@ class StowedAdam(Optimizer):
         """
         ids = None if parameters is None else [id(p) for p in parameters]
         self._schedule.wait(self._kept(), ids)
+
+    def updated(self) -> AbstractContextManager[None]:
+        """Wait as ``wait()`` does, and return a context in which all weights are new.
+
+        For what reads their memory and asks no operation of torch: NumPy arrays, extensions, graphs
+        of one's own. It holds until the next ``step()``.
+        """
+        self.wait()
+        return nullcontext()
 
     @property
     def stowage(self) -> Stowage:

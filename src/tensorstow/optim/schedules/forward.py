@@ -6,10 +6,21 @@ blocks waits for its parameters too, but for those in blocks that were seen to r
 the root waits for the rest, as does a submodule that is called directly. Until a block has been
 seen, its parameters are the root's: somebody may read them past the block.
 
+[Note: Compiled] A graph of ``torch.compile`` cannot wait in its middle: nothing keeps what reads a
+weight behind the wait. So hooks are traced away, and whoever runs a graph must have waited for all
+its parameters: the root or a block whose own hook ran outside of it. A block is taken to wait for
+itself only if it did so since a graph was last traced. Where no hook runs outside, for the whole
+model is one graph, the step itself waits. A graph is traced anew where it meets a parameter that is
+unpublished, for it guards their classes ([Note: Unpublished]): so nothing is missed when a model is
+compiled, or called in another way than before. The root's hook leaves one operator in the graph,
+which raises where the schedule says that weights may not be read now.
+
 [Note: Gathered] FSDP2 reads the parameters of a group when the first of the group's modules runs,
 so each of these waits for all of them, whichever block they are in.
 """
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -32,6 +43,26 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(walk(module)))
 
 
+_numbers = itertools.count()
+_by_number: "weakref.WeakValueDictionary[int, ForwardWaits]" = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("tensorstow::ask", mutates_args=())
+def _ask(number: int) -> None:
+    """Have the hooks of this number wait, when a graph runs."""
+    waits = _by_number.get(number)
+    if waits is not None:
+        waits.ask()
+
+
+@_ask.register_fake
+def _(number: int) -> None:
+    pass
+
+
+torch.fx.has_side_effect(torch.ops.tensorstow.ask.default)
+
+
 class ForwardWaits:
     """Hooks on a model that wait for weights before they are read."""
 
@@ -50,8 +81,17 @@ class ForwardWaits:
         self._sets: dict[int, frozenset[int]] = {}
         self._calls: dict[int, nn.Module] = {}
         self._order: list[int] = []
+        self._running = 0
+        """Calls of the root and of blocks, outside of graphs, that have not returned."""
+        self.blind = False
+        """The model is, or is in, one graph, outside of which no hook runs."""
+        self._number = next(_numbers)
+        _by_number[self._number] = self
         self._known = frozenset(id(p) for p in module.parameters())
         self._hooks: list[Any] = []
+        for part in dict.fromkeys((module, *self._blocks)):
+            after = part.register_forward_hook(self._after, prepend=True, always_call=True)
+            self._hooks.append(after)
         for part in module.modules():
             self._hooks.append(part.register_forward_pre_hook(self._before, prepend=True))
             saving: Any = part.register_state_dict_pre_hook
@@ -83,13 +123,14 @@ class ForwardWaits:
 
     def covers(self, identity: int) -> bool:
         """Return whether anybody waits for the parameter with this ``id``."""
-        return identity in self._known
+        return identity in self._known and not self.blind
 
     def order(self) -> list[int]:
         """Return ids of parameters in the order in which forward needed them since the last call.
 
-        Where there was no forward, the order before.
+        Where there was no forward, the order before. Called by each step.
         """
+        self._running = 0  # an interrupt may have left calls that will not return
         if self._calls or not self._order:
             needed = self._needs(self._root)
             first = [id(p) for p in self._root.parameters() if id(p) in needed]
@@ -98,15 +139,36 @@ class ForwardWaits:
             self._calls.clear()
         return self._order
 
-    # A graph would take "nothing is under way" for a constant.
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _before(self, module: nn.Module, _: Any) -> None:  # noqa: ANN401  # torch's own signature
+        if torch.compiler.is_compiling():
+            self._traced()
+            if module is self._root:
+                _ask(self._number)
+            return
+        if module is self._root or id(module) in self._block_ids:
+            self._running += 1
         if id(module) in self._block_ids:
             self._calls.setdefault(id(module), module)
             if id(module) not in self._seen:
                 self._seen[id(module)] = module
                 self._sets.clear()
         self._wait(self._needs(module))
+
+    def _after(self, *_: Any) -> None:  # noqa: ANN401
+        if not torch.compiler.is_compiling() and self._running:
+            self._running -= 1
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # run by the tracer
+    def _traced(self) -> None:
+        """See to it that a graph that is being made is never run with old weights."""
+        self._seen.clear()
+        self._sets.clear()
+        self.blind = self.blind or not self._running
+        self._wait(None)
+
+    def ask(self) -> None:
+        """Wait for all: a graph of the whole model is about to run."""
+        self._wait(None)
 
     def _before_all_of(self, module: nn.Module, *_: Any) -> None:  # noqa: ANN401
         self._wait([id(p) for p in module.parameters()])

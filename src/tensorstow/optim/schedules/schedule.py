@@ -4,7 +4,8 @@
 is published and in nothing else.
 
 none      ``step()`` returns when every weight is new.
-forward   ``step()`` returns at once; whoever reads a weight waits for it (``ForwardWaits``).
+forward   ``step()`` returns at once; whoever reads a weight waits for it (``ForwardWaits``, and
+          [Note: Unpublished]).
 backward  a step is open while backward runs; each gradient is handed over when it is final, and
           ``step()`` closes it and waits for the rest.
 
@@ -13,6 +14,9 @@ an open one under every schedule. With "forward" the ferry moves on whenever a w
 what the device computes meanwhile was given to it before, so the caller's thread is free for that.
 """
 
+import logging
+import threading
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -28,9 +32,17 @@ from tensorstow.optim.schedules.leases import Leases, lend
 from tensorstow.optim.schedules.order import by_first, by_last
 from tensorstow.optim.schedules.outside import run_on_device
 from tensorstow.optim.schedules.pace import WINDOW_BYTES, Pace
+from tensorstow.optim.schedules.unpublished import Waiter, publish, withhold
 from tensorstow.optim.shards import has_left
 from tensorstow.optim.states.pipeline import DTYPE_CODES, StepKind
 from tensorstow.optim.updates import Due, States, Turn, account, scalars_of
+
+logger = logging.getLogger("tensorstow")
+_BLIND = (
+    'overlap="forward" overlaps nothing: the model is compiled as a whole, in the middle of which'
+    " no weight can be waited for, so step() returns when all are new. Compile its blocks instead,"
+    " before the optimizer is made: model.layers[i] = torch.compile(model.layers[i])."
+)
 
 
 def carry(turn: Turn, ferry: Ferry | None) -> bool:
@@ -126,6 +138,8 @@ class BesideForward:
         self._last_order: tuple[int, list[int]] = (0, [])
         self._under_way: dict[int, Due] = {}
         self._versions: dict[int, int] = {}
+        self._has_said = False
+        self._lock = threading.RLock()  # any thread may read a weight
 
     def run(self, turn: Turn, kept: Members, states: States) -> None:
         """Return at once; gradients stay alive until they are used.
@@ -154,12 +168,23 @@ class BesideForward:
         self._under_way = {id(due.member.owner): due for due in turn.dues}
         self._versions = {i: _version(due) for i, due in self._under_way.items()}
         account(turn, states)
+        waiter = self._make_waiter(kept)
+        for due in turn.dues:
+            withhold(due.member.owner, waiter)
         self.wait(kept, [i for i in self._under_way if not self._waits.covers(i)])
+        if self._waits.blind and not self._has_said:
+            self._has_said = True
+            logger.warning(_BLIND)
 
     def wait(self, kept: Members, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
         if not self._under_way:
             return
+        # What we do with weights ourselves waits for nothing.
+        with self._lock, torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            self._wait(kept, ids)
+
+    def _wait(self, kept: Members, ids: Iterable[int] | None) -> None:
         wanted = list(self._under_way) if ids is None else [i for i in ids if i in self._under_way]
         if not wanted:
             return
@@ -171,12 +196,13 @@ class BesideForward:
             else:
                 kept.store.pipeline.wait_parameters(numbers)
         except StowError:  # an interrupt leaves it all under way: gradients are still read
-            self._under_way.clear()  # the pipeline is poisoned, and no gradient is being read
+            self.give_up()  # the pipeline is poisoned, and no gradient is being read
             raise
         for identity in wanted:
             due = self._under_way.pop(identity)
+            publish(due.member.owner)
             if _version(due) != self._versions[identity]:
-                self._under_way.clear()
+                self.give_up()
                 error = _changed_while_used()
                 kept.store.pipeline.poison(error)
                 raise error
@@ -188,7 +214,20 @@ class BesideForward:
 
     def give_up(self) -> None:
         """Forget the step that is under way: its store is gone."""
+        for due in self._under_way.values():
+            publish(due.member.owner)
         self._under_way.clear()
+
+    def _make_waiter(self, kept: Members) -> Waiter:
+        # Weakly: the model may hold its optimizer, and weights under way are known to everybody.
+        method, members = weakref.WeakMethod(self.wait), weakref.ref(kept)
+
+        def wait(ids: Iterable[int]) -> None:
+            alive, held = method(), members()
+            if alive is not None and held is not None:
+                alive(held, ids)
+
+        return wait
 
     def _arrange(self, kept: Members) -> None:
         order = (id(kept.store), self._waits.order())

@@ -1,0 +1,154 @@
+"""Parameters whose new weights are not there yet: whoever reads one waits for it.
+
+[Note: Unpublished] While its update is under way, a parameter is of a class of ours, derived from
+its own, whose ``__torch_function__`` waits, gives the parameter its own class back, and goes on
+with what was asked. So every operation of torch that is given the parameter itself sees the new
+weight, wherever it is called: averages of weights, norms, copies, ``p.data``. What needs no bytes
+(``shape``, ``grad``) does not wait. A graph of ``torch.compile`` guards the classes of parameters,
+so it is not entered with one of them; hooks see to it that the weights are new before.
+
+Not seen is what reads memory and asks no operation of torch for it: a view or NumPy array that was
+taken before ``step()``, and extensions that take a tensor's address past torch's dispatch.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+
+from tensorstow.base.errors import OptionError
+
+_GETTERS = (
+    "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "_version", "device", "dtype",
+    "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized",
+    "is_sparse", "itemsize", "layout", "nbytes", "ndim", "output_nr", "requires_grad",
+    "retains_grad", "shape",
+)  # fmt: skip
+_SETTERS = ("grad", "requires_grad")
+_METHODS = (
+    "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
+    "is_floating_point", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
+    "requires_grad_", "retain_grad", "size", "storage_offset", "stride",
+)  # fmt: skip
+
+
+def _without_bytes() -> Iterator[object]:
+    for name in _GETTERS:
+        yield getattr(torch.Tensor, name).__get__
+    for name in _SETTERS:
+        yield getattr(torch.Tensor, name).__set__
+    yield getattr(torch.Tensor.grad, "__delete__")  # noqa: B009  # torch types it as a tensor
+    for name in _METHODS:
+        yield getattr(torch.Tensor, name)
+    yield from (torch.is_complex, torch.is_floating_point, torch.numel)
+
+
+_HARMLESS = frozenset(_without_bytes())
+
+
+Waiter = Callable[[Iterable[int]], None]
+"""Returns once the parameters with the ids that it is given may be read."""
+
+_waiters: dict[int, Waiter] = {}
+"""By id of an unpublished parameter."""
+
+
+def withhold(parameter: torch.Tensor, waiter: Waiter) -> None:
+    """Let whoever reads ``parameter`` call ``waiter`` first, until it is published."""
+    _waiters[id(parameter)] = waiter
+    kind = type(parameter)
+    if not issubclass(kind, Unpublished):
+        parameter.__class__ = _unpublished(kind)
+
+
+def publish(parameter: torch.Tensor) -> None:
+    """Give ``parameter`` its own class back: whoever reads it need not wait."""
+    _waiters.pop(id(parameter), None)
+    kind = type(parameter)
+    if issubclass(kind, Unpublished):
+        parameter.__class__ = kind.own
+
+
+class Unpublished:
+    """What the classes of unpublished parameters have in common."""
+
+    __slots__ = ()
+    own: ClassVar[type[torch.Tensor]]
+    """The parameter's class when it is published."""
+
+    @classmethod
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001  # a graph has no time
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  # whatever the function returns
+        """Wait for what ``function`` reads, and call it."""
+        del types
+        given = kwargs or {}
+        if function in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                return function(*args, **given)
+        found = list(_tensors_in((args, given)))
+        for tensor in found:
+            _wait_for(tensor)
+        if not found:
+            message = f"{function} was asked of a weight that step() is updating: wait() first."
+            raise OptionError(message)
+        return function(*args, **given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401
+        """Copy what is there when it is new."""
+        return copy.deepcopy(_wait_for(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
+        """Save what is there when it is new."""
+        return _wait_for(self).__reduce_ex__(protocol)
+
+
+class _UnpublishedShard(Unpublished):
+    """A DTensor's, some of whose methods ask torch for nothing."""
+
+    __slots__ = ()
+
+    def to_local(self, **given: Any) -> Any:  # noqa: ANN401
+        """Return the shard when it is new."""
+        return _wait_for(self).to_local(**given)
+
+    def full_tensor(self, **given: Any) -> Any:  # noqa: ANN401
+        """Return the whole when it is new."""
+        return _wait_for(self).full_tensor(**given)
+
+    def redistribute(self, *args: Any, **given: Any) -> Any:  # noqa: ANN401
+        """Return it anew when it is new."""
+        return _wait_for(self).redistribute(*args, **given)
+
+
+@functools.cache
+def _unpublished(kind: type[torch.Tensor]) -> Any:  # noqa: ANN401  # a class made here
+    common = _UnpublishedShard if hasattr(kind, "device_mesh") else Unpublished
+    return type(f"Unpublished{kind.__name__}", (common, kind), {"__slots__": (), "own": kind})
+
+
+def _wait_for(tensor: Any) -> Any:  # noqa: ANN401
+    """Return ``tensor``, which is published by then."""
+    waiter = _waiters.get(id(tensor))
+    if waiter is not None:
+        waiter([id(tensor)])
+    publish(tensor)
+    return tensor
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, Unpublished):
+        yield cast("torch.Tensor", value)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each)
