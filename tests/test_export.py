@@ -109,7 +109,7 @@ def test_hyper_parameters_come_back_as_they_were(tmp_path: Path) -> None:
     halves = [list(net[0].parameters()), list(net[2].parameters())]
     lr = torch.tensor(1 / 3, dtype=torch.float64)
     groups = [{"params": halves[0], "lr": lr, "betas": (0.5, 0.75)}, {"params": halves[1]}]
-    opt = AdamW(groups, lr=1e-3, weight_decay=float("inf"))
+    opt = AdamW(groups, lr=1e-3, weight_decay=1e300)
     opt.param_groups[1]["weight_decay"] = 0.1
     opt.param_groups[1]["note"] = {"of": ["the", "caller"], 3: None}
     opt.save_safetensors(tmp_path / "x")

@@ -415,7 +415,7 @@ def test_what_the_class_finds_wrong_it_says_itself() -> None:
     ("options", "error"),
     [
         ({"states": 1.5}, OptionError),
-        ({"dir": "/nonexistent"}, DirectoryError),
+        ({"dir": "/proc/nonexistent"}, DirectoryError),
         ({"dir": "/dev/shm"}, DirectoryError),
         ({"ram_budget": "1KiB"}, BudgetError),
         ({"policy": PipelinePolicy(isa="scalar")}, OptionError),

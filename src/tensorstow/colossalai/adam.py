@@ -10,7 +10,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.optim import options
 from tensorstow.optim.options import Directory
 from tensorstow.optim.states.kernels import prepare_kernels
@@ -106,6 +106,12 @@ class HybridAdam(CPUAdam):
     def _takes(self, parameter: torch.Tensor) -> bool:
         return parameter.device.type == "cpu"
 
+    def _check(self, parameter: torch.Tensor, name: str) -> None:
+        if self._takes(parameter):
+            super()._check(parameter, name)
+        else:
+            check_elsewhere(parameter, name)
+
     def _update_elsewhere(self, factor: float) -> None:
         for group in self.param_groups:
             update_on_accelerator(self, group, factor)
@@ -119,6 +125,8 @@ def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], factor: 
     due = [p for p in group["params"] if p.grad is not None and not optimizer._takes(p)]  # noqa: SLF001
     if not due:
         return
+    for parameter in due:
+        check_elsewhere(parameter, "A parameter")
     if not group.get("bias_correction", True):
         message = (
             "bias_correction=False was asked for with parameters on an accelerator: torch's fused"
@@ -150,6 +158,16 @@ def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], factor: 
         eps=float(group["eps"]),
         maximize=group["maximize"],
     )
+
+
+def check_elsewhere(parameter: torch.Tensor, name: str) -> None:
+    """Raise DTypeError for a parameter that torch's fused Adam does not update either."""
+    if parameter.is_meta:
+        message = (
+            f"{name} is on {parameter.device} and has no values to update. Give it memory first:"
+            " model.to_empty(device=...)."
+        )
+        raise DTypeError(message)
 
 
 def _zero_state(parameter: torch.Tensor, *, amsgrad: bool) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.placed import optimizer_of
 from tensorstow.deepspeed.spread import joined, own_of, rows_of
 from tensorstow.optim.landed import LandedGradient
+from tensorstow.optim.members import in_shape_of
 from tensorstow.optim.shards import gradient_of, shard_of
 from tensorstow.optim.states.on_disk import StateOnDisk
 from tensorstow.optim.updates import as_step
@@ -85,7 +86,7 @@ def safe_get_local_optimizer_state(
     if there is not None and not isinstance(there, StateOnDisk):
         return own_of(there).detach().clone()
     read = optimizer._states().read([member.number])[member.number]  # noqa: SLF001
-    return read[name].view(shard_of(param).shape)
+    return in_shape_of(shard_of(param), read)[name]
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:

@@ -24,7 +24,16 @@ from tensorstow.optim.accelerator.mirrors import (
     stamp_of,
 )
 from tensorstow.optim.accelerator.updater import Updater
-from tensorstow.optim.shards import Lessor, lent_by, lessor_of, shard_of
+from tensorstow.optim.shards import (
+    Lessor,
+    Order,
+    in_order,
+    lent_by,
+    lessor_of,
+    order_of,
+    out_of_order,
+    shard_of,
+)
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import RESIDENT_CAPACITY, Family
 from tensorstow.optim.states.on_disk import StateOnDisk
@@ -44,7 +53,7 @@ class Member:
 
     owner: torch.Tensor
     """The parameter that users know: in groups, in ``optimizer.state``, with ``.grad``."""
-    parameter: torch.Tensor
+    shard: torch.Tensor
     """What this rank has of it ([Note: Shards]); itself for most."""
     number: int
     """Its name in the store."""
@@ -63,6 +72,24 @@ class Member:
     """Its weight in host memory, where the parameter is on an accelerator."""
     lessor: Lessor | None = None
     """Who lends its weight memory, where it is on disk."""
+    order: Order | None = None
+    """Of its dimensions in memory, where not their own ([Note: Memory formats])."""
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """Return the shard as one run of elements in memory; itself for most.
+
+        Raises OptionError where its data was exchanged for one of other dimensions.
+        """
+        if self.order is None:
+            return self.shard
+        if self.shard.dim() != len(self.order):
+            message = (
+                f"A parameter has {self.shard.dim()} dimensions and had {len(self.order)} when the"
+                " optimizer was made: its data was exchanged. Make a new optimizer."
+            )
+            raise OptionError(message)
+        return self.shard.detach().permute(self.order)
 
     def fits(self, *, amsgrad: bool) -> bool:
         """Return whether the parameter is still what its states were made for."""
@@ -284,8 +311,7 @@ class Members:
         numbers = self.store.extend(sizes, families, capacity, apart)
         for parameter, shard, number, family in zip(new, shards, numbers, families, strict=True):
             states = self.store.views(number)
-            views = {name: view.view(shard.shape) for name, view in states.items()}
-            self._add(parameter, number, family, views)
+            self._add(parameter, number, family, in_shape_of(shard, states))
         self._connect(self._numbered[-len(new) :] if new else [])
 
     def restore(
@@ -347,7 +373,7 @@ class Members:
         for used in (True, False):
             group = [m for m in remote if self._looks_at_mirror(m) == used]
             block, mirrors = make_mirrors(
-                [m.parameter for m in group], link, [m.owner for m in group], pinned=used
+                [m.shard for m in group], link, [m.owner for m in group], pinned=used
             )
             self.store.pipeline.lent.append(block)
             for member, mirror in zip(group, mirrors, strict=True):
@@ -427,6 +453,7 @@ class Members:
         seen = views or dict.fromkeys(family.states, StateOnDisk(shard))
         member = Member(parameter, shard, number, family, shard.numel(), dict(seen))
         member.lessor = lessor_of(parameter)
+        member.order = order_of(shard)
         self._by_id[id(parameter)] = member
         self._numbered.append(member)
         if self.stowage.moving or self.stowage.overlap == "backward":
@@ -443,6 +470,20 @@ class Members:
             else:
                 still.append(parameter)
         self._unhooked = still
+
+
+def in_order_of(member: Member, state: torch.Tensor) -> torch.Tensor:
+    """Return a saved state of ``member``, of any shape, with its elements as in memory."""
+    return (
+        state if member.order is None else state.reshape(member.shard.shape).permute(member.order)
+    )
+
+
+def in_shape_of(shard: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return 1-D states, in the order of the shard's memory, in its shape."""
+    order = order_of(shard)
+    shape = in_order(shard, order).shape
+    return {name: out_of_order(state.view(shape), order) for name, state in states.items()}
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, TypeGuard
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.sizes import parse_size
@@ -287,6 +288,15 @@ def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
             raise OptionError(message)
 
 
+def is_to_be_trained(parameter: torch.Tensor) -> bool:
+    """Return whether states are made for ``parameter`` now, so that it must be of a kind we update.
+
+    A frozen one may be of any kind as long as it gets no gradient; a lazy module's has no values
+    before the first forward. Both are looked at again when they have a gradient.
+    """
+    return parameter.requires_grad and not is_lazy(parameter)
+
+
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
     """Raise DTypeError unless the kernels can update ``parameter`` in place."""
     if parameter.dtype not in STATE_DTYPES:
@@ -298,11 +308,15 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             + (" Give it memory first: model.to_empty(device='cpu')." if parameter.is_meta else "")
         )
         raise DTypeError(message)
-    if parameter.layout != torch.strided or not parameter.is_contiguous():
+    if parameter.layout != torch.strided:
+        message = f"{name} has layout {parameter.layout}: only dense parameters are trained."
+        raise DTypeError(message)
+    if not parameter.is_contiguous():
         message = (
-            f"{name} (shape {tuple(parameter.shape)}, strides {parameter.stride()}) is not"
-            " contiguous: the update runs over one run of bytes. Give it a contiguous copy:"
-            " param.data = param.data.contiguous()."
+            f"{name} (shape {tuple(parameter.shape)}, strides {parameter.stride()}) does not fill"
+            " one run of memory, over which the update runs, or not in the order it had when the"
+            " optimizer was made. Choose its memory format (channels_last is taken) before that,"
+            " or give it a contiguous copy: param.data = param.data.contiguous()."
         )
         raise DTypeError(message)
     if type(parameter) not in _PLAIN:
@@ -441,7 +455,14 @@ def accept_grad_dtype(parameters: Iterable[torch.Tensor], dtype: torch.dtype) ->
         message = f"grad_dtype={dtype} was given: float32, bfloat16 and float16 are taken."
         raise DTypeError(message)
     for parameter in parameters:
-        parameter.grad_dtype = dtype
+        if is_lazy(parameter):
+            message = (
+                "grad_dtype= was given with parameters of a lazy module, which have no dtype yet."
+                " Run a forward of the model before the optimizer is made."
+            )
+            raise DTypeError(message)
+        if parameter.dtype in STATE_DTYPES:  # a frozen one may be of any
+            parameter.grad_dtype = dtype
 
 
 def _fraction(states: object) -> float:

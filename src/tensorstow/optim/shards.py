@@ -35,6 +35,36 @@ def shard_of(parameter: torch.Tensor) -> torch.Tensor:
     return home
 
 
+Order = tuple[int, ...]
+
+
+def order_of(tensor: torch.Tensor) -> Order | None:
+    """Return the dimensions from the slowest to the fastest where these are not in that order.
+
+    [Note: Memory formats] Updates run over one run of bytes. A tensor that fills one in another
+    order (``channels_last``, a transposed one) is used with its dimensions in the order of its
+    memory, which makes it contiguous; its gradient likewise, and its states are laid out so. Users
+    see all of them in the parameter's own shape, as torch's optimizers have them. None for a
+    contiguous tensor, and for one that does not fill a run of bytes.
+    """
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def in_order(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
+    """Return ``tensor`` with its dimensions in ``order``; itself for None."""
+    return tensor if order is None else tensor.permute(order)
+
+
+def out_of_order(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
+    """Return what ``in_order`` was given."""
+    if order is None:
+        return tensor
+    return tensor.permute(tuple(sorted(range(len(order)), key=order.__getitem__)))
+
+
 class Lessor(Protocol):
     """Who lends a shard its memory, for its bytes are on disk."""
 
@@ -98,6 +128,11 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     local = gradient.to_local() if is_sharded(gradient) else gradient
     landed: torch.Tensor | None = getattr(local, "landed", local)
     return landed
+
+
+def gradient_in_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return what ``gradient_of`` returned as one run of elements, as the parameter's memory is."""
+    return in_order(gradient, order_of(shard_of(parameter))).contiguous()
 
 
 def has_left(parameter: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from tensorstow.optim.checkpoints.resuming import resume
 from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.landed import WAYS_OUT
-from tensorstow.optim.members import Member, Members
+from tensorstow.optim.members import Member, Members, in_order_of, in_shape_of
 from tensorstow.optim.norms import squared_norms
 from tensorstow.optim.ranks import Ranks
 from tensorstow.optim.run import Run
@@ -34,7 +34,9 @@ from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideFo
 from tensorstow.optim.shards import (
     anywhere,
     gradient_of,
+    in_order,
     is_sharded,
+    order_of,
     part_of,
     shard_of,
     sharded_like,
@@ -122,7 +124,7 @@ class StowedAdam(Optimizer):
         self._schedule = self._core.schedule
         if stowage.overlap == "backward":
             options.refuse_ranks(run.module, self._parameters())
-        self._attach(p for p in self._parameters() if p.requires_grad)
+        self._attach(filter(options.is_to_be_trained, self._parameters()))
 
     # --- torch.optim.Optimizer ---
 
@@ -139,10 +141,10 @@ class StowedAdam(Optimizer):
             options.check_hyper(group)
             options.refuse_torch_keywords(group)
             for index, parameter in enumerate(group["params"]):
-                if self._takes(parameter):
+                if options.is_to_be_trained(parameter):
                     self._check(parameter, name_of(self.param_groups, group, index))
             if self._members is not None:
-                self._attach(p for p in group["params"] if p.requires_grad)
+                self._attach(filter(options.is_to_be_trained, group["params"]))
         except BaseException:
             self.param_groups.pop()
             raise
@@ -470,7 +472,8 @@ class StowedAdam(Optimizer):
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         """Raise unless this optimizer can update ``parameter``."""
-        options.check_parameter(shard_of(parameter), name)
+        shard = shard_of(parameter)
+        options.check_parameter(in_order(shard, order_of(shard)), name)
         if self._update_on == "device":
             options.refuse_host(shard_of(parameter), name)
 
@@ -637,7 +640,7 @@ class StowedAdam(Optimizer):
         self._settle_step()
 
         def takes_part(parameter: torch.Tensor) -> bool:
-            return parameter.requires_grad or parameter.grad is not None
+            return options.is_to_be_trained(parameter) or parameter.grad is not None
 
         self._attach(p for p in self._parameters() if takes_part(p) and self._takes(p))
         kept.refresh()
@@ -691,12 +694,12 @@ class StowedAdam(Optimizer):
         kept = self._kept()
         if kept.differ(self._amsgrad()):
             kept.renew()  # the saved groups say otherwise: other states exist
-        self._attach(p for p in self._parameters() if p.requires_grad or p in loaded)
+        self._attach(p for p in self._parameters() if options.is_to_be_trained(p) or p in loaded)
         members = [(kept.get(parameter), entry) for parameter, entry in loaded.items()]
         states: dict[int, dict[str, torch.Tensor]] = {m.number: {} for m in kept.all()}
         for member, entry in members:
             states[member.number] = {
-                k: part_of(v, member.owner, f"The saved {k!r}")
+                k: in_order_of(member, part_of(v, member.owner, f"The saved {k!r}"))
                 for k, v in entry.items()
                 if k != "step"
             }
@@ -730,14 +733,14 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
         if isinstance(entries.get(i), dict) and (member := kept.find(parameter)) is not None
     }
     missing = {
-        member.number: (i, member.parameter)
+        member.number: (i, member.shard)
         for i, member in found.items()
         if is_elsewhere(entries[i], member)
     }
     for number, tensors in gather(kept.store, list(missing)).items():
         index, parameter = missing[number]
         entry = entries[index]
-        shaped = {name: t.view(parameter.shape) for name, t in tensors.items()}
+        shaped = in_shape_of(parameter, tensors)
         # The moments are copies, so the step count is one too: all of the same moment. What
         # somebody put in meanwhile, for the next step to take, is kept.
         entries[index] = {**entry, **shaped, **placed(entry)}

@@ -10,9 +10,9 @@ import torch
 
 from tensorstow.optim import options
 from tensorstow.optim.landed import LandedGradient
-from tensorstow.optim.members import Member, Members
+from tensorstow.optim.members import Member, Members, in_order_of
 from tensorstow.optim.reference import adam_scalars
-from tensorstow.optim.shards import gradient_of, shard_of
+from tensorstow.optim.shards import gradient_in_order, gradient_of, in_order, order_of, shard_of
 from tensorstow.optim.states.on_disk import StateOnDisk
 from tensorstow.optim.states.pipeline import DTYPE_CODES, StepRow
 from tensorstow.optim.states.state_store import StateStore
@@ -70,17 +70,18 @@ def collect(
             if member is None and not takes(parameter):
                 continue
             if member is not None:
-                member.parameter = shard_of(parameter)
+                member.shard = shard_of(parameter)
             check_due(groups, group, index, member)
             if member is None:
                 strangers.append(parameter)
-            due.append((group, parameter, gradient.contiguous()))
+            due.append((group, parameter, gradient_in_order(parameter, gradient)))
     return due, strangers
 
 
 def check_due(groups: Groups, group: dict[str, Any], index: int, member: Member | None) -> None:
     """Raise for a parameter or a gradient that the kernels cannot take."""
-    parameter = shard_of(group["params"][index])
+    shard = shard_of(group["params"][index])
+    parameter = in_order(shard, order_of(shard)) if member is None else member.parameter
     gradient = gradient_of(group["params"][index])
     amsgrad = bool(group["amsgrad"])
     if options.fits(parameter, gradient) and (member is None or member.fits(amsgrad=amsgrad)):
@@ -172,6 +173,7 @@ def step_of(
 def _transplant(member: Member, placed: Mapping[str, torch.Tensor], store: StateStore) -> None:
     """Take states that a user put in; those beside them stay what they were."""
     given = {name: s for name, s in placed.items() if not isinstance(s, StateOnDisk)}
+    given = {name: in_order_of(member, s) for name, s in given.items()}
     if given and len(given) < len(placed):
         given = store.read([member.number])[member.number] | given
     if given:

@@ -13,6 +13,7 @@ import torch
 
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator.device import Link
+from tensorstow.optim.shards import in_order, order_of
 from tensorstow.optim.states.layout import round_up
 
 _ALIGN = 128
@@ -25,7 +26,7 @@ class Mirror:
 
     parameter: torch.Tensor
     host: torch.Tensor
-    """In the parameter's shape and dtype."""
+    """In the parameter's dtype, and in the order of its memory."""
     owner: torch.Tensor
     """What users know the parameter as; itself, or the DTensor whose shard it is."""
     stamp: Stamp | None = None
@@ -76,7 +77,8 @@ def make_mirrors(
     mirrors = []
     at = 0
     for parameter, owner in zip(parameters, owners or parameters, strict=True):
-        host = block.tensor(at, parameter.numel(), parameter.dtype).view(parameter.shape)
+        shape = in_order(parameter, order_of(parameter)).shape
+        host = block.tensor(at, parameter.numel(), parameter.dtype).view(shape)
         mirrors.append(Mirror(parameter, host, owner))
         at += mirror_bytes([parameter])
     return block, mirrors
@@ -101,5 +103,6 @@ def deliver(mirrors: Iterable[Mirror], link: Link) -> None:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in one row, apart from autograd and its version counter."""
-    return tensor.data.view(-1)
+    """Return the elements in the order of memory, apart from autograd and its version counter."""
+    data = tensor.data
+    return in_order(data, order_of(data)).view(-1)

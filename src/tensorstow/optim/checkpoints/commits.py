@@ -7,6 +7,7 @@ and the transaction happen on a thread behind it; the next step begins by waitin
 until then no chunk has a second extent that may be overwritten.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import tensorstow._native as _native
 from tensorstow.base.errors import ForkError, OptionError, UnlinkedError
@@ -41,6 +44,10 @@ from tensorstow.store.records import (
     StreamShape,
     TensorRecord,
 )
+
+logger = logging.getLogger("tensorstow")
+
+_FEW = 5
 
 
 class Commits:
@@ -77,6 +84,7 @@ class Commits:
         self._places: dict[Chunk, Place] = {}
         self._kept: dict[tuple[str, str], tuple[tuple[int, int], TensorRecord]] = {}
         self._temporary: list[TensorRecord] = []
+        self._told_left_out = False
 
     def check_extra(self) -> None:
         """Raise at the first step for what ``extra`` returns and no commit could keep.
@@ -303,12 +311,23 @@ class Commits:
             return []
         members = {id(m.owner) for m in kept.all()}
         records = []
+        left_out = []
         for name, tensor in module_tensors(self.module):
-            if id(tensor) in members:
+            if id(tensor) in members or is_lazy(tensor):  # which has no values yet
+                continue
+            if not _has_bytes(tensor):
+                left_out.append(name)
                 continue
             key = ("module", name)
             with lent(tensor):
                 records.append(self._write_changed(key, tensor, space))
+        if left_out and not self._told_left_out:
+            self._told_left_out = True
+            logger.warning(
+                "Commits do not keep %s: no bytes of their own (meta, sparse, expanded or"
+                " quantised tensors that no optimizer updates). Load them before resume()",
+                ", ".join(left_out[:_FEW]) + (" ..." if len(left_out) > _FEW else ""),
+            )
         return records
 
     def _write_changed(
@@ -325,6 +344,18 @@ class Commits:
             if before is not None:
                 self._temporary.append(before[1])
         return self._kept[key][1]
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether all there is of a frozen parameter or a buffer are the bytes of its elements.
+
+    A tensor made of others (quantised weights are) is put together by code that no commit keeps.
+    """
+    shard = shard_of(tensor)
+    if shard.layout != torch.strided or shard.is_meta or shard.is_quantized:
+        return False
+    expanded = 0 in shard.stride() and shard.numel() > 1
+    return not expanded and not is_traceable_wrapper_subclass(shard)
 
 
 def _lend_to(kept: Members, leases: Leases) -> None:
@@ -382,7 +413,8 @@ def layout_of(kept: Members, names: Mapping[int, str]) -> dict[str, Any]:
         "parameters": [
             {
                 "name": names.get(id(m.owner)),
-                "shape": list(m.parameter.shape),
+                "shape": list(m.shard.shape),
+                **({} if m.order is None else {"order": list(m.order)}),
                 "dtype": str(m.family.dtype).removeprefix("torch."),
                 "amsgrad": m.family.amsgrad,
                 "format": str(m.family.format),

@@ -19,7 +19,7 @@ from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
 from tensorstow.optim.checkpoints.commits import names_of
 from tensorstow.optim.checkpoints.extras import put_together, take_apart
 from tensorstow.optim.checkpoints.gathering import is_elsewhere, placed
-from tensorstow.optim.members import Members
+from tensorstow.optim.members import Members, in_shape_of
 from tensorstow.optim.shards import groups_of
 from tensorstow.optim.updates import Groups, States, as_step
 
@@ -180,6 +180,12 @@ def _add_states(
             )
             raise OptionError(message)
     if member is None or not is_elsewhere(entry, member):
+        return
+    if member.order is not None:  # its pieces are not those of its shape, one after the other
+        whole = in_shape_of(member.shard, kept.store.read([member.number])[member.number])
+        for key, state in whole.items():
+            if f"{name}.{key}" not in contents.entries:
+                contents.add(f"{name}.{key}", state.contiguous())
         return
     contents.elsewhere[member.number] = name
     for key in member.family.states:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, OptionError, StoreFormatError
@@ -15,7 +16,7 @@ from tensorstow.optim.checkpoints.extras import put_together
 from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.members import Member, Members
 from tensorstow.optim.options import refuse_beside
-from tensorstow.optim.shards import Lessor, lent, shard_of
+from tensorstow.optim.shards import Lessor, lent, order_of, shard_of
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import ChunkPlan, Family, Run, parts_of
 from tensorstow.optim.states.pipeline import Stored
@@ -177,8 +178,23 @@ def _match(
             parameter = _at(groups, at)
         if parameter is None or _print(parameter) != (tuple(entry["shape"]), entry["dtype"]):
             raise OptionError(_difference(number, entry, parameter, len(entries), groups))
+        _check_order(number, entry, parameter)
         found.append(parameter)
     return found
+
+
+def _check_order(number: int, entry: Mapping[str, Any], parameter: torch.Tensor) -> None:
+    """Raise OptionError for a parameter whose memory is in another order than the stored one's."""
+    order, here = entry.get("order"), order_of(shard_of(parameter))
+    if order != (None if here is None else list(here)):
+        message = (
+            f"{entry['name'] or f'Parameter {number}'} was committed with its dimensions"
+            f" {order or 'in their own order'} in memory and has them"
+            f" {here or 'in their own order'} here. Give the model the memory format it had"
+            " (model.to(memory_format=torch.channels_last), or contiguous_format), then make the"
+            " optimizer."
+        )
+        raise OptionError(message)
 
 
 def _at(groups: Groups, place: tuple[int, int] | None) -> torch.Tensor | None:
@@ -219,6 +235,8 @@ def _refuse_unknown(kept: Members, order: Sequence[torch.Tensor], names: Mapping
 
 
 def _print(parameter: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    if is_lazy(parameter):
+        return (), "uninitialized: run a forward of the model first"
     parameter = shard_of(parameter)
     return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
 

@@ -73,7 +73,8 @@ class StowedOptimizer(Optimizer):
         policy = admission.accept_policy(policy)
         self._keeper = Keeper(self._stepper, placement, policy, elementwise=known or elementwise)
         everyone = self._stepper.begins_with_states
-        self._keeper.attach([(g, p) for g, p in self._all() if everyone or p.requires_grad])
+        takes = options.is_to_be_trained
+        self._keeper.attach([(g, p) for g, p in self._all() if everyone or takes(p)])
         if everyone:
             for group, parameter in self._all():
                 self._put(parameter, self._stepper.first_entry(group, parameter))
@@ -91,10 +92,13 @@ class StowedOptimizer(Optimizer):
         try:
             admission.refuse_keywords(group)
             for index, parameter in enumerate(group["params"]):
-                admission.check_parameter(parameter, self._name(group, index))
+                if options.is_to_be_trained(parameter) or self._stepper.begins_with_states:
+                    admission.check_parameter(parameter, self._name(group, index))
             if self._keeper is not None:
                 group.update(self._stepper.add_group(group))
-                self._keeper.attach([(group, p) for p in group["params"] if p.requires_grad])
+                self._keeper.attach(
+                    [(group, p) for p in group["params"] if options.is_to_be_trained(p)]
+                )
         except BaseException:
             self.param_groups.pop()
             raise

@@ -13,7 +13,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.landed import WAYS_OUT, LandedGradient
-from tensorstow.optim.shards import gradient_of
+from tensorstow.optim.shards import gradient_in_order, gradient_of
 
 
 class LandedGradients:
@@ -77,7 +77,7 @@ class LandedGradients:
         whole, gradient = parameter.grad, gradient_of(parameter)
         if whole is None or gradient is None:
             return
-        contiguous = gradient.detach().contiguous()
+        contiguous = gradient_in_order(parameter, gradient.detach())
         stand_in = LandedGradient(whole)
         parameter.grad = stand_in
         self._stand_ins.append((parameter, stand_in))
