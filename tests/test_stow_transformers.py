@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,37 @@ def test_adapters_of_peft_train_over_a_frozen_model(ranks: Pool) -> None:
     for plan in PLANS:
         for trained_, states in ranks(2).run(adapted, plan):
             assert trained_ == states == 8
+
+
+def test_the_trainer_saves_and_goes_on(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    data = [{"input_ids": torch.arange(LENGTH), "labels": torch.arange(LENGTH)} for _ in range(4)]
+
+    def trainer(steps: int) -> Any:  # noqa: ANN401
+        plan = Plan(parameters="disk", states="disk")
+        model, optimizer = tensorstow.stow(
+            model_of("gpt2"), partial(tensorstow.AdamW, lr=1e-3), plan=plan
+        )
+        quiet = {
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "dataloader_num_workers": 0,
+        }
+        asked = transformers.TrainingArguments(
+            tmp_path, max_steps=steps, save_steps=1, lr_scheduler_type="constant", **quiet
+        )
+        return transformers.Trainer(model, asked, train_dataset=data, optimizers=(optimizer, None))
+
+    straight = trainer(2)
+    straight.train()
+    wanted = {name: value.clone() for name, value in straight.model.state_dict().items()}
+    resumed = trainer(2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    resumed.save_model(tmp_path / "end")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "end").state_dict()
+    for name, value in wanted.items():
+        assert torch.equal(back[name], value)
+    for each in (straight, resumed):
+        each.optimizer.optimizer.close()
