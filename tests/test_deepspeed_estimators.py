@@ -16,6 +16,7 @@ from tensorstow.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from tensorstow.engine.auto import RING_BYTES, Sizes, bytes_of
+from tensorstow.engine.leaving import MOST_UNDER_WAY
 from tensorstow.engine.units import units_of
 from tensorstow.io.files import ALIGN
 
@@ -95,7 +96,7 @@ def test_tables_name_places_as_the_configuration_does(capsys: pytest.CaptureFixt
     two = capsys.readouterr().out.splitlines()
     assert two[0].endswith("ZeRO-2: 1,000,000,000 parameters, 1 x 1 = 1 GPUs.")
     assert len(two) == 2 + 4
-    assert " ".join(two[3].split()) == "4.0 GiB | 13.0 GiB | 0 B | bf16, offload_optimizer=cpu"
+    assert " ".join(two[3].split()) == "2.1 GiB | 13.0 GiB | 0 B | bf16, offload_optimizer=cpu"
     estimate_zero3_model_states_mem_needs_all_cold(1e9, 1e8)
     three = capsys.readouterr().out.splitlines()
     assert len(three) == 2 + 12
@@ -105,3 +106,12 @@ def test_tables_name_places_as_the_configuration_does(capsys: pytest.CaptureFixt
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(OptionError, match="gpus_per_node is 0: give at least 1"):
         estimate_zero2_model_states_mem_needs_all_cold(1e9, 0)
+
+
+@pytest.mark.parametrize("plan", [Plan(Tier.DEVICE, Tier.HOST, stage=n) for n in (2, 3)])
+def test_one_rank_has_its_weights_once(plan: Plan) -> None:
+    """The ZeRO-Offload example's 10 billion: one copy of bf16 weights, and what leaves."""
+    found = _needs(plan, "bf16", _Setup(10 * 10**9, 10**8, 1, 1, 1.0))
+    assert found[0] == 2 * 10 * 10**9 + MOST_UNDER_WAY
+    placed = bytes_of(plan, Sizes(2, 2, 10, 0, 0), device_is_host=False)
+    assert placed[Tier.DEVICE] == 2 + 2

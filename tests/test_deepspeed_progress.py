@@ -1,6 +1,8 @@
 """What is logged of steps, and when."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -37,3 +39,38 @@ def test_other_ranks_and_never_say_nothing(
     with caplog.at_level(logging.INFO, "tensorstow"):
         Progress(every, timed=False, logs=logs).stepped(1, {})
     assert not caplog.records
+
+
+IN_A_SCRIPT = """
+import logging
+from tensorstow.deepspeed.progress import Progress
+progress = Progress(1, timed=False, logs=True)
+progress.stepped(1, {"skipped": 0})
+progress.stepped(2, {"skipped": 0})
+logging.getLogger("tensorstow.deepspeed").setLevel(logging.WARNING)
+progress.stepped(3, {"skipped": 0})
+"""
+
+
+def test_a_script_that_sets_up_no_logging_sees_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_SCRIPT], capture_output=True, text=True, check=True
+    )
+    assert [line.partition("] [INFO] ")[2] for line in done.stdout.splitlines()] == [
+        "[Rank 0] step=1, skipped=0",
+        "[Rank 0] step=2, skipped=0",
+    ]
+    assert not done.stderr
+
+
+def test_a_level_that_the_user_gave_holds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = Progress(1, timed=False, logs=True)
+    progress.stepped(1, {})
+    assert len(caplog.records) == 1
+    for name in ("tensorstow", "tensorstow.deepspeed"):
+        with monkeypatch.context() as patch:
+            patch.setattr(logging.getLogger(name), "level", logging.WARNING)
+            progress.stepped(2, {})
+    assert len(caplog.records) == 1

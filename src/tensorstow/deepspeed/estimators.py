@@ -11,8 +11,8 @@ Gradients land in host memory, but those of weights on the device. States live i
 disk behind a ring of 48 MiB; never on the device, whatever offload_optimizer says. Weights live
 where offload_param says: on the device they have a mirror of the rank's share in host memory, which
 updates write; on disk three units' are in host memory at once, and more where max_in_cpu lets
-them. On the device stage 3 has two units'
-weights at once, and stage 2 all of them.
+them. Beside its share a rank has on the device two units' weights at once in stage 3, and all of
+them in stage 2; one rank alone has nothing to gather where its weights are on the device.
 Activations, buffers and what the allocator rounds up come on top.
 """
 
@@ -149,10 +149,11 @@ def _needs(plan: Plan, dtype: str, setup: _Setup) -> tuple[int, int, int]:
         weight * setup.largest,
         weight * -(-setup.largest // ranks),
     )
-    if plan.stage < 3:
+    whole = ranks == 1 and plan.parameters == Tier.DEVICE  # as stow leaves it
+    if plan.stage < 3 or whole:
         sizes = replace(sizes, largest_unit=0)
     held = dict(bytes_of(plan, sizes, device_is_host=False))
-    if plan.stage < 3:
+    if plan.stage < 3 and not whole:
         held[Tier.DEVICE] += weight * setup.parameters
     per_node = setup.gpus_per_node * setup.factor
     return (

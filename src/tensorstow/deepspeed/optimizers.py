@@ -12,6 +12,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.settings import Named
 from tensorstow.deepspeed.ops.adam import correct
 from tensorstow.optim.adam import Adam, AdamW
+from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.stowed import StowedAdam
 
 Make = Callable[..., StowedAdam]
@@ -26,6 +27,9 @@ _MADE_TAKEN = (
 )
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OF_IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states")
+
+
+_EXACT = {None, StateFormat.SPLIT, StateFormat.FP32}
 
 
 def maker_of(
@@ -150,6 +154,13 @@ def _like_made(optimizer: object, model: nn.Module) -> Make:
         message = (
             "An optimizer that has taken steps was given: its states belong to the model as it was"
             " before it was placed. Give a new one, and load_state_dict() into what comes back."
+        )
+        raise OptionError(message)
+    if isinstance(optimizer, StowedAdam) and optimizer.stowage.format not in _EXACT:
+        message = (
+            f'An optimizer with state_format="{optimizer.stowage.format}" was given: initialize()'
+            " keeps states exactly, as its configuration says. Leave the format out, or place the"
+            " model by tensorstow.stow() with partial(tensorstow.AdamW, state_format=...)."
         )
         raise OptionError(message)
     kept = [

@@ -1,13 +1,15 @@
 """What an engine logs of its steps: every ``steps_per_print``, by the first rank."""
 
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-logger = logging.getLogger("tensorstow")
+logger = logging.getLogger("tensorstow.deepspeed")
+_FORMAT = "[%(asctime)s] [%(levelname)s] [Rank 0] %(message)s"
 
 
 class Progress:
@@ -45,7 +47,23 @@ class Progress:
         self._seconds.clear()
         if self._logs:
             told = ", ".join(f"{name}={value}" for name, value in {**facts, **seconds}.items())
-            logger.info("step=%d, %s", step, told)
+            _tell(f"step={step}, {told}")
+
+
+def _tell(line: str) -> None:
+    """Log what the configuration asked for, to stdout where nobody has set up logging.
+
+    Not by the level that loggers have unless somebody sets one (WARNING): the key would do nothing.
+    A level that the user gave "tensorstow" or this logger holds.
+    """
+    given = [logging.getLogger(name).level for name in ("tensorstow", logger.name)]
+    if max(*given, logger.manager.disable) > logging.INFO:
+        return
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        logger.addHandler(handler)
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None))
 
 
 def _wait() -> None:

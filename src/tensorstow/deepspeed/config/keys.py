@@ -65,7 +65,7 @@ _OPTIMIZER = [
         BOOL,
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
-        why="every torch optimizer is taken",
+        why="Adam and AdamW are taken, torch's too, and no other class is",
     ),
 ]
 
@@ -100,7 +100,7 @@ _PRECISION = [
             f"bf16.{name}",
             BOOL,
             off=False,
-            instead='make the optimizer yourself: tensorstow.AdamW(..., state_format="bf16")',
+            instead='stow() the model by partial(tensorstow.AdamW, state_format="bf16")',
         )
         for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")
     ),
@@ -151,7 +151,7 @@ _ZERO = [
         why="a unit of the model is what is gathered and reduced at once",
     ),
     *idle("", whole(0), "allgather_size", why="a unit of the model is gathered at once"),
-    *idle(_Z, BOOL, "overlap_comm", why="transfers always overlap with computation"),
+    *idle(_Z, BOOL, "overlap_comm", why="FSDP2 overlaps collectives with computation"),
     *idle(_Z, BOOL, "compute_grad_norm", why="a norm is computed when it is asked for"),
     *idle(_Z, BOOL, "load_from_fp32_weights", why="masters are restored exactly"),
     *idle(_Z, BOOL, "elastic_checkpoint", "legacy_stage1", why="a format of older DeepSpeeds"),
@@ -188,7 +188,7 @@ _ZERO = [
         )
     ),
     section(f"{_Z}zeropp_loco_param", instead="leave it out: gradients are not rounded"),
-    section(f"{_Z}zenflow", instead="leave it out: updates are exact, and overlapped"),
+    section(f"{_Z}zenflow", instead="leave it out: updates are exact, and made in step()"),
 ]
 
 _STAGE3 = with_prefix(
@@ -230,7 +230,7 @@ _OFFLOAD = [
     *idle(_OO, BOOL, "pin_memory", why="host memory is pinned where that helps"),
     *idle(_OO, BOOL, "pipeline", "pipeline_read", "pipeline_write", why="I/O overlaps always"),
     *idle(_OO, BOOL, "fast_init", why="states are zero until they are written"),
-    *idle(_OO, BOOL, "super_offload", why="updates overlap with the backward pass already"),
+    *idle(_OO, BOOL, "super_offload", why="updates are made by the CPU, in step()"),
     *idle(_OO, number(0.0, 1.0), "cpuadam_cores_perc", why="threads follow the cores allowed"),
     honoured(f"{_OP}device", _DEVICE, off="none"),
     honoured(f"{_OP}nvme_path", TEXT, off=None),
@@ -308,7 +308,7 @@ _OTHER = [
         "tensor_parallel.autotp_size",
         whole(0),
         off=0,
-        instead="parallelize the model by torch's parallelize_module first",
+        instead="leave it out: the engine shards whole parameters, and takes no DTensors",
     ),
     *idle("tensor_parallel", ANYTHING, ".*", why="autotp_size is 0"),
     *idle("", BOOL, "use_data_before_expert_parallelism", why="experts are not split"),
