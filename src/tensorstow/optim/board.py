@@ -102,6 +102,11 @@ class Board:
         with self._reached(name):
             self._store.set(name, word)
 
+    def take_back(self, name: str) -> bool:
+        """Say it no longer; return whether anybody had said it."""
+        with self._reached(name):
+            return bool(self._store.check([name])) and bool(self._store.delete_key(name))
+
     def hear(self, name: str, enough: Callable[[str], bool], what: str) -> str:
         """Return what rank 0 announces as ``name``, once it is ``enough``."""
 

@@ -16,6 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 
+from tensorstow.optim.calls import Calls
 from tensorstow.optim.checkpoints.commits import Commits
 from tensorstow.optim.members import Members
 from tensorstow.optim.ranks import Ranks
@@ -34,7 +35,13 @@ class Core:
     """The schedule, members, commits and ranks of one optimizer."""
 
     def __init__(
-        self, members: Members, commits: Commits, ranks: Ranks, stowage: Stowage, run: Run
+        self,
+        members: Members,
+        commits: Commits,
+        ranks: Ranks,
+        stowage: Stowage,
+        run: Run,
+        calls: Calls,
     ) -> None:
         """Make the schedule that ``stowage`` asks for; all of it ends with this object."""
         self._owner = os.getpid()
@@ -42,6 +49,7 @@ class Core:
         self.members = members
         self.commits = commits
         self.ranks = ranks
+        self.calls = calls
         self.waits: ForwardWaits | None = None
         self.schedule = self._make_schedule(stowage, run)
         self._finished = False
@@ -69,7 +77,8 @@ class Core:
         def wait(ids: Iterable[int] | None) -> None:
             alive = core()
             if alive is not None:
-                alive.schedule.wait(alive.members, ids)
+                with alive.calls.alone():
+                    alive.schedule.wait(alive.members, ids)
 
         return wait
 

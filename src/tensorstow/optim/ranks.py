@@ -91,12 +91,17 @@ class Ranks:
                 self._board.fail(what, error)
             raise
 
-    def decide(self, step: int, due: Callable[[], bool]) -> bool:
-        """Return whether ``due``, on rank 0, at ``step``: the same on every rank."""
+    def decide(self, step: int, due: Callable[[], bool], *, asks: bool = False) -> bool:
+        """Return whether ``due``, on rank 0, at ``step``: the same on every rank.
+
+        A rank that ``asks`` is heard by rank 0 at this step or a later one.
+        """
         if self._board is None:
             return due()
+        if asks:
+            self._board.announce("asked", "yes")
         if self._board.rank == 0:
-            if due():
+            if self._board.take_back("asked") or due():
                 self._last_due = step
             self._board.announce("due", f"{step} {self._last_due}")
             return self._last_due == step

@@ -16,16 +16,17 @@ from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError, PoisonedError, StowError, UnlinkedError
 from tensorstow.optim import options
+from tensorstow.optim.calls import Calls, a_call
 from tensorstow.optim.checkpoints import agreement, export
 from tensorstow.optim.checkpoints.commits import Commits, space_of
 from tensorstow.optim.checkpoints.extras import check_extra, is_checked
-from tensorstow.optim.checkpoints.gathering import gather, is_elsewhere, placed
+from tensorstow.optim.checkpoints.gathering import complete
 from tensorstow.optim.checkpoints.moving import move_run
 from tensorstow.optim.checkpoints.resuming import resume
 from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.landed import WAYS_OUT
-from tensorstow.optim.members import Member, Members, in_order_of, in_shape_of
+from tensorstow.optim.members import Member, Members, in_order_of
 from tensorstow.optim.norms import squared_norms
 from tensorstow.optim.ranks import Ranks
 from tensorstow.optim.run import Run
@@ -35,11 +36,9 @@ from tensorstow.optim.shards import (
     anywhere,
     gradient_of,
     in_order,
-    is_sharded,
     order_of,
     part_of,
     shard_of,
-    sharded_like,
     sum_over_shards,
 )
 from tensorstow.optim.states.memory import StateMemory
@@ -79,11 +78,13 @@ class StowedAdam(Optimizer):
         options.check_hyper(defaults)
         options.refuse_torch_keywords(defaults)
         run = run or Run()
+        self._calls = Calls()
         options.check_overlap(stowage.overlap, run.module, run.accumulation_steps)
         extra_checked = is_checked(run.extra)
         self._isa = stowage.policy.isa
         self._update_on = stowage.update_on
         self._members: Members | None = None  # until the groups are known
+        self._half_loaded = False
         self._clip_factor = 1.0
         self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._before_resume: list[Callable[[], None]] = []
@@ -116,11 +117,11 @@ class StowedAdam(Optimizer):
         self._commits = Commits(
             run.commit_every,
             module=run.module,
-            extra=run.extra,
+            extra=None if run.extra is None else self._calls.lending(run.extra),
             extra_checked=extra_checked,
             ranks=self._ranks,
         )
-        self._core = Core(self._members, self._commits, self._ranks, stowage, run)
+        self._core = Core(self._members, self._commits, self._ranks, stowage, run, self._calls)
         self._schedule = self._core.schedule
         if stowage.overlap == "backward":
             options.refuse_ranks(run.module, self._parameters())
@@ -128,6 +129,7 @@ class StowedAdam(Optimizer):
 
     # --- torch.optim.Optimizer ---
 
+    @a_call("add_param_group")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its states go where the others' go."""
         check_keys(param_group, self.defaults)
@@ -167,6 +169,7 @@ class StowedAdam(Optimizer):
         self._update(1.0)
         return loss
 
+    @a_call("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
         """Drop the gradients, and the clip factor that was computed from them."""
         if isinstance(self._schedule, BesideBackward) and self._schedule.is_open:
@@ -176,14 +179,23 @@ class StowedAdam(Optimizer):
                 f' overlap="backward" updates by these gradients have begun. {WAYS_OUT}'
             )
             raise OptionError(message)
+        self._drop_gradients(set_to_none=set_to_none)
+
+    def _drop_gradients(self, *, set_to_none: bool = True) -> None:
         if isinstance(self._schedule, BesideBackward):
             self._schedule.landed.restart()  # what came of earlier micro-batches is gone
         if not set_to_none:
-            self.wait()  # updates may still read the gradients that are about to be zeroed
+            self._wait()  # updates may still read the gradients that are about to be zeroed
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
             super().zero_grad(set_to_none)
         self._clip_factor, self._clipped = 1.0, []
 
+    @a_call("state_dict")
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's would, with the states that are on disk."""
+        return super().state_dict()
+
+    @a_call("load_state_dict")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
 
@@ -192,6 +204,7 @@ class StowedAdam(Optimizer):
         Raises OptionError for states that do not fit their parameter, before anything is changed.
         """
         self._settle_step()
+        self._half_loaded = False
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
         def keep_tensors_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
@@ -210,18 +223,26 @@ class StowedAdam(Optimizer):
 
         def put_tensors_in_place(_: Optimizer) -> None:
             self._load_states(loaded)
+            self._half_loaded, self._calls.lends = False, True
 
         # Ours is the last before and the first after, so users' hooks see whole state dicts.
         before = self.register_load_state_dict_pre_hook(keep_tensors_back)
         after = self.register_load_state_dict_post_hook(put_tensors_in_place, prepend=True)
         try:
+            self._calls.lends = True  # to users' hooks
             super().load_state_dict(state_dict)
+        except BaseException as error:
+            if self._half_loaded:  # an interrupt: step counts of one run, moments of another
+                self._states().pipeline.poison(error)
+            raise
         finally:
+            self._calls.lends = False
             before.remove()
             after.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take groups saved by another version or by torch: keys they lack keep our defaults."""
+        self._half_loaded, self._calls.lends = True, False
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -237,6 +258,7 @@ class StowedAdam(Optimizer):
 
     # --- beyond torch ---
 
+    @a_call("clip_grad_norm_")
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip the gradients of the next ``step()`` by their global 2-norm; return that norm.
@@ -266,8 +288,9 @@ class StowedAdam(Optimizer):
         if error_if_nonfinite and not torch.isfinite(norm):
             message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
             raise RuntimeError(message)
-        self._clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
-        self._clipped = [(p, p.grad) for p in parameters if p.grad is not None]
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
+        clipped = [(p, p.grad) for p in parameters if p.grad is not None]
+        self._clip_factor, self._clipped = factor, clipped
         return norm
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -284,8 +307,11 @@ class StowedAdam(Optimizer):
 
         For whoever reads them outside of the forward of ``module``.
         """
-        ids = None if parameters is None else [id(p) for p in parameters]
-        self._schedule.wait(self._kept(), ids)
+        self._wait(None if parameters is None else [id(p) for p in parameters])
+
+    def _wait(self, ids: Iterable[int] | None = None) -> None:
+        with self._calls.alone():
+            self._schedule.wait(self._kept(), ids)
 
     def updated(self) -> AbstractContextManager[None]:
         """Wait as ``wait()`` does, and return a context in which all weights are new.
@@ -307,11 +333,13 @@ class StowedAdam(Optimizer):
         fraction = self._kept().stowage.placement.disk_fraction
         return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
 
+    @a_call("synchronize")
     def synchronize(self) -> None:
         """Wait until updates and writes have landed; raise what failed behind ``step()``."""
         self._settle_step()
         self._states().settle()
 
+    @a_call("resume")
     def resume(self, which: str | int | None = None) -> int | None:
         """Go on from the newest commit, a snapshot by name, or a generation by number.
 
@@ -340,23 +368,39 @@ class StowedAdam(Optimizer):
         """Call ``hook`` before ``resume()`` writes weights: for whoever has copies of them."""
         self._before_resume.append(hook)
 
+    @a_call("commit")
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:
         """Make the run of now durable; return the number of steps it has taken.
 
         ``extra``: numbers, text, bytes, lists, tuples, sets, dicts, tensors and numpy's arrays that
-        ``resume()`` gives back; TypeError for anything else, before anything is done.
+        ``resume()`` gives back; TypeError for anything else, before anything is done. CommitError
+        inside another call of the same thread, as from a signal handler: see ``request_commit()``.
         """
+        return self._commit(extra)
+
+    def request_commit(self) -> None:
+        """Have a commit made when the step of now, or else the next one, is over.
+
+        For signal handlers: it sets a flag. The commit is durable when that ``step()`` returns.
+        Sharded over ranks, a step that all of them take together commits, whichever rank asks.
+        """
+        space_of(self._kept(), "request_commit()")
+        self._commits.requested = True
+
+    def _commit(self, extra: Mapping[str, Any] | None = None) -> int:
         kept = self._kept()
         space_of(kept, "commit()")
         if extra is not None:
             check_extra(extra)
         self._settle_step()
         self._refuse_strange_run()
+        self._commits.requested = False
         self._commits.capture(kept)
         self._commits.start(kept, self.param_groups, self.state, extra)
         self._commits.join(kept)
         return self._commits.step
 
+    @a_call("commit_to")
     def commit_to(self, dir: options.Directory) -> int:  # noqa: A002  # as the optimizer has it
         """Commit the run of now in another directory, and go on there; return its steps.
 
@@ -376,6 +420,7 @@ class StowedAdam(Optimizer):
                 self._schedule.give_up()
         return self._commits.step
 
+    @a_call("snapshot")
     def snapshot(self, name: str, extra: Mapping[str, Any] | None = None) -> None:
         """Keep the run of now under ``name`` until it is dropped; commits where needed.
 
@@ -385,9 +430,10 @@ class StowedAdam(Optimizer):
         self._settle_step()
         self._refuse_strange_run()
         if extra is not None or self._commits.committed != self._commits.step:
-            self.commit(extra)
+            self._commit(extra)
         agreement.pin(space.store, name, self._commits.generation, self._ranks)
 
+    @a_call("snapshots")
     def snapshots(self) -> Sequence[Summary]:
         """Return what is kept under a name (by all ranks), oldest first."""
         space = space_of(self._kept(), "snapshots()")
@@ -395,12 +441,14 @@ class StowedAdam(Optimizer):
             self._commits.join(self._kept())  # one meeting at a time
         return agreement.snapshots(space.store, self._ranks)
 
+    @a_call("drop")
     def drop(self, name: str) -> None:
         """Keep a snapshot no longer."""
         space = space_of(self._kept(), "drop()")
         self._commits.join(self._kept())
         agreement.unpin(space.store, name, self._ranks)
 
+    @a_call("save_safetensors")
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Write all states and hyper-parameters to one file, durably and in bounded memory.
 
@@ -442,6 +490,7 @@ class StowedAdam(Optimizer):
         """Return what each lane (read, update, write, wait) did since ``start_trace()``."""
         return self._states().pipeline.trace()
 
+    @a_call("close")
     def close(self) -> None:
         """Drop states, buffers and files now rather than with the object. Idempotent.
 
@@ -462,8 +511,12 @@ class StowedAdam(Optimizer):
         finally:
             if kept.store is not before:
                 self._schedule.give_up()
-        self._commits.resumed(generation, kept)
-        self.zero_grad()
+        try:
+            self._commits.resumed(generation, kept)
+            self._drop_gradients()
+        except BaseException as error:
+            kept.store.pipeline.poison(error)
+            raise
 
     def _takes(self, parameter: torch.Tensor) -> bool:
         """Return whether the states of ``parameter`` are ours to keep."""
@@ -500,7 +553,7 @@ class StowedAdam(Optimizer):
     def _settle_step(self) -> None:
         """Wait for updates and a commit under way: what follows changes states or weights."""
         self._refuse_open_step()
-        self.wait()
+        self._wait()
         self._commits.join(self._kept())
 
     def _settle_or_give_up(self) -> None:
@@ -536,12 +589,13 @@ class StowedAdam(Optimizer):
 
     # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    @a_call("step")
     @torch.no_grad()
     def _update(self, divisor: float) -> None:
         """Update by the gradients divided by ``divisor``, by a GradScaler's scale, and clipped."""
         found_inf = getattr(self, "found_inf", None)
         scale = getattr(self, "grad_scale", None)
-        clip = self._take_clip_factor()
+        clip = self._clip_factor_of_now()
         factor = clip / (divisor * (1.0 if scale is None else float(scale)))
         if isinstance(self._schedule, BesideBackward):
             options.refuse_scaling(found_inf, factor)
@@ -551,14 +605,14 @@ class StowedAdam(Optimizer):
         ):
             self._settle_step()
             self._take_step(self._schedule, factor)
-            self._update_elsewhere(factor)
         else:
-            self._count_step(commits=False)
+            self._count_step()
+        if self._commits.requested and self._ranks.alone:
+            self._commit()
 
-    def _take_clip_factor(self) -> float:
+    def _clip_factor_of_now(self) -> float:
         """Return the factor of the gradients of now: 1 where those that were clipped are gone."""
         factor, clipped = self._clip_factor, self._clipped
-        self._clip_factor, self._clipped = 1.0, []
         still = [p.grad is gradient for p, gradient in clipped]
         if all(still) or factor == 1.0:
             return factor
@@ -575,13 +629,16 @@ class StowedAdam(Optimizer):
         dues = self._collect()
         commits = self._begin_step()
         self._kept().refresh(whole=commits)
-        if dues:
-            turn = self._make_turn(dues, factor, commits=commits)
-            with self._commits.telling(commits=commits):
-                schedule.run(turn, self._kept(), self.state)
-        elif commits:
+        if not dues and commits:
             self._commits.capture(self._kept())
-        self._count_step(commits=commits)
+        turn = self._make_turn(dues, factor, commits=commits) if dues else None
+        pipeline = self._states().pipeline
+        with self._commits.telling(commits=commits), pipeline.whole_step(turn):
+            if turn is not None:
+                schedule.run(turn, self._kept(), self.state)
+            self._update_elsewhere(factor)
+            self._count_step()
+        self._commit_step(commits=commits)
 
     def _begin_step(self) -> bool:
         """Return whether the step commits."""
@@ -595,10 +652,16 @@ class StowedAdam(Optimizer):
             self._commits.prepare(kept)
         return commits
 
-    def _count_step(self, *, commits: bool) -> None:
+    def _count_step(self) -> None:
         self._commits.step += 1
+        self._clip_factor, self._clipped = 1.0, []
+
+    def _commit_step(self, *, commits: bool) -> None:
+        """Make the step that was just taken durable, where it ``commits``."""
         if commits:
             self._commits.start(self._kept(), self.param_groups, self.state, None)
+        if self._commits.prompt:
+            self._commits.join(self._kept())
 
     def _make_turn(self, dues: list[Due], factor: float, *, commits: bool) -> Turn:
         turn = make_turn(dues, self._kept(), self.state, factor)
@@ -622,17 +685,21 @@ class StowedAdam(Optimizer):
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Take a gradient that autograd has just accumulated."""
+        if not isinstance(self._schedule, BesideBackward):
+            self._states().pipeline.prefetch()
+            return
+        self._land(self._schedule, parameter)
+
+    @a_call("backward")
+    def _land(self, schedule: BesideBackward, parameter: torch.Tensor) -> None:
         kept = self._kept()
         member = kept.find(parameter)
-        if not isinstance(self._schedule, BesideBackward):
-            kept.store.pipeline.prefetch()
-            return
         kept.store.pipeline.check_alive()
-        if member is not None and self._schedule.landed.is_final(member.number):
-            if not self._schedule.is_open:
-                self._open_step(self._schedule)
+        if member is not None and schedule.landed.is_final(member.number):
+            if not schedule.is_open:
+                self._open_step(schedule)
             self._check_gradient(member)
-            self._schedule.land(member, kept)
+            schedule.land(member, kept)
 
     def _open_step(self, schedule: BesideBackward) -> None:
         kept = self._kept()
@@ -675,9 +742,11 @@ class StowedAdam(Optimizer):
             )
             raise OptionError(message)
         commits = schedule.commits
-        with self._commits.telling(commits=commits):
+        whole = kept.store.pipeline.whole_step(schedule.landed.held, is_open=True)
+        with self._commits.telling(commits=commits), whole:
             schedule.end([kept.get(parameter) for _, parameter, _ in late], kept, self.state)
-        self._count_step(commits=commits)
+            self._count_step()
+        self._commit_step(commits=commits)
 
     def _check_gradient(self, member: Member) -> None:
         if options.fits(member.parameter, gradient_of(member.owner)):
@@ -718,41 +787,8 @@ def _wait_for_all(optimizer: Optimizer) -> None:
 
 
 def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Add the states that live on disk to what torch gathered."""
     if not isinstance(optimizer, StowedAdam):
         message = f"The hook of StowedAdam was called for a {type(optimizer).__name__}."
         raise TypeError(message)
-    parameters = list(optimizer._parameters())  # noqa: SLF001
-    kept = optimizer._kept()  # noqa: SLF001
-    kept.store.settle()
-    entries = state_dict["state"]
-    # By parameter: users keep entries under keys of their own, which go as they are, as in torch.
-    found = {
-        i: member
-        for i, parameter in enumerate(parameters)
-        if isinstance(entries.get(i), dict) and (member := kept.find(parameter)) is not None
-    }
-    missing = {
-        member.number: (i, member.shard)
-        for i, member in found.items()
-        if is_elsewhere(entries[i], member)
-    }
-    for number, tensors in gather(kept.store, list(missing)).items():
-        index, parameter = missing[number]
-        entry = entries[index]
-        shaped = in_shape_of(parameter, tensors)
-        # The moments are copies, so the step count is one too: all of the same moment. What
-        # somebody put in meanwhile, for the next step to take, is kept.
-        entries[index] = {**entry, **shaped, **placed(entry)}
-        entries[index]["step"] = entry["step"].clone()
-    for i, member in found.items():
-        if is_sharded(member.owner):
-            entries[i] = _as_sharded(entries[i], member)
+    complete(state_dict["state"], list(optimizer._parameters()), optimizer._kept())  # noqa: SLF001
     return state_dict
-
-
-def _as_sharded(entry: Mapping[str, Any], member: Member) -> dict[str, Any]:
-    """Return an entry whose states are DTensors, as torch's optimizers have them."""
-    shards = {k: v for k, v in placed(entry).items() if k in member.family.states}
-    whole = {k: v if is_sharded(v) else sharded_like(member.owner, v) for k, v in shards.items()}
-    return {**entry, **whole}

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import tensorstow._native as _native
 from tensorstow.base.errors import ForkError, OptionError, UnlinkedError
+from tensorstow.base.signals import SignalsDeferred
 from tensorstow.optim.checkpoints.agreement import COMMIT, FIRST
 from tensorstow.optim.checkpoints.extras import check_extra, extra_of, take_apart
 from tensorstow.optim.members import Member, Members
@@ -77,6 +78,10 @@ class Commits:
         """The step of the generation that this run goes on from."""
         self.generation: int | None = None
         """Its number: after going back to a snapshot, not the newest one's."""
+        self.requested = False
+        """A commit was asked for by ``request_commit()`` and is not made yet."""
+        self.prompt = False
+        """The step commits because that was asked for: it is durable when ``step()`` returns."""
         self._last = time.monotonic()
         self._owner = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
@@ -97,15 +102,19 @@ class Commits:
 
     def due(self) -> bool:
         """Return whether the step that is about to be taken commits."""
-        if self.every.steps is not None:
-            return (self.step + 1) % self.every.steps == 0
-        if self.every.seconds is not None:
-            return self.ranks.decide(self.step + 1, self._is_time)
-        return False
+        self.prompt, self.requested = self.requested, False  # one asked for later is another one
+        due = self.ranks.decide(self.step + 1, self._is_time, asks=self.prompt)
+        if self.prompt and not due:
+            self.requested, self.prompt = True, False  # rank 0 has not heard of it yet
+        return due
 
     def _is_time(self) -> bool:
-        return self.every.seconds is not None and (
-            time.monotonic() - self._last >= self.every.seconds
+        if self.prompt:
+            return True
+        if self.every.steps is not None:
+            return (self.step + 1) % self.every.steps == 0
+        return (
+            self.every.seconds is not None and time.monotonic() - self._last >= self.every.seconds
         )
 
     def telling(self, *, commits: bool) -> AbstractContextManager[None]:
@@ -121,6 +130,13 @@ class Commits:
         if self._owner != os.getpid():
             message = "A commit was waited for in a forked process: it is the parent's."
             raise ForkError(message)
+        wait([self._pending])  # an interrupt leaves it under way, to be waited for by the next call
+        with SignalsDeferred():
+            self._join(kept)
+
+    def _join(self, kept: Members) -> None:
+        if self._pending is None:
+            return
         pending, self._pending = self._pending, None
         try:
             unlinked: UnlinkedError | None = None
@@ -147,9 +163,9 @@ class Commits:
 
         For whoever loads what is committed behind a failure that was raised.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            wait([pending])
+        if self._pending is not None:
+            wait([self._pending])
+        self._pending = None
 
     def prepare(self, kept: Members) -> None:
         """Before a step that commits: find weights that others wrote since the last one."""
@@ -173,14 +189,15 @@ class Commits:
                 store.drop_older()
             return generation
 
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensorstow-commit")
-        try:
-            self._pending = self._executor.submit(finish_together)
-        except RuntimeError:  # the interpreter ends, and no thread works any more
-            self._pending = Future()
-            self._pending.set_result(finish_together())
-        self._last = time.monotonic()
+        with SignalsDeferred():  # what was submitted must be known to be under way
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensorstow-commit")
+            try:
+                self._pending = self._executor.submit(finish_together)
+            except RuntimeError:  # the interpreter ends, and no thread works any more
+                self._pending = Future()
+                self._pending.set_result(finish_together())
+            self._last = time.monotonic()
 
     def _gather(
         self, kept: Members, groups: Groups, states: States, extra: Extra | None
@@ -239,7 +256,8 @@ class Commits:
             kind = StepKind(open=leases is not None, capture=True)
             kept.store.pipeline.step(rows, none, kind)
             if leases is not None:
-                _lend_to(kept, leases)
+                with SignalsDeferred():
+                    _lend_to(kept, leases)
 
     def resumed(self, generation: Generation, kept: Members) -> None:
         """Go on behind a generation that was just loaded."""

@@ -11,7 +11,8 @@ from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import DirectoryError
 from tensorstow.base.sizes import format_bytes
 from tensorstow.io.mapped import ALIGN, scratch_pieces
-from tensorstow.optim.members import Member
+from tensorstow.optim.members import Member, Members, in_shape_of
+from tensorstow.optim.shards import is_sharded, sharded_like
 from tensorstow.optim.states.layout import round_up
 from tensorstow.optim.states.on_disk import StateOnDisk
 from tensorstow.optim.states.state_store import StateStore
@@ -49,6 +50,33 @@ def gather(store: StateStore, numbers: Sequence[int]) -> dict[int, dict[str, tor
     return out
 
 
+def complete(entries: dict[Any, Any], parameters: Sequence[torch.Tensor], kept: Members) -> None:
+    """Add the states that live on disk to what torch gathered for a state dict."""
+    kept.store.settle()
+    # By parameter: users keep entries under keys of their own, which go as they are, as in torch.
+    found = {
+        i: member
+        for i, parameter in enumerate(parameters)
+        if isinstance(entries.get(i), dict) and (member := kept.find(parameter)) is not None
+    }
+    missing = {
+        member.number: (i, member.shard)
+        for i, member in found.items()
+        if is_elsewhere(entries[i], member)
+    }
+    for number, tensors in gather(kept.store, list(missing)).items():
+        index, parameter = missing[number]
+        entry = entries[index]
+        shaped = in_shape_of(parameter, tensors)
+        # The moments are copies, so the step count is one too: all of the same moment. What
+        # somebody put in meanwhile, for the next step to take, is kept.
+        entries[index] = {**entry, **shaped, **placed(entry)}
+        entries[index]["step"] = entry["step"].clone()
+    for i, member in found.items():
+        if is_sharded(member.owner):
+            entries[i] = _as_sharded(entries[i], member)
+
+
 def is_elsewhere(entry: Mapping[str, Any], member: Member) -> bool:
     """Return whether what ``optimizer.state`` has of a member lacks its states."""
     # Without a step count somebody only asked for a state that does not exist yet.
@@ -58,6 +86,13 @@ def is_elsewhere(entry: Mapping[str, Any], member: Member) -> bool:
 def placed(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is there of an entry of ``optimizer.state``, without what stands in."""
     return {name: value for name, value in entry.items() if not isinstance(value, StateOnDisk)}
+
+
+def _as_sharded(entry: Mapping[str, Any], member: Member) -> dict[str, Any]:
+    """Return an entry whose states are DTensors, as torch's optimizers have them."""
+    shards = {k: v for k, v in placed(entry).items() if k in member.family.states}
+    whole = {k: v if is_sharded(v) else sharded_like(member.owner, v) for k, v in shards.items()}
+    return {**entry, **whole}
 
 
 def _roomiest(directories: Sequence[Path], nbytes: int) -> Path:

@@ -56,10 +56,12 @@ def resume(
         ]
 
     kept.store.check_budget(plans)
-    _keep_updating_where_it_was(generation.hyper, kept, order)
-    for member in kept.all():
-        states.pop(member.owner, None)
+    moves = _must_move(generation.hyper, kept, order)
     try:
+        if moves:
+            kept.update_on_device()
+        for member in kept.all():
+            states.pop(member.owner, None)
         kept.restore(order, families, plans, adopt)
         _load_weights(generation, kept, space)
         kept.deliver()
@@ -78,15 +80,13 @@ def resume(
         raise
 
 
-def _keep_updating_where_it_was(
-    hyper: Mapping[str, Any], kept: Members, order: Sequence[torch.Tensor]
-) -> None:
-    """Update on the device where the run did and nobody says otherwise; it changes no result.
+def _must_move(hyper: Mapping[str, Any], kept: Members, order: Sequence[torch.Tensor]) -> bool:
+    """Return whether to update on the device: where the run did and nobody says otherwise.
 
     Raises OptionError where this optimizer cannot.
     """
     if kept.stowage.update_on is not None or hyper.get("update_on", "host") == "host":
-        return
+        return False
     why = 'The run that is stored here was written with update_on="device"'
     refuse_beside(kept.stowage.overlap, why)
     if not all(device.is_remote(shard_of(p)) for p in order):
@@ -95,7 +95,7 @@ def _keep_updating_where_it_was(
             ' first, or say update_on="host", which goes on with the same bits.'
         )
         raise OptionError(message)
-    kept.update_on_device()
+    return True
 
 
 def _refuse_other_blocks(generation: Generation) -> None:

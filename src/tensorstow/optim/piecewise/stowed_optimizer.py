@@ -205,6 +205,10 @@ class StowedOptimizer(Optimizer):
         del extra
         admission.refuse_commits("commit()")
 
+    def request_commit(self) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        admission.refuse_commits("request_commit()")
+
     def resume(self, which: object = None) -> NoReturn:
         """Raise OptionError: states are scratch."""
         del which

@@ -199,7 +199,7 @@ class BesideForward:
             self.give_up()  # the pipeline is poisoned, and no gradient is being read
             raise
         for identity in wanted:
-            due = self._under_way.pop(identity)
+            due = self._under_way[identity]
             publish(due.member.owner)
             if _version(due) != self._versions[identity]:
                 self.give_up()
@@ -207,6 +207,7 @@ class BesideForward:
                 kept.store.pipeline.poison(error)
                 raise error
             deliver(due.member)
+            del self._under_way[identity]  # last: an interrupt before has it done once more
 
     def finish(self, kept: Members) -> None:
         """End the step that is under way: no more will come."""
@@ -272,11 +273,12 @@ class BesideBackward:
             if kept.ferry is None:  # which holds few gradients on the host at once
                 due = [due.member.number for due in turn.dues]
                 self._pace = Pace(kept.store.pipeline, kept.store.chunks, due)
+            members = [due.member for due in turn.dues]
+            self._versions = {m.number: m.parameter._version for m in members}  # noqa: SLF001
             self._turn = turn
         except BaseException as error:  # an interrupt: open for the pipeline, and not for us
             kept.store.pipeline.poison(error)
             raise
-        self._versions = {d.member.number: d.member.parameter._version for d in turn.dues}  # noqa: SLF001
 
     def land(self, member: Member, kept: Members) -> None:
         """Hand over the gradient of ``member``, which is final."""
@@ -375,10 +377,9 @@ class BesideBackward:
             if self._leases is not None:
                 self._leases.end_all()
                 self._leases = None
-        except BaseException as error:
+        except BaseException:
             self.landed.take_back()  # or the next backward would add to them, and that be the error
-            pipeline.lent.append(self.landed.held)  # an interrupt: they may be read still
-            pipeline.poison(error)
+            pipeline.lent.append(self.landed.held)  # they may be read still
             raise
         finally:
             self.landed.restart()

@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.cores import usable_cores
 from tensorstow.base.errors import DamageError, ForkError, PoisonedError
+from tensorstow.base.signals import SignalsDeferred
 from tensorstow.io.files import transfer_error
 from tensorstow.optim.states.chunks import Chunk, Ring
 from tensorstow.optim.states.policy import Overlap, PipelinePolicy
@@ -132,6 +134,8 @@ class UpdatePipeline:
         self._untold: BaseException | None = None
         """A failure that a thread behind the caller has met, and nobody who calls has seen."""
         self._closed = False
+        self.steps_begun = 0
+        """Steps that the native side was given, or may have been."""
         self.lent: list[object] = []
         """Memory, not of the ring, that steps read and write: it must outlive this pipeline."""
         self.lock = threading.RLock()
@@ -215,6 +219,7 @@ class UpdatePipeline:
             ).reshape(-1, 7)
             native = self._live()
             self._check(native.failure())
+            self.steps_begun += 1  # before: an exception must not find a step that nobody knows of
             failure = native.begin(
                 table,
                 scalars,
@@ -373,6 +378,23 @@ class UpdatePipeline:
         """
         self._live()
 
+    @contextmanager
+    def whole_step(self, lent: object, *, is_open: bool = False) -> Iterator[None]:
+        """Begin a step inside, or end one that ``is_open``, and count it; what is raised poisons.
+
+        No signal handler runs inside: an interrupt is raised behind it, when the step is whole.
+        ``lent`` is what the step reads and writes: a step that is left half way may do so still.
+        """
+        with SignalsDeferred():
+            begun = self.steps_begun - is_open
+            try:
+                yield
+            except BaseException as error:
+                if self.steps_begun != begun:
+                    self.lent.append(lent)
+                    self.poison(error)
+                raise
+
     def poison(self, error: BaseException) -> None:
         """Refuse everything from now on: ``error`` left the states half written.
 
@@ -429,10 +451,11 @@ class UpdatePipeline:
             untold, self._untold = self._untold, None
             raise untold
         if self._poison is not None:
+            why = str(self._poison) or f"{type(self._poison).__name__} was raised in it."
             message = (
-                f"This optimizer failed before and its states are half updated: {self._poison}"
-                " Load a checkpoint into a new optimizer; one over the directory of a run goes on"
-                " from its last commit by resume()."
+                f"This optimizer failed before and its states are half updated: {why} Load a"
+                " checkpoint into a new optimizer; one over the directory of a run goes on from its"
+                " last commit by resume()."
             )
             raise PoisonedError(message) from self._poison
         if self._native is None:

@@ -1,0 +1,86 @@
+"""Python's signal handlers, kept out of a block that must not be left half way.
+
+Python runs a handler between any two instructions of the main thread, and the handler may raise:
+Ctrl-C does. Blocking a signal by its mask would not help, for the system then gives it to another
+thread, and Python runs the handler in the main one all the same.
+"""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_SIGNALS = sorted(
+    {number for number in signal.valid_signals() if number < 32}
+    - {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}
+    - {signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
+)
+
+
+class SignalsDeferred:
+    """A block in which no Python handler runs; those of signals that came run behind it.
+
+    What they raise is raised there. In other threads than the main one it is not needed and changes
+    nothing. What was replaced and not put back, by an interrupt on the way in or out, passes on.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing replaced."""
+        self._handlers: dict[int, Any] = {}
+        self._came: list[int] = []
+        self._deferring = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Stand in for a handler."""
+        if self._deferring:
+            self._came.append(number)
+        else:
+            self._handlers[number](number, frame)
+
+    def __enter__(self) -> None:
+        """Replace the handlers; one that is due runs before the block begins."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if isinstance(handler, SignalsDeferred):
+                    if handler._deferring:  # noqa: SLF001  # its own: a block within a block
+                        continue
+                    handler = handler._handlers[number]  # noqa: SLF001
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self)
+        except BaseException:
+            self._put_back()
+            raise
+        self._deferring = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """Put the handlers back, and let those run whose signals came."""
+        self._deferring = False
+        raised = self._put_back()
+        for number in dict.fromkeys(self._came):
+            try:
+                signal.raise_signal(number)
+            except BaseException as by_handler:  # noqa: BLE001  # raised below: the others run too
+                raised = raised or by_handler
+        if raised is not None:
+            raise raised
+
+    def _put_back(self) -> BaseException | None:
+        """Put the handlers back; return what one of them raised meanwhile."""
+        raised: BaseException | None = None
+        for number, handler in self._handlers.items():
+            for _ in range(2):  # a handler that is due runs, and may raise, before the exchange
+                try:
+                    signal.signal(number, handler)
+                    break
+                except BaseException as by_handler:  # noqa: BLE001  # raised by the caller
+                    raised = raised or by_handler
+        return raised

@@ -1,0 +1,108 @@
+"""One call of an optimizer at a time: what other threads and signal handlers may ask of it.
+
+[Note: Calls] A call of another thread waits until the one under way is over. A call from within
+one, which a signal handler makes, or a function that the optimizer calls (``extra``), cannot wait:
+it is refused by name, before anything is touched. It may come between any two instructions, so
+what is entered is known by locks, which are taken and given back in one, and not by a flag.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+from tensorstow.base.errors import CommitError, OptionError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_COMMITS = frozenset({"commit", "snapshot"})
+_READS = frozenset({"state_dict"})
+"""What a function of the user's may call: it changes nothing."""
+
+
+class Calls:
+    """The call that an optimizer is in."""
+
+    def __init__(self) -> None:
+        """Begin outside of all."""
+        self._owner = os.getpid()
+        self._thread = threading.RLock()
+        """Held by the thread that is in a call."""
+        self._call = threading.Lock()
+        """Held by the call: a second one of that thread finds it taken."""
+        self._name = ""
+        self.lends = False
+        """A function of the user's runs inside a call: it may read."""
+
+    def alone(self) -> AbstractContextManager[object]:
+        """Wait for the calls of other threads, and keep them out; within a call, be part of it."""
+        # In a fork the lock may be another thread's, which is not there, for ever.
+        return self._thread if self._owner == os.getpid() else nullcontext()
+
+    def run(self, name: str, act: Callable[[], _T]) -> _T:
+        """Return what ``act`` does as the call ``name``; waits for those of other threads.
+
+        Raises CommitError for a commit, and OptionError else, where this thread is in one already.
+        """
+        if self._owner != os.getpid():
+            return act()
+        # Locks alone, by `with`: these are taken and given back without an instruction in between.
+        with self._thread:
+            if self._call.locked():
+                if self.lends and name in _READS:
+                    return act()
+                raise _refusal(name, self._name)
+            with self._call:
+                self._name = name
+                return act()
+
+    def lending(self, extra: Callable[[], _T]) -> Callable[[], _T]:
+        """Return ``extra``, a user's, which may read the optimizer while it runs."""
+
+        def ask() -> _T:
+            self.lends = True
+            try:
+                return extra()
+            finally:
+                self.lends = False
+
+        return ask
+
+
+class _HasCalls(Protocol):
+    _calls: Calls
+
+
+_Self = TypeVar("_Self", bound=_HasCalls)
+
+
+def a_call(
+    name: str,
+) -> Callable[[Callable[Concatenate[_Self, _P], _T]], Callable[Concatenate[_Self, _P], _T]]:
+    """Make a method the call ``name`` ([Note: Calls])."""
+
+    def decorate(
+        method: Callable[Concatenate[_Self, _P], _T],
+    ) -> Callable[Concatenate[_Self, _P], _T]:
+        @wraps(method)
+        def call(self: _Self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            return self._calls.run(name, lambda: method(self, *args, **kwargs))
+
+        return cast("Callable[Concatenate[_Self, _P], _T]", call)
+
+    return decorate
+
+
+def _refusal(name: str, outer: str) -> OptionError | CommitError:
+    where = f"{name}() was called inside {outer}() by the same thread, as by a signal handler"
+    if name in _COMMITS:
+        return CommitError(
+            f"{where}: nothing was committed. Call optimizer.request_commit() there, which sets a"
+            " flag: the commit is made when the step is over."
+        )
+    return OptionError(
+        f"{where} or a function that the optimizer calls, and it needs the optimizer at rest. Set a"
+        " flag there and make the call in the training loop (for commits, request_commit() is one)."
+    )
