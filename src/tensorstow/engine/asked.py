@@ -5,6 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError
@@ -74,7 +75,20 @@ def _check_new(model: nn.Module) -> None:
                 " give stow() the model as its class makes it."
             )
             raise OptionError(message)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            message = (
+                f"{name or 'The model'} is an {type(module).__name__} with sparse=True: its"
+                " gradients are sparse tensors, which neither FSDP2 reduces nor these optimizers"
+                " take. Make it with sparse=False."
+            )
+            raise OptionError(message)
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            message = (
+                f"{name} is of a lazy module and has no shape yet: run a forward of the model"
+                " before stow()."
+            )
+            raise OptionError(message)
         if isinstance(parameter, DTensor):
             message = f"{name} is a DTensor: give stow() a model whose parameters are whole."
             raise OptionError(message)

@@ -23,6 +23,13 @@ def check_shardable(units: Iterable[Unit]) -> None:
                     " reduce a gradient of none: leave the parameter out."
                 )
                 raise OptionError(message)
+            if not parameter.is_contiguous():
+                message = (
+                    f"{name} (shape {tuple(parameter.shape)}, strides {parameter.stride()}) is not"
+                    " contiguous, which FSDP2 does not shard: model.to(memory_format="
+                    "torch.contiguous_format), or param.data = param.data.contiguous()."
+                )
+                raise OptionError(message)
             check_hooks(parameter, name)
         _check_dtypes(unit)
 

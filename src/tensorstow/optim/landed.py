@@ -23,6 +23,16 @@ def refuse(operation: str) -> NoReturn:
     raise OptionError(message)
 
 
+def refuse_used(name: str) -> NoReturn:
+    """Raise OptionError: another optimizer has used the gradient of ``name`` already."""
+    message = (
+        f"{name} is in two optimizers, and the gradient is used up: the other one has"
+        ' overlap="backward" and has begun its update. Give each parameter to one optimizer; or'
+        ' make both with overlap="none", and close() the one that is not wanted.'
+    )
+    raise OptionError(message)
+
+
 class LandedGradient(StandIn):
     """A tensor without memory, of the gradient's shape: its update has begun.
 

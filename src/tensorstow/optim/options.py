@@ -319,6 +319,13 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             " or give it a contiguous copy: param.data = param.data.contiguous()."
         )
         raise DTypeError(message)
+    if hasattr(type(parameter), "own"):  # [Note: Unpublished], of which this layer knows no more
+        message = (
+            f'{name} is being updated by another optimizer, which has overlap="forward". Give each'
+            ' parameter to one optimizer; or make both with overlap="none", and close() the one'
+            " that is not wanted."
+        )
+        raise OptionError(message)
     if type(parameter) not in _PLAIN:
         message = (
             f"{name} is a {type(parameter).__name__}: of tensor subclasses only DTensor over plain"
@@ -330,7 +337,10 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
 def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:
     """Raise DTypeError unless the kernels can read ``gradient``."""
     if gradient.layout != torch.strided:
-        message = f"The gradient of {name} is sparse: use torch.optim.SparseAdam for it."
+        message = (
+            f"The gradient of {name} is sparse, and updates run over all elements. Make its module"
+            " with sparse=False, or leave it to torch.optim.SparseAdam."
+        )
         raise DTypeError(message)
     if gradient.dtype not in STATE_DTYPES:
         message = (

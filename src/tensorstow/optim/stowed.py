@@ -732,7 +732,7 @@ class StowedAdam(Optimizer):
         self._states().pipeline.check_alive()
         schedule.check_unchanged()
         kept = self._kept()
-        late, strangers = collect(self.param_groups, kept, self._takes)
+        late, strangers = collect(self.param_groups, kept, self._takes, beside_backward=True)
         if not schedule.is_open:
             self._open_step(schedule)
         elif strangers:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from tensorstow.optim import options
-from tensorstow.optim.landed import LandedGradient
+from tensorstow.optim.landed import LandedGradient, refuse_used
 from tensorstow.optim.members import Member, Members, in_order_of
 from tensorstow.optim.reference import adam_scalars
 from tensorstow.optim.shards import gradient_in_order, gradient_of, in_order, order_of, shard_of
@@ -51,11 +51,16 @@ class Turn:
 
 
 def collect(
-    groups: Groups, kept: Members, takes: Callable[[torch.Tensor], bool]
+    groups: Groups,
+    kept: Members,
+    takes: Callable[[torch.Tensor], bool],
+    *,
+    beside_backward: bool = False,
 ) -> tuple[list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
     """Return (group, parameter, gradient) of this step, checked, and parameters without states.
 
-    Raises before anything is changed.
+    ``beside_backward``: gradients may have been handed over already. Raises before anything is
+    changed.
     """
     due = []
     strangers = []
@@ -65,7 +70,11 @@ def collect(
         for index, parameter in enumerate(group["params"]):
             gradient = gradient_of(parameter)
             member = kept.find(parameter)
-            if gradient is None or isinstance(gradient, LandedGradient):
+            if gradient is None:
+                continue
+            if isinstance(gradient, LandedGradient):
+                if not beside_backward:
+                    refuse_used(name_of(groups, group, index))
                 continue
             if member is None and not takes(parameter):
                 continue

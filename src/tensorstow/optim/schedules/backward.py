@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.landed import WAYS_OUT, LandedGradient
+from tensorstow.optim.landed import WAYS_OUT, LandedGradient, refuse_used
 from tensorstow.optim.shards import gradient_in_order, gradient_of
 
 
@@ -77,6 +77,8 @@ class LandedGradients:
         whole, gradient = parameter.grad, gradient_of(parameter)
         if whole is None or gradient is None:
             return
+        if isinstance(gradient, LandedGradient):
+            refuse_used("A parameter")
         contiguous = gradient_in_order(parameter, gradient.detach())
         stand_in = LandedGradient(whole)
         parameter.grad = stand_in

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import LockedError, OptionError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, accepts_direct
 from tensorstow.optim.states.pipeline import Place
@@ -32,7 +34,7 @@ class StoredSpace:
         self.engine: _native.Engine | None = open_engine(
             policy.backend if direct else "threads", depth=policy.depth
         )
-        self.store = Store.open(directories, self.engine)
+        self.store = _open_store(directories, self.engine)
         self._numbers = [file.number for file in self.store.files]
         self._extents: dict[Place, Extent] = {}
 
@@ -94,3 +96,20 @@ class StoredSpace:
         place = (self._numbers[extent.file], extent.offset)
         self._extents[place] = extent
         return place
+
+
+def _open_store(directories: Sequence[Path], engine: _native.Engine) -> Store:
+    """Open the store; where ranks that know nothing of each other name one directory, say so."""
+    try:
+        return Store.open(directories, engine)
+    except LockedError as error:
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            raise
+        rank = dist.get_rank()
+        message = (
+            f"{error} This is rank {rank} of {dist.get_world_size()}: ranks that all have the whole"
+            " parameters (DistributedDataParallel) each keep a run of their own, so waiting does"
+            f' not help. Give each its directory, dir=f"{directories[0]}/{{rank}}"; or shard the'
+            " model by tensorstow.stow() or fully_shard, whose ranks share one."
+        )
+        raise LockedError(message) from error

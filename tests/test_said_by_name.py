@@ -1,0 +1,115 @@
+"""Uses that cannot work, and what users are told of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorstow import AdamW, Plan, stow
+from tensorstow.base.errors import DTypeError, LockedError, OptionError
+from tensorstow.base.plan import Overlap
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 8, sparse=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(x))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"plan": Plan()},
+        {"plan": Plan(parameters="disk")},
+        {"plan": Plan(overlap="backward")},
+        {"plan": Plan(), "compute_dtype": torch.bfloat16},
+    ],
+    ids=["whole", "disk", "backward", "cast"],
+)
+def test_sparse_embeddings_are_refused_before_anything_is_placed(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="words is an Embedding with sparse=True"):
+        stow(Embedded(), AdamW, **given)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_a_sparse_gradient_is_told_its_way_out(overlap: Overlap) -> None:
+    model = Embedded()
+    optimizer = AdamW(model.parameters(), overlap=overlap, module=model)
+
+    def step() -> None:
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(DTypeError, match="sparse=False, or leave it to"):
+        step()
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_modules_are_refused_by_stow() -> None:
+    with pytest.raises(OptionError, match=r"0\.weight is of a lazy module .* run a forward"):
+        stow(nn.Sequential(nn.LazyLinear(3)), AdamW)
+
+
+def test_what_fsdp2_cannot_shard_for_its_strides() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    with pytest.raises(OptionError, match=r"0\.weight .* is not contiguous, which FSDP2"):
+        stow(model, AdamW, plan=Plan(parameters="disk"))
+    _, optimizer = stow(model, AdamW, plan=Plan())  # nothing is sharded here
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ("backward", "backward", "in two optimizers"),
+        ("backward", "none", "Parameter 0 of group 0 is in two optimizers"),
+        ("backward", "forward", "in two optimizers"),
+        ("forward", "none", "is being updated by another optimizer"),
+    ],
+)
+def test_a_parameter_of_two_optimizers(first: Overlap, second: Overlap, told: str) -> None:
+    model = nn.Linear(300, 300)
+    one = AdamW(model.parameters(), overlap=first, module=model)
+    other = AdamW(model.parameters(), overlap=second, module=model)
+
+    def step() -> None:
+        model(torch.randn(4, 300)).square().sum().backward()
+        one.step()
+        other.step()
+
+    with pytest.raises(OptionError, match=told):
+        step()
+
+
+def test_two_optimizers_over_parts_of_a_model_are_fine() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    both = [AdamW(part.parameters(), overlap="backward", module=model) for part in model]
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(4, 8)).square().sum().backward()
+    for optimizer in both:
+        optimizer.step()
+        optimizer.close()
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_ranks_that_share_a_directory_are_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    first = AdamW(parameters, states="disk", dir=tmp_path)
+    with pytest.raises(LockedError, match="Wait until that is over") as caught:
+        AdamW(parameters, states="disk", dir=tmp_path)
+    assert "This is rank" not in str(caught.value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
+    with pytest.raises(LockedError, match=r"This is rank 1 of 2: .* waiting does not help"):
+        AdamW(parameters, states="disk", dir=tmp_path)
+    first.close()
