@@ -16,6 +16,7 @@ BUILTINS = {
     "TransferError": OSError,
     "BackendError": OSError,
     "ForkError": RuntimeError,
+    "OptimizerError": RuntimeError,
     "PoisonedError": RuntimeError,
     "RankError": RuntimeError,
     "LockedError": OSError,

@@ -12,7 +12,13 @@ from torch import nn, optim
 
 from parity.piecewise import CHUNK, pair
 from tensorstow import PipelinePolicy, StowedOptimizer, _native
-from tensorstow.base.errors import BudgetError, DirectoryError, PoisonedError, TransferError
+from tensorstow.base.errors import (
+    BudgetError,
+    DirectoryError,
+    OptimizerError,
+    PoisonedError,
+    TransferError,
+)
 from tensorstow.io.engine import BACKENDS, probe_backend
 
 PIECE = 8 * CHUNK  # two states in fp32
@@ -157,11 +163,12 @@ class FailsOnce(optim.SGD):
 
 
 def test_a_class_that_raises_in_the_middle(tmp_path: Path) -> None:
-    both = pair(tmp_path, FailsOnce, {"momentum": 0.9})
+    both = pair(tmp_path, FailsOnce, {"momentum": 0.9}, per_parameter=True)
     both.step(1)
     both.ours.param_groups[0]["lr"] = 13
-    with pytest.raises(ArithmeticError) as caught:
+    with pytest.raises(OptimizerError, match="FailsOnce took a step, and raised") as caught:
         both.ours.step()
+    assert isinstance(caught.value.__cause__, ArithmeticError)
     both.ours.param_groups[0]["lr"] = 1
     with pytest.raises(PoisonedError) as poisoned:
         both.ours.step()
@@ -182,7 +189,13 @@ def test_a_disk_that_is_full_at_construction(
 def test_states_that_turn_up_later_and_do_not_fit(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.zeros(100, 1000))
     optimizer = StowedOptimizer(
-        SlyMuon, [weight], states="disk", dir=tmp_path, ram_budget="100KiB", lr=0.1
+        SlyMuon,
+        [weight],
+        states="disk",
+        dir=tmp_path,
+        ram_budget="100KiB",
+        lr=0.1,
+        per_parameter=True,
     )
     weight.grad = torch.ones_like(weight)
     optimizer.step()

@@ -11,6 +11,7 @@
     ├── BackendError (OSError)       no way of doing I/O works here
     ├── ForkError (RuntimeError)     an object used in a process that inherited it by fork
     ├── PoisonedError (RuntimeError) an object used after a failure that left it half done
+    ├── OptimizerError (RuntimeError) a stowed optimizer class raised an error of its own
     ├── RankError (RuntimeError)     other ranks failed, stayed away or did something else
     └── StoreError                   the root of what a store refuses:
         ├── LockedError (OSError)        a store that another process or object holds
@@ -90,6 +91,10 @@ class ForkError(StowError, RuntimeError):
 
 class PoisonedError(StowError, RuntimeError):
     """An object was used after a failure that left its contents half updated."""
+
+
+class OptimizerError(StowError, RuntimeError):
+    """A class given to StowedOptimizer raised an error of its own, which is the cause of this."""
 
 
 class RankError(StowError, RuntimeError):

@@ -3,7 +3,7 @@
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,9 @@ from tensorstow.optim.piecewise.entries import LARGE_BYTES, cloned, place, resto
 from tensorstow.optim.piecewise.mover import Mover, wanted_bytes
 from tensorstow.optim.piecewise.pieces import Member, Piece, cut_up, expect
 from tensorstow.optim.piecewise.places import ScratchPlaces
-from tensorstow.optim.piecewise.stepper import Run, Stepper
-from tensorstow.optim.piecewise.visit import Job, sliced_entry, step_piece
+from tensorstow.optim.piecewise.stepper import Stepper
+from tensorstow.optim.piecewise.turn import Run
+from tensorstow.optim.piecewise.visit import Job, names_of, sliced_entry, step_piece
 from tensorstow.optim.states.memory import StateMemory
 from tensorstow.optim.states.pipeline import Traffic
 from tensorstow.optim.states.policy import PipelinePolicy
@@ -101,9 +102,22 @@ class Keeper:
 
     # --- a step ---
 
-    def step(self, jobs: Sequence[Job]) -> None:
-        """Update the parameters of ``jobs`` by their gradients; writes run on behind."""
-        with self.lock, self._failing(BaseException):
+    def take_turn(
+        self,
+        jobs: Sequence[Job],
+        groups: Sequence[dict[str, Any]],
+        state: MutableMapping[Any, Any],
+        method: str = "step",
+    ) -> None:
+        """Update the parameters of ``jobs`` by the class's ``method``; writes run on behind.
+
+        ``groups`` are all that there are, and ``state`` is where users see states.
+        """
+        with (
+            self.lock,
+            self._failing(BaseException),
+            self._stepper.turn(groups, state, method),
+        ):
             visits = [(job, piece) for job in jobs for piece in job.member.pieces]
             ahead = self._read_ahead(visits, 0, 0)
             self._step_residents([job for job in jobs if not job.member.pieces])
@@ -136,7 +150,11 @@ class Keeper:
         for job in jobs:
             groups.setdefault(id(job.group), []).append(job)
         runs = [
-            Run(same[0].group, [(j.member.parameter, dict(j.resident)) for j in same])
+            Run(
+                same[0].group,
+                [(j.member.parameter, dict(j.resident)) for j in same],
+                names_of(same),
+            )
             for same in groups.values()
         ]
         if runs:

@@ -2,25 +2,20 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptimizerError, OptionError, StowError
+from tensorstow.optim.piecewise.known import keeps_nothing_over_all
+from tensorstow.optim.piecewise.turn import PLAIN_LOOP, Run, Turn, foreign, lent_group, options_of
 
-_PLAIN_LOOP = ("foreach", "fused")
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Parameters of one group to be stepped, each with what the optimizer keeps for it."""
-
-    group: Mapping[str, Any]
-    entries: Sequence[tuple[torch.Tensor, dict[str, Any]]]
+MODES = ("train", "eval")
+"""Methods of schedule-free classes that move parameters between two sets of values."""
 
 
 class Stepper:
@@ -38,37 +33,110 @@ class Stepper:
     ) -> None:
         """Construct the class over parameters without memory, shaped as those of ``groups``.
 
-        Whatever it finds wrong with ``options`` or the shapes, it raises.
+        Raises OptionError for whatever it finds wrong with ``options`` or the shapes.
         """
         self.optimizer_class = optimizer_class
         self._options = dict(options)
         stand_ins = [_stand_in(group) for group in groups]
-        self.inner = optimizer_class(stand_ins, **options)
-        self._check_groups(stand_ins)
-        self.defaults = dict(self.inner.defaults)
-        self.group_options = [_options_of(group) for group in self.inner.param_groups]
-        """What the class made of the options of each group."""
-        self.begins_with_states = any(self.inner.state.values())
-        """The class makes its states in its constructor, not in the first step."""
+        with self._naming("was constructed", OptionError):
+            self.inner = optimizer_class(stand_ins, **options)
+            self._check_groups(stand_ins)
+            self._check_step()
+            self.defaults = self._without_flags(self.inner.defaults)
+            self.group_options = [
+                self._without_flags(options_of(group)) for group in self.inner.param_groups
+            ]
+            """What the class made of the options of each group."""
+            self.first_state = foreign(self.inner.state)
+            """What the constructor puts into ``state`` under keys that are no parameters."""
+            entries = (e for key, e in self.inner.state.items() if key not in self.first_state)
+            self.begins_with_states = any(entries)
+            """The class makes its states in its constructor, not in the first step."""
+            self._clear()
         self.threads = torch.get_num_threads()
         """Cuts are made for it, and results in 16 bits depend on it: for chunks it stays."""
-        self._step = _unhooked(optimizer_class.step)
-        self._clear()
+        self._call: Callable[[Optimizer], Any] = _unhooked(optimizer_class.step)
+        self._hands_on = not keeps_nothing_over_all(optimizer_class)
+        self._turn: Turn | None = None
+
+    @contextmanager
+    def turn(
+        self,
+        groups: Sequence[MutableMapping[str, Any]],
+        state: MutableMapping[Any, Any],
+        method: str = "step",
+    ) -> Iterator[Turn | None]:
+        """Let the runs inside be one call of ``method`` over all ``groups``.
+
+        Behind it ``groups``, and ``state`` under keys that are no parameters, have what the call
+        made of them. None for classes that are known to keep nothing there.
+        """
+        with self._opened(groups, state, method) as turn:
+            yield turn
+            if turn is not None:
+                if not turn.has_run:
+                    self.run([])
+                turn.keep()
+
+    @contextmanager
+    def _opened(
+        self,
+        groups: Sequence[MutableMapping[str, Any]],
+        state: MutableMapping[Any, Any],
+        method: str,
+    ) -> Iterator[Turn | None]:
+        """Open a turn, of which nothing is left unless it is kept."""
+        if not self._hands_on:
+            yield None
+            return
+        outer, call = self._turn, self._call
+        self._turn = turn = Turn(self.inner, groups, state)
+        self._call = _unhooked(getattr(self.optimizer_class, method))
+        try:
+            yield turn
+        finally:
+            turn.close()
+            self._turn, self._call = outer, call
+
+    def changes_mode(
+        self,
+        groups: Sequence[MutableMapping[str, Any]],
+        state: MutableMapping[Any, Any],
+        mode: str,
+    ) -> bool:
+        """Return whether going over to ``mode`` would change anything."""
+        with self._opened(groups, state, mode) as turn:
+            self.run([])
+            return turn is not None and turn.changes
+
+    def has_mode(self, mode: str) -> bool:
+        """Return whether the class has the method ``mode``."""
+        return callable(getattr(self.optimizer_class, mode, None))
 
     def run(self, runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
         """Step the parameters of ``runs`` by their gradients; return what is kept for them now."""
         inner = self.inner
-        inner.param_groups = [self._group(run) for run in runs]
         inner.state = defaultdict(dict, {p: entry for run in runs for p, entry in run.entries})
+        if self._turn is None:
+            inner.param_groups = [lent_group(run) for run in runs]
+        else:
+            self._turn.begin(runs)
         try:
-            self._step(inner)
+            with self._naming("took a step", OptimizerError):
+                self._call(inner)
+            if self._turn is not None:
+                self._turn.end()
             return [[inner.state.get(p, {}) for p, _ in run.entries] for run in runs]
         finally:
             self._clear()
 
-    def first_entry(self, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    def first_entry(
+        self, group: Mapping[str, Any], parameter: torch.Tensor, name: str | None
+    ) -> dict[str, Any]:
         """Return what the constructor keeps for ``parameter``."""
-        made = self.optimizer_class([{**group, "params": [parameter]}], **self._options)
+        given = [parameter] if name is None else [(name, parameter)]
+        with self._naming("was constructed", OptionError):
+            made = self.optimizer_class([{**options_of(group), "params": given}], **self._options)
         entry: dict[str, Any] = made.state.get(parameter, {})
         return entry
 
@@ -83,18 +151,23 @@ class Stepper:
         stand_in.grad = torch.empty_like(stand_in)
         # It fails where a number is asked of a tensor that has none: the states are made by then.
         entry: dict[str, Any] = {}
+        alone = dict(group)
+        name = name_in(group, parameter)
+        run = Run(alone, [(stand_in, entry)], None if name is None else [name])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                return self.run([Run(group, [(stand_in, entry)])])[0][0]
-            except Exception:  # noqa: BLE001
+                with self._opened([alone], {}, "step"):
+                    return self.run([run])[0][0]
+            except StowError:
                 return entry
 
     def add_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Let the class check a new group; return the options that it makes of it."""
         try:
-            self.inner.add_param_group(_stand_in(group))
-            return _options_of(self.inner.param_groups[-1])
+            with self._naming("was given a group", OptionError):
+                self.inner.add_param_group(_stand_in(group))
+                return self._without_flags(options_of(self.inner.param_groups[-1]))
         finally:
             self._clear()
 
@@ -103,23 +176,50 @@ class Stepper:
     ) -> None:
         """Let the class complete groups and entries that an older version of it saved, in place."""
         try:
-            self.inner.__setstate__({"state": defaultdict(dict, entries), "param_groups": groups})
+            with self._naming("was given a saved state", OptimizerError):
+                state = defaultdict(dict, entries)
+                self.inner.__setstate__({"state": state, "param_groups": groups})
         finally:
             self._clear()
 
-    def _group(self, run: Run) -> dict[str, Any]:
-        off = {name: False for name in _PLAIN_LOOP if name in run.group}
-        return {**run.group, **off, "params": [p for p, _ in run.entries]}
+    def _without_flags(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options without the implementation that the class, unasked, would take."""
+        unasked = [name for name in PLAIN_LOOP if options.get(name) and not self._options.get(name)]
+        return {**options, **dict.fromkeys(unasked, False)}
 
     def _check_groups(self, given: Sequence[Mapping[str, Any]]) -> None:
         found = [[id(p) for p in group["params"]] for group in self.inner.param_groups]
-        wanted = [[id(p) for p in group["params"]] for group in given]
+        wanted = [[id(p) for p in _tensors(group["params"])] for group in given]
         if found != wanted:
             message = (
                 f"{self.optimizer_class.__name__} sorts its parameters into groups of its own:"
                 " they could not be shared with yours. Give it the groups that it makes."
             )
             raise OptionError(message)
+
+    def _check_step(self) -> None:
+        hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        if "step" in vars(self.inner) or any(vars(self.inner).get(name) for name in hooks):
+            message = (
+                f"{self.optimizer_class.__name__} gives itself step hooks, or another step, in its"
+                " constructor: they would be called once per piece. Use it as it is, un-stowed."
+            )
+            raise OptionError(message)
+
+    @contextmanager
+    def _naming(self, when: str, kind: type[OptionError] | type[OptimizerError]) -> Iterator[None]:
+        """Raise a ``kind`` that names the class for what it raises itself."""
+        try:
+            yield
+        except StowError:
+            raise
+        except Exception as error:
+            message = (
+                f"{self.optimizer_class.__name__} {when}, and raised {type(error).__name__}:"
+                f" {str(error).rstrip('.')}. It is the class's own error: give it what it asks for,"
+                " or use it as it is, un-stowed, if it needs more than parameters and gradients."
+            )
+            raise kind(message) from error
 
     def _clear(self) -> None:
         self.inner.param_groups = []
@@ -131,12 +231,19 @@ def _unhooked(step: Callable[..., Any]) -> Callable[[Optimizer], Any]:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in {"params", "param_names"}}
+def name_in(group: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
+    """Return the name that ``parameter`` has in its group, or None."""
+    names: Sequence[str] = group.get("param_names") or ()
+    pairs = zip(names, group["params"], strict=False)
+    return next((name for name, other in pairs if other is parameter), None)
 
 
 def _stand_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_options_of(group), "params": [_without_memory(p) for p in group["params"]]}
+    """Return the group, as a user would give it, over parameters without memory."""
+    stand_ins: list[Any] = [_without_memory(p) for p in group["params"]]
+    if group.get("param_names"):
+        stand_ins = list(zip(group["param_names"], stand_ins, strict=True))
+    return {**options_of(group), "params": stand_ins}
 
 
 def _without_memory(
@@ -152,7 +259,7 @@ def _without_memory(
 def listed(params: ParamsT) -> tuple[list[Any], list[dict[str, Any]]]:
     """Return what a user gave, to be read once more, and the same as groups of tensors.
 
-    In the groups the names are left out.
+    In the groups names are under ``param_names``, as torch has them.
     """
     if isinstance(params, torch.Tensor):
         message = "A tensor was given as params: give a list of tensors, or of groups."
@@ -161,7 +268,7 @@ def listed(params: ParamsT) -> tuple[list[Any], list[dict[str, Any]]]:
     if given and isinstance(given[0], dict):
         given = [{**group, "params": _items(group["params"])} for group in given]
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return given, [{**group, "params": _tensors(group["params"])} for group in groups]
+    return given, [{**group, **_named(group["params"])} for group in groups]
 
 
 def _items(params: Any) -> list[Any]:  # noqa: ANN401
@@ -170,3 +277,9 @@ def _items(params: Any) -> list[Any]:  # noqa: ANN401
 
 def _tensors(items: Sequence[Any]) -> list[torch.Tensor]:
     return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def _named(items: Sequence[Any]) -> dict[str, Any]:
+    names = [item[0] for item in items if isinstance(item, tuple)]
+    named = {"param_names": names} if names and len(names) == len(items) else {}
+    return {"params": _tensors(items), **named}

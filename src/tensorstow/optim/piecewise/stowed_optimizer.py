@@ -1,6 +1,7 @@
 """StowedOptimizer: any torch optimizer class, with its states in RAM, on disk, or shared."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, overload
 
 import torch
@@ -13,9 +14,15 @@ from tensorstow.optim.options import Directory, States
 from tensorstow.optim.piecewise import admission
 from tensorstow.optim.piecewise.entries import cloned, tensors_in
 from tensorstow.optim.piecewise.keeper import Keeper
+from tensorstow.optim.piecewise.known import (
+    ELEMENTWISE,
+    keeps_nothing_over_all,
+    refuse_class,
+    refuse_unknown,
+)
 from tensorstow.optim.piecewise.pieces import Member, ParameterPlan, plan_of
-from tensorstow.optim.piecewise.stepper import Stepper, listed
-from tensorstow.optim.piecewise.trial import ELEMENTWISE, WHOLE, refuse_class, try_out
+from tensorstow.optim.piecewise.stepper import MODES, Stepper, listed, name_in
+from tensorstow.optim.piecewise.trial import try_out
 from tensorstow.optim.piecewise.visit import Job
 from tensorstow.optim.states.memory import StateMemory
 from tensorstow.optim.states.pipeline import Traffic
@@ -38,9 +45,14 @@ class StowedOptimizer(Optimizer):
     element, so that large parameters may be stepped in chunks (``policy.chunk_elements``).
 
     SGD, Adagrad, Adadelta, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop are known to
-    be elementwise: they go in chunks. Adafactor and Muon go by whole parameters, and so does every
-    class that is not known; it is tried out on small tensors first. A class that keeps something
-    over all parameters is refused by name, LBFGS and SparseAdam among them.
+    be elementwise: they go in chunks. Adafactor and Muon go by whole parameters, and so do those
+    of schedulefree, optimi, bitsandbytes and pytorch_optimizer that are known to step each
+    parameter by itself (``piecewise.known``). ``per_parameter=True`` says the same of another
+    class. All but torch's are tried out on small tensors first. What a class counts in its groups
+    or in itself is handed on from piece to piece; what it makes of several parameters' gradients
+    cannot be: LBFGS, SparseAdam and whatever clips or skips over all parameters is refused by name.
+
+    ``train()`` and ``eval()`` are there where the class has them (schedule-free ones).
     """
 
     def __init__(
@@ -52,6 +64,7 @@ class StowedOptimizer(Optimizer):
         dir: Directory = None,  # noqa: A002
         ram_budget: str | int | None = None,
         elementwise: bool = False,
+        per_parameter: bool = False,
         policy: PipelinePolicy | None = None,
         **class_options: Any,  # noqa: ANN401
     ) -> None:
@@ -61,14 +74,16 @@ class StowedOptimizer(Optimizer):
         admission.refuse_adams_keywords(optimizer_class, class_options)
         placement = options.placement(states, dir, ram_budget)
         given, groups = listed(params)
+        refuse_unknown(optimizer_class, declared=per_parameter or elementwise)
         self._stepper = Stepper(optimizer_class, groups, class_options)
         known = optimizer_class in ELEMENTWISE
-        if not known and (elementwise or optimizer_class not in WHOLE):
+        if not known and (elementwise or not keeps_nothing_over_all(optimizer_class)):
             try_out(optimizer_class, groups, class_options, elementwise=elementwise)
         self._keeper: Keeper | None = None  # until the groups are known
         super().__init__(given, self._stepper.defaults)
         for group, made in zip(self.param_groups, self._stepper.group_options, strict=True):
             group.update(made)
+        self.state.update(self._stepper.first_state)
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
         policy = admission.accept_policy(policy)
         self._keeper = Keeper(self._stepper, placement, policy, elementwise=known or elementwise)
@@ -77,7 +92,8 @@ class StowedOptimizer(Optimizer):
         self._keeper.attach([(g, p) for g, p in self._all() if everyone or takes(p)])
         if everyone:
             for group, parameter in self._all():
-                self._put(parameter, self._stepper.first_entry(group, parameter))
+                name = name_in(group, parameter)
+                self._put(parameter, self._stepper.first_entry(group, parameter, name))
 
     # --- torch.optim.Optimizer ---
 
@@ -159,6 +175,14 @@ class StowedOptimizer(Optimizer):
             " its threads in this process. Save state_dict() instead."
         )
         raise StowError(message)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Return ``train`` and ``eval`` where the class has them: trainers ask for them so."""
+        stepper: Stepper | None = self.__dict__.get("_stepper")
+        if name in MODES and stepper is not None and stepper.has_mode(name):
+            return partial(self._change_mode, name)
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=self)
 
     def __repr__(self) -> str:
         """Name the class that is stowed."""
@@ -245,18 +269,36 @@ class StowedOptimizer(Optimizer):
         kept = self._kept()
         kept.live()
         with kept.lock:
-            due = self._due()
-            kept.attach(due)
-            jobs = []
-            for group, parameter in due:
-                if (member := kept.find(parameter)) is not None:
-                    self._take_edits(member)
-                    jobs.append(Job(group, member, self.state.get(parameter, {})))
-            if jobs:
-                kept.step(jobs)
-            for job in jobs:
-                if job.resident or job.member.stows:  # SGD without momentum keeps nothing at all
-                    self.state[job.member.parameter] = job.resident
+            self._take_turn("step", self._due())
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def _change_mode(self, mode: str) -> None:
+        """Call the class's ``mode`` over all parameters that have states."""
+        kept = self._kept()
+        kept.live()
+        with kept.lock:
+            if self._stepper.changes_mode(self.param_groups, self.state, mode):
+                self._take_turn(mode, [(g, p) for g, p in self._all() if p in self.state])
+
+    def _take_turn(self, method: str, due: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        kept = self._kept()
+        kept.attach(due)
+        names = {
+            id(parameter): name
+            for group in self.param_groups
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
+        jobs = []
+        for group, parameter in due:
+            if (member := kept.find(parameter)) is not None:
+                self._take_edits(member)
+                name = names.get(id(parameter))
+                jobs.append(Job(group, member, self.state.get(parameter, {}), name))
+        if jobs or not keeps_nothing_over_all(self._stepper.optimizer_class):
+            kept.take_turn(jobs, self.param_groups, self.state, method)
+        for job in jobs:
+            if job.resident or job.member.stows:  # SGD without momentum keeps nothing at all
+                self.state[job.member.parameter] = job.resident
 
     def _due(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Return (group, parameter) of this step, checked; nothing is changed before."""

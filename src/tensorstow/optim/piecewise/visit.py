@@ -18,7 +18,8 @@ from tensorstow.optim.piecewise.entries import (
     tensors_in,
 )
 from tensorstow.optim.piecewise.pieces import Member, Piece
-from tensorstow.optim.piecewise.stepper import Run, Stepper
+from tensorstow.optim.piecewise.stepper import Stepper
+from tensorstow.optim.piecewise.turn import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,14 @@ class Job:
     member: Member
     resident: dict[str, Any]
     """What of its states is in RAM, where users see it."""
+    name: str | None = None
+    """Of the parameter, where the group's have names."""
+
+
+def names_of(jobs: Sequence[Job]) -> list[str] | None:
+    """Return the names of the parameters of ``jobs``, of one group; None where they have none."""
+    names = [job.name for job in jobs if job.name is not None]
+    return names if len(names) == len(jobs) else None
 
 
 def step_piece(stepper: Stepper, job: Job, piece: Piece, region: torch.Tensor | None) -> Placed:
@@ -52,7 +61,7 @@ def step_piece(stepper: Stepper, job: Job, piece: Piece, region: torch.Tensor | 
 def _step_whole(stepper: Stepper, job: Job, piece: Piece, stowed: dict[str, Any]) -> Placed:
     parameter = job.member.parameter
     entry = {**stowed, **job.resident}
-    made = stepper.run([Run(job.group, [(parameter, entry)])])[0][0]
+    made = stepper.run([Run(job.group, [(parameter, entry)], names_of([job]))])[0][0]
     placed = place(made, piece.least_bytes)
     if not piece.stepped:
         _refuse_sharing(placed, stowed, parameter)
@@ -74,7 +83,7 @@ def _step_slices(
         numbers = dict(job.resident) if ours else cloned(dict(job.resident))
         entries.append((leaf, {**{k: v[begin:end] for k, v in stowed.items()}, **numbers}))
     with _torch_threads(stepper.threads):
-        made = stepper.run([Run(job.group, entries)])[0]
+        made = stepper.run([Run(job.group, entries, names_of([job] * len(entries)))])[0]
     if not piece.stepped:
         for entry, (leaf, _) in zip(made, entries, strict=True):
             _refuse_sharing(place(entry, piece.least_bytes), stowed, leaf)

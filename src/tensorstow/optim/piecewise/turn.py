@@ -1,0 +1,278 @@
+"""What an optimizer keeps beside the states of parameters, handed on from piece to piece.
+
+[Note: Values over all parameters]
+A class may count its steps in ``group["step"]``, in ``self.count`` or in ``self.state["count"]``.
+One step over all parameters changes such a value once; stepped piece by piece it would change once
+per piece. So every piece begins with the values as they were when the step began, all pieces must
+leave the same, and when the step ends these are the optimizer's. Where pieces disagree the value is
+made from several parameters (a norm, an estimate): the class is no optimizer per parameter.
+
+Every group is lent with each piece, without parameters where the piece is not of it, because a
+class may read a value of the first group, and counts in each.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tensorstow.base.errors import OptionError
+
+PLAIN_LOOP = ("foreach", "fused")
+"""Off in every run: the results of the loop over tensors do not depend on which go together."""
+
+_OF_PARAMETERS = frozenset({"params", "param_names"})
+_TORCHS = frozenset(
+    {
+        "defaults",
+        "param_groups",
+        "state",
+        "_optimizer_load_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_step_pre_hooks",
+        "_zero_grad_profile_name",
+        "_warned_capturable_if_run_uncaptured",
+        "_need_device_dtype_check_for_fused",
+    }
+)
+"""What torch.optim itself keeps in every optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Parameters of one group to be stepped, each with what the optimizer keeps for it."""
+
+    group: Mapping[str, Any]
+    entries: Sequence[tuple[torch.Tensor, dict[str, Any]]]
+    names: Sequence[str] | None = None
+    """Of the parameters, where the group's have names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a step reads and changes beside parameters and their states."""
+
+    groups: list[dict[str, Any]]
+    own: dict[str, Any]
+    """Attributes of the optimizer."""
+    state: dict[Any, Any]
+    """Of ``optimizer.state``, what is under keys that are no parameters."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "Values":
+        """Return the values that ``optimizer`` has now; nothing is copied."""
+        groups = [options_of(group) for group in optimizer.param_groups]
+        return cls(groups, own_values(optimizer), foreign(optimizer.state))
+
+    def differences(self, other: "Values") -> list[str]:
+        """Return the names of what is not the same in ``other``."""
+        found = [f"self.{name}" for name in _differing(self.own, other.own)]
+        found += [f"self.state[{name!r}]" for name in _differing(self.state, other.state)]
+        for number, (mine, others) in enumerate(zip(self.groups, other.groups, strict=True)):
+            names = [name for name in _differing(mine, others) if name not in PLAIN_LOOP]
+            found += [f"param_groups[{number}][{name!r}]" for name in names]
+        return found
+
+
+class Turn:
+    """One step (or change of mode) of a class over all groups, in several runs."""
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        groups: Sequence[MutableMapping[str, Any]],
+        state: MutableMapping[Any, Any],
+    ) -> None:
+        """Note the values of ``groups``, of ``state`` and of ``inner`` as they are."""
+        self._inner = inner
+        self._groups = groups
+        self._state = state
+        self._numbers = {id(group): number for number, group in enumerate(groups)}
+        options = [options_of(group) for group in groups]
+        self._before: Values = copied(Values(options, own_values(inner), foreign(state)))
+        self._after: Values | None = None
+
+    @property
+    def has_run(self) -> bool:
+        """Return whether any piece was stepped."""
+        return self._after is not None
+
+    @property
+    def changes(self) -> bool:
+        """Return whether the runs so far changed a value."""
+        return self._after is not None and bool(self._before.differences(self._after))
+
+    def begin(self, runs: Sequence[Run]) -> None:
+        """Lend the optimizer the parameters of ``runs``, and all values as the step found them."""
+        lent: Values = copied(self._before)
+        groups = [
+            {**options, **_off(options), **{key: [] for key in _OF_PARAMETERS if key in group}}
+            for options, group in zip(lent.groups, self._groups, strict=True)
+        ]
+        for run in runs:
+            groups[self._numbers[id(run.group)]].update(_parameters_of(run))
+        self._inner.param_groups = groups
+        self._inner.state.update(lent.state)
+        _set_own(self._inner, lent.own)
+
+    def end(self) -> None:
+        """Note the values that a run left; raise OptionError where another left others."""
+        left = Values.of(self._inner)
+        if self._after is None:
+            self._after = left
+            return
+        if differing := self._after.differences(left):
+            message = (
+                f"{type(self._inner).__name__} changes {', '.join(differing)} from values of"
+                " several parameters: stepped one after the other they do not come out the same,"
+                " so it is not per parameter. Use it as it is, un-stowed."
+            )
+            raise OptionError(message)
+
+    def keep(self) -> None:
+        """Let the values that the runs left be those of the groups, of the state and of inner."""
+        if self._after is None:
+            return
+        for group, options in zip(self._groups, self._after.groups, strict=True):
+            lasting = {k: group.get(k, v) for k, v in _off(options).items()}
+            _assign(group, {**options, **lasting}, [k for k in group if k not in _OF_PARAMETERS])
+        _assign(self._state, self._after.state, list(foreign(self._state)))
+        self._before = self._after
+
+    def close(self) -> None:
+        """Let inner have the values that the step found, or those that were kept."""
+        _set_own(self._inner, self._before.own)
+
+
+def lent_group(run: Run) -> dict[str, Any]:
+    """Return the group of ``run`` with its parameters alone."""
+    return {**run.group, **_off(run.group), **_parameters_of(run)}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group says beside its parameters and their names."""
+    return {k: v for k, v in group.items() if k not in _OF_PARAMETERS}
+
+
+def own_values(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes that the class itself keeps in ``optimizer``."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _TORCHS}
+
+
+def foreign(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return what of a state is under keys that are no parameters."""
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def copied(value: Any) -> Any:  # noqa: ANN401
+    """Return ``value`` with containers and tensors of its own; other objects are the same."""
+    if isinstance(value, Values):
+        return Values(copied(value.groups), copied(value.own), copied(value.state))
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        made = copy.copy(value)  # an OrderedDict, or a defaultdict with its factory
+        made.update({key: copied(item) for key, item in value.items()})
+        return made
+    if isinstance(value, tuple):
+        items = [copied(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    return copy.copy(value) if isinstance(value, set | deque | bytearray) else value
+
+
+def same(a: Any, b: Any) -> bool:  # noqa: ANN401
+    """Return whether two values are equal to the bit; what cannot be compared is not."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        alike = same_bits(a, b)
+    elif isinstance(a, dict):
+        alike = a.keys() == b.keys() and all(same(item, b[key]) for key, item in a.items())
+    elif isinstance(a, list | tuple | deque):
+        alike = len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    elif callable(a):
+        alike = getattr(a, "__qualname__", None) == getattr(b, "__qualname__", None)
+    elif not _compares(type(a)) and hasattr(a, "__dict__"):
+        alike = same(vars(a), vars(b))
+    else:
+        alike = _equal(a, b)
+    return alike
+
+
+def _compares(kind: type[Any]) -> bool:
+    return "__eq__" in {name for base in kind.__mro__[:-1] for name in vars(base)}
+
+
+def _equal(a: Any, b: Any) -> bool:  # noqa: ANN401
+    try:
+        return bool(a == b) or bool(a != a and b != b)  # noqa: PLR0124  # NaN
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are alike to the bit; NaN is like NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
+        return False
+    if a.is_meta or torch.equal(a, b):
+        return True
+    nan = a.isnan()
+    return bool(nan.any()) and torch.equal(nan, b.isnan()) and torch.equal(a[~nan], b[~nan])
+
+
+def _off(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: False for name in PLAIN_LOOP if name in options}
+
+
+def _parameters_of(run: Run) -> dict[str, Any]:
+    named = {} if run.names is None else {"param_names": list(run.names)}
+    return {"params": [parameter for parameter, _ in run.entries], **named}
+
+
+def _differing(mine: Mapping[Any, Any], others: Mapping[Any, Any]) -> list[Any]:
+    both = [key for key in mine if key in others]
+    found = [key for key in both if not same(mine[key], others[key])]
+    return [*found, *(mine.keys() ^ others.keys())]
+
+
+def _set_own(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+    attributes = vars(optimizer)
+    for name in own_values(optimizer).keys() - values.keys():
+        del attributes[name]
+    attributes.update(values)
+
+
+def _assign(
+    target: MutableMapping[Any, Any], values: Mapping[Any, Any], present: Sequence[Any]
+) -> None:
+    """Let ``target`` have ``values``; what is the same stays the object that it was.
+
+    Schedulers hold a learning rate that is a tensor.
+    """
+    for key in present:
+        if key not in values:
+            del target[key]
+    for key, value in values.items():
+        old = target.get(key)
+        if key in target and same(old, value):
+            continue
+        if (
+            isinstance(old, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and old.shape == value.shape
+            and old.dtype == value.dtype
+        ):
+            old.detach().copy_(value)
+        else:
+            target[key] = value
