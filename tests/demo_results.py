@@ -2,13 +2,23 @@
 
 from dataclasses import replace
 
-from tensorstow.cli.demo.result import COMPUTE, OPTIMIZER, RowResult, Sample, Span
-from tensorstow.cli.demo.rows import ROWS, Row
+from tensorstow.cli.demo.crash import Crash
+from tensorstow.cli.demo.result import COMPUTE, OPTIMIZER, Distance, RowResult, Sample, Span
+from tensorstow.cli.demo.rows import ANCHOR, ROWS, Row
+from tensorstow.cli.demo.turns import turns_of
+from tensorstow.cli.demo.verdict import Verdict, judge
 from tensorstow.optim.states.memory import StateMemory
 
 PARTS = (("forward", 0.0, 1.0), ("backward", 1.0, 3.0), (OPTIMIZER, 3.0, 3.5))
 STEP_SECONDS = 4.0
 MIB = 1 << 20
+
+
+CRASH = Crash(committed=1, steps=2, checksum="3" * 64)
+
+
+def judged(results: list[RowResult], crash: Crash = CRASH, others: float | None = 0.02) -> Verdict:
+    return judge(results, crash, others=others, at_once=True)
 
 
 def make_results(steps: int = 3) -> list[RowResult]:
@@ -34,17 +44,20 @@ def make_result(row: Row, steps: int = 3) -> RowResult:
         key=row.key,
         parameters=MIB // 8,
         losses=tuple(10.9 + 0.01 * step for step in range(steps)),
-        checksum="1" * 64 if row.optimizer == "tensorstow" else "2" * 64,
+        checksum="1" * 64 if row.is_ours else "2" * 64,
         spans=tuple(spans),
         rss=tuple(Sample(0.05 * i, (100 + i) * MIB) for i in range(20 * steps)),
         peak_rss_bytes=200 * MIB,
         end_rss_bytes=90 * MIB if row.is_offloaded else 120 * MIB,
-        predicted=memory,
+        predicted=None if row.optimizer == "stow" else memory,
         measured=memory,
         allocated_file_bytes=memory.file_bytes,
         bytes_read=2 * MIB * steps if row.is_offloaded else 0,
         bytes_written=MIB * steps if row.is_offloaded else 0,
         bytes_spared=MIB if row.schedule == "pipelined" and row.is_offloaded else 0,
+        turns=tuple(turns_of(steps)),
+        checksums=("3" * 64, "1" * 64) if row.key == ANCHOR else (),
+        from_torch=Distance(2.5, 0.25) if row.key == ANCHOR else None,
     )
 
 

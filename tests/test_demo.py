@@ -1,6 +1,7 @@
 """The command from end to end, on the toy model and the real disk."""
 
 import json
+import os
 import re
 import struct
 import subprocess
@@ -16,10 +17,11 @@ from tensorstow.cli.demo.rows import ROWS
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "tensorstow.cli.main", "demo", "--small", "--steps", "3"]
+    command = [sys.executable, "-m", "tensorstow", "demo", "--small"]
     done = subprocess.run(
         [*command, "--directory", str(folder), "--out", "kept"],
         cwd=folder,
+        env={**os.environ, "COLUMNS": "200"},
         capture_output=True,
         text=True,
         check=False,
@@ -34,18 +36,25 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_our_rows_are_bitwise_equal(demo: tuple[Path, str]) -> None:
     _, printed = demo
-    assert "All 4 tensorstow rows are bitwise equal" in printed
-    cells = re.search(r"SHA-256, parameters(.*)", printed)
+    assert "All 7 tensorstow rows are bitwise equal" in printed
+    cells = re.search(r"hash of weights(.*)", printed)
     assert cells
     torch, *ours = cells[1].split()
     assert len(torch) == 8
-    assert len(ours) == 4
+    assert len(ours) == 7
     assert len(set(ours)) == 1
 
 
 def test_the_table_has_every_figure(demo: tuple[Path, str]) -> None:
     _, printed = demo
-    for label in ("loss, step 3", "first step", "peak RSS", "RSS at the end", "on disk, predicted"):
+    for label in (
+        "loss, step 4",
+        "first step",
+        "steady step",
+        "peak RSS",
+        "RSS at the end",
+        "on disk, predicted",
+    ):
         line = next(line for line in printed.splitlines() if label in line)
         assert len(line.replace(label, "").split()) == len(ROWS)
 
@@ -57,7 +66,20 @@ def test_predicted_bytes_are_the_measured_ones(demo: tuple[Path, str]) -> None:
             re.findall(rf"{place}, {word} +(.*)", printed) for word in ("predicted", "measured")
         )
         assert predicted
-        assert predicted == measured
+        *predicted, stow = predicted[0].split()
+        assert predicted == measured[0].split()[:-1]
+        assert stow == "\N{EN DASH}"
+
+
+def test_a_run_was_killed_and_ended_with_the_same_hash(demo: tuple[Path, str]) -> None:
+    _, printed = demo
+    said = " ".join(printed.split())
+    assert re.search(
+        r"killed \(kill -9\) in the update of step 2 and went on from its commit of step 1: after"
+        r" step 2 the hash of its parameters is [0-9a-f]{8}, that of the run which was never",
+        said,
+    )
+    assert re.search(r"differs by at most [0-9.]+ ULP", said)
 
 
 def test_pictures_are_large_pngs(demo: tuple[Path, str]) -> None:
@@ -81,8 +103,7 @@ def test_the_event_log_has_every_lane(demo: tuple[Path, str]) -> None:
     for pid, row in enumerate(ROWS):
         lanes = {e["cat"] for e in log["traceEvents"] if e["pid"] == pid and "cat" in e}
         assert lanes >= ({*LANES} - {"read"} if row.is_offloaded else {"compute"})
-        # The ring holds all of the toy's states, and only the naive schedule lets them go.
-        assert ("read" in lanes) == (row.schedule == "naive")
+        assert row.schedule != "naive" or "read" in lanes
 
 
 def test_it_ends_with_what_to_type_and_leaves_nothing_else(demo: tuple[Path, str]) -> None:

@@ -22,7 +22,7 @@ def test_the_command_line_is_frozen() -> None:
     assert flags_of(parser) == ["--help", "--version", "-h"]
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     assert {name: flags_of(command) for name, command in commands.choices.items()} == {
-        "demo": ["--directory", "--help", "--out", "--small", "--steps", "-h"],
+        "demo": ["--directory", "--help", "--json", "--out", "--small", "--steps", "-h"],
         "doctor": ["--directory", "--help", "--json", "-h"],
         "inspect": ["--help", "--json", "-h"],
         "scrub": ["--generation", "--help", "--json", "-h"],
@@ -32,7 +32,7 @@ def test_the_command_line_is_frozen() -> None:
 
 def test_defaults_of_the_demo() -> None:
     given = make_parser().parse_args(["demo"])
-    assert (str(given.out), given.steps, given.small) == ("tensorstow-demo", 3, False)
+    assert (str(given.out), given.steps, given.small) == ("tensorstow-demo", 4, False)
     assert given.directory is None
 
 
@@ -65,11 +65,7 @@ def test_what_is_not_understood_is_refused_with_the_usage_of_its_command(
 
 def test_every_command_that_prints_has_json() -> None:
     (commands,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert all(
-        "--json" in flags_of(command)
-        for name, command in commands.choices.items()
-        if name != "demo"
-    )
+    assert all("--json" in flags_of(command) for command in commands.choices.values())
 
 
 class ClosedPipe:
@@ -110,7 +106,10 @@ def test_no_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None
 def test_errors_are_one_message_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--steps", "0"]) == 2
     said = capsys.readouterr().err
-    assert said == "tensorstow: --steps 0 was given: at least 1 step can be measured.\n"
+    assert said == (
+        "tensorstow: --steps 0 was given: at least 2 are needed, for the first of a turn is not"
+        " counted.\n"
+    )
 
 
 @pytest.mark.parametrize(("error", "status"), [(StowError("so"), 2), (KeyboardInterrupt(), 130)])

@@ -2,10 +2,11 @@ import json
 import re
 from html.parser import HTMLParser
 
-from demo_results import make_results, spoil
+from demo_results import judged, make_results, spoil
 from tensorstow.cli.demo.page import Pictures, compose
+from tensorstow.cli.demo.pictures import Picture
 from tensorstow.cli.demo.rows import ROWS
-from tensorstow.cli.demo.verdict import judge
+from tensorstow.cli.demo.table import sections
 
 VOID = {"meta", "img", "br"}
 
@@ -31,10 +32,10 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def page_of(results: list) -> str:
-    return compose(
-        results, "a <heading> & more", judge(results), Pictures(b"one", b"two"), "x = '</pre>'"
-    )
+def page_of(results: list, others: float = 0.0) -> str:
+    pictures = Pictures(*(Picture(b"", f"<b>{n} wide</b>", f"<b>{n} narrow</b>") for n in "tm"))
+    verdict = judged(results, others=others)
+    return compose(results, "a <heading> & more", verdict, pictures, "x = '</pre>'")
 
 
 def read(page: str) -> Reader:
@@ -48,13 +49,25 @@ def read(page: str) -> Reader:
 def test_it_needs_nothing_else() -> None:
     page = page_of(make_results())
     assert not re.search(r"https?://", page)
-    assert all(link.startswith("data:") for link in read(page).links)
+    assert read(page).links == []
 
 
 def test_it_holds_table_verdict_and_lines() -> None:
     text = read(page_of(make_results())).text
-    for piece in ("a <heading> & more", "bitwise equal", "10.92000", "33%", "x = '</pre>'"):
+    for piece in (
+        "a <heading> & more",
+        "bitwise equal",
+        "10.92000",
+        "33%",
+        "x = '</pre>'",
+        "m narrow",
+        "t wide",
+    ):
         assert piece in text
+    for row in ROWS:
+        assert row.about in text
+    for section in sections(make_results()):
+        assert section.note in text
     assert "$" not in re.sub(r"\$\{", "", text.split('"use strict"')[0])
 
 
@@ -62,6 +75,21 @@ def test_a_difference_is_shown_as_one() -> None:
     page = page_of(spoil(make_results(), "full", checksum="3" * 64))
     assert 'class="verdict different"' in page
     assert 'class="verdict equal"' not in page
+
+
+def test_a_busy_machine_is_shown_as_one() -> None:
+    page = page_of(make_results(), others=0.5)
+    assert 'class="verdict doubtful"' in page
+    assert "THE MACHINE WAS BUSY" in page
+
+
+def test_it_follows_the_system_into_the_dark_and_fits_a_phone() -> None:
+    page = page_of(make_results())
+    assert "color-scheme: light dark" in page
+    assert "@media (prefers-color-scheme: dark)" in page
+    assert "@media (max-width: 640px)" in page
+    colors = re.findall(r"#[0-9a-f]{6}", page.split("</style>")[1].split('<script id="log"')[0])
+    assert colors == []  # all of them are variables
 
 
 def test_the_log_is_json_with_every_lane() -> None:

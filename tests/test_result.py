@@ -1,14 +1,16 @@
 import pytest
 
 from demo_results import MIB, make_result, make_results
-from tensorstow.cli.demo.result import RowResult, Span, by_key, steady
+from tensorstow.cli.demo.result import RowResult, Span, by_key, spread, steady
 from tensorstow.cli.demo.rows import ROWS
 
-FULL = make_result(ROWS[-1])
+FULL = make_result(ROWS[4])
 
 
 def test_a_line_of_json_brings_everything_back() -> None:
-    assert RowResult.from_json(FULL.to_json()) == FULL
+    for row in ROWS:
+        result = make_result(row)
+        assert RowResult.from_json(result.to_json()) == result
     assert "\n" not in FULL.to_json()
 
 
@@ -31,9 +33,19 @@ def test_a_transfer_counts_inside_by_its_overlap() -> None:
     assert FULL.step_bandwidth == pytest.approx(2 * MIB / 0.5)
 
 
-def test_steady_leaves_the_first_out() -> None:
-    assert steady([9.0, 1.0, 2.0, 3.0]) == 2.0
-    assert steady([9.0]) is None
+def test_the_first_step_of_a_turn_does_not_count() -> None:
+    result = make_result(ROWS[4], steps=5)
+    assert result.turns == (2, 2, 1)
+    assert result.steady_steps == [1, 3]
+    assert result.steady_seconds == pytest.approx([3.5, 3.5])
+    assert result.steady_optimizer_seconds == pytest.approx([0.5, 0.5])
+    assert steady(result) == pytest.approx(3.5)
+    assert steady(make_result(ROWS[4], steps=1)) is None
+
+
+def test_the_spread_is_of_the_median() -> None:
+    assert spread([2.0, 1.0, 4.0]) == 1.5
+    assert spread([2.0]) is None
 
 
 def test_results_are_found_by_key() -> None:

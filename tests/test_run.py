@@ -1,19 +1,18 @@
 import argparse
 import importlib.util
-import os
-import sys
+import json
 from pathlib import Path
 
 import pytest
 
-from demo_results import make_results, spoil
+from demo_results import judged, make_results, spoil
 from tensorstow.base.errors import DirectoryError, OptionError, StowError
 from tensorstow.cli.demo import run
 from tensorstow.cli.demo.rows import ROWS
 
 
 def options(out: Path, **changes: object) -> argparse.Namespace:
-    given = {"directory": str(out.parent), "out": out, "steps": 3, "small": True}
+    given = {"directory": str(out.parent), "out": out, "steps": 3, "small": True, "json": False}
     return argparse.Namespace(**{**given, **changes})
 
 
@@ -24,12 +23,13 @@ def test_the_exit_status_says_whether_rows_are_equal(
     results = make_results()
     if spoiled is not None:
         results = spoil(results, spoiled, checksum="0" * 64)
-    monkeypatch.setattr(run, "_run_rows", lambda *_: results)
+    monkeypatch.setattr(run, "_run_all", lambda *_: (results, judged(results)))
+    monkeypatch.setattr(run, "write_files", lambda *_: {})
     assert run.run(options(tmp_path / "out")) == status
 
 
-@pytest.mark.parametrize("steps", [0, -1])
-def test_no_steps_are_refused(steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [0, 1, -1])
+def test_too_few_steps_are_refused(steps: int, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=f"--steps {steps} was given"):
         run.run(options(tmp_path / "out", steps=steps))
     assert not (tmp_path / "out").exists()
@@ -57,29 +57,19 @@ def test_a_directory_in_memory_is_refused(tmp_path: Path) -> None:
         run.run(options(tmp_path / "out", directory="/dev/shm"))
 
 
-def test_a_row_that_fails_is_quoted(tmp_path: Path) -> None:
-    missing = str(tmp_path / "gone")
-    with pytest.raises(StowError, match="does not exist") as caught:
-        run.run_row(ROWS[-1], options(tmp_path), missing, lambda _step, _part: None)
-    assert "'tensorstow, 100% disk' ended with exit status 1" in str(caught.value)
-
-
-def test_a_row_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\nkill -9 $$\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    with pytest.raises(StowError, match=r"signal 9 \(.*too little memory\)\. It said nothing"):
-        run.run_row(ROWS[0], options(tmp_path), str(tmp_path), lambda _step, _part: None)
-
-
-def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
-    def interrupt(_step: int, _part: str) -> None:
-        raise KeyboardInterrupt
-
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    before = children.read_text().split() if children.exists() else []  # other tests' ranks
-    with pytest.raises(KeyboardInterrupt):
-        run.run_row(ROWS[0], options(tmp_path), str(tmp_path), interrupt)
-    if children.exists():
-        assert set(children.read_text().split()) <= set(before)
+def test_json_is_all_that_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = make_results(4)
+    monkeypatch.setattr(run, "_run_all", lambda *_: (results, judged(results)))
+    assert run.run(options(tmp_path / "out", json=True)) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["is_equal"]
+    assert set(facts["rows"]) == {row.key for row in ROWS}
+    assert facts["rows"]["full"]["less_bytes_than_torch"] == 30 << 20
+    assert facts["verdict"]["crash"]["committed"] == 1
+    assert {Path(path).name for path in facts["files"].values()} == {
+        "report.html", "timeline.png", "memory.png", "events.json"
+    }  # fmt: skip
+    assert all(Path(path).stat().st_size > 1000 for path in facts["files"].values())
+    assert len(facts["sentences"]) == 5

@@ -3,15 +3,16 @@ import struct
 import pytest
 
 from demo_results import make_results
+from tensorstow.cli.demo.pictures import draw_timeline
 from tensorstow.cli.demo.result import Span
-from tensorstow.cli.demo.timeline import View, draw, shown_step, stack
+from tensorstow.cli.demo.timeline import View, shown_step, stack
 
 pytest.importorskip("matplotlib")
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_it_is_a_large_png(steps: int) -> None:
-    picture = draw(make_results(steps))
+    picture = draw_timeline(make_results(steps)).png
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", picture[16:24])
     assert width >= 1600

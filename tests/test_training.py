@@ -4,11 +4,11 @@ import torch
 from tensorstow.cli.demo.rows import FULL, ROWS, SMALL
 from tensorstow.cli.demo.training import (
     Clock,
+    Training,
     checksum,
     config_of,
     make_model,
     make_optimizer,
-    train,
 )
 from tensorstow.colossalai import HybridAdam
 
@@ -38,16 +38,35 @@ def test_hyper_parameters_are_those_of_torch() -> None:
 
 def test_training_is_the_same_every_time_and_told_as_it_goes() -> None:
     outcomes = []
-    for _ in range(2):
+    for turns in (1, 2):
         said: list[tuple[int, str]] = []
         model = make_model(SMALL)
         torch.rand(7)  # as an optimizer might: dropout must not depend on it
         clock = Clock(lambda step, part, said=said: said.append((step, part)))
-        losses = train(model, make_optimizer(ROWS[1], SMALL, model, None), SMALL, 2, clock)
-        outcomes.append((losses, checksum(model)))
+        training = Training(model, make_optimizer(ROWS[1], SMALL, model, None), SMALL, clock)
+        for _ in range(turns):
+            training.take(2 // turns)
+        outcomes.append((training.losses, checksum(model)))
         assert said == [(s.step, s.name) for s in clock.spans]
     assert outcomes[0] == outcomes[1]
     assert len(outcomes[0][0]) == 2
+
+
+def test_another_process_goes_on_where_chance_stood() -> None:
+    model, other = make_model(SMALL), make_model(SMALL)
+    whole = Training(model, make_optimizer(ROWS[0], SMALL, model, None), SMALL, Clock(_nothing))
+    whole.take(1)
+    kept = whole.kept()
+    other.load_state_dict(model.state_dict())
+    whole.take(1)
+    optimizer = make_optimizer(ROWS[0], SMALL, other, None)
+    rest = Training(other, optimizer, SMALL, Clock(_nothing))
+    rest.go_on(1, kept)
+    assert rest.make_gradients(1) == whole.losses[1]
+
+
+def _nothing(_step: int, _part: str) -> None:
+    pass
 
 
 def test_the_checksum_sees_one_bit() -> None:

@@ -1,14 +1,18 @@
 """One row of the demo in a process of its own: ``python -m tensorstow.cli.demo.child``.
 
-Writes lines of JSON to the descriptor that it is given: ``{"step": 0, "part": "forward"}`` as work
-begins, and the result as the last one. Standard output and error stay free for libraries.
+Reads from standard input how many steps to take in its next turn, a number a line, and ends where
+there is no more. Writes lines of JSON to the descriptor that it is given: ``{"waits": 2}``, the
+steps that were taken, before it reads; ``{"step": 0, "part": "forward"}`` as work begins; and the
+result as the last one. Standard output and error stay free for libraries.
 """
 
 import argparse
 import json
 import os
+import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -16,16 +20,17 @@ import torch
 from torch import nn
 
 from tensorstow.base.cores import usable_cores
+from tensorstow.cli.demo.distance import one_step_apart
 from tensorstow.cli.demo.result import RowResult, Sample, Span
-from tensorstow.cli.demo.rows import FULL, ROWS, SMALL, Row, Scale
+from tensorstow.cli.demo.rows import ANCHOR, FULL, ROWS, SMALL, Row, Scale
 from tensorstow.cli.demo.rss import RssCurve, peak_bytes, resident_bytes, return_freed_memory
 from tensorstow.cli.demo.training import (
     Clock,
     Progress,
+    Training,
     checksum,
     make_model,
     make_optimizer,
-    train,
 )
 from tensorstow.optim.states.layout import Family
 from tensorstow.optim.states.memory import StateMemory, predict_memory
@@ -37,50 +42,109 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the row that the arguments name."""
     parser = argparse.ArgumentParser(prog="tensorstow.cli.demo.child", description=__doc__)
     parser.add_argument("--row", choices=[row.key for row in ROWS], required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--directory", required=True)
-    parser.add_argument("--descriptor", type=int, required=True)
-    parser.add_argument("--small", action="store_true")
+    add_arguments(parser)
     given = parser.parse_args(arguments)
     row = next(row for row in ROWS if row.key == given.row)
     with os.fdopen(given.descriptor, "w", encoding="utf-8") as pipe:
-
-        def progress(step: int, part: str) -> None:
-            _say(pipe, json.dumps({"step": step, "part": part}))
-
         scale = SMALL if given.small else FULL
-        result = run_row(row, scale, given.steps, given.directory, progress)
-        _say(pipe, result.to_json())
+        turns = asked_turns(sys.stdin, pipe)
+        result = run_row(row, scale, turns, given.directory, teller(pipe))
+        say(pipe, result.to_json())
 
 
-def run_row(row: Row, scale: Scale, steps: int, directory: str, progress: Progress) -> RowResult:
-    """Train under ``row`` and measure."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what every process of the demo is told."""
+    parser.add_argument("--directory", required=True)
+    parser.add_argument("--descriptor", type=int, required=True)
+    parser.add_argument("--small", action="store_true")
+
+
+def teller(pipe: TextIO) -> Progress:
+    """Return what writes to ``pipe`` which part of which step begins."""
+    return lambda step, part: say(pipe, json.dumps({"step": step, "part": part}))
+
+
+def say(pipe: TextIO, line: str) -> None:
+    """Write ``line`` now."""
+    pipe.write(line + "\n")
+    pipe.flush()
+
+
+def asked_turns(orders: TextIO, pipe: TextIO) -> Iterator[int]:
+    """Yield how many steps to take, as often as that is asked for."""
+    taken = 0
+    while True:
+        say(pipe, json.dumps({"waits": taken}))
+        order = orders.readline()
+        if not order:
+            return
+        yield int(order)
+        taken += int(order)
+
+
+@dataclass(slots=True)
+class Turns:
+    """When this process had its turns: the time between them is taken out of what is shown."""
+
+    windows: list[tuple[float, float]] = field(default_factory=list)
+
+    def moment(self, time: float) -> float | None:
+        """Return how long turns had lasted at ``time``; None where none was under way."""
+        before = 0.0
+        for start, stop in self.windows:
+            if start <= time <= stop:
+                return before + time - start
+            before += stop - start
+        return None
+
+    def cut(self, span: Span) -> Span:
+        """Return ``span`` on that clock; it lies in the turn in which it began."""
+        start = self.moment(span.start)
+        if start is None:  # begun between turns: it is shown from the next one on
+            later = [begin for begin, _ in self.windows if begin > span.start]
+            start = self.moment(later[0] if later else self.windows[-1][1]) or 0.0
+        stop = self.moment(span.stop)
+        return replace(span, start=start, stop=max(start, start if stop is None else stop))
+
+
+def run_row(
+    row: Row, scale: Scale, turns: Iterable[int], directory: str, progress: Progress
+) -> RowResult:
+    """Train under ``row``, a turn for each number of steps in ``turns``, and measure."""
     torch.set_num_threads(usable_cores())
     progress(-1, "build")
     model = make_model(scale)
     optimizer = make_optimizer(row, scale, model, directory)
     stowed = optimizer if isinstance(optimizer, StowedAdam) else None
-    clock = Clock(progress)
+    clock, mine, taken = Clock(progress), Turns(), []
+    training = Training(model, optimizer, scale, clock)
+    checksums = []
     with RssCurve() as curve:
         if stowed is not None:
             stowed.start_trace()
-        zero = time.monotonic()
-        losses = train(model, optimizer, scale, steps, clock)
-        if stowed is not None:
-            with clock.measure(-1, "last writes"):
-                stowed.synchronize()
-        return_freed_memory()
+        for steps in turns:
+            start = time.monotonic()
+            training.take(steps)
+            if stowed is not None:
+                with clock.measure(-1, "last writes"):
+                    stowed.synchronize()  # what is under way must not run in another row's turn
+            mine.windows.append((start, time.monotonic()))
+            taken.append(steps)
+            return_freed_memory()  # others have their turn now
+            if row.key == ANCHOR:
+                checksums.append(checksum(model))
         end = resident_bytes()
     peak = peak_bytes() or max(nbytes for _, nbytes in curve.samples)
     events = stowed.trace() if stowed is not None else []
     traffic = stowed.traffic() if stowed is not None else Traffic(0, 0, 0, 0, 0.0)
+    moments = [(mine.moment(time), nbytes) for time, nbytes in curve.samples]
     return RowResult(
         key=row.key,
-        parameters=sum(p.numel() for p in model.parameters()),
-        losses=tuple(losses),
+        parameters=scale.parameters,
+        losses=tuple(training.losses),
         checksum=checksum(model),
-        spans=tuple(_from_zero(span, zero) for span in [*clock.spans, *map(_as_span, events)]),
-        rss=tuple(Sample(moment - zero, nbytes) for moment, nbytes in curve.samples),
+        spans=tuple(mine.cut(span) for span in [*clock.spans, *map(_as_span, events)]),
+        rss=tuple(Sample(m, nbytes) for m, nbytes in moments if m is not None),
         peak_rss_bytes=peak,
         end_rss_bytes=end,
         predicted=predict(row, scale, model),
@@ -89,11 +153,16 @@ def run_row(row: Row, scale: Scale, steps: int, directory: str, progress: Progre
         bytes_read=traffic.bytes_read,
         bytes_written=traffic.bytes_written,
         bytes_spared=traffic.bytes_spared,
+        turns=tuple(taken),
+        checksums=tuple(checksums),
+        from_torch=one_step_apart(training) if row.key == ANCHOR else None,
     )
 
 
-def predict(row: Row, scale: Scale, model: nn.Module) -> StateMemory:
+def predict(row: Row, scale: Scale, model: nn.Module) -> StateMemory | None:
     """Return what the states of ``row`` will take, from the sizes of the parameters alone."""
+    if row.optimizer == "stow":
+        return None  # its chunks follow the units of the model
     policy = scale.policy(row)
     return predict_memory(
         [p.numel() for p in model.parameters()],
@@ -133,16 +202,6 @@ def _as_span(event: TraceEvent) -> Span:
     return Span(
         event.lane, event.lane, event.start, event.stop, chunk=event.chunk, nbytes=event.nbytes
     )
-
-
-def _from_zero(span: Span, zero: float) -> Span:
-    # A trace begins before the first step: prefetching in hooks does not, so nothing is negative.
-    return replace(span, start=span.start - zero, stop=span.stop - zero)
-
-
-def _say(pipe: TextIO, line: str) -> None:
-    pipe.write(line + "\n")
-    pipe.flush()
 
 
 if __name__ == "__main__":

@@ -1,41 +1,42 @@
 """memory.png: the resident memory of each row over time, side by side on one scale."""
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tensorstow.cli.demo.palette import FAINT, GRID, INK, ROW_COLORS
+from tensorstow.cli.demo.palette import FAINT, GRID, INK, PAPER, ROW_COLORS
 from tensorstow.cli.demo.result import RowResult, by_key
 from tensorstow.cli.demo.rows import ROWS, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MIB = 1 << 20
 
 
-def draw(results: Sequence[RowResult]) -> bytes:
-    """Return the picture as PNG."""
+def draw(results: Sequence[RowResult], *, narrow: bool = False) -> "Figure":
+    """Return the picture, for a phone where it is to be ``narrow``."""
     from matplotlib.figure import Figure  # noqa: PLC0415  # the demo extra
 
     known = by_key(results)
-    figure = Figure(figsize=(13, 4.6), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(ROWS), sharey=True, squeeze=False)[0]
+    columns, size = (2, (4.6, 9.4)) if narrow else (4, (13.0, 7.4))
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    grid = figure.subplots(len(ROWS) // columns, columns, sharey=True, squeeze=False)
+    panels = grid.reshape(-1)
     top = max(_peak(result) for result in results) / _MIB
     for axes, row in zip(panels, ROWS, strict=True):
         _panel(axes, row, known[row.key], top)
-    panels[0].set_ylabel("resident memory (RSS), MiB", color=INK)
-    panels[0].set_ylim(0, top * 1.12)
-    figure.supxlabel("seconds since the first step began", fontsize=10, color=INK)
+    panels[0].set_ylim(0, top * 1.16)
+    figure.supylabel("resident memory (RSS), MiB", fontsize=10, color=INK)
+    figure.supxlabel("seconds of the row's own turns", fontsize=10, color=INK)
+    heading = "Memory of the whole process,", "by where the optimizer states are"
     figure.suptitle(
-        "Memory of the whole process, by where the optimizer states are",
-        fontsize=14,
+        ("\n" if narrow else " ").join(heading),
+        fontsize=12 if narrow else 14,
         fontweight="bold",
         color=INK,
     )
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    return target.getvalue()
+    return figure
 
 
 def _peak(result: RowResult) -> int:
@@ -51,9 +52,9 @@ def _panel(axes: "Axes", row: Row, result: RowResult, top: float) -> None:
     peak, end = result.peak_rss_bytes / _MIB, result.end_rss_bytes / _MIB
     axes.axhline(peak, color=color, linewidth=0.9, linestyle=(0, (4, 3)))
     axes.axhline(end, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
-    _note(axes, peak + 0.015 * top, f"peak {peak:,.0f}", color)
-    _note(axes, end - 0.065 * top, f"at the end {end:,.0f}", INK)
-    axes.set_title(row.title, fontsize=10.5, fontweight="bold", color=color)
+    _note(axes, peak + 0.015 * top, f"peak {peak:,.0f}")
+    _note(axes, end - 0.085 * top, f"at the end {end:,.0f}")
+    axes.set_title(row.title, fontsize=10.5, fontweight="bold", color=INK)
     axes.set_xlim(0, 1.04 * max(times))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="y", color=GRID)
@@ -64,7 +65,7 @@ def _panel(axes: "Axes", row: Row, result: RowResult, top: float) -> None:
     axes.spines["bottom"].set_color(FAINT)
 
 
-def _note(axes: "Axes", height: float, text: str, color: str) -> None:
+def _note(axes: "Axes", height: float, text: str) -> None:
     """Write ``text`` at a height of the data, at the right."""
     axes.text(
         0.97,
@@ -74,6 +75,6 @@ def _note(axes: "Axes", height: float, text: str, color: str) -> None:
         ha="right",
         va="bottom",
         fontsize=9.5,
-        color=color,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1.0},
+        color=INK,
+        bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 1.0},
     )

@@ -1,6 +1,5 @@
 """report.html: verdict, table, pictures and the event log on one page that needs nothing else."""
 
-import base64
 import json
 from collections.abc import Sequence
 from html import escape
@@ -9,21 +8,22 @@ from string import Template
 from typing import Any, NamedTuple
 
 from tensorstow.cli.demo.palette import SPAN_COLORS, SPAN_INKS
+from tensorstow.cli.demo.pictures import Picture
 from tensorstow.cli.demo.result import COMPUTE, DISK_LANES, RowResult, Span, by_key
 from tensorstow.cli.demo.rows import ROWS
 from tensorstow.cli.demo.table import sections
 from tensorstow.cli.demo.timeline import shown_step
-from tensorstow.cli.demo.verdict import Verdict
+from tensorstow.cli.demo.verdict import SHOWN, Verdict
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _LANES = (COMPUTE, *DISK_LANES)
 
 
 class Pictures(NamedTuple):
-    """The two pictures as PNG."""
+    """The two pictures of the page."""
 
-    timeline: bytes
-    memory: bytes
+    timeline: Picture
+    memory: Picture
 
 
 def compose(
@@ -33,30 +33,47 @@ def compose(
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
     return template.substitute(
         heading=escape(heading),
-        outcome="equal" if verdict.is_equal else "different",
-        verdict=escape(str(verdict)),
-        table=_table(results),
-        memory=_base64(pictures.memory),
-        timeline=_base64(pictures.timeline),
+        verdict=_verdict(verdict),
+        rows=_rows(),
+        tables=_tables(results),
+        memory=_both(pictures.memory),
+        timeline=_both(pictures.timeline),
         lines=escape(lines.strip()),
         log=json.dumps(_log(results), separators=(",", ":")).replace("</", "<\\/"),
     )
 
 
-def _base64(picture: bytes) -> str:
-    return base64.b64encode(picture).decode("ascii")
+def _both(picture: Picture) -> str:
+    return f'<div class="broad">{picture.wide}</div><div class="narrow">{picture.narrow}</div>'
 
 
-def _table(results: Sequence[RowResult]) -> str:
+def _verdict(verdict: Verdict) -> str:
+    first, *rest = verdict.sentences()
+    outcome = "equal" if verdict.is_equal else "different"
+    if verdict.is_equal and verdict.circumstances.is_busy:
+        outcome = "doubtful"
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in rest)
+    return f'<div class="verdict {outcome}"><p class="cost">{escape(first)}</p>{said}</div>'
+
+
+def _rows() -> str:
+    pairs = (f"<dt>{escape(row.name)}</dt><dd>{escape(row.about)}</dd>" for row in ROWS)
+    return f"<dl>{''.join(pairs)}</dl>"
+
+
+def _tables(results: Sequence[RowResult]) -> str:
     heads = "".join(f"<th>{escape(row.title)}</th>" for row in ROWS)
-    parts = [f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>"]
+    parts = []
     for section in sections(results):
-        title = f'<th colspan="{len(ROWS) + 1}">{escape(section.title)}</th>'
-        parts.append(f'<tr class="title">{title}</tr>')
+        title, note = escape(section.title), escape(section.note)
+        parts.append(f'<h3>{title}</h3><p class="faint">{note}</p><div class="wide"><table>')
+        parts.append(f"<thead><tr><th></th>{heads}</tr></thead><tbody>")
         for line in section.lines:
+            inner = ' class="of"' if line.label.startswith(" ") else ""
             cells = "".join(f"<td>{escape(cell)}</td>" for cell in line.cells)
-            parts.append(f"<tr><th>{escape(line.label)}</th>{cells}</tr>")
-    return "\n".join([*parts, "</tbody></table>"])
+            parts.append(f"<tr><th{inner}>{escape(line.label.strip())}</th>{cells}</tr>")
+        parts.append("</tbody></table></div>")
+    return "\n".join(parts)
 
 
 def _log(results: Sequence[RowResult]) -> dict[str, Any]:
@@ -65,8 +82,8 @@ def _log(results: Sequence[RowResult]) -> dict[str, Any]:
     step = shown_step(results)
     shown = [known[row.key].step_span(step) for row in ROWS if row.is_offloaded]
     begin, end = min(s.start for s in shown), max(s.stop for s in shown)
-    last = ROWS[-1]
-    call = known[last.key].optimizer_span(step)
+    close = next(row for row in ROWS if row.key == SHOWN)
+    call = known[close.key].optimizer_span(step)
     margin = 0.1 * call.seconds
     whole = (0.0, 1.01 * max(span.stop for result in results for span in result.spans))
     return {
@@ -77,7 +94,7 @@ def _log(results: Sequence[RowResult]) -> dict[str, Any]:
         "views": [
             ("whole run", *whole),
             (f"step {step + 1}", begin, end),
-            (f"opt.step() of {last.name}", call.start - margin, call.stop + 2 * margin),
+            (f"opt.step() of {close.name}", call.start - margin, call.stop + 2 * margin),
         ],
     }
 

@@ -10,16 +10,20 @@ SPAN_COLORS = {
     "update": "#e0a02f",
     "write": "#c4553f",
 }
-SPAN_INKS = {"forward": "#1d2733", "backward": "#ffffff", "opt.step": "#ffffff"}
-"""Of the text inside a bar; the others are too short to hold any."""
+SPAN_INKS = {"forward": "#1c2632", "backward": "#ffffff", "opt.step": "#ffffff"}
+"""Of the text inside a bar, whatever is behind it; the others are too short to hold any."""
 
 ROW_COLORS = {
     "torch": "#8a919c",
-    "ram": "#4a5361",
-    "naive": "#a2699c",
-    "half": "#6a8f3c",
-    "full": "#2f6f9f",
+    "ram": "#6c7fa6",
+    "naive": "#a9659f",
+    "half": "#6f953c",
+    "full": "#2f7fb5",
+    "forward": "#cf8a1d",
+    "backward": "#1f9484",
+    "stow": "#c4553f",
 }
 INK = "#1d2733"
 FAINT = "#8a919c"
 GRID = "#e6e9ee"
+PAPER = "#fefefe"

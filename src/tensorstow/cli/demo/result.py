@@ -1,8 +1,9 @@
 """What one row hands back: losses, spans of time, memory; and the figures that follow from it."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from statistics import median
 from typing import Any, Self
 
@@ -41,6 +42,16 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Distance:
+    """How far one step of ours is from one of torch's: same weights, states and gradients."""
+
+    ulps: float
+    """The largest difference, in spacings of fp32 at the largest number that went into it."""
+    share: float
+    """Of the weights that differ at all."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowResult:
     """Everything that is known about one row."""
 
@@ -53,7 +64,8 @@ class RowResult:
     rss: tuple[Sample, ...]
     peak_rss_bytes: int
     end_rss_bytes: int
-    predicted: StateMemory
+    predicted: StateMemory | None
+    """From the sizes of the parameters alone; None for stow, whose chunks follow its units."""
     measured: StateMemory
     allocated_file_bytes: int
     """What the filesystem says that the scratch files take."""
@@ -61,6 +73,12 @@ class RowResult:
     bytes_written: int = 0
     bytes_spared: int = 0
     """Not read, because a buffer still held them."""
+    turns: tuple[int, ...] = ()
+    """Steps in each turn: the first of a turn begins with nothing under way, and is not counted."""
+    checksums: tuple[str, ...] = ()
+    """As ``checksum``, after each turn; only of the row that the run which is killed must equal."""
+    from_torch: Distance | None = None
+    """One further step against torch's; only of the row that has everything in RAM."""
 
     def lane(self, lane: str) -> list[Span]:
         """Return the spans of one lane."""
@@ -87,6 +105,22 @@ class RowResult:
         return [s.seconds for s in self.lane(COMPUTE) if s.name == OPTIMIZER]
 
     @property
+    def steady_steps(self) -> list[int]:
+        """Return the steps that begin with the one before still under way, as in a long run."""
+        first = set(accumulate(self.turns, initial=0))
+        return [step for step in range(len(self.losses)) if step not in first]
+
+    @property
+    def steady_seconds(self) -> list[float]:
+        """Return the times of these steps."""
+        return [self.step_span(step).seconds for step in self.steady_steps]
+
+    @property
+    def steady_optimizer_seconds(self) -> list[float]:
+        """Return the times of their calls of ``opt.step()``."""
+        return [self.optimizer_span(step).seconds for step in self.steady_steps]
+
+    @property
     def moved_bytes(self) -> int:
         """Return the bytes read and written."""
         return self.bytes_read + self.bytes_written
@@ -110,18 +144,31 @@ class RowResult:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return what ``to_json`` wrote, floats to the last bit."""
-        plain: dict[str, Any] = json.loads(text)
+        return cls.of(json.loads(text))
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Self:
+        """Return what was written, read as JSON."""
+        plain = dict(said)
         plain["losses"] = tuple(plain["losses"])
         plain["spans"] = tuple(Span(**span) for span in plain["spans"])
         plain["rss"] = tuple(Sample(**sample) for sample in plain["rss"])
-        plain["predicted"] = StateMemory(**plain["predicted"])
+        plain["predicted"] = StateMemory(**plain["predicted"]) if plain["predicted"] else None
         plain["measured"] = StateMemory(**plain["measured"])
+        plain["turns"] = tuple(plain["turns"])
+        plain["checksums"] = tuple(plain["checksums"])
+        plain["from_torch"] = Distance(**plain["from_torch"]) if plain["from_torch"] else None
         return cls(**plain)
 
 
-def steady(values: Sequence[float]) -> float | None:
-    """Return the median of all but the first value; None where there is no other."""
-    return median(values[1:]) if len(values) > 1 else None
+def steady(result: RowResult) -> float | None:
+    """Return the median of the steps that count; None where there are none."""
+    return median(result.steady_seconds) if result.steady_seconds else None
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Return (longest - shortest) / median; None where there is nothing to compare."""
+    return (max(values) - min(values)) / median(values) if len(values) > 1 else None
 
 
 def by_key(results: Iterable[RowResult]) -> dict[str, RowResult]:

@@ -1,13 +1,26 @@
-"""What the demo runs: the rows that are compared, and the model they all train."""
+"""What the demo runs: the rows that are compared, and the model that all of them train."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from tensorstow.optim.states.layout import DEFAULT_RING_BYTES
-from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.optim.states.policy import Overlap, PipelinePolicy
 
 ADAM_STATE_BYTES = 8
 """Adam keeps two fp32 numbers per fp32 parameter."""
+
+
+ANCHOR = "ram"
+"""The row that the others of ours must equal: everything in RAM."""
+TURN_STEPS = 2
+"""Steps that a row takes before the next one has its turn; the first of them is not counted."""
+DEFAULT_STEPS = 2 * TURN_STEPS
+_LEAST_PROCESS_BYTES = 512 << 20
+"""Python, torch and what the allocator keeps, beside weights and states."""
+_WEIGHT_BYTES = 4
+_BLOCKS_HELD = 3
+"""Where weights are on disk: one is computed with, one is fetched ahead, one is being updated."""
+_ALIGNMENT_OF_A_UNIT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +30,23 @@ class Row:
     key: str
     title: str
     """The heading of its column: two lines of at most ten characters, so that the table fits."""
-    optimizer: Literal["torch", "tensorstow"]
+    about: str
+    """What the heading means, in a line."""
+    optimizer: Literal["torch", "HybridAdam", "AdamW", "stow"]
     fraction: float
     """Share of the states' bytes on disk."""
     schedule: Literal["pipelined", "naive"] = "pipelined"
+    overlap: Overlap = "none"
 
     @property
     def name(self) -> str:
         """Return the title on one line."""
         return self.title.replace("\n", ", ")
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether it must be bitwise equal to all others that are."""
+        return self.optimizer != "torch"
 
     @property
     def is_offloaded(self) -> bool:
@@ -34,11 +55,62 @@ class Row:
 
 
 ROWS = (
-    Row("torch", "torch\nfused", "torch", 0.0),
-    Row("ram", "tensorstow\nin RAM", "tensorstow", 0.0),
-    Row("naive", "tensorstow\n100% naive", "tensorstow", 1.0, "naive"),
-    Row("half", "tensorstow\n50% disk", "tensorstow", 0.5),
-    Row("full", "tensorstow\n100% disk", "tensorstow", 1.0),
+    Row(
+        "torch",
+        "torch\nfused",
+        "torch.optim.AdamW(fused=True): weights, gradients and states in RAM",
+        "torch",
+        0.0,
+    ),
+    Row("ram", "tensorstow\nin RAM", "everything in RAM, our kernel", "HybridAdam", 0.0),
+    Row(
+        "naive",
+        "tensorstow\n100% naive",
+        "all states on disk; read, update, write, one after the other: what a plain loop does",
+        "HybridAdam",
+        1.0,
+        "naive",
+    ),
+    Row(
+        "half",
+        "tensorstow\n50% disk",
+        "half of the states on disk; reads, updates and writes at once",
+        "HybridAdam",
+        0.5,
+    ),
+    Row(
+        "full",
+        "tensorstow\n100% disk",
+        "all states on disk; reads, updates and writes at once, inside opt.step()",
+        "HybridAdam",
+        1.0,
+    ),
+    Row(
+        "forward",
+        "tensorstow\nforward",
+        'all states on disk; overlap="forward": updates run beside the next forward',
+        "AdamW",
+        1.0,
+        overlap="forward",
+    ),
+    Row(
+        "backward",
+        "tensorstow\nbackward",
+        'all states on disk; overlap="backward": updates run beside the backward that makes'
+        " their gradients",
+        "AdamW",
+        1.0,
+        overlap="backward",
+    ),
+    Row(
+        "stow",
+        "stow\nall disk",
+        f"tensorstow.stow: weights and states on disk; in RAM are the embedding and {_BLOCKS_HELD}"
+        " of the blocks; updates run beside backward",
+        "stow",
+        1.0,
+        overlap="backward",
+    ),
 )
 
 
@@ -57,15 +129,47 @@ class Scale:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters: embeddings, blocks, and the last norm."""
-        block = 12 * self.width**2 + 13 * self.width
-        embeddings = (self.vocabulary + self.positions) * self.width
-        return embeddings + self.layers * block + 2 * self.width
+        """Return the number of parameters: the blocks and the rest."""
+        return self.layers * self._block + self._rest
 
     @property
-    def disk_bytes(self) -> int:
+    def shelf_bytes(self) -> int:
+        """Return the RAM for weights on disk: of the rest, and of as many blocks as are held."""
+        held = self._rest + _BLOCKS_HELD * self._block
+        return _WEIGHT_BYTES * held + (1 + _BLOCKS_HELD) * _ALIGNMENT_OF_A_UNIT
+
+    @property
+    def _block(self) -> int:
+        return 12 * self.width**2 + 13 * self.width
+
+    @property
+    def _rest(self) -> int:
+        """Embeddings, which the head shares, and the last norm."""
+        return (self.vocabulary + self.positions) * self.width + 2 * self.width
+
+    @property
+    def row_disk_bytes(self) -> int:
         """Return the free space that the hungriest row needs, alignment included."""
-        return ADAM_STATE_BYTES * self.parameters + DEFAULT_RING_BYTES
+        return (ADAM_STATE_BYTES + _WEIGHT_BYTES) * self.parameters + DEFAULT_RING_BYTES
+
+    @property
+    def run_disk_bytes(self) -> int:
+        """Return what the run that is killed needs: two extents of each chunk."""
+        return 2 * self.row_disk_bytes
+
+    @property
+    def rows_disk_bytes(self) -> int:
+        """Return the free space that all rows need at once."""
+        return sum(self.row_disk_bytes for row in ROWS if row.is_offloaded)
+
+    @property
+    def rows_ram_bytes(self) -> int:
+        """Return the RAM that all rows need at once: each waits with its weights and states."""
+        kept = sum(
+            _WEIGHT_BYTES + ADAM_STATE_BYTES * (1 - row.fraction) for row in ROWS
+        )  # per parameter
+        working = (_WEIGHT_BYTES + ADAM_STATE_BYTES) * self.parameters  # whoever has its turn
+        return int(kept * self.parameters) + working + len(ROWS) * _LEAST_PROCESS_BYTES
 
     def policy(self, row: Row) -> PipelinePolicy:
         """Return how ``row`` moves its states."""

@@ -3,14 +3,12 @@
 import argparse
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,15 +16,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorstow.base.cores import usable_cores
 from tensorstow.base.directories import DirectoryFacts, check_directory, choose_directory
 from tensorstow.base.errors import OptionError, StowError
-from tensorstow.base.sizes import format_bytes
-from tensorstow.cli.demo import curve, events, page, table, timeline
-from tensorstow.cli.demo.result import RowResult
-from tensorstow.cli.demo.rows import FULL, ROWS, SMALL, Row, Scale
+from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.cli.demo import crash, events, page, pictures
+from tensorstow.cli.demo.machine import Others
+from tensorstow.cli.demo.result import RowResult, by_key
+from tensorstow.cli.demo.rows import DEFAULT_STEPS, FULL, ROWS, SMALL, TURN_STEPS, Row, Scale
+from tensorstow.cli.demo.table import figures_of, print_tables
+from tensorstow.cli.demo.turns import fits_at_once, run_rows
 from tensorstow.cli.demo.verdict import Verdict, judge
+from tensorstow.cli.output import add_json, make_console, print_json, print_line
 
 _EXTRA = ("transformers", "matplotlib")
 _PARTS = {"build": "building the model", "last writes": "landing the last writes"}
-Announce = Callable[[int, str], None]
 
 LINES = """\
 import tensorstow
@@ -54,11 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write pictures, report and event log here (default: ./%(default)s)",
     )
     parser.add_argument(
-        "--steps", metavar="N", type=int, default=3, help="training steps per row (default: 3)"
+        "--steps",
+        metavar="N",
+        type=int,
+        default=DEFAULT_STEPS,
+        help=f"training steps per row, in turns of {TURN_STEPS} (default: %(default)s)",
     )
     parser.add_argument(
         "--small", action="store_true", help="a toy model: seconds instead of minutes"
     )
+    add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -66,47 +72,27 @@ def run(given: argparse.Namespace) -> int:
     scale = SMALL if given.small else FULL
     _check(given)
     facts = _directory(given.directory, scale)
-    console = Console()
+    console = make_console(to_stderr=given.json)  # of progress, and of what people read
     heading = (
         f"GPT-2, {scale.parameters / 1e6:.1f} M parameters, batch {scale.batch} x {scale.sequence},"
-        f" {given.steps} steps, {usable_cores()} cores; scratch files in {facts.path}"
-        f" ({facts.filesystem} on {facts.device}, {format_bytes(facts.free_bytes)} free)"
+        f" {given.steps} steps, {format_count(usable_cores(), 'core')}; scratch files in"
+        f" {facts.path} ({facts.filesystem} on {facts.device},"
+        f" {format_bytes(facts.free_bytes)} free)"
     )
-    console.print(heading, style="dim", highlight=False, soft_wrap=True)
-    results = _run_rows(given, str(facts.path), console)
-    verdict = judge(results)
+    if given.small:
+        heading += "; a toy: its times and its memory mean nothing"
+    if not given.json:
+        console.print(heading, style="dim", highlight=False, soft_wrap=True)
+    started = time.monotonic()
+    results, verdict = _run_all(given, facts, scale, console)
     written = write_files(given.out, results, heading, verdict)
-    _print_outcome(console, results, verdict, written)
+    if given.json:
+        print_json(_as_json(heading, results, verdict, written))
+    else:
+        _print_outcome(console, results, verdict, written)
+        took = time.monotonic() - started
+        console.print(f"\nThat took {took:.0f} seconds.", style="dim", highlight=False)
     return 0 if verdict.is_equal else 1
-
-
-def run_row(row: Row, given: argparse.Namespace, directory: str, announce: Announce) -> RowResult:
-    """Run one row in a fresh interpreter; raise StowError with its last words where it fails."""
-    reader, writer = os.pipe()
-    command = [
-        # -P: what lies in the working directory must not be imported instead.
-        *(sys.executable, "-P", "-m", "tensorstow.cli.demo.child", "--row", row.key),
-        *("--steps", str(given.steps), "--directory", directory, "--descriptor", str(writer)),
-        *(["--small"] if given.small else []),
-    ]
-    with tempfile.TemporaryFile() as output, os.fdopen(reader, encoding="utf-8") as lines:
-        try:
-            child = subprocess.Popen(  # noqa: S603  # ourselves
-                command, pass_fds=[writer], stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-        finally:
-            os.close(writer)
-        with _ended(child):
-            last = ""
-            for line in lines:
-                last = line
-                said: dict[str, Any] = json.loads(line)
-                if "part" in said:
-                    announce(said["step"], said["part"])
-            status = child.wait()
-        if status != 0:
-            raise StowError(_last_words(row, status, output))
-    return RowResult.from_json(last)
 
 
 def write_files(
@@ -120,18 +106,21 @@ def write_files(
         "event log, for ui.perfetto.dev": out / "events.json",
     }
     log = events.trace(results)
-    pictures = page.Pictures(timeline.draw(results), curve.draw(results))
-    (out / "timeline.png").write_bytes(pictures.timeline)
-    (out / "memory.png").write_bytes(pictures.memory)
+    drawn = page.Pictures(pictures.draw_timeline(results), pictures.draw_memory(results))
+    (out / "timeline.png").write_bytes(drawn.timeline.png)
+    (out / "memory.png").write_bytes(drawn.memory.png)
     (out / "events.json").write_text(json.dumps(log, separators=(",", ":")), encoding="utf-8")
-    html = page.compose(results, heading, verdict, pictures, LINES)
+    html = page.compose(results, heading, verdict, drawn, LINES)
     (out / "report.html").write_text(html, encoding="utf-8")
     return paths
 
 
 def _check(given: argparse.Namespace) -> None:
-    if given.steps < 1:
-        message = f"--steps {given.steps} was given: at least 1 step can be measured."
+    if given.steps < TURN_STEPS:
+        message = (
+            f"--steps {given.steps} was given: at least {TURN_STEPS} are needed, for the first of a"
+            " turn is not counted."
+        )
         raise OptionError(message)
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
@@ -153,11 +142,15 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _directory(asked: str | None, scale: Scale) -> DirectoryFacts:
-    needed = scale.disk_bytes
+    needed = scale.run_disk_bytes
     return choose_directory(needed) if asked is None else check_directory(asked, needed)
 
 
-def _run_rows(given: argparse.Namespace, directory: str, console: Console) -> list[RowResult]:
+def _run_all(
+    given: argparse.Namespace, facts: DirectoryFacts, scale: Scale, console: Console
+) -> tuple[list[RowResult], Verdict]:
+    arguments = ["--directory", str(facts.path), *(["--small"] if given.small else [])]
+    at_once = fits_at_once(scale, facts.free_bytes)
     columns = (
         TextColumn("{task.fields[name]}"),
         BarColumn(),
@@ -165,52 +158,63 @@ def _run_rows(given: argparse.Namespace, directory: str, console: Console) -> li
         TextColumn("[dim]{task.fields[part]}"),
         TimeElapsedColumn(),
     )
-    results = []
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(ROWS) * given.steps, name="", part="")
-        for index, row in enumerate(ROWS):
+    total = len(ROWS) * given.steps
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total, name="starting", part="")
+        taken = dict.fromkeys((row.key for row in ROWS), 0)
 
-            def announce(step: int, part: str, base: int = index * given.steps) -> None:
-                doing = _PARTS.get(part, f"step {step + 1}, {part}")
-                done = base + (step if step >= 0 else given.steps * (part == "last writes"))
-                progress.update(task, part=doing, completed=done)
+        def announce(row: Row, step: int, part: str) -> None:
+            doing = _PARTS.get(part, f"step {step + 1}, {part}")
+            # A further step is no step of the run: torch's is compared with ours by it.
+            taken[row.key] = min(given.steps, max(taken[row.key], step))
+            progress.update(task, name=row.name, part=doing, completed=sum(taken.values()))
 
-            progress.update(task, name=row.name, part="starting")
-            results.append(run_row(row, given, directory, announce))
-        progress.update(task, completed=len(ROWS) * given.steps, name="all rows", part="")
-    return results
+        others = Others()
+        results = run_rows(ROWS, given.steps, arguments, announce, at_once=at_once)
+        share = others.share()
+        progress.update(task, completed=total, name=crash.NAME)
+        ended = crash.kill_and_resume(
+            given.out,
+            facts.path,
+            scale,
+            small=given.small,
+            tell=lambda part: progress.update(task, part=_PARTS.get(part, part)),
+        )
+        progress.update(task, name="all rows", part="")
+    return results, judge(results, ended, others=share, at_once=at_once)
 
 
-@contextmanager
-def _ended(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leave no child behind, whatever interrupts us."""
-    try:
-        yield
-    finally:
-        if child.poll() is None:
-            child.kill()
-        child.wait()
-
-
-def _last_words(row: Row, status: int, output: IO[bytes]) -> str:
-    output.seek(0)
-    words = output.read().decode(errors="replace").strip().splitlines()[-20:]
-    ended = f"signal {-status}" if status < 0 else f"exit status {status}"
-    hint = " (signal 9 is mostly the system's answer to too little memory)" * (status == -9)
-    said = "\n  ".join(["It said last:", *words]) if words else "It said nothing."
-    return f"The row {row.name!r} ended with {ended}{hint}. {said}"
+def _as_json(
+    heading: str, results: Sequence[RowResult], verdict: Verdict, written: dict[str, Path]
+) -> dict[str, Any]:
+    torch = by_key(results)["torch"]
+    return {
+        "what": heading,
+        "is_equal": verdict.is_equal,
+        "verdict": asdict(verdict),
+        "sentences": verdict.sentences(),
+        "rows": {result.key: figures_of(result, torch) for result in results},
+        "files": written,
+    }
 
 
 def _print_outcome(
     console: Console, results: Sequence[RowResult], verdict: Verdict, written: dict[str, Path]
 ) -> None:
-    console.print(table.render(results))
-    console.print()
-    style = "bold green" if verdict.is_equal else "bold red"
-    console.print(str(verdict), style=style, highlight=False)
+    print_tables(console, results)
+    first, *rest = verdict.sentences()
+    console.print(first, style="bold", highlight=False)
+    for sentence in rest:
+        console.print(sentence, style=_style(sentence), highlight=False)
     console.print("\nIn your own script:\n", style="bold")
     for line in LINES.splitlines():
-        console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+        print_line(console, f"    {line}")
     console.print("\nWritten:\n", style="bold")
     for name, path in written.items():
         console.print(f"    {path}  [dim]{name}[/]", highlight=False, soft_wrap=True)
+
+
+def _style(sentence: str) -> str:
+    if "NOT" in sentence:
+        return "bold red"
+    return "yellow" if "BUSY" in sentence else "green" if "hash" in sentence else ""

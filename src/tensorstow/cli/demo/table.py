@@ -1,15 +1,21 @@
 """The one table of the demo: figures down, rows of the demo across."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
-from tensorstow.cli.demo.result import RowResult, by_key, steady
-from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.result import RowResult, by_key, spread, steady
+from tensorstow.cli.demo.rows import ROWS, TURN_STEPS
+from tensorstow.cli.output import fits
+from tensorstow.optim.states.memory import StateMemory
 
 NONE = "\N{EN DASH}"
+ROW_NUMBERS = range(len(ROWS))
 _MIB = 1 << 20
 
 
@@ -26,6 +32,8 @@ class Section:
     """Figures that belong together."""
 
     title: str
+    note: str
+    """What the words in it mean."""
     lines: tuple[Line, ...]
 
 
@@ -33,42 +41,63 @@ def sections(results: Sequence[RowResult]) -> list[Section]:
     """Return all figures, formatted."""
     known = by_key(results)
     ordered = [known[row.key] for row in ROWS]
+    torch = known["torch"]
 
     def line(label: str, cell: Callable[[RowResult], str]) -> Line:
         return Line(label, tuple(cell(result) for result in ordered))
 
+    def predicted(cell: Callable[[StateMemory], int]) -> Callable[[RowResult], str]:
+        return lambda result: NONE if result.predicted is None else _mib(cell(result.predicted))
+
     return [
-        Section("Result", (*_loss_lines(ordered), line("SHA-256, parameters", _short_checksum))),
+        Section(
+            "Result",
+            "The loss of each step, and a hash (SHA-256, its first 8 digits) over all weights in"
+            " the end: one bit of one weight changes it.",
+            (*_loss_lines(ordered), line("hash of weights", _short_checksum)),
+        ),
         Section(
             "Seconds",
+            f"Rows take turns of {TURN_STEPS} steps. A steady step begins with the one before still"
+            " under way, as in a long run: the first of a turn does not, and is not counted."
+            " Median; spread: (longest - shortest) / median.",
             (
                 line("first step", lambda r: f"{r.step_seconds[0]:.2f}"),
-                line("later steps, median", lambda r: _seconds(steady(r.step_seconds), 2)),
-                line("first opt.step()", lambda r: f"{r.optimizer_seconds[0]:.3f}"),
-                line("later ones, median", lambda r: _seconds(steady(r.optimizer_seconds), 3)),
+                line("steady step", lambda r: _seconds(r.steady_seconds, 2)),
+                line("  spread", _spread),
+                line("  against torch", lambda r: _against(r, torch)),
+                line("  of it opt.step()", lambda r: _seconds(r.steady_optimizer_seconds, 3)),
             ),
         ),
         Section(
             "Process memory, MiB",
+            "RSS (resident set size): what the process has in RAM, weights, Python and libraries"
+            " included; in the end, after freed memory was given back.",
             (
                 line("peak RSS", lambda r: _mib(r.peak_rss_bytes)),
                 line("RSS at the end", lambda r: _mib(r.end_rss_bytes)),
-                line("end, below torch", lambda r: _saved(r, known["torch"])),
+                line("  less than torch", lambda r: _saved(r, torch)),
+                line("  of states' size", lambda r: _share(r, torch)),
             ),
         ),
         Section(
             "Optimizer states, MiB",
+            "Adam keeps two fp32 numbers per weight. States on disk pass through buffers in RAM,"
+            " whose size does not grow with the model. Files of the last column hold the weights"
+            " too.",
             (
-                line("in RAM, predicted", lambda r: _mib(r.predicted.ram_bytes)),
+                line("in RAM, predicted", predicted(lambda m: m.ram_bytes)),
                 line("in RAM, measured", lambda r: _mib(r.measured.ram_bytes)),
-                line("on disk, predicted", lambda r: _mib(r.predicted.file_bytes)),
+                line("on disk, predicted", predicted(lambda m: m.file_bytes)),
                 line("on disk, measured", lambda r: _mib(r.allocated_file_bytes)),
-                line("buffers, predicted", lambda r: _mib(r.predicted.ring_bytes)),
+                line("buffers, predicted", predicted(lambda m: m.ring_bytes)),
                 line("buffers, measured", lambda r: _mib(r.measured.ring_bytes)),
             ),
         ),
         Section(
-            "Disk traffic",
+            "Disk traffic of states",
+            "A transfer counts as moved during opt.step() by the share of its time that lies"
+            " inside. Not read again: what the buffers still held.",
             (
                 line("read, GB", lambda r: _gb(r.bytes_read)),
                 line("written, GB", lambda r: _gb(r.bytes_written)),
@@ -80,18 +109,55 @@ def sections(results: Sequence[RowResult]) -> list[Section]:
     ]
 
 
-def render(results: Sequence[RowResult]) -> Table:
-    """Return the table for a terminal."""
+def print_tables(console: Console, results: Sequence[RowResult]) -> None:
+    """Print all figures, as many columns beside each other as there is room for."""
+    figures = sections(results)
+    columns = _columns_that_fit(console, figures)
+    for first in range(0, len(ROWS), columns):
+        console.print(render(figures, range(first, min(first + columns, len(ROWS)))))
+        console.print()
+    for row in ROWS:
+        console.print(f"[bold]{row.name}[/]: {row.about}", highlight=False)
+    for section in figures:
+        console.print(f"[bold]{section.title}[/]: {section.note}", highlight=False)
+    console.print()
+
+
+def render(figures: Sequence[Section], columns: Sequence[int]) -> Table:
+    """Return the table of some columns for a terminal."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("", no_wrap=True)
-    for row in ROWS:
-        table.add_column(row.title, justify="right", no_wrap=True)
-    for section in sections(results):
+    for column in columns:
+        table.add_column(ROWS[column].title, justify="right", no_wrap=True)
+    for section in figures:
         table.add_row(f"[bold]{section.title}[/]")
         for line in section.lines:
-            table.add_row(f"  {line.label}", *line.cells)
+            table.add_row(f"  {line.label}", *(line.cells[column] for column in columns))
         table.add_section()
     return table
+
+
+def figures_of(result: RowResult, torch: RowResult) -> dict[str, Any]:
+    """Return what ``--json`` says of one row: all that was measured but each single span."""
+    plain = {k: v for k, v in asdict(result).items() if k not in {"key", "spans", "rss"}}
+    return {
+        **plain,
+        "step_seconds": result.step_seconds,
+        "steady_step_seconds": steady(result),
+        "spread": spread(result.steady_seconds),
+        "optimizer_seconds": result.optimizer_seconds,
+        "less_bytes_than_torch": torch.end_rss_bytes - result.end_rss_bytes,
+    }
+
+
+def _columns_that_fit(console: Console, figures: Sequence[Section]) -> int:
+    """Return how many columns the console has room for, at least one."""
+    return next((n for n in range(len(ROWS), 1, -1) if _all_fit(console, figures, n)), 1)
+
+
+def _all_fit(console: Console, figures: Sequence[Section], columns: int) -> bool:
+    starts = range(0, len(ROWS), columns)
+    return all(fits(console, render(figures, ROW_NUMBERS[s : s + columns])) for s in starts)
 
 
 def _loss_lines(ordered: Sequence[RowResult]) -> list[Line]:
@@ -106,8 +172,25 @@ def _short_checksum(result: RowResult) -> str:
     return result.checksum[:8]
 
 
-def _seconds(value: float | None, digits: int) -> str:
-    return NONE if value is None else f"{value:.{digits}f}"
+def _seconds(values: Sequence[float], digits: int) -> str:
+    return f"{median(values):.{digits}f}" if values else NONE
+
+
+def _spread(result: RowResult) -> str:
+    found = spread(result.steady_seconds)
+    return NONE if found is None else f"{found:.0%}"
+
+
+def _against(result: RowResult, base: RowResult) -> str:
+    mine, theirs = steady(result), steady(base)
+    return NONE if result is base or mine is None or theirs is None else f"{mine / theirs - 1:+.0%}"
+
+
+def _share(result: RowResult, base: RowResult) -> str:
+    if result is base:
+        return NONE
+    saved = base.end_rss_bytes - result.end_rss_bytes
+    return f"{saved / base.measured.logical_bytes:.0%}"
 
 
 def _mib(nbytes: int) -> str:

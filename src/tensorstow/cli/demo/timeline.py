@@ -1,6 +1,5 @@
 """timeline.png: what computing and the disk did, when, for each row with states on disk."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from tensorstow.cli.demo.rows import ROWS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LANES = (COMPUTE, *DISK_LANES)
 _BAR = 0.78
@@ -47,42 +47,48 @@ class View:
         ]
 
 
-def draw(results: Sequence[RowResult]) -> bytes:
-    """Return the picture as PNG: on the left one training step, on the right its opt.step()."""
+def draw(results: Sequence[RowResult], *, narrow: bool = False) -> "Figure":
+    """Return the picture: one training step of each row, and beside it its opt.step().
+
+    Beneath it instead, where the picture is to be ``narrow``, for a phone.
+    """
     from matplotlib.figure import Figure  # noqa: PLC0415  # the demo extra
 
     known = by_key(results)
     shown = shown_step(results)
-    figure = Figure(figsize=(13, 8.4), dpi=150, layout="constrained")
-    axes = figure.subplots(len(_OFFLOADED), 2, sharex="col", squeeze=False, width_ratios=(1, 1.15))
+    count = len(_OFFLOADED)
+    size, columns = ((4.6, 19.0), 1) if narrow else ((13.0, 13.6), 2)
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    grid = figure.subplots(2 * count // columns, columns, squeeze=False).reshape(-1)
     longest_step = max(known[row.key].step_span(shown).seconds for row in _OFFLOADED)
     longest_call = max(known[row.key].optimizer_span(shown).seconds for row in _OFFLOADED)
-    for (whole, close), row in zip(axes, _OFFLOADED, strict=True):
+    for whole, close, row in zip(grid[::2], grid[1::2], _OFFLOADED, strict=True):
         result = known[row.key]
         begin, call = result.step_span(shown).start, result.optimizer_span(shown)
         _lanes(whole, result, View(begin, -0.01 * longest_step, 1.08 * longest_step, 1.0))
-        whole.set_title(row.title.split("\n")[-1], loc="left", fontweight="bold", color=INK)
+        whole.set_title(row.name, loc="left", fontsize=11, fontweight="bold", color=INK)
         _lanes(close, result, View(call.start, -0.12 * longest_call, 1.18 * longest_call, 1e3))
-        close.set_title(f"opt.step() takes {call.seconds * 1e3:,.0f} ms", loc="left", color=INK)
+        took = f"opt.step() takes {call.seconds * 1e3:,.0f} ms"
+        close.set_title(took, loc="left", fontsize=11, color=INK)
         for moment in (0.0, call.seconds * 1e3):
             close.axvline(moment, color=INK, linewidth=0.8, linestyle=(0, (3, 3)))
-    count = len(results[0].losses)
-    axes[-1][0].set_xlabel(f"seconds since step {shown + 1} of {count} began", color=INK)
-    axes[-1][1].set_xlabel("milliseconds since opt.step() was called", color=INK)
+        if narrow or row is _OFFLOADED[-1]:
+            since = f"seconds since step {shown + 1} of {len(results[0].losses)} began"
+            whole.set_xlabel(since, color=INK)
+            close.set_xlabel("milliseconds since opt.step() was called", color=INK)
+    heading = "Optimizer states on disk: one training step,", "and its opt.step() up close"
     figure.suptitle(
-        "Optimizer states on disk: one training step, and its opt.step() up close",
-        fontsize=14,
+        ("\n" if narrow else " ").join(heading),
+        fontsize=12 if narrow else 14,
         fontweight="bold",
         color=INK,
     )
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    return target.getvalue()
+    return figure
 
 
 def shown_step(results: Sequence[RowResult]) -> int:
-    """Return a step that reads what the one before has written, and that another follows."""
-    return min(1, len(results[0].losses) - 1)
+    """Return a steady step: it reads what the one before has written. The first, if none is."""
+    return next(iter(results[0].steady_steps), 0)
 
 
 def stack(spans: Sequence[Span]) -> list[tuple[Span, int]]:

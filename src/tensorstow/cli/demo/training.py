@@ -1,15 +1,21 @@
 """The training run of every row: GPT-2 with random weights on random tokens, on the CPU."""
 
 import hashlib
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import tensorstow
+from tensorstow import AdamW, Plan, Tier
 from tensorstow.cli.demo.result import COMPUTE, OPTIMIZER, Span
 from tensorstow.cli.demo.rows import Row, Scale
 from tensorstow.colossalai import HybridAdam
@@ -58,15 +64,39 @@ def make_model(scale: Scale) -> nn.Module:
 def make_optimizer(
     row: Row, scale: Scale, model: nn.Module, directory: str | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of ``row``; hyper-parameters are the same for all of them."""
+    """Return the optimizer of ``row``; hyper-parameters are the same for all of them.
+
+    Where the row says so, weights leave RAM, and ``model`` with them.
+    """
+    given: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.0}
     if row.optimizer == "torch":
-        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-    return HybridAdam(
+        return torch.optim.AdamW(model.parameters(), **given, fused=True)
+    given["policy"] = scale.policy(row)
+    if row.optimizer == "HybridAdam":
+        place = directory if row.is_offloaded else None
+        return HybridAdam(
+            model.parameters(),
+            nvme_offload_fraction=row.fraction,
+            nvme_offload_dir=place,
+            **given,
+        )
+    given["durability"] = "none"
+    if row.optimizer == "stow":
+        plan = Plan(
+            parameters=Tier.DISK,
+            states=Tier.DISK,
+            overlap=row.overlap,
+            shelf_bytes=scale.shelf_bytes,
+        )
+        _, optimizer = tensorstow.stow(model, partial(AdamW, **given), plan=plan, dir=directory)
+        return optimizer
+    return AdamW(
         model.parameters(),
-        lr=LEARNING_RATE,
-        nvme_offload_fraction=row.fraction,
-        nvme_offload_dir=directory if row.is_offloaded else None,
-        policy=scale.policy(row),
+        states=row.fraction,
+        dir=directory,
+        overlap=row.overlap,
+        module=model,
+        **given,
     )
 
 
@@ -86,37 +116,60 @@ class Clock:
         self.spans.append(Span(COMPUTE, name, start, time.monotonic(), step))
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scale: Scale, steps: int, clock: Clock
-) -> list[float]:
-    """Take ``steps`` steps; return their losses."""
-    criterion = GPTLMLoss()
-    tokens = torch.Generator().manual_seed(1)
-    torch.manual_seed(2)  # dropout: the same, whatever making the optimizer has drawn
-    losses = []
-    for step in range(steps):
-        with clock.measure(step, "forward"):
-            input_ids = torch.randint(
-                scale.vocabulary, (scale.batch, scale.sequence), generator=tokens
-            )
-            mask = torch.ones_like(input_ids)
-            logits = model(input_ids=input_ids, attention_mask=mask).logits
-            loss = criterion(logits, input_ids)
-        with clock.measure(step, "backward"):
-            loss.backward()
-        with clock.measure(step, OPTIMIZER):
-            optimizer.step()
-        with clock.measure(step, "zero_grad"):
-            optimizer.zero_grad()
-        losses.append(loss.item())
-        del logits, loss
-    return losses
+class Training:
+    """The loop of every row, taken a few steps at a time."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scale: Scale, clock: Clock
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.losses: list[float] = []
+        self._scale = scale
+        self._clock = clock
+        self._criterion = GPTLMLoss()
+        self._tokens = torch.Generator().manual_seed(1)
+        torch.manual_seed(2)  # dropout: the same, whatever making the optimizer has drawn
+
+    def take(self, steps: int) -> None:
+        """Take ``steps`` further steps."""
+        for _ in range(steps):
+            step = len(self.losses)
+            loss = self.make_gradients(step)
+            with self._clock.measure(step, OPTIMIZER):
+                self.optimizer.step()
+            with self._clock.measure(step, "zero_grad"):
+                self.optimizer.zero_grad()
+            self.losses.append(loss)
+
+    def make_gradients(self, step: int) -> float:
+        """Go forward and backward over the next batch; return its loss."""
+        with self._clock.measure(step, "forward"):
+            shape = (self._scale.batch, self._scale.sequence)
+            ids = torch.randint(self._scale.vocabulary, shape, generator=self._tokens)
+            logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+            loss: torch.Tensor = self._criterion(logits, ids)
+        with self._clock.measure(step, "backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Return what goes on with a commit beside weights and states: where chance stands."""
+        return {"dropout": torch.get_rng_state(), "tokens": self._tokens.get_state()}
+
+    def go_on(self, steps: int, kept: Mapping[str, torch.Tensor]) -> None:
+        """Go on behind ``steps`` steps that another process took."""
+        self.losses = [math.nan] * steps
+        torch.set_rng_state(kept["dropout"])
+        self._tokens.set_state(kept["tokens"])
 
 
 def checksum(model: nn.Module) -> str:
-    """Return a SHA-256 over the names and bytes of all parameters."""
+    """Return a SHA-256 over the names and bytes of all parameters, wherever they are."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
         digest.update(name.encode())
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+        digest.update(whole.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,14 +1,86 @@
-"""Whether the rows computed the same, to the bit."""
+"""What came out, in sentences: the same bits or not, what it saved, and for how much time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensorstow.cli.demo.result import RowResult
-from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.crash import Crash
+from tensorstow.cli.demo.result import Distance, RowResult, by_key, spread, steady
+from tensorstow.cli.demo.rows import ANCHOR, ROWS
 
-ANCHOR = "ram"
-"""The row that the others of ours must equal: everything in RAM."""
-_OURS = [row for row in ROWS if row.optimizer == "tensorstow"]
+SHOWN = "full"
+"""The row that the sentence about cost is about."""
+LIMIT = 0.10
+"""Of other programs' share of our cores, and of the spread of equal steps: beyond it we say so."""
+_OURS = [row for row in ROWS if row.is_ours]
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What states on disk save, and what they cost, against torch."""
+
+    less_bytes: int
+    """Resident memory at the end."""
+    state_bytes: int
+    """What the states take."""
+    seconds: float | None
+    torch_seconds: float | None
+    """The median steady step; None where too few were taken."""
+
+    def __str__(self) -> str:
+        """Return it as one sentence."""
+        more = "less" if self.less_bytes >= 0 else "more"
+        said = (
+            f"With its states on disk the process holds {abs(self.less_bytes) / _MIB:,.0f} MiB"
+            f" {more} RAM than with torch's AdamW"
+        )
+        if self.less_bytes >= 0:
+            said += f", {self.less_bytes / self.state_bytes:.0%} of what the states take"
+        if self.seconds is None or self.torch_seconds is None:
+            return f"{said}."
+        longer = self.seconds / self.torch_seconds - 1
+        return (
+            f"{said}, for a step that is {abs(longer):.0%} {'longer' if longer >= 0 else 'shorter'}"
+            f" ({self.seconds:.3g} s instead of {self.torch_seconds:.3g} s)."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """How far the times are to be trusted."""
+
+    spread: float | None
+    """The largest (longest - shortest) / median over equal steps of one row."""
+    others: float | None
+    """The share of our cores that other programs used."""
+    at_once: bool
+    """Whether the rows took turns."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether something is beyond its limit."""
+        return max(self.spread or 0.0, self.others or 0.0) > LIMIT
+
+    def __str__(self) -> str:
+        """Return it in a sentence or two."""
+        found = []
+        if self.spread is not None:
+            found.append(f"equal steps of one row differ by up to {self.spread:.0%}")
+        if self.others is not None:
+            found.append(f"other programs used {self.others:.0%} of these cores")
+        said = " and ".join(found) or "nothing is known about how even they are"
+        if self.is_busy:
+            said = (
+                f"THE MACHINE WAS BUSY: {said} (limit {LIMIT:.0%}). Differences of times below"
+                " that mean nothing: run the demo again when the machine is quiet."
+            )
+        else:
+            said = f"Times: {said}."
+        turns = "" if self.at_once else (
+            " The rows ran one behind the other, for there is not enough memory or disk for all of"
+            " them at once: what happened meanwhile met some rows and not others."
+        )  # fmt: skip
+        return said + turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,38 +91,100 @@ class Verdict:
     """Keys of our rows whose losses or parameters are not those of the anchor."""
     loss_distance: float
     """The largest |difference| between the losses of the anchor and of torch."""
+    from_torch: Distance | None
+    cost: Cost
+    circumstances: Circumstances
+    crash: Crash
+    unkilled: str
+    """The hash that the run which was killed must have in the end."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Return whether the run that was killed ended as if it had not been."""
+        return self.crash.checksum == self.unkilled
 
     @property
     def is_equal(self) -> bool:
-        """Return whether all our rows agree."""
-        return not self.differing
+        """Return whether all our rows agree, the killed one too."""
+        return not self.differing and self.is_resumed
 
-    def __str__(self) -> str:
-        """Return it as one line."""
-        distance = f"Losses against torch fused: max |difference| {self.loss_distance:.2g}."
-        if self.is_equal:
+    def sentences(self) -> list[str]:
+        """Return all of it, the most important first."""
+        return [
+            str(self.cost),
+            self._equality(),
+            self._survival(),
+            self._torch(),
+            str(self.circumstances),
+        ]
+
+    def _equality(self) -> str:
+        if not self.differing:
             return (
                 f"All {len(_OURS)} tensorstow rows are bitwise equal: every loss and every final"
-                f" parameter. {distance}"
+                " parameter."
             )
-        names = ", ".join(row.name for row in _OURS if row.key in self.differing)
-        return (
-            f"NOT bitwise equal to everything in RAM: {names}. This is a bug: please report it"
-            f" with events.json and the output of `tensorstow doctor`. {distance}"
+        names = "; ".join(row.name for row in _OURS if row.key in self.differing)
+        return f"NOT bitwise equal to everything in RAM: {names}. {_BUG}"
+
+    def _survival(self) -> str:
+        crash = self.crash
+        killed = (
+            f"A run of its own was killed (kill -9) in the update of step {crash.committed + 1} and"
+            f" went on from its commit of step {crash.committed}: after step {crash.steps} the"
+            f" hash of its parameters is {crash.checksum[:8]}"
         )
+        if self.is_resumed:
+            return f"{killed}, that of the run which was never killed."
+        return f"{killed}, NOT {self.unkilled[:8]} as without the kill. {_BUG}"
+
+    def _torch(self) -> str:
+        said = (
+            "The hash of torch's own row is another one, as is to be expected: its kernel rounds"
+            " elsewhere (it fuses multiplications with additions, and divides where ours"
+            " multiplies; ours gives the same bits on every CPU)."
+        )
+        if self.from_torch is not None:
+            said += (
+                " From the same weights, states and gradients, one step of each differs by at most"
+                f" {self.from_torch.ulps:.1f} ULP (units in the last place: the distance from one"
+                f" fp32 number to the next) in {self.from_torch.share:.0%} of the weights."
+            )
+        far = f"differ by at most {self.loss_distance:.2g}" if self.loss_distance else "are equal"
+        return f"{said} Training feeds that back; losses {far}."
 
 
-def judge(results: Sequence[RowResult]) -> Verdict:
-    """Compare the losses and the final parameters of all rows."""
-    known = {result.key: result for result in results}
-    anchor = known[ANCHOR]
+_BUG = "This is a bug: please report it with events.json and the output of `tensorstow doctor`."
+
+
+def judge(
+    results: Sequence[RowResult], crash: Crash, *, others: float | None, at_once: bool
+) -> Verdict:
+    """Compare the losses and the final parameters of all rows, and what they cost."""
+    known = by_key(results)
+    anchor, torch = known[ANCHOR], known["torch"]
     differing = [
         row.key
         for row in _OURS
         if _bits(known[row.key]) != _bits(anchor) or known[row.key].checksum != anchor.checksum
     ]
-    pairs = zip(anchor.losses, known["torch"].losses, strict=True)
-    return Verdict(tuple(differing), max(abs(ours - theirs) for ours, theirs in pairs))
+    pairs = zip(anchor.losses, torch.losses, strict=True)
+    spreads = [s for r in results if (s := spread(r.steady_seconds)) is not None]
+    shown = known[SHOWN]
+    return Verdict(
+        differing=tuple(differing),
+        loss_distance=max(abs(ours - theirs) for ours, theirs in pairs),
+        from_torch=anchor.from_torch,
+        cost=Cost(
+            torch.end_rss_bytes - shown.end_rss_bytes,
+            shown.measured.logical_bytes,
+            steady(shown),
+            steady(torch),
+        ),
+        circumstances=Circumstances(max(spreads, default=None), others, at_once),
+        crash=crash,
+        unkilled=anchor.checksums[0],
+    )
 
 
 def _bits(result: RowResult) -> list[str]:

@@ -1,0 +1,72 @@
+"""A run that is killed in the midst of a step, and resumed: kill -9, and the same bits."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensorstow.base.directories import check_directory
+from tensorstow.base.errors import DirectoryError, StowError
+from tensorstow.cli.demo.process import Process, started
+from tensorstow.cli.demo.result import OPTIMIZER
+from tensorstow.cli.demo.rows import TURN_STEPS, Scale
+
+COMMITTED = 1
+"""The step behind which it commits; it is killed in the update of the next one."""
+NAME = "the run that is killed"
+_DIRECTORY = "killed-run"
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """What became of the run that was killed."""
+
+    committed: int
+    """Steps it had taken at its last commit, from which it went on."""
+    steps: int
+    """Steps that it has taken in the end."""
+    checksum: str
+    """Of its parameters then."""
+
+
+def kill_and_resume(
+    out: Path, scratch: Path, scale: Scale, *, small: bool, tell: Announce
+) -> Crash:
+    """Train, commit, kill in the midst of an update, resume in a fresh process; return the end."""
+    run = _make_directory(out, scratch, scale)
+    arguments = ["--directory", str(run), *(["--small"] if small else [])]
+    try:
+        endless = ["--until", "1000000", "--commits", str(COMMITTED)]
+        with started(NAME, "durable", [*arguments, *endless]) as first:
+            _kill_in_an_update(first, tell)
+        with started(NAME, "durable", [*arguments, "--until", str(TURN_STEPS)]) as second:
+            last = {}
+            for last in second.messages():
+                if "part" in last:
+                    tell(f"resumed: {last['part']}")
+        return Crash(last["start"], TURN_STEPS, last["checksum"])
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def _kill_in_an_update(process: Process, tell: Announce) -> None:
+    for said in process.messages():
+        tell(said["part"])
+        if said["step"] >= COMMITTED and said["part"] == OPTIMIZER:
+            process.kill()
+            return
+    message = f"{NAME} ended by itself before it could be killed. This is a bug: please report it."
+    raise StowError(message)
+
+
+def _make_directory(out: Path, scratch: Path, scale: Scale) -> Path:
+    """Return an empty directory: in ``out`` where that can hold a run, else beside the scratch."""
+    shutil.rmtree(out / _DIRECTORY, ignore_errors=True)  # of a demo that was killed itself
+    try:
+        check_directory(out, scale.run_disk_bytes)
+    except DirectoryError:
+        return Path(tempfile.mkdtemp(prefix="tensorstow-demo-", dir=scratch))
+    (out / _DIRECTORY).mkdir()
+    return out / _DIRECTORY

@@ -1,0 +1,66 @@
+"""One step of ours beside one of torch's, from the same weights, states and gradients."""
+
+from typing import Any
+
+import torch
+
+from tensorstow.cli.demo.result import Distance
+from tensorstow.cli.demo.training import Training
+
+_SLICE = 1 << 20
+_STATES = ("exp_avg", "exp_avg_sq")
+
+
+def one_step_apart(training: Training) -> Distance:
+    """Take a further step by both, and return how far their weights are apart.
+
+    A weight near zero may be what is left of larger numbers that cancelled, so a difference is
+    measured in spacings at the largest of the weight before, the weight after, and the step that
+    the larger of momentum and gradient alone would have made.
+    """
+    training.make_gradients(len(training.losses))
+    optimizer = training.optimizer
+    group, states = optimizer.param_groups[0], optimizer.state_dict()["state"]
+    steps = []
+    for index, parameter in enumerate(group["params"]):
+        before = parameter.detach().clone()
+        theirs, largest = _torch_step(before, parameter.grad, states[index], group)
+        steps.append((parameter, theirs, largest))
+    optimizer.step()
+    worst, differing, count = 0.0, 0, 0
+    for parameter, theirs, largest in steps:
+        ours = parameter.detach().reshape(-1)
+        slices = (t.reshape(-1).split(_SLICE) for t in (ours, theirs, largest))
+        for a, b, c in zip(*slices, strict=True):
+            apart = (a.double() - b.double()).abs()
+            worst = max(worst, (apart / _spacing(torch.maximum(c, a.abs()))).max().item())
+            differing += int((a != b).sum())
+            count += a.numel()
+    return Distance(worst, differing / count)
+
+
+def _torch_step(
+    before: torch.Tensor,
+    gradient: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    group: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return torch's weight after the step, and the largest number that went into it."""
+    theirs = before.clone().requires_grad_()
+    theirs.grad = gradient
+    options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    fused = torch.optim.AdamW([theirs], **options, fused=True)
+    kept = {name: state[name].clone() for name in _STATES}
+    fused.state[theirs] = {"step": state["step"].clone(), **kept}
+    pull = torch.maximum(state["exp_avg"].abs(), gradient.abs())
+    fused.step()
+    (beta1, beta2), count = group["betas"], float(state["step"]) + 1
+    second = (kept["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
+    alone = pull.mul_(group["lr"] / (1 - beta1**count)).div_(second)
+    return theirs.detach(), torch.maximum(before.abs(), alone)
+
+
+def _spacing(sizes: torch.Tensor) -> torch.Tensor:
+    """Return the distance to the next fp32 number above each size, in binary64."""
+    above = torch.nextafter(sizes, torch.full_like(sizes, torch.inf))
+    return above.double() - sizes.double()

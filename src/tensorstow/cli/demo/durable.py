@@ -1,0 +1,59 @@
+"""The run that is killed and resumed: ``python -m tensorstow.cli.demo.durable``.
+
+Trains as the rows do, in a run's directory: goes on from its last commit, commits after the steps
+that it is told, and ends after the last one with a hash of the parameters. Tells what it does as
+``child`` does.
+"""
+
+import argparse
+import json
+import os
+
+import torch
+
+import tensorstow
+from tensorstow.base.cores import usable_cores
+from tensorstow.cli.demo.child import add_arguments, say, teller
+from tensorstow.cli.demo.rows import FULL, SMALL
+from tensorstow.cli.demo.training import LEARNING_RATE, Clock, Training, checksum, make_model
+from tensorstow.optim.states.policy import PipelinePolicy
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train up to the step that the arguments name."""
+    parser = argparse.ArgumentParser(prog="tensorstow.cli.demo.durable", description=__doc__)
+    parser.add_argument("--until", type=int, required=True, help="the last step")
+    parser.add_argument("--commits", type=int, nargs="*", default=[], help="behind these steps")
+    add_arguments(parser)
+    given = parser.parse_args(arguments)
+    scale = SMALL if given.small else FULL
+    torch.set_num_threads(usable_cores())
+    with os.fdopen(given.descriptor, "w", encoding="utf-8") as pipe:
+        progress = teller(pipe)
+        progress(-1, "build")
+        model = make_model(scale)
+        optimizer = tensorstow.AdamW(
+            model.parameters(),
+            lr=LEARNING_RATE,
+            weight_decay=0.0,
+            states="disk",
+            dir=given.directory,
+            module=model,
+            commit_every=None,
+            policy=PipelinePolicy(chunk_elements=scale.chunk_elements),
+        )
+        training = Training(model, optimizer, scale, Clock(progress))
+        start = optimizer.resume() or 0
+        if start:
+            training.go_on(start, optimizer.extra)
+        for step in range(start, given.until):
+            training.take(1)
+            if step + 1 in given.commits:
+                progress(step, "commit")
+                optimizer.commit(training.kept())
+        optimizer.synchronize()
+        say(pipe, json.dumps({"start": start, "checksum": checksum(model)}))
+
+
+if __name__ == "__main__":
+    main()

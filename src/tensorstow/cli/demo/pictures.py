@@ -1,0 +1,63 @@
+"""The pictures in the forms in which they are kept: PNG, and SVG in the colours of a page."""
+
+import io
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tensorstow.cli.demo import curve, timeline
+from tensorstow.cli.demo.palette import FAINT, GRID, INK, PAPER
+from tensorstow.cli.demo.result import RowResult
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.figure import Figure
+
+VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--line)", PAPER: "var(--paper)"}
+"""What a page gives a colour of its own, in the light and in the dark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture for a wide page and for a phone, and as a file of its own."""
+
+    png: bytes
+    wide: str
+    narrow: str
+
+
+def draw_timeline(results: "Sequence[RowResult]") -> Picture:
+    """Return what computing and the disk did, when."""
+    wide = timeline.draw(results)
+    return Picture(png(wide), svg(wide), svg(timeline.draw(results, narrow=True)))
+
+
+def draw_memory(results: "Sequence[RowResult]") -> Picture:
+    """Return the resident memory over time."""
+    wide = curve.draw(results)
+    return Picture(png(wide), svg(wide), svg(curve.draw(results, narrow=True)))
+
+
+def png(figure: "Figure") -> bytes:
+    """Return ``figure`` as PNG, in the light."""
+    target = io.BytesIO()
+    figure.savefig(target, format="png", facecolor=PAPER)
+    return target.getvalue()
+
+
+def svg(figure: "Figure") -> str:
+    """Return ``figure`` as an element of a page that has the variables of colours."""
+    import matplotlib as mpl  # noqa: PLC0415  # the demo extra
+
+    target = io.StringIO()
+    # Text stays text, which the page can be searched for; no date and no chance in the file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tensorstow"}):
+        figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
+    text = target.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r'<svg width="[^"]*" height="[^"]*"', "<svg", text)
+    for color, variable in VARIABLES.items():
+        text = text.replace(color, variable)
+    return text

@@ -1,0 +1,93 @@
+"""A process of the demo: told what to do by lines, telling what it does in lines of JSON."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+from tensorstow.base.errors import StowError
+
+
+class Process:
+    """A fresh interpreter that runs one module of the demo; made by ``started``."""
+
+    def __init__(
+        self, name: str, child: subprocess.Popen[bytes], lines: IO[str], output: IO[bytes]
+    ) -> None:
+        self._name = name
+        self._child = child
+        self._lines = lines
+        self._output = output
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield what it says until it ends; raise StowError with its last words where it failed."""
+        for line in self._lines:
+            said: dict[str, Any] = json.loads(line)
+            yield said
+        status = self._child.wait()
+        if status != 0:
+            raise StowError(_last_words(self._name, status, self._output))
+
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input; where it has ended, ``messages`` says so."""
+        orders = self._orders()
+        with suppress(BrokenPipeError):
+            orders.write(f"{line}\n".encode())
+            orders.flush()
+
+    def tell_no_more(self) -> None:
+        """End its standard input."""
+        with suppress(BrokenPipeError):
+            self._orders().close()
+
+    def kill(self) -> None:
+        """Send SIGKILL, as ``kill -9`` does, and wait for its end."""
+        self._child.send_signal(signal.SIGKILL)
+        self._child.wait()
+
+    def _orders(self) -> IO[bytes]:
+        if self._child.stdin is None:
+            message = f"{self._name!r} was to be told something and has no standard input."
+            raise StowError(message)
+        return self._child.stdin
+
+
+@contextmanager
+def started(name: str, module: str, arguments: Sequence[str]) -> Iterator[Process]:
+    """Start ``module`` of the demo; nothing is left of it behind the block, whatever ends that."""
+    reader, writer = os.pipe()
+    # -P: what lies in the working directory must not be imported instead.
+    command = [sys.executable, "-P", "-m", f"tensorstow.cli.demo.{module}", *arguments]
+    with tempfile.TemporaryFile() as output, os.fdopen(reader, encoding="utf-8") as lines:
+        try:
+            child = subprocess.Popen(  # noqa: S603  # ourselves
+                [*command, "--descriptor", str(writer)],
+                pass_fds=[writer],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+            )
+        finally:
+            os.close(writer)
+        process = Process(name, child, lines, output)
+        try:
+            yield process
+        finally:
+            if child.poll() is None:
+                child.kill()
+            process.tell_no_more()
+            child.wait()
+
+
+def _last_words(name: str, status: int, output: IO[bytes]) -> str:
+    output.seek(0)
+    words = output.read().decode(errors="replace").strip().splitlines()[-20:]
+    ended = f"signal {-status}" if status < 0 else f"exit status {status}"
+    hint = " (signal 9 is mostly the system's answer to too little memory)" * (status == -9)
+    said = "\n  ".join(["It said last:", *words]) if words else "It said nothing."
+    return f"The row {name!r} ended with {ended}{hint}. {said}"

@@ -1,0 +1,111 @@
+"""Runs all rows: each in a process of its own, taking turns, so that a bad minute hits them all."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tensorstow.cli.demo.process import Process, started
+from tensorstow.cli.demo.result import RowResult
+from tensorstow.cli.demo.rows import TURN_STEPS, Row, Scale
+
+Announce = Callable[[Row, int, str], None]
+"""Called with a row, the step and the part of it that begins."""
+_ROOT = Path("/")
+
+
+class Runner:
+    """One row in its process."""
+
+    def __init__(self, row: Row, process: Process, announce: Announce) -> None:
+        self._row = row
+        self._process = process
+        self._messages = process.messages()
+        self._announce = announce
+
+    def until_it_waits(self) -> None:
+        """Follow it until its turn is over."""
+        for said in self._messages:
+            if "waits" in said:
+                return
+            self._announce(self._row, said["step"], said["part"])
+
+    def take(self, steps: int) -> None:
+        """Give it a turn."""
+        self._process.tell(str(steps))
+        self.until_it_waits()
+
+    def tell_to_finish(self) -> None:
+        """Give it no more turns."""
+        self._process.tell_no_more()
+
+    def result(self) -> RowResult:
+        """Wait for its end; return what it measured."""
+        last: dict[str, Any] = {}
+        for last in self._messages:
+            if "part" in last:
+                self._announce(self._row, last["step"], last["part"])
+        return RowResult.of(last)
+
+
+def run_rows(
+    rows: Sequence[Row],
+    steps: int,
+    arguments: Sequence[str],
+    announce: Announce,
+    *,
+    at_once: bool,
+) -> list[RowResult]:
+    """Run ``rows``; take turns where they may be there ``at_once``, else one behind the other."""
+    turns = turns_of(steps)
+    results: list[RowResult] = []
+    for company in [rows] if at_once else [[row] for row in rows]:
+        with ExitStack() as stack:
+            runners = [_start(row, arguments, announce, stack) for row in company]
+            for runner in runners:
+                runner.until_it_waits()  # built, side by side
+            for number, count in enumerate(turns):
+                # There and back: what changes steadily meanwhile, heat for one, meets all alike.
+                for runner in runners if number % 2 == 0 else reversed(runners):
+                    runner.take(count)
+            for runner in runners:
+                runner.tell_to_finish()
+            results += [runner.result() for runner in runners]
+    return results
+
+
+def turns_of(steps: int) -> list[int]:
+    """Return the steps of each turn."""
+    whole, rest = divmod(steps, TURN_STEPS)
+    return [TURN_STEPS] * whole + [rest] * (rest > 0)
+
+
+def fits_at_once(scale: Scale, free_disk_bytes: int, root: Path = _ROOT) -> bool:
+    """Return whether all rows may be there at once: each waits with its weights and states."""
+    available = available_bytes(root)
+    ram = available is None or available >= scale.rows_ram_bytes
+    return ram and free_disk_bytes >= scale.rows_disk_bytes
+
+
+def available_bytes(root: Path = _ROOT) -> int | None:
+    """Return the RAM that we may still take: the machine's, or less where a cgroup says so."""
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    known = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    group = root / "sys/fs/cgroup"  # a container sees its own here
+    try:
+        limit, used = (
+            (group / name).read_text(encoding="ascii").strip()
+            for name in ("memory.max", "memory.current")
+        )
+        known += [int(limit) - int(used)] if limit != "max" else []
+    except OSError:
+        pass
+    return min(known, default=None)
+
+
+def _start(row: Row, arguments: Sequence[str], announce: Announce, stack: ExitStack) -> Runner:
+    process = stack.enter_context(started(row.name, "child", ["--row", row.key, *arguments]))
+    return Runner(row, process, announce)

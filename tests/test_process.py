@@ -1,0 +1,61 @@
+"""Processes of the demo: told and heard by lines, quoted when they fail, never left behind."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorstow.base.errors import StowError
+from tensorstow.cli.demo.process import started
+
+
+def test_one_that_fails_is_quoted() -> None:
+    with (
+        started("a row", "child", ["--row", "swim"]) as process,
+        pytest.raises(StowError, match="invalid choice: 'swim'") as caught,
+    ):
+        list(process.messages())
+    assert "'a row' ended with exit status 2. It said last:" in str(caught.value)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "python"
+    path.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    return path
+
+
+def test_one_that_is_killed_is_named(script: Path) -> None:
+    script.write_text("#!/bin/sh\nkill -9 $$\n")
+    with (
+        started("a row", "child", []) as process,
+        pytest.raises(StowError, match=r"signal 9 \(.*too little memory\)\. It said nothing"),
+    ):
+        list(process.messages())
+
+
+def test_one_that_ended_may_be_told_more(script: Path) -> None:
+    script.write_text("#!/bin/sh\nexec <&-\nsleep 0.05\n")
+    with started("a row", "child", []) as process:
+        assert list(process.messages()) == []
+        process.tell("2")
+        process.tell_no_more()
+
+
+def test_an_interrupt_leaves_no_process(script: Path) -> None:
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    if not children.exists():
+        pytest.skip("this kernel does not list children")
+    before = set(children.read_text().split())  # other tests' ranks
+
+    def interrupted() -> None:
+        with started("a row", "child", []):
+            assert set(children.read_text().split()) > before
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert set(children.read_text().split()) <= before
