@@ -26,6 +26,7 @@ def test_the_command_line_is_frozen() -> None:
         "doctor": ["--directory", "--help", "--json", "-h"],
         "inspect": ["--help", "--json", "-h"],
         "scrub": ["--generation", "--help", "--json", "-h"],
+        "recover": ["--help", "--json", "--yes", "-h"],
         "clean": ["--help", "--json", "--yes", "-h"],
     }
 

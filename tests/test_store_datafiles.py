@@ -16,6 +16,7 @@ from tensorstow.store.datafiles import (
     open_files,
     read_label,
 )
+from tensorstow.store.heads import Head
 
 
 def test_a_label_comes_back(tmp_path: Path) -> None:
@@ -55,13 +56,16 @@ def test_a_damaged_header_is_called_that(byte: int, tmp_path: Path) -> None:
         check_files("mine", [tmp_path])
 
 
-@pytest.mark.parametrize("left", [b"", b"\0" * 4096, Label("dead", 0, 2).page()])
+TORN = b"\0" * 4096 + Head("dead").page()[:700]
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 4096, Label("dead", 0, 2).page(), TORN])
 def test_what_a_store_that_was_being_made_leaves_is_nobodys(left: bytes, tmp_path: Path) -> None:
     data_path(tmp_path, 0).write_bytes(left)
     check_unused([tmp_path])
 
 
-@pytest.mark.parametrize("there", [b"x", b"\0" * 8192, Label("live", 0, 2).page() + b"\0"])
+@pytest.mark.parametrize("there", [b"x", b"\0" * 12289, Label("live", 0, 2).page() + b"\0" * 8193])
 def test_what_somebody_may_miss(there: bytes, tmp_path: Path) -> None:
     data_path(tmp_path, 0).write_bytes(there)
     with pytest.raises(StoreFormatError, match="has no manifest; but there is"):

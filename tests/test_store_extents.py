@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tensorstow.base.errors import OptionError
 from tensorstow.store.extents import Extents, FreeSpace
-from tensorstow.store.records import PAGE, Extent
+from tensorstow.store.records import HEADER_BYTES, PAGE, Extent
 
 
 @given(st.lists(st.integers(0, 40), unique=True), st.lists(st.integers(1, 5), max_size=30))
@@ -34,14 +34,14 @@ def test_what_reaches_the_end_of_a_file() -> None:
 
 def test_what_generations_do_not_refer_to_is_free() -> None:
     kept = {
-        1: [Extent(0, 2 * PAGE, PAGE)],
-        2: [Extent(0, 4 * PAGE, PAGE), Extent(0, 2 * PAGE, PAGE)],
+        1: [Extent(0, 4 * PAGE, PAGE)],
+        2: [Extent(0, 6 * PAGE, PAGE), Extent(0, 4 * PAGE, PAGE)],
     }
-    extents = Extents([8 * PAGE + 100, 10], kept)
+    extents = Extents([10 * PAGE + 100, 10], kept)
     assert extents.free[0].nbytes == 7 * PAGE - 2 * PAGE
-    assert extents.sizes == [8 * PAGE, PAGE]  # the header, and whole pages
-    assert extents.take(0, 2 * PAGE) == Extent(0, 5 * PAGE, 2 * PAGE)
-    assert extents.take(0, PAGE) == Extent(0, PAGE, PAGE)
+    assert extents.sizes == [10 * PAGE, HEADER_BYTES]  # the header, and whole pages
+    assert extents.take(0, 2 * PAGE) == Extent(0, 7 * PAGE, 2 * PAGE)
+    assert extents.take(0, PAGE) == Extent(0, HEADER_BYTES, PAGE)
     assert extents.take(1, PAGE) is None
 
 
@@ -51,7 +51,7 @@ def test_a_file_that_lost_its_end_is_not_used_there() -> None:
     extents.grow(0, 10 * PAGE)
     extents.grow(0, 2 * PAGE)  # never less
     assert extents.take(0, 8 * PAGE) is None
-    assert extents.free[0].nbytes == 7 * PAGE + PAGE
+    assert extents.free[0].nbytes == 5 * PAGE + PAGE
 
 
 def test_an_extent_is_free_when_nobody_has_it() -> None:
@@ -70,6 +70,6 @@ def test_an_extent_is_free_when_nobody_has_it() -> None:
     assert extents.in_use(one)
     extents.forget(6)
     assert not extents.in_use(one)
-    assert extents.free[0].nbytes == 9 * PAGE
+    assert extents.free[0].nbytes == 10 * PAGE - HEADER_BYTES
     with pytest.raises(OptionError, match="nobody holds it"):
         extents.hold([one])

@@ -19,7 +19,14 @@ from hypothesis.stateful import (
 
 from powerloss.contents import SHAPE, layout_of, write_chunk
 from tensorstow.io.engine import open_engine
-from tensorstow.store.records import ChunkRecord, ChunkShape, Content, Extent, StreamShape
+from tensorstow.store.records import (
+    HEADER_BYTES,
+    ChunkRecord,
+    ChunkShape,
+    Content,
+    Extent,
+    StreamShape,
+)
 from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
 
@@ -124,7 +131,7 @@ class Machine(RuleBasedStateMachine):
         for file in range(len(self.store.files)):
             used = sorted((e.offset, e.end) for e in {*kept, *self.held} if e.file == file)
             free = zip(space.free[file]._starts, space.free[file]._ends, strict=True)
-            runs = sorted([(0, 4096), *used, *free])
+            runs = sorted([(0, HEADER_BYTES), *used, *free])
             # Every byte is the header's, somebody's, or free: none is two of them, none is lost.
             assert all(a[1] == b[0] for a, b in itertools.pairwise(runs))
             assert runs[-1][1] == space.sizes[file]

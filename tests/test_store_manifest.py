@@ -9,7 +9,7 @@ import pytest
 
 from powerloss.contents import make_content, release_all
 from tensorstow.base.directories import inspect_directory
-from tensorstow.base.errors import CommitError, StoreFormatError
+from tensorstow.base.errors import CommitError, DamageError, StoreError, StoreFormatError
 from tensorstow.io.engine import open_engine
 from tensorstow.store import manifest as manifest_module
 from tensorstow.store import opening
@@ -34,9 +34,9 @@ def change(directory: Path, statement: str) -> None:
     connection.close()
 
 
-def refuse(directory: Path, told: str) -> None:
+def refuse(directory: Path, told: str, kind: type[StoreError] = StoreFormatError) -> None:
     before = (directory / "manifest.sqlite").read_bytes()
-    with pytest.raises(StoreFormatError, match=told):
+    with pytest.raises(kind, match=told):
         Store.open([directory], open_engine())
     assert (directory / "manifest.sqlite").read_bytes() == before
 
@@ -44,8 +44,14 @@ def refuse(directory: Path, told: str) -> None:
 def test_a_newer_format_is_refused_with_the_version_that_wrote_it(tmp_path: Path) -> None:
     fill(tmp_path)
     change(tmp_path, "UPDATE meta SET value = '9.9' WHERE key = 'writer'")
-    change(tmp_path, "PRAGMA user_version = 2")
-    refuse(tmp_path, r"store format 2 by tensorstow 9\.9; this version reads up to 1")
+    change(tmp_path, "PRAGMA user_version = 3")
+    refuse(tmp_path, r"store format 3 by tensorstow 9\.9; this version reads 2")
+
+
+def test_an_older_format_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    fill(tmp_path)
+    change(tmp_path, "PRAGMA user_version = 1")
+    refuse(tmp_path, "in store format 1 by an older tensorstow; this version reads 2")
 
 
 def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
@@ -64,7 +70,7 @@ def test_a_damaged_manifest_is_left_alone(tmp_path: Path) -> None:
     with (tmp_path / "manifest.sqlite").open("r+b") as file:
         file.seek(4096 + 8)
         file.write(b"\xff" * 64)
-    refuse(tmp_path, "damaged")
+    refuse(tmp_path, "no generation in it is whole", DamageError)
 
 
 def test_a_store_that_was_being_made_is_made_again(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from powerloss.events import Created, DirectorySynced, FileSynced, ManifestCommitted
+from powerloss.events import Created, DirectorySynced, FileSynced, ManifestCommitted, Written
 from powerloss.recorder import RecordingDisk
 from tensorstow.base.errors import DirectoryError, LockedError
 from tensorstow.io.engine import open_engine
@@ -25,6 +25,8 @@ def test_the_manifest_tells_of_files_that_are_durable(tmp_path: Path) -> None:
         FileSynced,
         DirectorySynced,
         ManifestCommitted,
+        Written,  # what the data file knows of it
+        FileSynced,
     ]
     again = RecordingDisk()
     Store.open([tmp_path], open_engine(), disk=again).close()

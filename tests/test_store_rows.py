@@ -10,6 +10,7 @@ from tensorstow.store.records import ChunkRecord, Content, Extent, TensorRecord
 from tensorstow.store.rows import (
     delete_generations,
     insert_generation,
+    insert_name,
     read_directories,
     read_extents,
     read_generation,
@@ -44,14 +45,16 @@ def content_of(step: int) -> Content:
 
 
 def test_a_generation_comes_back(connection: sqlite3.Connection) -> None:
-    number = insert_generation(connection, content_of(3), 12.5)
-    connection.execute("INSERT INTO snapshots VALUES ('b', 1), ('a', 1)")
+    number = insert_generation(connection, "run", content_of(3), 12.5)
+    for name in ("b", "a"):
+        insert_name(connection, "run", name, number)
     (summary,) = read_summaries(connection)
     assert (summary.number, summary.step, summary.created) == (number, 3, 12.5)
     assert summary.names == ("a", "b")
     assert (summary.chunk_count, summary.bytes) == (2, 2 * 8192 + 4096)
-    found = read_generation(connection, summary)
+    found = read_generation(connection, "run", number)
     wanted = content_of(3)
+    assert (found.names, found.number) == (summary.names, number)
     assert (found.chunks, found.tensors) == (wanted.chunks, wanted.tensors)
     assert (found.layout, found.hyper, found.extra) == (wanted.layout, wanted.hyper, wanted.extra)
     assert found.extents() == wanted.extents()
@@ -61,7 +64,7 @@ def test_a_generation_comes_back(connection: sqlite3.Connection) -> None:
 def test_numbers_are_never_used_twice(connection: sqlite3.Connection) -> None:
     numbers = []
     for step in range(4):
-        numbers.append(insert_generation(connection, content_of(step), 0.0))
+        numbers.append(insert_generation(connection, "run", content_of(step), 0.0))
         delete_generations(connection, numbers[-1:])
     assert numbers == [1, 2, 3, 4]
     for table in ("generations", "chunks", "tensors", "layouts"):

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.base.errors import CommitError, OptionError, StoreFormatError, SyncError
+from tensorstow.base.errors import (
+    CommitError,
+    DamageError,
+    OptionError,
+    StoreFormatError,
+    SyncError,
+)
 from tensorstow.store.schema import FORMAT, read_failure, write_failure
 
 PATH = Path("/nvme/run/manifest.sqlite")
@@ -19,7 +25,7 @@ def made(code: int) -> sqlite3.Error:
 
 
 def test_the_format_is_frozen() -> None:
-    assert FORMAT == 1
+    assert FORMAT == 2
 
 
 @pytest.mark.parametrize(
@@ -31,7 +37,7 @@ def test_the_format_is_frozen() -> None:
         (sqlite3.SQLITE_ERROR, CommitError, "committed before is whole"),
         (sqlite3.SQLITE_IOERR_WRITE, SyncError, "no more are begun"),
         (sqlite3.SQLITE_IOERR_FSYNC, SyncError, "dmesg"),
-        (sqlite3.SQLITE_CORRUPT, StoreFormatError, "damaged"),
+        (sqlite3.SQLITE_CORRUPT, DamageError, "tensorstow recover /nvme/run"),
         (sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY, OptionError, "own number"),
     ],
 )

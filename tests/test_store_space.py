@@ -9,7 +9,7 @@ import pytest
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, scratch_file
-from tensorstow.store.records import Extent
+from tensorstow.store.records import HEADER_BYTES, Extent
 from tensorstow.store.space import GROWTH_BYTES, Space
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ class Files:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    (tmp_path / "file").write_bytes(bytes(4096))
+    (tmp_path / "file").write_bytes(bytes(HEADER_BYTES))
     return tmp_path / "file"
 
 
@@ -39,16 +39,16 @@ def test_files_grow_ahead_and_in_turn(path: Path) -> None:
     space = Space(files, {})  # type: ignore[arg-type]
     extents = [space.allocate(MIB) for _ in range(8)]
     assert [e.file for e in extents] == [0, 1] * 4
-    assert [f.asked for f in files] == [[4096 + GROWTH_BYTES]] * 2
+    assert [f.asked for f in files] == [[HEADER_BYTES + GROWTH_BYTES]] * 2
     assert space.allocate(2 * GROWTH_BYTES).nbytes == 2 * GROWTH_BYTES
 
 
 def test_the_end_of_a_file_is_used_before_it_grows(path: Path) -> None:
-    (file,) = files = [Files(path, 4096 + 20 * MIB)]
+    (file,) = files = [Files(path, HEADER_BYTES + 20 * MIB)]
     space = Space(files, {})  # type: ignore[arg-type]
     space.allocate(14 * MIB)
     space.allocate(6 * MIB)  # two are left, four are missing
-    assert file.asked == [4096 + 16 * MIB, 4096 + 32 * MIB, 4096 + 20 * MIB]
+    assert file.asked == [HEADER_BYTES + 16 * MIB, HEADER_BYTES + 32 * MIB, HEADER_BYTES + 20 * MIB]
     with pytest.raises(DirectoryError, match=r"extent of 4\.0 KiB was asked for and no data file"):
         space.allocate(1)
 
@@ -72,11 +72,11 @@ def test_what_is_released_is_handed_out_again(path: Path) -> None:
 
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[File]:
-    with scratch_file(open_engine(), tmp_path, 4096) as file:
+    with scratch_file(open_engine(), tmp_path, HEADER_BYTES) as file:
         yield file
 
 
 def test_real_files_are_reserved(real: File, path: Path) -> None:
     real.path = path  # a scratch file has no name to ask the size of
     Space([real], {}).allocate(MIB)
-    assert os.fstat(real.fd).st_size == 4096 + GROWTH_BYTES
+    assert os.fstat(real.fd).st_size == HEADER_BYTES + GROWTH_BYTES

@@ -22,7 +22,7 @@ from tensorstow.base.errors import (
     OptionError,
 )
 from tensorstow.io.engine import open_engine
-from tensorstow.store.records import ChunkRecord, Content, Extent
+from tensorstow.store.records import HEADER_BYTES, ChunkRecord, Content, Extent
 from tensorstow.store.store import Store
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ def reopen(store: Store) -> Store:
 
 def used_bytes(store: Store) -> int:
     space = store._space._extents
-    return sum(space.sizes) - 4096 * len(space.sizes) - sum(f.nbytes for f in space.free)
+    return sum(space.sizes) - HEADER_BYTES * len(space.sizes) - sum(f.nbytes for f in space.free)
 
 
 def test_a_new_store_is_empty(store: Store, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from powerloss.contents import SHAPE, make_content, release_all
 from tensorstow.base.errors import DirectoryError, StoreFormatError
 from tensorstow.io.engine import open_engine
+from tensorstow.store.records import HEADER_BYTES
 from tensorstow.store.store import Store
 from tensorstow.store.survey import survey
 
@@ -35,7 +36,7 @@ def test_a_store_at_rest(tmp_path: Path) -> None:
     found = survey(tmp_path / "a")
     assert contents(tmp_path / "a") == before
     assert found.holder is None
-    assert found.format == 1
+    assert found.format == 2
     assert [(s.number, s.step, s.names) for s in found.generations] == [
         (1, 1, ("first",)),
         (2, 2, ()),
@@ -46,7 +47,7 @@ def test_a_store_at_rest(tmp_path: Path) -> None:
     ]
     for file in found.files:
         assert file.bytes == file.path.stat().st_size
-        assert file.free_bytes == file.bytes - 4096 - file.used_bytes
+        assert file.free_bytes == file.bytes - HEADER_BYTES - file.used_bytes
     assert sum(f.used_bytes for f in found.files) == 2 * (3 * SHAPE.nbytes + 4096)
     assert found.layout is not None
     assert (found.layout.elements, found.layout.chunks) == (3 * SHAPE.elements, 3)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from tensorstow.base.errors import StowError
-from tensorstow.cli import clean, doctor, inspect, scrub
+from tensorstow.cli import clean, doctor, inspect, recover, scrub
 from tensorstow.cli.demo import run as demo
 from tensorstow.cli.output import drop_output
 
@@ -36,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("doctor", doctor, "print what this machine gives: kernel, I/O backend, directories"),
         ("inspect", inspect, "print what a store has in it, also while its run is live"),
         ("scrub", scrub, "read back all that a store keeps and say what is damaged"),
+        ("recover", recover, "make a damaged manifest anew, of what in it is whole"),
         ("clean", clean, "remove a dead run's store, and nothing that is not its own"),
     ):
         command = commands.add_parser(

@@ -9,7 +9,8 @@ import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, StoreFormatError
 from tensorstow.io.files import File
 from tensorstow.store.barriers import Disk
-from tensorstow.store.records import PAGE
+from tensorstow.store.heads import find_head, first_pages, parse_head
+from tensorstow.store.records import HEADER_BYTES, PAGE
 
 PATTERN = "states-*.bin"
 _HEADER = re.compile(rb"tensorstow states 1\nrun ([!-~]+)\nfile (\d+) of (\d+)\n\0*")
@@ -53,7 +54,7 @@ def create_files(disk: Disk, run: str, directories: Sequence[Path]) -> None:
     """Make the data files of a new store; nothing is durable yet."""
     for index, directory in enumerate(directories):
         path = data_path(directory, index)
-        disk.create(path, Label(run, index, len(directories)).page())
+        disk.create(path, Label(run, index, len(directories)).page() + first_pages(run))
 
 
 def check_files(run: str, directories: Sequence[Path]) -> None:
@@ -91,17 +92,35 @@ def open_files(disk: Disk, engine: _native.Engine, directories: Sequence[Path]) 
 
 
 def _check_is_nothing(path: Path, first: Path) -> None:
-    # A store that was being made when its process died leaves a first page and no manifest.
+    # A store that was being made when its process died leaves first pages, perhaps torn, and no
+    # manifest.
     label = read_label(path)
-    size = path.stat().st_size
-    if size == 0 or (size <= PAGE and (label is not None or not any(path.read_bytes()))):
+    with path.open("rb") as file:
+        first_bytes = file.read(HEADER_BYTES + 1)
+    pages = [first_bytes[k : k + PAGE].ljust(PAGE, b"\0") for k in range(0, len(first_bytes), PAGE)]
+    if len(first_bytes) <= HEADER_BYTES and all(map(_says_nothing, pages)):
         return
+    head = None if label is None else find_head(path, label.run)
+    if path == data_path(first, 0) and head is not None and head.generation:
+        message = (
+            f"{path} knows {head} and there is no manifest beside it, or an empty one: what was"
+            f" committed is lost with it, unless it is put back from a copy. `tensorstow recover"
+            f" {first}` looks for what is left of it; or name another directory for a new run."
+        )
+        raise DamageError(message)
     message = (
         f"A store was asked for whose first directory, {first}, has no manifest; but there is"
         f" {path}: {_describe(path, label)}. Name the directories of that run in the order in which"
         " they were named when it began, or empty ones."
     )
     raise StoreFormatError(message)
+
+
+def _says_nothing(page: bytes) -> bool:
+    if not any(page) or _HEADER.fullmatch(page) is not None:
+        return True
+    head = parse_head(page)
+    return head is not None and not head.generation
 
 
 def _describe(path: Path, label: Label | None) -> str:

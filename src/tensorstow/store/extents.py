@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tensorstow.base.errors import OptionError
-from tensorstow.store.records import PAGE, Extent
+from tensorstow.store.records import HEADER_BYTES, PAGE, Extent
 
 
 class FreeSpace:
@@ -127,7 +127,7 @@ class Extents:
             self.free[extent.file].add(extent.offset, extent.end)
 
     def _free_the_gaps(self) -> None:
-        ends = [PAGE] * len(self.sizes)  # the first page is the file's header
+        ends = [HEADER_BYTES] * len(self.sizes)
         for extent in sorted(self._references):
             if extent.offset > ends[extent.file]:
                 self.free[extent.file].add(ends[extent.file], extent.offset)

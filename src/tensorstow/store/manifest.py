@@ -13,13 +13,15 @@ from pathlib import Path
 from tensorstow.base.directories import DirectoryFacts
 from tensorstow.store import forks
 from tensorstow.store.barriers import Disk
+from tensorstow.store.heads import Head
 from tensorstow.store.records import Content, Extent, Generation, Summary
 from tensorstow.store.rows import (
     delete_generations,
     insert_generation,
+    insert_name,
+    note_last_number,
     read_directories,
     read_extents,
-    read_generation,
     read_summaries,
 )
 from tensorstow.store.schema import (
@@ -31,6 +33,7 @@ from tensorstow.store.schema import (
     read_meta,
     write_failure,
 )
+from tensorstow.store.verify import check_all, check_heads, check_shared, load, seal
 
 logger = logging.getLogger("tensorstow")
 
@@ -82,8 +85,13 @@ def choose_journal(facts: DirectoryFacts) -> Journal:
 class Manifest:
     """The tables of one store. Any thread may call any method; they take turns."""
 
-    def __init__(self, path: Path, disk: Disk, journal: Journal) -> None:
-        """Open ``path``; raise StoreFormatError unless it is empty or a manifest."""
+    def __init__(
+        self, path: Path, disk: Disk, journal: Journal, *, is_checked: bool = False
+    ) -> None:
+        """Open ``path``; raise StoreFormatError unless it is empty or a manifest.
+
+        DamageError where it is damaged; not looked for where it ``is_checked``.
+        """
         self.path = path
         self._disk = disk
         self.lock = threading.RLock()
@@ -99,6 +107,12 @@ class Manifest:
         try:
             with self._reading() as connection:
                 self.is_new = not check_marks(connection, path)
+                if not self.is_new and not is_checked:
+                    check_all(connection, path)
+                self.transaction = 0 if self.is_new else int(read_meta(connection, "transaction"))
+                """The number of the last one."""
+                self.run = "" if self.is_new else read_meta(connection, "run")
+                """The id that the data files carry too."""
                 mode, synchronous = journal.value
                 connection.execute(f"PRAGMA journal_mode = {mode}")
                 connection.execute(f"PRAGMA synchronous = {synchronous}")
@@ -115,6 +129,7 @@ class Manifest:
 
     def begin_run(self, run: str, directories: Sequence[Path]) -> None:
         """Make the tables of a new store."""
+        self.run = run
         with self._transaction() as connection:
             connection.execute(f"PRAGMA application_id = {APPLICATION}")
             connection.execute(f"PRAGMA user_version = {FORMAT}")
@@ -125,21 +140,32 @@ class Manifest:
             rows = [(file, str(path)) for file, path in enumerate(directories)]
             connection.executemany("INSERT INTO files VALUES (?, ?)", rows)
         self.is_new = False
+        self.checkpoint(longer_than=0)  # a log that is damaged is not all that there is
 
-    @property
-    def run(self) -> str:
-        """The id that the data files carry too."""
+    def check_heads(self, data_files: Sequence[Path]) -> int:
+        """Return the last transaction that all heads know; DamageError where one was lost."""
         with self._reading() as connection:
-            return read_meta(connection, "run")
+            return check_heads(connection, self.path, data_files, self.transaction)
 
-    def note_directories(self, directories: Sequence[Path]) -> None:
-        """Take note of where the data files are now: a run's directories may be moved."""
+    def head(self) -> Head:
+        """Return what the data files are to know."""
+        newest = self.summaries()[-1:]
+        return Head(
+            self.run,
+            self.transaction,
+            newest[0].number if newest else 0,
+            newest[0].step if newest else 0,
+        )
+
+    def note_directories(self, directories: Sequence[Path]) -> bool:
+        """Take note of where the data files are now; return whether they were moved."""
         with self._reading() as connection:
             if read_directories(connection) == list(directories):
-                return
+                return False
         with self._transaction() as connection:
             rows = [(str(path), file) for file, path in enumerate(directories)]
             connection.executemany("UPDATE files SET directory = ? WHERE file = ?", rows)
+        return True
 
     def summaries(self) -> list[Summary]:
         """Return all kept generations, oldest first."""
@@ -149,7 +175,7 @@ class Manifest:
     def load(self, summary: Summary) -> Generation:
         """Return all of the generation that ``summary`` is of."""
         with self._reading() as connection:
-            return read_generation(connection, summary)
+            return load(connection, self.path, self.run, summary.number)
 
     def extents(self) -> dict[int, list[Extent]]:
         """Return the extents of every kept generation by its number."""
@@ -159,16 +185,32 @@ class Manifest:
     def add(self, content: Content, created: float, drop: Sequence[int]) -> int:
         """In one transaction add a generation and remove others; return its number."""
         with self._transaction() as connection:
-            number = insert_generation(connection, content, created)
+            number = insert_generation(connection, self.run, content, created)
             delete_generations(connection, drop)
             writer = ("writer", version("tensorstow"))
             connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", writer)
         return number
 
+    def put_back(
+        self, generations: Sequence[Generation], transaction: int, last_number: int
+    ) -> None:
+        """Add generations of another manifest of the run as they were, as this transaction.
+
+        ``last_number``: the highest number that a generation ever had.
+        """
+        self.transaction = transaction - 1
+        with self._transaction() as connection:
+            for generation in generations:
+                created, number = generation.created, generation.number
+                insert_generation(connection, self.run, generation, created, number)
+                for name in generation.names:
+                    insert_name(connection, self.run, name, number)
+            note_last_number(connection, last_number)
+
     def pin(self, name: str, number: int) -> None:
         """Add a snapshot."""
         with self._transaction() as connection:
-            connection.execute("INSERT INTO snapshots VALUES (?, ?)", (name, number))
+            insert_name(connection, self.run, name, number)
 
     def unpin(self, name: str, drop: Sequence[int]) -> None:
         """In one transaction remove a snapshot and generations."""
@@ -181,12 +223,13 @@ class Manifest:
         with self._transaction() as connection:
             delete_generations(connection, numbers)
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, *, longer_than: int | None = None) -> None:
         """Bring a long log into the database, so that it does not grow for ever."""
+        least = _LONG_LOG_BYTES if longer_than is None else longer_than
         log = self.path.with_name(f"{self.path.name}-wal")
         with self.lock:
             try:
-                if log.exists() and log.stat().st_size > _LONG_LOG_BYTES:
+                if log.exists() and log.stat().st_size > least:
                     self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
             except sqlite3.Error as error:
                 raise write_failure(self.path, error) from error
@@ -215,8 +258,12 @@ class Manifest:
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 try:
+                    if self.transaction:
+                        check_shared(connection, self.path)
                     yield connection
+                    seal(connection, self.transaction + 1)
                     self._disk.end_transaction(connection)
+                    self.transaction += 1
                 finally:
                     if connection.in_transaction:
                         connection.execute("ROLLBACK")

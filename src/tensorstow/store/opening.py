@@ -13,10 +13,18 @@ from tensorstow.base.directories import check_directory
 from tensorstow.base.errors import DirectoryError, OptionError, StowError, advice_for
 from tensorstow.io.files import File
 from tensorstow.store.barriers import Disk
-from tensorstow.store.datafiles import check_files, check_unused, create_files, open_files
+from tensorstow.store.datafiles import (
+    check_files,
+    check_unused,
+    create_files,
+    data_path,
+    open_files,
+)
+from tensorstow.store.heads import sync_heads
 from tensorstow.store.links import Links
 from tensorstow.store.lock import DirectoryLock
 from tensorstow.store.manifest import MANIFEST_NAME, Manifest, choose_journal
+from tensorstow.store.verify import check_at_rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,8 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) 
         if not path.exists():
             check_unused(paths)  # before anything is made
             disk.create(path, b"")
-        manifest = Manifest(path, disk, choose_journal(facts[0]))
+        is_checked = check_at_rest(path, paths)
+        manifest = Manifest(path, disk, choose_journal(facts[0]), is_checked=is_checked)
         resources.callback(manifest.close)
         files = _open_files(manifest, paths, engine, disk)
         for file in files:
@@ -66,24 +75,36 @@ def _open_files(
 ) -> tuple[File, ...]:
     if not manifest.is_new:
         check_files(manifest.run, paths)
-        manifest.note_directories(paths)
-        return open_files(disk, engine, paths)
+        known = manifest.check_heads([data_path(path, k) for k, path in enumerate(paths)])
+        with _closed_unless_well(open_files(disk, engine, paths)) as files:
+            # First, so that no head is ever two transactions behind.
+            if known < manifest.transaction:
+                sync_heads(disk, files, manifest.head())
+            if manifest.note_directories(paths):
+                sync_heads(disk, files, manifest.head())
+        return files
     check_unused(paths)
     run = str(uuid.uuid4())
     create_files(disk, run, paths)
-    files = open_files(disk, engine, paths)
-    try:
+    with _closed_unless_well(open_files(disk, engine, paths)) as files:
         for file in files:
             disk.sync_file(file)
         for path in paths:
             disk.sync_directory(path)
         # Last: where there are tables, there are the files that they name.
         manifest.begin_run(run, paths)
+        sync_heads(disk, files, manifest.head())
+    return files
+
+
+@contextmanager
+def _closed_unless_well(files: tuple[File, ...]) -> Iterator[tuple[File, ...]]:
+    try:
+        yield files
     except BaseException:
         for file in files:
             file.close()
         raise
-    return files
 
 
 @contextmanager

@@ -10,6 +10,10 @@ PAGE = 4096
 """Extents and the streams in them begin on multiples of this, and are padded to it."""
 
 
+HEADER_BYTES = 3 * PAGE
+"""What a data file begins with: its label and two heads, a page each."""
+
+
 def padded(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to a whole page."""
     return -(-nbytes // PAGE) * PAGE

@@ -3,11 +3,12 @@
 import hashlib
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import DamageError, OptionError
+from tensorstow.store.digests import Row, digest_of
 from tensorstow.store.records import (
     ChunkRecord,
     Content,
@@ -40,26 +41,32 @@ def read_summaries(connection: sqlite3.Connection) -> list[Summary]:
     ]
 
 
-def read_generation(connection: sqlite3.Connection, summary: Summary) -> Generation:
-    """Return all of the generation that ``summary`` is of."""
-    layout, hyper, extra = connection.execute(
-        "SELECT body, hyper, extra FROM generations JOIN layouts USING (layout)"
-        " WHERE generation = ?",
-        (summary.number,),
+def read_generation(connection: sqlite3.Connection, run: str, number: int) -> Generation:
+    """Return a generation of ``run``; raise DamageError where it is not what was written."""
+    found = connection.execute(
+        "SELECT step, created, hyper, extra, chunks, bytes, digest, body"
+        " FROM generations LEFT JOIN layouts USING (layout) WHERE generation = ?",
+        (number,),
     ).fetchone()
     chunks = connection.execute(
         "SELECT chunk, file, offset, nbytes, blank, checksums, weight_checksums FROM chunks"
         " WHERE generation = ? ORDER BY chunk",
-        (summary.number,),
-    )
+        (number,),
+    ).fetchall()
     tensors = connection.execute(
         "SELECT kind, name, dtype, shape, file, offset, nbytes, checksum FROM tensors"
         " WHERE generation = ? ORDER BY kind, name",
-        (summary.number,),
-    )
+        (number,),
+    ).fetchall()
+    if found is None or found[7] is None:
+        raise _damaged(number)
+    *row, digest, body = found
+    if digest != _digest(run, number, row, str(body), chunks, tensors):
+        raise _damaged(number)
+    step, created, hyper, extra, _, _ = row
     return Generation(
-        step=summary.step,
-        layout=json.loads(layout),
+        step=step,
+        layout=json.loads(body),
         hyper=json.loads(hyper),
         extra=json.loads(extra),
         chunks=tuple(
@@ -70,10 +77,21 @@ def read_generation(connection: sqlite3.Connection, summary: Summary) -> Generat
             TensorRecord(kind, name, dtype, tuple(json.loads(shape)), Extent(f, o, n), checksum)
             for kind, name, dtype, shape, f, o, n, checksum in tensors
         ),
-        number=summary.number,
-        created=summary.created,
-        names=summary.names,
+        number=number,
+        created=created,
+        names=tuple(name for name, pinned in read_names(connection, run) if pinned == number),
     )
+
+
+def _digest(
+    run: str, number: int, row: Row, body: str, chunks: Iterable[Row], tensors: Iterable[Row]
+) -> bytes:
+    layout = hashlib.sha256(body.encode()).hexdigest()
+    return digest_of([(run, number, *row, layout)], chunks, tensors)
+
+
+def _damaged(number: int) -> DamageError:
+    return DamageError(f"the records of generation {number} are not those that were written")
 
 
 def read_extents(connection: sqlite3.Connection) -> dict[int, list[Extent]]:
@@ -90,38 +108,77 @@ def read_extents(connection: sqlite3.Connection) -> dict[int, list[Extent]]:
     return found
 
 
-def insert_generation(connection: sqlite3.Connection, content: Content, created: float) -> int:
-    """Add a generation made of ``content``; return its number."""
-    nbytes = sum(extent.nbytes for extent in set(content.extents()))
-    cursor = connection.execute(
-        "INSERT INTO generations (step, created, layout, hyper, extra, chunks, bytes)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+def insert_generation(
+    connection: sqlite3.Connection,
+    run: str,
+    content: Content,
+    created: float,
+    number: int | None = None,
+) -> int:
+    """Add a generation made of ``content``; return its number, by default the next one."""
+    if number is None:
+        number = last_number(connection) + 1
+    body = to_json(content.layout, "layout")
+    chunks = [
+        (r.chunk, *_place(r.extent), int(r.blank), r.checksums, r.weight_checksums)
+        for r in sorted(content.chunks, key=lambda r: r.chunk)
+    ]
+    tensors = [
+        (r.kind, r.name, r.dtype, json.dumps(r.shape), *_place(r.extent), r.checksum)
+        for r in sorted(content.tensors, key=lambda r: (r.kind.encode(), r.name.encode()))
+    ]
+    row = (
+        content.step,
+        float(created),
+        to_json(content.hyper, "hyper"),
+        to_json(content.extra, "extra"),
+        len(chunks),
+        sum(extent.nbytes for extent in set(content.extents())),
+    )
+    connection.execute(
+        "INSERT INTO generations"
+        " (generation, layout, step, created, hyper, extra, chunks, bytes, digest)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            content.step,
-            created,
-            _layout_number(connection, to_json(content.layout, "layout")),
-            to_json(content.hyper, "hyper"),
-            to_json(content.extra, "extra"),
-            len(content.chunks),
-            nbytes,
+            number,
+            _layout_number(connection, body),
+            *row,
+            _digest(run, number, row, body, chunks, tensors),
         ),
     )
-    number = cursor.lastrowid or 0  # never None behind an INSERT
     connection.executemany(
-        "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            (number, r.chunk, *_place(r.extent), r.blank, r.checksums, r.weight_checksums)
-            for r in content.chunks
-        ),
+        "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)", ((number, *r) for r in chunks)
     )
     connection.executemany(
-        "INSERT INTO tensors VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            (number, r.kind, r.name, r.dtype, json.dumps(r.shape), *_place(r.extent), r.checksum)
-            for r in content.tensors
-        ),
+        "INSERT INTO tensors VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", ((number, *r) for r in tensors)
     )
     return number
+
+
+def last_number(connection: sqlite3.Connection) -> int:
+    """Return the highest number that a generation ever had."""
+    row = connection.execute(
+        "SELECT seq FROM sqlite_sequence WHERE name = 'generations'"
+    ).fetchone()
+    return int(row[0]) if row else 0
+
+
+def note_last_number(connection: sqlite3.Connection, number: int) -> None:
+    """Let the next generation have a number above this one."""
+    connection.execute("DELETE FROM sqlite_sequence WHERE name = 'generations'")
+    connection.execute("INSERT INTO sqlite_sequence VALUES ('generations', ?)", (number,))
+
+
+def read_names(connection: sqlite3.Connection, run: str) -> list[tuple[str, int]]:
+    """Return the snapshots and their generations; leave out names that are not as written."""
+    rows = connection.execute("SELECT name, generation, digest FROM snapshots ORDER BY name")
+    return [(n, g) for n, g, digest in rows if digest == digest_of([(run, n, g)])]
+
+
+def insert_name(connection: sqlite3.Connection, run: str, name: str, number: int) -> None:
+    """Add a snapshot."""
+    row = (name, number, digest_of([(run, name, number)]))
+    connection.execute("INSERT INTO snapshots VALUES (?, ?, ?)", row)
 
 
 def delete_generations(connection: sqlite3.Connection, numbers: Sequence[int]) -> None:

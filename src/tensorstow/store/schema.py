@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tensorstow.base.errors import (
     CommitError,
+    DamageError,
     OptionError,
     StoreError,
     StoreFormatError,
@@ -13,7 +14,7 @@ from tensorstow.base.errors import (
     advice_for,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Counts up with every change that an older reader would misread."""
 APPLICATION = 0x73746F77  # "stow": by this a manifest is told from any other SQLite file
 
@@ -24,7 +25,7 @@ CREATE TABLE layouts (layout INTEGER PRIMARY KEY, hash TEXT NOT NULL UNIQUE, bod
 CREATE TABLE generations (
     generation INTEGER PRIMARY KEY AUTOINCREMENT, step INTEGER NOT NULL, created REAL NOT NULL,
     layout INTEGER NOT NULL REFERENCES layouts, hyper TEXT NOT NULL, extra TEXT NOT NULL,
-    chunks INTEGER NOT NULL, bytes INTEGER NOT NULL
+    chunks INTEGER NOT NULL, bytes INTEGER NOT NULL, digest BLOB NOT NULL
 );
 CREATE TABLE chunks (
     generation INTEGER NOT NULL REFERENCES generations, chunk INTEGER NOT NULL,
@@ -40,7 +41,8 @@ CREATE TABLE tensors (
     PRIMARY KEY (generation, kind, name)
 ) WITHOUT ROWID;
 CREATE TABLE snapshots (
-    name TEXT PRIMARY KEY, generation INTEGER NOT NULL REFERENCES generations
+    name TEXT PRIMARY KEY, generation INTEGER NOT NULL REFERENCES generations,
+    digest BLOB NOT NULL
 ) WITHOUT ROWID;
 """
 
@@ -55,22 +57,23 @@ def check_marks(connection: sqlite3.Connection, path: Path) -> bool:
     if not application and not tables:
         return False
     if application != APPLICATION:
+        found = f"it is another program's database (mark {application:#010x})"
+        raise damaged(path, found) if _is_ours(path) else _foreign(path, found)
+    version = read_format(connection)
+    if version < FORMAT:
         message = (
-            f"{path} was asked for as a store's manifest and is another program's database. It was"
-            " not touched: name another directory."
+            f"{path} was written in store format {version} by an older tensorstow; this version"
+            f" reads {FORMAT}, in which every row has a digest. Resume it with the version that"
+            " wrote it, save state_dict() there, and load that into a run in another directory."
         )
         raise StoreFormatError(message)
-    version = read_format(connection)
     if version > FORMAT:
         message = (
             f"{path} was written in store format {version} by tensorstow"
-            f" {read_meta(connection, 'writer')}; this version reads up to {FORMAT}. Install that"
+            f" {read_meta(connection, 'writer')}; this version reads {FORMAT}. Install that"
             " version or a newer one."
         )
         raise StoreFormatError(message)
-    (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if verdict != "ok":
-        raise _damaged(path, str(verdict))
     return True
 
 
@@ -87,8 +90,10 @@ def read_meta(connection: sqlite3.Connection, key: str) -> str:
 
 def read_failure(path: Path, error: sqlite3.Error) -> StoreError:
     """Return the exception for ``error``, met while nothing was being written."""
+    if _primary(error) == sqlite3.SQLITE_NOTADB and not _is_ours(path):
+        return _foreign(path, str(error))
     if _primary(error) in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
-        return _damaged(path, str(error))
+        return damaged(path, str(error))
     message = (
         f"The manifest {path} was to be read: {error} ({_name(error)}). Look at the permissions of"
         " the directory, its free space, and `dmesg`."
@@ -104,7 +109,7 @@ def write_failure(path: Path, error: sqlite3.Error) -> StoreError | OptionError:
     """
     primary = _primary(error)
     if primary in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
-        return _damaged(path, str(error))
+        return damaged(path, str(error))
     if primary == sqlite3.SQLITE_CONSTRAINT:
         message = (
             f"A commit was asked for in which two records are the same chunk or tensor ({error})."
@@ -126,10 +131,25 @@ def write_failure(path: Path, error: sqlite3.Error) -> StoreError | OptionError:
     return CommitError(f"{told} What was committed before is whole. {advice}")
 
 
-def _damaged(path: Path, found: str) -> StoreFormatError:
+def damaged(path: Path, found: str) -> DamageError:
+    """Return the exception for a manifest in which something else was found than was written."""
     message = (
-        f"The manifest {path} was to be read and is damaged: {found}. It was not touched: restore"
-        " it from a copy, or name another directory."
+        f"The manifest {path} was to be read and is damaged: {found}. Nothing was changed."
+        f" `tensorstow recover {path.parent}` says what is whole, and makes a manifest of that; or"
+        " restore the directories from a copy, or name another one for a new run."
+    )
+    return DamageError(message)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether states lie beside a file, so that it was a manifest once."""
+    return path.with_name("states-0.bin").exists()
+
+
+def _foreign(path: Path, found: str) -> StoreFormatError:
+    message = (
+        f"{path} was asked for as a store's manifest: {found}. It was not touched: name another"
+        " directory."
     )
     return StoreFormatError(message)
 

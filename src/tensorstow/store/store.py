@@ -27,6 +27,7 @@ from tensorstow.base.errors import (
 )
 from tensorstow.io.files import File
 from tensorstow.store.barriers import Disk, SystemDisk
+from tensorstow.store.heads import sync_heads
 from tensorstow.store.history import find, nameable, replaced
 from tensorstow.store.opening import Parts, open_parts
 from tensorstow.store.records import Content, Extent, Generation, Summary, TensorRecord
@@ -267,6 +268,19 @@ class Store:
             raise
         return generation
 
+    def _write_heads(self) -> None:
+        """Let the data files know of the transaction that was just made: [Note: Heads]."""
+        try:
+            sync_heads(self._disk, self.files, self._manifest.head())
+        except OSError as error:
+            code = error.errno or codes.EIO
+            self._poison = (
+                f"The heads in {', '.join(str(file.path) for file in self.files)} could not be"
+                f" written ({error}), so that nothing would tell if the manifest lost what was"
+                f" just written to it. Open the store again. {advice_for(code)}"
+            )
+            raise SyncError(self._poison) from error
+
     def _sync_files(self) -> None:
         # All of them: a file that nothing was written to costs a cache flush, one that was
         # forgotten costs the run.
@@ -287,8 +301,12 @@ class Store:
         try:
             result = act()
             self._space.forget(gone)
+            self._write_heads()
         except (CommitError, StoreFormatError, OptionError):
             raise  # rolled back
+        except SyncError as error:
+            self._poison = str(error)
+            raise
         except BaseException as error:
             # Also an interrupt: what is free and what the manifest says may differ from here on.
             self._poison = f"The last transaction ended in {error!r}. Open the store again."

@@ -11,17 +11,17 @@ from urllib.parse import quote
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError
-from tensorstow.store.datafiles import data_path
+from tensorstow.store.datafiles import Label, data_path, read_label
 from tensorstow.store.lock import peek
 from tensorstow.store.manifest import MANIFEST_NAME
-from tensorstow.store.records import PAGE, Extent, Summary, chunk_shapes
+from tensorstow.store.records import HEADER_BYTES, Extent, Summary, chunk_shapes
 from tensorstow.store.rows import (
     read_directories,
     read_extents,
-    read_generation,
     read_summaries,
 )
 from tensorstow.store.schema import check_marks, read_failure, read_format, read_meta
+from tensorstow.store.verify import check_all, check_heads, load
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class FileFacts:
     @property
     def free_bytes(self) -> int | None:
         """The rest: free, or written by a live run and not committed yet."""
-        return None if self.bytes is None else max(0, self.bytes - PAGE - self.used_bytes)
+        return None if self.bytes is None else max(0, self.bytes - HEADER_BYTES - self.used_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,11 @@ def survey(directory: Path) -> Survey:
     with read_only(path) as (connection, holder):
         summaries = read_summaries(connection)
         used = _used_bytes(read_extents(connection))
-        newest = read_generation(connection, summaries[-1]) if summaries else None
+        run = read_meta(connection, "run")
+        newest = load(connection, path, run, summaries[-1].number) if summaries else None
         return Survey(
             directory=path,
-            run=read_meta(connection, "run"),
+            run=run,
             writer=read_meta(connection, "writer"),
             format=read_format(connection),
             holder=holder,
@@ -118,9 +119,19 @@ def read_only(directory: Path) -> Iterator[tuple[sqlite3.Connection, str | None]
                         " is in it. A run may start there; or remove it by hand."
                     )
                     raise StoreFormatError(message)
+                transaction = check_all(connection, path)
+                if holder is None:  # else a commit may be between its transaction and its head
+                    noted = data_paths(read_directories(connection), directory)
+                    run = read_meta(connection, "run")
+                    there = [p for k, p in enumerate(noted) if _is_of(run, k, len(noted), p)]
+                    check_heads(connection, path, there, transaction)
                 yield connection, holder
         except sqlite3.Error as error:
             raise read_failure(path, error) from error
+
+
+def _is_of(run: str, index: int, count: int, path: Path) -> bool:
+    return path.is_file() and read_label(path) == Label(run, index, count)
 
 
 @contextmanager

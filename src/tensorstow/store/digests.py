@@ -1,0 +1,55 @@
+"""Digests over rows of the manifest: SQLite does not check its pages.
+
+[Note: Digests] Each generation has one over all its rows, made from the values that are inserted
+and compared with those that are read, before any of them is believed. The seal is one over what
+belongs to no generation alone: which generations, snapshots and files there are, the tables
+themselves, the run. It is made anew in each transaction.
+"""
+
+import hashlib
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tensorstow.base.errors import DamageError
+
+Row = Sequence[Any]
+
+_SEALED = (
+    "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name",
+    "SELECT key, value FROM meta WHERE key <> 'seal' ORDER BY key",
+    "SELECT file, directory FROM files ORDER BY file",
+    "SELECT layout, hash FROM layouts ORDER BY layout",
+    "SELECT generation, digest FROM generations ORDER BY generation",
+    "SELECT name, generation, digest FROM snapshots ORDER BY name",
+    "SELECT seq FROM sqlite_sequence WHERE name = 'generations'",
+)
+
+
+def digest_of(*tables: Iterable[Row]) -> bytes:
+    """Return the digest of rows of numbers, text, bytes and None, table by table."""
+    total = hashlib.sha256()
+    for rows in tables:
+        plain: list[list[Any]] = []
+        blobs: list[bytes] = []
+        for row in rows:
+            blobs += [value for value in row if type(value) is bytes]
+            # Lengths: so that no byte may go from one value to the next.
+            plain.append([(len(v),) if type(v) is bytes else v for v in row])
+        total.update(repr(plain).encode("utf-8", "surrogatepass"))
+        for blob in blobs:
+            total.update(blob)
+    return total.digest()
+
+
+def seal_of(connection: sqlite3.Connection) -> str:
+    """Return the seal of the manifest as it is."""
+    return digest_of(*(connection.execute(statement) for statement in _SEALED)).hex()
+
+
+def check_seal(connection: sqlite3.Connection) -> None:
+    """Raise DamageError unless the manifest has the seal that it should have."""
+    row = connection.execute("SELECT value FROM meta WHERE key = 'seal'").fetchone()
+    if row is None or row[0] != seal_of(connection):
+        message = "which generations, snapshots and files there are is not what was written"
+        raise DamageError(message)
