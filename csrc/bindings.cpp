@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -299,12 +300,23 @@ std::vector<char*> as_pointers(const std::vector<Address>& addresses) {
   return pointers;
 }
 
+// [Note: Owners] Every address comes with its owner, a Python object that keeps the memory: the
+// storage, for a tensor's can be exchanged. Owners are let go of with the GIL, when the pipeline
+// has said that it is done with their memory: gradients parameter by parameter, weights, which a
+// commit also reads where no gradient comes, with the step; all of them behind its destructor. They
+// are taken and let go of under the GIL, and a step begins without leaving it, so no thread can
+// take another's step for one that is over.
 struct PyPipeline {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Pipeline> pipeline;
   std::vector<StepParameter> parameters;
   std::vector<AdamHyper> hypers;
   std::vector<char> expected;
+  std::vector<std::vector<int>> parameters_of;  // by chunk
+  nb::object ring_owner;
+  std::vector<nb::object> resident_owners;
+  std::vector<nb::object> weight_owners;                 // of the step, by parameter
+  std::vector<std::vector<nb::object>> gradient_owners;  // of the step, by parameter
 
   PyPipeline(const PyEngine& py_engine, const std::optional<std::string>& isa, bool alternate,
              int few)
@@ -327,20 +339,57 @@ struct PyPipeline {
 
   int add_chunk(const std::tuple<std::string, std::string, bool>& family, const Segments& segments,
                 std::int64_t elements, const PlaceTuple& place,
-                const std::vector<Address>& resident, bool blank,
+                const std::vector<std::pair<Address, nb::object>>& resident, bool blank,
                 const std::tuple<nb::bytes, nb::bytes>& checksums) {
     ChunkSpec spec{};
+    std::vector<int> numbers;
     spec.family = std::apply(parse_family, family);
-    for (const auto& [parameter, from, to, count] : segments)
+    for (const auto& [parameter, from, to, count] : segments) {
       spec.segments.push_back({parameter, from, to, count});
+      numbers.push_back(parameter);
+    }
     spec.elements = elements;
     std::tie(spec.place.file, spec.place.offset) = place;
     if (!resident.empty() && static_cast<int>(resident.size()) != Layout(spec).streams) {
       throw std::invalid_argument("a resident chunk names one address per stream");
     }
-    for (std::size_t k = 0; k < resident.size(); ++k) spec.resident[k] = at<char>(resident[k]);
-    return get().add_chunk(std::move(spec), blank, as_words(std::get<0>(checksums)),
-                           as_words(std::get<1>(checksums)));
+    for (std::size_t k = 0; k < resident.size(); ++k)
+      spec.resident[k] = at<char>(resident[k].first);
+    const int number = get().add_chunk(std::move(spec), blank, as_words(std::get<0>(checksums)),
+                                       as_words(std::get<1>(checksums)));
+    for (const auto& [address, owner] : resident) resident_owners.push_back(owner);
+    parameters_of.push_back(std::move(numbers));
+    return number;
+  }
+
+  void own_gradient(int parameter, const nb::object& owner) {
+    if (!owner.is_none()) gradient_owners.at(parameter).push_back(owner);
+  }
+
+  // Lets go of what the pipeline is done with, of these parameters or with the whole step.
+  void let_go(const std::vector<int>& done) {
+    if (get().is_over()) {
+      weight_owners.clear();
+      for (auto& owners : gradient_owners) owners.clear();
+      return;
+    }
+    for (int parameter : done) {
+      if (static_cast<std::size_t>(parameter) < gradient_owners.size() &&
+          get().is_published(parameter)) {
+        gradient_owners[parameter].clear();
+      }
+    }
+  }
+
+  template <class Wait>
+  FailureTuple wait(Wait until, const std::vector<int>& done = {}) {
+    Failure failure;
+    {
+      nb::gil_scoped_release release;
+      failure = until(get());
+    }
+    let_go(done);
+    return as_tuple(failure);
   }
 
   // Hands a step over and, unless it is open, goes on in the background or is updated outside,
@@ -348,9 +397,13 @@ struct PyPipeline {
   // beginning, after which the gradients are being read, and its end.
   FailureTuple begin(
       const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
-      Hypers table, bool open, bool capture, bool background, bool home_first, bool outside) {
+      Hypers table, std::vector<nb::object> weights, std::vector<nb::object> gradients, bool open,
+      bool capture, bool background, bool home_first, bool outside) {
     if (rows.shape(1) != 7 || table.shape(1) != 9) {
       throw std::invalid_argument("begin: rows have seven columns and hypers nine");
+    }
+    if (weights.size() != rows.shape(0) || gradients.size() != rows.shape(0)) {
+      throw std::invalid_argument("begin: an owner for each row's weight and gradient");
     }
     parameters.resize(rows.shape(0));
     expected.assign(rows.shape(0), 0);
@@ -368,10 +421,13 @@ struct PyPipeline {
       hypers[h] = {table(h, 0), table(h, 1), table(h, 2), table(h, 3), table(h, 4),
                    table(h, 5), table(h, 6), table(h, 7), table(h, 8)};
     }
-    nb::gil_scoped_release release;
     get().begin(parameters, hypers, {open, capture, background, home_first, outside}, expected);
+    weight_owners = std::move(weights);
+    gradient_owners.assign(rows.shape(0), {});
+    for (std::size_t i = 0; i < gradients.size(); ++i)
+      own_gradient(static_cast<int>(i), gradients[i]);
     if (open || background || outside) return as_tuple(get().failure());
-    return as_tuple(get().wait_published());
+    return wait([](Pipeline& native) { return native.wait_published(); });
   }
 };
 
@@ -555,30 +611,27 @@ nb::list layout_rows(const std::tuple<std::string, std::string, bool>& family,
 void bind_waits(nb::class_<PyPipeline>& c) {
   c.def("wait_published",
         [](PyPipeline& self) {
-          nb::gil_scoped_release release;
-          return as_tuple(self.get().wait_published());
+          return self.wait([](Pipeline& native) { return native.wait_published(); });
         })
       .def(
           "wait_parameters",
           [](PyPipeline& self, const std::vector<int>& parameters) {
-            nb::gil_scoped_release release;
-            return as_tuple(self.get().wait_parameters(parameters));
+            return self.wait([&](Pipeline& native) { return native.wait_parameters(parameters); },
+                             parameters);
           },
           "parameters"_a)
       .def("wait_chunk",
            [](PyPipeline& self, int chunk) {
-             nb::gil_scoped_release release;
-             return as_tuple(self.get().wait_chunk(chunk));
+             return self.wait([&](Pipeline& native) { return native.wait_chunk(chunk); },
+                              self.parameters_of.at(chunk));
            })
       .def("wait_written",
            [](PyPipeline& self) {
-             nb::gil_scoped_release release;
-             return as_tuple(self.get().wait_written());
+             return self.wait([](Pipeline& native) { return native.wait_written(); });
            })
       .def("quiesce",
            [](PyPipeline& self) {
-             nb::gil_scoped_release release;
-             return as_tuple(self.get().quiesce());
+             return self.wait([](Pipeline& native) { return native.quiesce(); });
            })
       .def("failure", [](PyPipeline& self) { return as_tuple(self.get().failure()); });
 }
@@ -630,33 +683,39 @@ void bind_pipeline(nb::module_& m) {
         "isa"_a.none(), "alternate"_a, "few"_a)
       .def(
           "set_ring",
-          [](PyPipeline& self, Address base, int slots, std::int64_t slot_bytes) {
+          [](PyPipeline& self, Address base, int slots, std::int64_t slot_bytes, nb::object owner) {
             self.get().set_ring({at<char>(base), slots, slot_bytes});
+            self.ring_owner = std::move(owner);
           },
-          "base"_a, "slots"_a, "slot_bytes"_a)
+          "base"_a, "slots"_a, "slot_bytes"_a, "owner"_a.none())
       .def("add_chunk", &PyPipeline::add_chunk, "family"_a, "segments"_a, "elements"_a, "place"_a,
            "resident"_a, "blank"_a, "checksums"_a)
       .def("set_order",
            [](PyPipeline& self, std::vector<int> order) { self.get().set_order(std::move(order)); })
       .def("order", [](PyPipeline& self) { return self.get().order(); })
       .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
-      .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, nb::kw_only(), "open"_a, "capture"_a,
-           "background"_a, "home_first"_a, "outside"_a)
+      .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, "weights"_a, "gradients"_a,
+           nb::kw_only(), "open"_a, "capture"_a, "background"_a, "home_first"_a, "outside"_a,
+           "`weights` and `gradients`: each row's owners, or None")
       .def(
           "land",
-          [](PyPipeline& self, int parameter, Address grad, int dtype) {
+          [](PyPipeline& self, int parameter, Address grad, int dtype, const nb::object& owner) {
             self.get().land(parameter, at<void>(grad), static_cast<DType>(dtype));
+            self.own_gradient(parameter, owner);
           },
-          "parameter"_a, "grad"_a, "dtype"_a)
+          "parameter"_a, "grad"_a, "dtype"_a, "owner"_a.none())
       .def(
           "land_pieces",
           [](PyPipeline& self, int chunk,
-             const std::vector<std::tuple<int, Address, int>>& pieces) {
+             const std::vector<std::tuple<int, Address, int, nb::object>>& pieces) {
             std::vector<PieceGradient> gradients;
-            for (const auto& [parameter, grad, dtype] : pieces) {
+            for (const auto& [parameter, grad, dtype, owner] : pieces) {
               gradients.push_back({parameter, at<void>(grad), static_cast<DType>(dtype)});
             }
             self.get().land_pieces(chunk, gradients);
+            for (const auto& [parameter, grad, dtype, owner] : pieces) {
+              self.own_gradient(parameter, owner);
+            }
           },
           "chunk"_a, "pieces"_a)
       .def(
@@ -668,10 +727,19 @@ void bind_pipeline(nb::module_& m) {
           },
           nb::kw_only(), "wait"_a, "(chunk, slot): -1 where there is none")
       .def("outside_done", [](PyPipeline& self, int chunk) { self.get().outside_done(chunk); })
-      .def("is_updated", [](PyPipeline& self, int chunk) { return self.get().is_updated(chunk); })
+      .def("is_updated",
+           [](PyPipeline& self, int chunk) {
+             const bool updated = self.get().is_updated(chunk);
+             if (updated) self.let_go(self.parameters_of.at(chunk));
+             return updated;
+           })
       .def("close", [](PyPipeline& self) { self.get().close(); })
       .def("is_published",
-           [](PyPipeline& self, int parameter) { return self.get().is_published(parameter); })
+           [](PyPipeline& self, int parameter) {
+             const bool published = self.get().is_published(parameter);
+             if (published) self.let_go({parameter});
+             return published;
+           })
       .def(
           "counters",
           [](PyPipeline& self) {

@@ -16,7 +16,7 @@ def member_of(values: torch.Tensor, number: int = 0) -> Member:
 
 def turn_of(*members: Member) -> Step:
     dues = [Due({}, member, None) for member in members]
-    rows = [StepRow(weight=member.weight.data_ptr(), scalars=3) for member in members]
+    rows = [StepRow(weight=member.weight, scalars=3) for member in members]
     return Turn(dues, [], rows, torch.zeros(0, 9).numpy())
 
 
@@ -25,7 +25,7 @@ def test_a_shadow_is_written_in_place_of_the_weight() -> None:
     turn = turn_of(member)
     shadow(turn)
     assert member.host is not None
-    assert turn.rows[0] == StepRow(weight=member.host.data_ptr(), scalars=3)
+    assert turn.rows[0] == StepRow(weight=member.host, scalars=3)
     assert member.weight is member.host
     assert torch.equal(member.parameter, torch.arange(4.0))
     hide(member)

@@ -66,7 +66,7 @@ def test_any_ring_gives_the_reference_bit_for_bit(
                 rows.append(StepRow())
                 continue
             taken[i] += 1
-            row = StepRow(weight.data_ptr(), gradient.data_ptr(), scalars=len(table))
+            row = StepRow(weight, gradient, scalars=len(table))
             rows.append(row)
             table.append(scalars_at(taken[i]))
             scalars = adam_scalars(
@@ -94,7 +94,7 @@ def test_trace_has_every_chunk_in_every_lane(tmp_path: Path) -> None:
     store = StateStore(Placement(1.0, (tmp_path,), None), PipelinePolicy(chunk_elements=4096))
     store.extend([20_000], [FP32])
     weight, gradient = torch.randn(20_000), torch.randn(20_000)
-    rows = [StepRow(weight.data_ptr(), gradient.data_ptr())]
+    rows = [StepRow(weight, gradient)]
     table = torch.tensor([scalars_at(1)]).numpy()
     store.pipeline.step(rows, table)
     store.settle()
@@ -149,10 +149,10 @@ class Problem:
         self.gradients = [self.draw(n) for n in SIZES]
         rows = []
         for i, weight in enumerate(self.weights):
-            gradient = self.gradients[i].data_ptr() if i in due and not kind.open else 0
+            gradient = self.gradients[i] if i in due and not kind.open else None
             expected = i in due and kind.open
-            rows.append(StepRow(weight.data_ptr(), gradient, expected=expected))
-            if gradient:
+            rows.append(StepRow(weight, gradient, expected=expected))
+            if gradient is not None:
                 self.expect(i)
         self.pipeline.step(rows, self.table(), kind)
 
@@ -167,7 +167,7 @@ class Problem:
 
     def land(self, i: int) -> None:
         self.expect(i)
-        self.pipeline.land(i, self.gradients[i].data_ptr(), 0)
+        self.pipeline.land(i, self.gradients[i])
 
     def check(self) -> None:
         for ours, theirs in zip(self.weights, self.wanted, strict=True):
@@ -322,10 +322,10 @@ def test_what_no_open_step_expects_is_refused(tmp_path: Path) -> None:
         problem.pipeline.close_step()
     problem.begin(StepKind(open=True), due=[1])
     with pytest.raises(RuntimeError, match="no gradient of this parameter"):
-        problem.pipeline.land(0, problem.gradients[0].data_ptr(), 0)
+        problem.pipeline.land(0, problem.gradients[0])
     problem.land(1)
     with pytest.raises(RuntimeError, match="no gradient of this parameter"):
-        problem.pipeline.land(1, problem.gradients[1].data_ptr(), 0)
+        problem.pipeline.land(1, problem.gradients[1])
     problem.pipeline.close_step()
     problem.pipeline.wait_published()
     problem.check()

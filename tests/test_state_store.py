@@ -53,7 +53,7 @@ class Problem:
             lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=self.count, decoupled=True
         )
         rows = [
-            StepRow() if i in without else StepRow(w.data_ptr(), g.data_ptr())
+            StepRow() if i in without else StepRow(w, g)
             for i, (w, g) in enumerate(zip(self.weights, self.gradients, strict=True))
         ]
         table = torch.tensor([scalars.as_tuple()], dtype=torch.float32).numpy()

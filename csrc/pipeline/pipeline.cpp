@@ -807,6 +807,11 @@ bool Pipeline::anything_in_flight() const {
 
 // --- questions and answers ---
 
+bool Pipeline::is_over() const {
+  std::lock_guard lock(mutex_);
+  return !stepping_ && !updating_;
+}
+
 Failure Pipeline::failure() const {
   std::lock_guard lock(mutex_);
   return failure_;

@@ -155,6 +155,8 @@ class Pipeline {
   // Blocks until no slot is in use: writes have landed, prefetched states were let go.
   Failure quiesce();
 
+  // Whether no step is under way: weights and gradients are the caller's again.
+  bool is_over() const;
   Failure failure() const;
   std::vector<int> order() const;  // in which the next step takes chunks, or this one does
   ChunkState state(int chunk) const;

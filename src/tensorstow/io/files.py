@@ -33,7 +33,7 @@ _warned_buffered: set[int] = set()
 
 
 class IoFuture:
-    """One read or write under way. Its tensor stays alive until it is over."""
+    """One read or write under way. Its tensor's memory stays until it is over."""
 
     def __init__(self, ticket: _native.Ticket, file: "File", operation: str) -> None:
         """Wrap ``ticket``; made by File.read and File.write."""
@@ -129,7 +129,9 @@ class File:
             raise OptionError(message)
         start = self.engine.read if operation == "read" else self.engine.write
         nbytes = tensor.numel() * tensor.element_size()
-        ticket = start(self.number, tensor.data_ptr(), nbytes, offset, tensor)
+        # The storage is what keeps the bytes: a tensor's can be exchanged (`t.data = ...`).
+        owner = tensor.untyped_storage()
+        ticket = start(self.number, tensor.data_ptr(), nbytes, offset, owner)
         return IoFuture(ticket, self, operation)
 
 

@@ -4,7 +4,7 @@
 optimizer object has no finalizer: it holds a ``Core``, as does whoever shares it, and the core ends
 what runs behind the last step when nobody holds it any more. A reference cycle is no exception. The
 collector calls weakref callbacks before any ``__del__``, so a store that closed itself in one would
-be closed before its last update is over: the store of an optimizer is kept alive until the core
+be closed before its last update is over: what the store of an optimizer has is kept until the core
 closes it (``StateStore.keep``). What is alive at the interpreter's end is ended there, before
 files close: see ``_finish_all``.
 """

@@ -436,7 +436,7 @@ class Members:
         self.store.keep()
 
     def abandon(self) -> None:
-        """Let go of the store without closing it, in a forked child."""
+        """Let go of the store without closing it, in a forked child, which may not."""
         self.store.abandon()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from tensorstow.optim.members import Member, Members, in_order_of
 from tensorstow.optim.reference import adam_scalars
 from tensorstow.optim.shards import gradient_in_order, gradient_of, in_order, order_of, shard_of
 from tensorstow.optim.states.on_disk import StateOnDisk
-from tensorstow.optim.states.pipeline import DTYPE_CODES, StepRow
+from tensorstow.optim.states.pipeline import StepRow
 from tensorstow.optim.states.state_store import StateStore
 
 Groups = list[dict[str, Any]]
@@ -224,9 +224,8 @@ def _row(
     # A function of the parameter and its step alone, so that a resumed run rounds alike.
     key = (step * _GOLDEN + member.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
     return StepRow(
-        member.weight.data_ptr(),
-        0 if gradient is None else gradient.data_ptr(),
-        0 if gradient is None else DTYPE_CODES[gradient.dtype],
+        member.weight,
+        gradient,
         must_seed(member, store),
         scalars,
         key,
@@ -236,7 +235,7 @@ def _row(
 
 def _row_of_bystander(member: Member) -> StepRow:
     """Name its weight alone: a commit takes that too."""
-    return StepRow(weight=member.weight.data_ptr())
+    return StepRow(weight=member.weight)
 
 
 def _scalar_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:

@@ -50,10 +50,10 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """One call under way. It holds the tensors, whose memory is in use."""
+    """One call under way. It holds the storages, not the tensors, which may be given others."""
 
     kind: Kind
-    tensors: tuple[torch.Tensor, ...]
+    storages: tuple[torch.UntypedStorage, ...]
     parcel: Parcel
     futures: tuple[IoFuture, ...]
     callback: Callback | None
@@ -129,7 +129,7 @@ class Transit:
                 tensor.untyped_storage().resize_(tensor.nbytes)
             operation = self._start(Kind.READ, tensors, parcel, callback)
         except BaseException:
-            _free(tensors)
+            _free([tensor.untyped_storage() for tensor in tensors])
             raise
         for key in keys:
             del self._stored[key]
@@ -215,7 +215,8 @@ class Transit:
         except BaseException:
             futures.clear()  # a future waits when it is dropped: the memory is free to go
             raise
-        operation = Operation(kind, tensors, parcel, tuple(futures), callback)
+        storages = tuple(tensor.untyped_storage() for tensor in tensors)
+        operation = Operation(kind, storages, parcel, tuple(futures), callback)
         self._operations[operation] = None
         self._moving |= dict.fromkeys(parcel.keys, operation)
         return operation
@@ -229,7 +230,7 @@ class Transit:
         writing = operation.kind is Kind.WRITE
         given_up = writing and not self._open
         if (failure is None) == writing and not given_up:
-            _free(operation.tensors)
+            _free(operation.storages)
             self._stored |= dict.fromkeys(operation.parcel.keys, operation.parcel)
         else:
             self._give_room(operation.parcel)
@@ -333,9 +334,9 @@ def _is_gone(storage: StorageWeakRef) -> bool:
     return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
-def _free(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        tensor.untyped_storage().resize_(0)
+def _free(storages: Sequence[torch.UntypedStorage]) -> None:
+    for storage in storages:
+        storage.resize_(0)
 
 
 def _name(tensor: torch.Tensor) -> str:

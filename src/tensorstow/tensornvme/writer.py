@@ -173,9 +173,9 @@ class AsyncFileWriter:
             message = f"A write was asked for, but an earlier one failed: {self._failure}"
             raise PoisonedError(message) from self._failure
         if nbytes:
-            memory = torch.frombuffer(
-                (ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8
-            )
+            buffer = (ctypes.c_char * nbytes).from_address(address)
+            buffer.owner = owner  # type: ignore[attr-defined]  # lives as long as the write
+            memory = torch.frombuffer(buffer, dtype=torch.uint8)
             future = self._file.write(memory, offset)
             self._pieces.append(_Piece(future, owner, is_borrowed))
         # A piece that fills a gap does not pull the end back.
@@ -203,8 +203,9 @@ def _filled(pinned: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
             f" contiguous CPU tensor of {source.numel()} elements of {source.dtype}."
         )
         raise DTypeError(message)
-    pinned.detach().view(-1).copy_(source.reshape(-1))
-    return pinned
+    own = pinned.detach()  # whose memory stays where pinned is given another
+    own.view(-1).copy_(source.reshape(-1))
+    return own
 
 
 def _make_durable(file: File) -> None:

@@ -23,7 +23,7 @@ from tensorstow.optim.accelerator.mirrors import Mirror, flat
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import Run
 from tensorstow.optim.states.memory import StagingPlan, plan_staging
-from tensorstow.optim.states.pipeline import DTYPE_CODES, UpdatePipeline
+from tensorstow.optim.states.pipeline import UpdatePipeline
 
 
 @dataclass(eq=False, slots=True)
@@ -53,8 +53,8 @@ class _Trip:
 
     cargo: _Cargo
     slot: int
-    landing: list[tuple[int, int, int]]
-    """(parameter, address, dtype) of each piece that the step expects."""
+    landing: list[tuple[int, torch.Tensor | None]]
+    """Parameter and gradient in host memory of each piece that the step expects."""
     fallen: Mark
 
 
@@ -99,6 +99,8 @@ class Ferry:
         self._free = list(range(self.plan.slots))
         self._expected: set[int] = set()
         self._gradients: dict[int, _Gradient] = {}
+        self._targets: dict[int, torch.Tensor] = {}
+        """Where new weights go up to: the memory that the step began with, which it holds."""
         self._pending: set[int] = set()
         self._ready: deque[_Cargo] = deque()
         self._falling: deque[_Trip] = deque()
@@ -122,6 +124,7 @@ class Ferry:
         for cargo in self._cargoes.values():
             cargo.awaited = sum(run.parameter in self._expected for run in cargo.runs)
         self._gradients.clear()
+        self._targets = {n: flat(self._mirrors[n].parameter) for n in self._expected}
         self._pending.clear()
         self._stage = _Stage.OPEN
 
@@ -182,6 +185,8 @@ class Ferry:
                 self._move_on()
         if self._risen is not None:
             self.link.join(self._risen)
+        if self._stage == _Stage.OVER:
+            self._targets.clear()  # whoever gets the memory next gets it behind the copies up
 
     # --- inside ---
 
@@ -209,23 +214,23 @@ class Ferry:
         """Send a chunk's gradients down."""
         slot = self._free.pop()
         pairs = []
-        landing = []
+        landing: list[tuple[int, torch.Tensor | None]] = []
         marks = {}
         for run in cargo.runs:
             if run.parameter not in self._expected:
                 continue
             gradient = self._gradients.get(run.parameter)
             if gradient is None:  # it never came
-                landing.append((run.parameter, 0, 0))
+                landing.append((run.parameter, None))
                 continue
             source = gradient.flat[run.start : run.start + run.count]
             if gradient.made is None:
-                landing.append((run.parameter, source.data_ptr(), DTYPE_CODES[source.dtype]))
+                landing.append((run.parameter, source))
                 continue
             at = self.plan.offset(slot, run.position)
             target = self.staging.tensor(at, run.count, source.dtype)
             pairs.append((target, source))
-            landing.append((run.parameter, target.data_ptr(), DTYPE_CODES[source.dtype]))
+            landing.append((run.parameter, target))
             marks[id(gradient.made)] = gradient.made
         self._falling.append(_Trip(cargo, slot, landing, self.link.down(pairs, marks.values())))
 
@@ -238,9 +243,9 @@ class Ferry:
 
     def _let_go(self, trip: _Trip, *, updated: bool) -> None:
         """Let go of gradients that were copied from, or else, when ``updated``, were read."""
-        for number, address, _ in trip.landing:
+        for number, landed in trip.landing:
             gradient = self._gradients.get(number)
-            if not address or gradient is None or (gradient.made is None) != updated:
+            if landed is None or gradient is None or (gradient.made is None) != updated:
                 continue
             gradient.copies_left -= 1
             if gradient.copies_left == 0:
@@ -250,13 +255,13 @@ class Ferry:
         """Send a chunk's new weights up; its slot is free."""
         trip = self._updating.popleft()
         self._let_go(trip, updated=True)
-        landed = {number for number, address, _ in trip.landing if address}
+        landed = {number for number, gradient in trip.landing if gradient is not None}
         pairs = []
         for run in trip.cargo.runs:
             if run.parameter in landed:
                 mirror = self._mirrors[run.parameter]
                 piece = slice(run.start, run.start + run.count)
-                pairs.append((flat(mirror.parameter)[piece], flat(mirror.host)[piece]))
+                pairs.append((self._targets[run.parameter][piece], flat(mirror.host)[piece]))
         self._risen = self.link.up(pairs)
         self._free.append(trip.slot)
         self._pending.discard(trip.cargo.chunk)

@@ -250,7 +250,7 @@ class Commits:
         with self.ranks.telling(f"the commit of step {self.step}"):
             kept.refresh()
             self.prepare(kept)
-            rows = [StepRow(weight=member.weight.data_ptr()) for member in kept.all()]
+            rows = [StepRow(weight=member.weight) for member in kept.all()]
             none = np.zeros((0, 9), dtype=np.float32)
             leases = lend(kept, rows, captures=True)
             kind = StepKind(open=leases is not None, capture=True)

@@ -17,7 +17,7 @@ def shadow(turn: Turn) -> None:
             continue
         member.host = member.parameter.detach().clone()
         row = turn.rows[member.number]
-        turn.rows[member.number] = replace(row, weight=member.host.data_ptr())
+        turn.rows[member.number] = replace(row, weight=member.host)
 
 
 @torch.no_grad()

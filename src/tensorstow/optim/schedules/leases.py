@@ -23,11 +23,9 @@ from tensorstow.optim.members import Member, Members
 from tensorstow.optim.shards import Lessor
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import Run
-from tensorstow.optim.states.pipeline import DTYPE_CODES, StepRow, UpdatePipeline
+from tensorstow.optim.states.pipeline import StepRow, UpdatePipeline
 
 _AT_ONCE = 2
-_Gradient = tuple[int, int, int]
-"""Address, bytes of an element, dtype."""
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +85,7 @@ def lend(kept: Members, rows: list[StepRow], *, captures: bool) -> "Leases | Non
     bystanders = lent - due if captures else set()
     for number in bystanders:
         rows[number] = replace(rows[number], expected=True)
-    given = {n for n, row in enumerate(rows) if row.gradient}
+    given = {n for n, row in enumerate(rows) if row.gradient is not None}
     numbers = Numbers(due, bystanders, given)
     return Leases(kept.store.pipeline, kept.store.chunks, members, numbers, captures=captures)
 
@@ -109,7 +107,8 @@ class Leases:
         self._captures = captures
         self._due = frozenset(numbers.due)
         self._lessors = {m.number: m.lessor for m in members if m.lessor is not None}
-        self._gradients: dict[int, _Gradient] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+        """Until the last of their chunks has been handed over: the pipeline holds them then."""
         self._parts: dict[int, _Part] = {}
         """Chunks that were not handed over yet."""
         self._parts_of: dict[int, list[_Part]] = {}
@@ -150,14 +149,12 @@ class Leases:
                 " backward."
             )
             raise OptionError(message)
-        # Not the tensor: its owner frees it when its last chunk is updated.
-        where = (gradient.data_ptr(), gradient.element_size(), DTYPE_CODES[gradient.dtype])
-        self._gradients[member.number] = where
+        self._gradients[member.number] = gradient.view(-1)
 
     def land(self, member: Member, gradient: torch.Tensor) -> None:
         """Take a gradient as ``offer`` does, and hand over what needs no other one."""
         self.offer(member, gradient)
-        for part in self._parts_of.get(member.number, []):
+        for part in list(self._parts_of.get(member.number, [])):
             part.awaited -= 1
             if part.awaited == 0:
                 self._grant(part)
@@ -188,16 +185,18 @@ class Leases:
     def _grant(self, part: _Part) -> None:
         """Let the weights of a chunk be in memory, and hand over what it waits for."""
         del self._parts[part.chunk.number]
-        landing = []
+        landing: list[tuple[int, torch.Tensor | None]] = []
         changed = set()
         for run in part.runs:
             gradient = self._gradients.get(run.parameter)
             if gradient is None:
-                landing.append((run.parameter, 0, 0))
+                landing.append((run.parameter, None))
                 continue
             changed.add(run.parameter)
-            address, width, dtype = gradient
-            landing.append((run.parameter, address + run.start * width, dtype))
+            landing.append((run.parameter, gradient[run.start : run.start + run.count]))
+            self._parts_of[run.parameter].remove(part)
+            if not self._parts_of[run.parameter]:
+                del self._gradients[run.parameter]
         needed = self._keys(self._touched(part, changed))
         self._make_room(needed)
         written = self._keys(changed)

@@ -32,9 +32,10 @@ from tensorstow.optim.schedules.leases import Leases, lend
 from tensorstow.optim.schedules.order import by_first, by_last
 from tensorstow.optim.schedules.outside import run_on_device
 from tensorstow.optim.schedules.pace import WINDOW_BYTES, Pace
+from tensorstow.optim.schedules.replaced import Given
 from tensorstow.optim.schedules.unpublished import Waiter, publish, withhold
 from tensorstow.optim.shards import has_left
-from tensorstow.optim.states.pipeline import DTYPE_CODES, StepKind
+from tensorstow.optim.states.pipeline import StepKind
 from tensorstow.optim.updates import Due, States, Turn, account, scalars_of
 
 logger = logging.getLogger("tensorstow")
@@ -140,9 +141,10 @@ class BesideForward:
         self._versions: dict[int, int] = {}
         self._has_said = False
         self._lock = threading.RLock()  # any thread may read a weight
+        self._given: dict[int, Given] = {}
 
     def run(self, turn: Turn, kept: Members, states: States) -> None:
-        """Return at once; gradients stay alive until they are used.
+        """Return at once; weights and gradients stay alive until they are used.
 
         Weights that nobody can wait for, for they are outside of the model, are new by then.
         """
@@ -167,6 +169,7 @@ class BesideForward:
                 kept.finish()  # the thread that commits cannot move the ferry on
         self._under_way = {id(due.member.owner): due for due in turn.dues}
         self._versions = {i: _version(due) for i, due in self._under_way.items()}
+        self._given = {i: Given.of(due.member) for i, due in self._under_way.items()}
         account(turn, states)
         waiter = self._make_waiter(kept)
         for due in turn.dues:
@@ -201,23 +204,32 @@ class BesideForward:
         for identity in wanted:
             due = self._under_way[identity]
             publish(due.member.owner)
-            if _version(due) != self._versions[identity]:
+            try:
+                self._check_gradient(due, identity)
+                self._given[identity].check(due.member)
+            except StowError as error:
                 self.give_up()
-                error = _changed_while_used()
                 kept.store.pipeline.poison(error)
-                raise error
+                raise
             deliver(due.member)
             del self._under_way[identity]  # last: an interrupt before has it done once more
+        if not self._under_way:
+            self._given.clear()
+
+    def _check_gradient(self, due: Due, identity: int) -> None:
+        if _version(due) != self._versions[identity]:
+            raise _changed_while_used()
 
     def finish(self, kept: Members) -> None:
         """End the step that is under way: no more will come."""
         self.wait(kept)
 
     def give_up(self) -> None:
-        """Forget the step that is under way: its store is gone."""
+        """Forget the step that is under way: its store is gone, or has failed."""
         for due in self._under_way.values():
             publish(due.member.owner)
         self._under_way.clear()
+        self._given.clear()
 
     def _make_waiter(self, kept: Members) -> Waiter:
         # Weakly: the model may hold its optimizer, and weights under way are known to everybody.
@@ -248,7 +260,7 @@ class BesideBackward:
         self._turn: Turn | None = None
         self._leases: Leases | None = None
         self._pace: Pace | None = None
-        self._versions: dict[int, int] = {}
+        self._written: dict[int, tuple[int, int]] = {}
         self._last_order: list[int] = []
 
     @property
@@ -274,7 +286,7 @@ class BesideBackward:
                 due = [due.member.number for due in turn.dues]
                 self._pace = Pace(kept.store.pipeline, kept.store.chunks, due)
             members = [due.member for due in turn.dues]
-            self._versions = {m.number: m.parameter._version for m in members}  # noqa: SLF001
+            self._written = {m.number: _written(m) for m in members}
             self._turn = turn
         except BaseException as error:  # an interrupt: open for the pipeline, and not for us
             kept.store.pipeline.poison(error)
@@ -292,12 +304,12 @@ class BesideBackward:
             # Before the weight changes: a graph that still needs the old one must not go on.
             torch.autograd.graph.increment_version(member.parameter)
             hide(member)
-            self._versions[member.number] = member.parameter._version  # noqa: SLF001
+            self._written[member.number] = _written(member)
             if member.mirror is None or kept.ferry is None:
                 if self._leases is not None:
                     self._leases.land(member, gradient)
                 else:
-                    pipeline.land(member.number, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+                    pipeline.land(member.number, gradient)
             else:
                 kept.ferry.offer(member.number, gradient, kept.ferry.link.mark())
                 kept.ferry.move_on()
@@ -340,9 +352,9 @@ class BesideBackward:
             )
             raise OptionError(message)
         for due in turn.dues:
-            if due.member.parameter._version != self._versions[due.member.number]:  # noqa: SLF001
+            if _written(due.member) != self._written[due.member.number]:
                 message = (
-                    "A weight was written between backward and step(), and with"
+                    "A weight was written or replaced between backward and step(), and with"
                     ' overlap="backward" updates have begun by then. Write it after step().'
                 )
                 raise OptionError(message)
@@ -425,6 +437,11 @@ class BesideBackward:
         self._last_order = []
         self.landed.take_back()
         self.landed.restart()
+
+
+def _written(member: Member) -> tuple[int, int]:
+    """Return what changes where the weight is written, or exchanged by ``p.data = ...``."""
+    return member.parameter._version, member.parameter.data_ptr()  # noqa: SLF001
 
 
 def _version(due: Due) -> int:

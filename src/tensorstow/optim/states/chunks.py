@@ -66,9 +66,12 @@ class Ring:
         # A forked child must not share pages that the kernel may be writing to.
         take = take or partial(Arena, in_children=False)
         self._arena = take(plan.nbytes) if plan.slots else None
+        self.memory: torch.UntypedStorage | None = None
+        """What keeps it all."""
         self.address = 0
         if self._arena is not None:
-            self.address = self._arena.tensor(0, plan.nbytes, torch.uint8).data_ptr()
+            whole = self._arena.tensor(0, plan.nbytes, torch.uint8)
+            self.address, self.memory = whole.data_ptr(), whole.untyped_storage()
 
     def streams(self, chunk: Chunk, slot: int) -> tuple[torch.Tensor, ...]:
         """Return the views that hold ``chunk``'s streams while it is in ``slot``."""

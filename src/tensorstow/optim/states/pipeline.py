@@ -66,10 +66,9 @@ class Traffic:
 class StepRow:
     """What one step does with one parameter; the default leaves it alone."""
 
-    weight: int = 0
-    gradient: int = 0
-    """Addresses; no gradient, no update."""
-    gradient_dtype: int = 0
+    weight: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    """Contiguous; no gradient, no update."""
     seed_master: bool = False
     scalars: int = 0
     """Row of the step's table of scalars."""
@@ -115,6 +114,24 @@ class Stored:
     """Of the weights behind them; empty where those are not the weights of now."""
 
 
+class Resources:
+    """What a pipeline must let go of in order, apart from it and from what failed in it.
+
+    Somebody holds this until then. He does not hold the pipeline: an error leads to the frames that
+    raised it, and so to the optimizer and the model.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.native: _native.Pipeline | None = None
+        self.memory: list[object] = []
+        """Not of the ring, that steps read and write: it must outlive the native pipeline."""
+
+    def close(self) -> None:
+        """Drain and stop the threads. Idempotent."""
+        self.native = None
+
+
 class UpdatePipeline:
     """READ, UPDATE and WRITE of chunks in native threads."""
 
@@ -125,7 +142,7 @@ class UpdatePipeline:
         self._alternate = overlap == "none" and policy.schedule == "pipelined"
         self._policy = policy
         self._owner = os.getpid()
-        self._native: _native.Pipeline | None = None
+        self.resources = Resources()
         self._chunks: list[Chunk] = []
         self._targets: dict[int, Place] = {}
         self._ring: Ring | None = None
@@ -136,8 +153,7 @@ class UpdatePipeline:
         self._closed = False
         self.steps_begun = 0
         """Steps that the native side was given, or may have been."""
-        self.lent: list[object] = []
-        """Memory, not of the ring, that steps read and write: it must outlive this pipeline."""
+        self.lent = self.resources.memory
         self.lock = threading.RLock()
         """Held by whoever uses the ring: a step, or reading and setting states."""
         self._last_traffic = Traffic(0, 0, 0, 0, 0.0)
@@ -153,24 +169,25 @@ class UpdatePipeline:
         path_of: Callable[[int], Path],
     ) -> None:
         """Serve ``chunks`` too from now on, all of them through ``ring``."""
-        if self._native is None:
+        if self.resources.native is None:
             isa = self._policy.isa
-            self._native = _native.Pipeline(
+            self.resources.native = _native.Pipeline(
                 engine, isa, self._alternate, min(_FEW_THREADS, usable_cores())
             )
             if self._tracing:
-                self._native.start_trace(_LONGEST_TRACE)
+                self.resources.native.start_trace(_LONGEST_TRACE)
         self.settle()
         if ring is not self._ring:
-            self._native.set_ring(ring.address, ring.plan.slots, ring.plan.slot_bytes)
+            plan = ring.plan
+            self.resources.native.set_ring(ring.address, plan.slots, plan.slot_bytes, ring.memory)
         self._ring, self._path_of = ring, path_of
         for chunk, there in zip(chunks, stored, strict=True):
-            chunk.number = self._native.add_chunk(
+            chunk.number = self.resources.native.add_chunk(
                 chunk.family.native,
                 [(r.parameter, r.start, r.position, r.count) for r in chunk.plan.runs],
                 chunk.plan.elements,
                 there.place,
-                [view.data_ptr() for view in chunk.resident],
+                [(view.data_ptr(), view.untyped_storage()) for view in chunk.resident],
                 there.blank,
                 (there.checksums, there.weight_checksums),
             )
@@ -186,8 +203,8 @@ class UpdatePipeline:
         # Whoever holds the lock is using the ring; reading ahead is no loss to leave out.
         if self.lock.acquire(blocking=False):
             try:
-                if self._native is not None and self._poison is None:
-                    self._native.prefetch()
+                if self.resources.native is not None and self._poison is None:
+                    self.resources.native.prefetch()
             finally:
                 self.lock.release()
 
@@ -199,15 +216,16 @@ class UpdatePipeline:
     ) -> None:
         """Hand over one step; return once it is published, unless it goes on beside the caller.
 
-        The weights and gradients must stay where they are until they are published.
+        The native side holds the memory of weights and gradients until it is done with it, though
+        nobody else may.
         """
         with self.lock:
             table = np.array(
                 [
                     (
-                        r.weight,
-                        r.gradient,
-                        r.gradient_dtype,
+                        _address(r.weight),
+                        _address(r.gradient),
+                        0 if r.gradient is None else DTYPE_CODES[r.gradient.dtype],
                         r.seed_master,
                         r.scalars,
                         r.key,
@@ -223,6 +241,8 @@ class UpdatePipeline:
             failure = native.begin(
                 table,
                 scalars,
+                [_owner(r.weight) for r in rows],
+                [_owner(r.gradient) for r in rows],
                 open=kind.open,
                 capture=kind.capture,
                 background=kind.background,
@@ -236,16 +256,17 @@ class UpdatePipeline:
             if self._policy.schedule == "naive" and not kind.goes_on:
                 self.settle()
 
-    def land(self, parameter: int, gradient: int, dtype: int) -> None:
-        """Give an open step the gradient at address ``gradient``."""
-        self._live().land(parameter, gradient, dtype)
+    def land(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Give an open step a contiguous gradient, whose memory it holds as ``step`` does."""
+        dtype = DTYPE_CODES[gradient.dtype]
+        self._live().land(parameter, gradient.data_ptr(), dtype, gradient.untyped_storage())
 
-    def land_pieces(self, chunk: int, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """Give an open step gradients of a chunk's pieces, each once: (parameter, address, dtype).
-
-        An address is that of the piece's first element; 0: none comes.
-        """
-        self._live().land_pieces(chunk, pieces)
+    def land_pieces(self, chunk: int, pieces: Sequence[tuple[int, torch.Tensor | None]]) -> None:
+        """Give an open step gradients of a chunk's pieces, each once; None: none comes."""
+        given = [
+            (n, _address(g), 0 if g is None else DTYPE_CODES[g.dtype], _owner(g)) for n, g in pieces
+        ]
+        self._live().land_pieces(chunk, given)
 
     def close_step(self) -> None:
         """Say that no more gradients come."""
@@ -307,7 +328,7 @@ class UpdatePipeline:
 
     def settle(self) -> None:
         """Wait until every write has landed and no buffer is in use."""
-        if self._native is not None or self._poison is not None or self._closed:
+        if self.resources.native is not None or self._poison is not None or self._closed:
             self._check(self._live().quiesce())
 
     def order(self, chunks: Iterable[int]) -> None:
@@ -405,9 +426,9 @@ class UpdatePipeline:
 
     def traffic(self) -> Traffic:
         """Return what moved so far."""
-        if self._native is None or self._ring is None:
+        if self.resources.native is None or self._ring is None:
             return self._last_traffic
-        now = self._native.counters()
+        now = self.resources.native.counters()
         return Traffic(
             bytes_read=int(now["bytes_read"]),
             bytes_written=int(now["bytes_written"]),
@@ -421,20 +442,21 @@ class UpdatePipeline:
         """Begin an event log (bounded: the first 262,144 events are kept)."""
         self._tracing = True
         self._last_trace = []
-        if self._native is not None:
-            self._native.start_trace(_LONGEST_TRACE)
+        if self.resources.native is not None:
+            self.resources.native.start_trace(_LONGEST_TRACE)
 
     def trace(self) -> list[TraceEvent]:
         """Return the event log so far, empty where none was begun."""
-        if self._native is None:
+        if self.resources.native is None:
             return self._last_trace
-        return [TraceEvent(*event) for event in self._native.trace()]
+        return [TraceEvent(*event) for event in self.resources.native.trace()]
 
     def close(self) -> None:
         """Drain and stop the threads. Idempotent; does nothing in a forked child."""
         if self._owner == os.getpid():
             self._last_traffic, self._last_trace = self.traffic(), self.trace()
-            self._native, self._chunks = None, []
+            self.resources.close()
+            self._chunks = []
             self._closed = True
 
     def _refuse_fork(self) -> None:
@@ -458,10 +480,10 @@ class UpdatePipeline:
                 " last commit by resume()."
             )
             raise PoisonedError(message) from self._poison
-        if self._native is None:
+        if self.resources.native is None:
             message = "This optimizer was closed: its states are gone. Make a new one."
             raise PoisonedError(message)
-        return self._native
+        return self.resources.native
 
     def _check(self, failure: Failure) -> None:
         if failure[0]:
@@ -475,6 +497,15 @@ class UpdatePipeline:
         if code == _DAMAGED:
             return _damage(path, offset, length)
         return transfer_error(path, operation, code, offset, length)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _owner(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:
+    """Return what keeps the memory: a tensor does not, for its storage can be exchanged."""
+    return None if tensor is None else tensor.untyped_storage()
 
 
 def _damage(path: Path, offset: int, length: int) -> DamageError:

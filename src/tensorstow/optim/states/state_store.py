@@ -14,7 +14,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -50,7 +50,7 @@ from tensorstow.optim.states.layout import (
     split,
 )
 from tensorstow.optim.states.memory import StateMemory, chunk_state_bytes, plan_host
-from tensorstow.optim.states.pipeline import NOWHERE, Place, Stored, UpdatePipeline
+from tensorstow.optim.states.pipeline import NOWHERE, Place, Resources, Stored, UpdatePipeline
 from tensorstow.optim.states.policy import Overlap, PipelinePolicy
 from tensorstow.optim.states.scratch import ScratchSpace
 
@@ -151,16 +151,19 @@ class StateStore:
         self._take = take
         self._bought = 0
         """Bytes of the RAM budget that are spent on states which stay."""
-        self._finalizer = weakref.finalize(self, _release, self.pipeline, self.space, os.getpid())
+        resources = self.pipeline.resources
+        self._finalizer = weakref.finalize(self, _release, resources, self.space, os.getpid())
         prepare_kernels()
 
     def keep(self) -> None:
-        """Live until ``close``, ``leave`` or ``abandon``, whoever still refers to the store."""
-        _KEPT.add(self)
+        """Let nothing but ``close``, ``leave`` and ``abandon`` let go of files and threads."""
+        held = self._finalizer.detach()
+        if held is not None:
+            _KEPT[id(self.pipeline.resources)] = held[2]
 
     def abandon(self) -> None:
-        """End what ``keep`` began, in a forked child: what is left to do is the parent's."""
-        _KEPT.discard(self)
+        """Let the collector have it all again: another has it, or the parent of a fork."""
+        _KEPT.pop(id(self.pipeline.resources), None)
 
     def extend(
         self,
@@ -462,9 +465,9 @@ class StateStore:
     def leave(self) -> Space:
         """Drop all states and buffers, but keep the space, which is another store's now."""
         with self.pipeline.lock:
-            _KEPT.discard(self)
             self._finalizer.detach()
             self.pipeline.close()
+            self.abandon()
             self.chunks, self._views = [], {}
             self._ring = Ring(RingPlan(0, 0))
             return self.space
@@ -472,8 +475,11 @@ class StateStore:
     def close(self) -> None:
         """Drop all states, buffers and files. Idempotent."""
         with self.pipeline.lock:
-            _KEPT.discard(self)
+            self.pipeline.close()
             self._finalizer()
+            kept = _KEPT.pop(id(self.pipeline.resources), None)
+            if kept is not None:
+                _release(*kept)
             self.chunks, self._views = [], {}
             self._ring = Ring(RingPlan(0, 0))
 
@@ -510,11 +516,12 @@ class StateStore:
             future.wait()
 
 
-_KEPT: set[StateStore] = set()
+_KEPT: dict[int, tuple[Any, ...]] = {}
+"""What stores have that are kept: not the stores, which the collector may take."""
 
 
-def _release(pipeline: UpdatePipeline, space: Space, owner: int) -> None:
+def _release(resources: Resources, space: Space, owner: int) -> None:
     """Let go in this order: the pipeline drains into the files, then they are closed."""
     if owner == os.getpid():  # a forked child has neither the threads nor a right to the files
-        pipeline.close()
+        resources.close()
         space.close()
