@@ -16,7 +16,7 @@ PYTHON_DIRS := src tests $(wildcard benchmarks examples)
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
-demo: $(DONE)/demo ## Set everything up and run the demonstration (about three minutes)
+demo: $(DONE)/demo ## Set everything up and run the demonstration (three to four minutes)
 	$(BIN)/tensorstow demo
 
 # Whole files, in the order of their names: what a file's tests share is made once.

@@ -5,7 +5,7 @@ import pytest
 from demo_results import make_results
 from tensorstow.cli.demo.pictures import draw_timeline
 from tensorstow.cli.demo.result import Span
-from tensorstow.cli.demo.timeline import View, shown_step, stack
+from tensorstow.cli.demo.timeline import View, shown_call, shown_step, stack
 
 pytest.importorskip("matplotlib")
 
@@ -19,8 +19,9 @@ def test_it_is_a_large_png(steps: int) -> None:
     assert height >= 1000
 
 
-def test_the_second_step_is_shown_where_there_is_one() -> None:
-    assert [shown_step(make_results(n)) for n in (1, 2, 3)] == [0, 1, 1]
+def test_a_steady_step_is_shown_and_the_call_before_it() -> None:
+    shown = [(shown_step(r), shown_call(r)) for r in map(make_results, (1, 2, 3, 4))]
+    assert shown == [(0, 0), (1, 0), (1, 0), (3, 2)]
 
 
 def test_overlapping_spans_get_levels_of_their_own() -> None:

@@ -12,7 +12,7 @@ from tensorstow.cli.demo.pictures import Picture
 from tensorstow.cli.demo.result import COMPUTE, DISK_LANES, RowResult, Span, by_key
 from tensorstow.cli.demo.rows import ROWS
 from tensorstow.cli.demo.table import sections
-from tensorstow.cli.demo.timeline import shown_step
+from tensorstow.cli.demo.timeline import shown_call, shown_step
 from tensorstow.cli.demo.verdict import SHOWN, Verdict
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -83,7 +83,7 @@ def _log(results: Sequence[RowResult]) -> dict[str, Any]:
     shown = [known[row.key].step_span(step) for row in ROWS if row.is_offloaded]
     begin, end = min(s.start for s in shown), max(s.stop for s in shown)
     close = next(row for row in ROWS if row.key == SHOWN)
-    call = known[close.key].optimizer_span(step)
+    call = known[close.key].optimizer_span(shown_call(results))
     margin = 0.1 * call.seconds
     whole = (0.0, 1.01 * max(span.stop for result in results for span in result.spans))
     return {

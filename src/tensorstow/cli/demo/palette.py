@@ -5,7 +5,7 @@ SPAN_COLORS = {
     "backward": "#6d9fd0",
     "opt.step": "#1f4e86",
     "zero_grad": "#c9ced6",
-    "last writes": "#c9ced6",
+    "last writes": "#b7a3cf",
     "read": "#3a9e8f",
     "update": "#e0a02f",
     "write": "#c4553f",

@@ -11,6 +11,7 @@ from tensorstow.cli.demo.rows import ROWS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import PathPatch
 
 LANES = (COMPUTE, *DISK_LANES)
 _BAR = 0.78
@@ -61,10 +62,11 @@ def draw(results: Sequence[RowResult], *, narrow: bool = False) -> "Figure":
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     grid = figure.subplots(2 * count // columns, columns, squeeze=False).reshape(-1)
     longest_step = max(known[row.key].step_span(shown).seconds for row in _OFFLOADED)
-    longest_call = max(known[row.key].optimizer_span(shown).seconds for row in _OFFLOADED)
+    calls = {row.key: known[row.key].optimizer_span(shown_call(results)) for row in _OFFLOADED}
+    longest_call = max(call.seconds for call in calls.values())
     for whole, close, row in zip(grid[::2], grid[1::2], _OFFLOADED, strict=True):
         result = known[row.key]
-        begin, call = result.step_span(shown).start, result.optimizer_span(shown)
+        begin, call = result.step_span(shown).start, calls[row.key]
         _lanes(whole, result, View(begin, -0.01 * longest_step, 1.08 * longest_step, 1.0))
         whole.set_title(row.name, loc="left", fontsize=11, fontweight="bold", color=INK)
         _lanes(close, result, View(call.start, -0.12 * longest_call, 1.18 * longest_call, 1e3))
@@ -87,8 +89,13 @@ def draw(results: Sequence[RowResult], *, narrow: bool = False) -> "Figure":
 
 
 def shown_step(results: Sequence[RowResult]) -> int:
-    """Return a steady step: it reads what the one before has written. The first, if none is."""
-    return next(iter(results[0].steady_steps), 0)
+    """Return the last steady step, which reads what others have written; the first, if none is."""
+    return max(results[0].steady_steps, default=0)
+
+
+def shown_call(results: Sequence[RowResult]) -> int:
+    """Return the step whose opt.step() is shown up close: the shown step's forward follows it."""
+    return max(0, shown_step(results) - 1)
 
 
 def stack(spans: Sequence[Span]) -> list[tuple[Span, int]]:
@@ -113,14 +120,8 @@ def _lanes(axes: "Axes", result: RowResult, view: View) -> None:
             if span.name in SPAN_INKS and span.seconds > _NAMED * view.width:
                 _name_bar(axes, span, number)
         for (name, level), extents in bars.items():
-            # An edge of its own colour keeps bars visible that are narrower than a pixel.
-            axes.broken_barh(
-                extents,
-                (number - _BAR / 2 + level * height, height * 0.94),
-                facecolors=SPAN_COLORS[name],
-                edgecolors=SPAN_COLORS[name],
-                linewidth=0.3,
-            )
+            low = number - _BAR / 2 + level * height
+            axes.add_patch(_bars(extents, low, low + height * 0.94, SPAN_COLORS[name]))
     axes.set_xlim(view.start * view.scale, view.stop * view.scale)
     axes.set_ylim(len(LANES) - 0.45, -0.55)
     axes.set_yticks(range(len(LANES)), LANES, color=INK)
@@ -131,6 +132,25 @@ def _lanes(axes: "Axes", result: RowResult, view: View) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
+
+
+def _bars(
+    extents: Sequence[tuple[float, float]], low: float, high: float, color: str
+) -> "PathPatch":
+    """Return bars of one colour as one shape: a picture has thousands of them."""
+    from matplotlib.patches import PathPatch  # noqa: PLC0415  # the demo extra
+    from matplotlib.path import Path  # noqa: PLC0415
+
+    corners = [
+        (x, y)
+        for start, width in extents
+        for x, y in (
+            (start, low), (start + width, low), (start + width, high), (start, high), (start, low)
+        )
+    ]  # fmt: skip
+    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(extents)
+    # An edge of its own colour keeps bars visible that are narrower than a pixel.
+    return PathPatch(Path(corners, codes), facecolor=color, edgecolor=color, linewidth=0.3)
 
 
 def _name_bar(axes: "Axes", span: Span, number: int) -> None:
