@@ -6,10 +6,11 @@ from tensorstow.base.errors import OptionError
 from tensorstow.optim.stand_ins import StandIn
 
 WAYS_OUT = (
-    "Call step() first, which updates by the gradients that have come; or, where backward did not"
-    " end, resume(), which drops them and goes back to the last commit of a run that has dir=."
+    "Behind a backward that has ended step() is next, and zero_grad() behind that. Where it did not"
+    " end, resume() goes back to the last commit of a run that has dir=; without one, close() this"
+    " optimizer and load a checkpoint into the model and a new one."
 )
-"""What to do about a step that is open beside backward."""
+"""What to do about gradients that were used, for who does not know the optimizer's phase."""
 
 
 def refuse(operation: str) -> NoReturn:

@@ -25,12 +25,13 @@ from tensorstow.optim.checkpoints.moving import move_run
 from tensorstow.optim.checkpoints.resuming import resume
 from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
-from tensorstow.optim.landed import WAYS_OUT
+from tensorstow.optim.landed import LandedGradient
 from tensorstow.optim.members import Member, Members, in_order_of
 from tensorstow.optim.norms import squared_norms
 from tensorstow.optim.ranks import Ranks
 from tensorstow.optim.run import Run
 from tensorstow.optim.schedules.backward import LandedGradients
+from tensorstow.optim.schedules.legal import LEGAL, Call, Phase, refuse, require
 from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideForward
 from tensorstow.optim.shards import (
     anywhere,
@@ -172,18 +173,15 @@ class StowedAdam(Optimizer):
     @a_call("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
         """Drop the gradients, and the clip factor that was computed from them."""
-        if isinstance(self._schedule, BesideBackward) and self._schedule.is_open:
-            self._states().pipeline.check_alive()
-            message = (
-                "zero_grad() was called between backward and step(), and with"
-                f' overlap="backward" updates by these gradients have begun. {WAYS_OUT}'
-            )
-            raise OptionError(message)
+        self._require(Call.ZERO_GRAD)
         self._drop_gradients(set_to_none=set_to_none)
 
     def _drop_gradients(self, *, set_to_none: bool = True) -> None:
         if isinstance(self._schedule, BesideBackward):
             self._schedule.landed.restart()  # what came of earlier micro-batches is gone
+            for parameter in self._parameters() if not set_to_none else ():
+                if isinstance(parameter.grad, LandedGradient):  # it has no elements to be zeroed
+                    parameter.grad = torch.zeros_like(parameter)
         if not set_to_none:
             self._wait()  # updates may still read the gradients that are about to be zeroed
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
@@ -552,7 +550,7 @@ class StowedAdam(Optimizer):
 
     def _settle_step(self) -> None:
         """Wait for updates and a commit under way: what follows changes states or weights."""
-        self._refuse_open_step()
+        self._require(Call.WHOLE)
         self._wait()
         self._commits.join(self._kept())
 
@@ -564,14 +562,11 @@ class StowedAdam(Optimizer):
                 self._settle_step()
         self._commits.abandon()
 
-    def _refuse_open_step(self) -> None:
-        if isinstance(self._schedule, BesideBackward) and self._schedule.is_open:
+    def _require(self, call: Call) -> None:
+        """Raise OptionError where ``call`` is not legal now ([Note: Legal calls])."""
+        if call not in LEGAL[self._schedule.phase]:
             self._states().pipeline.check_alive()
-            message = (
-                "Something that needs whole states was asked for between backward and step(), and"
-                f' with overlap="backward" updates have begun. {WAYS_OUT}'
-            )
-            raise OptionError(message)
+            require(call, self._schedule)
 
     def _refuse_strange_run(self) -> None:
         """Raise OptionError where the directory holds a run that this one would bury."""
@@ -593,6 +588,7 @@ class StowedAdam(Optimizer):
     @torch.no_grad()
     def _update(self, divisor: float) -> None:
         """Update by the gradients divided by ``divisor``, by a GradScaler's scale, and clipped."""
+        self._states().pipeline.check_alive()  # also where there is no gradient to step by
         found_inf = getattr(self, "found_inf", None)
         scale = getattr(self, "grad_scale", None)
         clip = self._clip_factor_of_now()
@@ -695,11 +691,15 @@ class StowedAdam(Optimizer):
         kept = self._kept()
         member = kept.find(parameter)
         kept.store.pipeline.check_alive()
-        if member is not None and schedule.landed.is_final(member.number):
-            if not schedule.is_open:
-                self._open_step(schedule)
-            self._check_gradient(member)
-            schedule.land(member, kept)
+        try:
+            if member is not None and schedule.landed.is_final(member.number):
+                self._check_gradient(member)
+                if not schedule.is_open:
+                    self._open_step(schedule)
+                schedule.land(member, kept)
+        except BaseException:
+            schedule.break_off()
+            raise
 
     def _open_step(self, schedule: BesideBackward) -> None:
         kept = self._kept()
@@ -734,6 +734,8 @@ class StowedAdam(Optimizer):
         kept = self._kept()
         late, strangers = collect(self.param_groups, kept, self._takes, beside_backward=True)
         if not schedule.is_open:
+            if any(isinstance(p.grad, LandedGradient) for p in self._parameters()):
+                refuse(Call.STEP, Phase.USED, Phase.USED.value)
             self._open_step(schedule)
         elif strangers:
             message = (
@@ -782,7 +784,7 @@ class StowedAdam(Optimizer):
 
 def _wait_for_all(optimizer: Optimizer) -> None:
     if isinstance(optimizer, StowedAdam):
-        optimizer._refuse_open_step()  # noqa: SLF001  # its own
+        optimizer._require(Call.WHOLE)  # noqa: SLF001  # its own
         optimizer.wait()
 
 

@@ -18,17 +18,18 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.optim.accelerator.ferry import Ferry
-from tensorstow.optim.landed import WAYS_OUT
 from tensorstow.optim.members import Member, Members
 from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.delivery import deliver, hide, shadow
 from tensorstow.optim.schedules.forward import ForwardWaits
 from tensorstow.optim.schedules.leases import Leases, lend
+from tensorstow.optim.schedules.legal import LEAVE, Call, Phase, require
 from tensorstow.optim.schedules.order import by_first, by_last
 from tensorstow.optim.schedules.outside import run_on_device
 from tensorstow.optim.schedules.pace import WINDOW_BYTES, Pace
@@ -79,6 +80,9 @@ def hand_over_lent(turn: Turn, leases: Leases) -> None:
 class AtOnce:
     """``overlap="none"``."""
 
+    phase = Phase.BETWEEN
+    why_broken = None
+
     def __init__(self) -> None:
         """Begin with nothing under way."""
         self._leases: Leases | None = None
@@ -128,6 +132,10 @@ class AtOnce:
 
 class BesideForward:
     """``overlap="forward"``."""
+
+    phase = Phase.BETWEEN
+    """Whatever is under way is waited for."""
+    why_broken = None
 
     def __init__(self, waits: ForwardWaits, *, poison: bool) -> None:
         """Take from ``waits`` who waits for what, and what the last forward needed first.
@@ -262,6 +270,50 @@ class BesideBackward:
         self._pace: Pace | None = None
         self._written: dict[int, tuple[int, int]] = {}
         self._last_order: list[int] = []
+        self._task = -1
+        self._has_ended = False
+
+    @property
+    def phase(self) -> Phase:
+        """Where the optimizer is in its step ([Note: Legal calls]); USED is not told."""
+        if self._turn is None:
+            return Phase.BETWEEN
+        if not self._has_ended and self._task == torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+            return Phase.RUNNING
+        return Phase.OPEN if self.why_broken is None else Phase.BROKEN
+
+    @property
+    def why_broken(self) -> str | None:
+        """Why the step that is open can never be a whole one; None where it can."""
+        if not self._has_ended:
+            return "backward has not ended (it raised, or another thread is in it)"
+        if not self.landed.untouched:
+            return "a gradient was dropped or replaced (by model.zero_grad(), say) behind backward"
+        turn = self._turn
+        for due in [] if turn is None else turn.dues:
+            if _written(due.member) != self._written[due.member.number]:
+                return "a weight was written or replaced between backward and step()"
+        return None
+
+    def break_off(self) -> None:
+        """Say that a gradient was not taken as it should: the step will never be whole."""
+        self._has_ended, self._task = False, -1
+
+    def _watch_backward(self, turn: Turn) -> None:
+        """Learn whether the backward that is running, if any, ends."""
+        self._task = torch._C._current_graph_task_id()  # noqa: SLF001
+        self._has_ended = self._task == -1
+        if self._has_ended:
+            return
+        schedule = weakref.ref(self)
+
+        def ended() -> None:  # not called where anything has raised
+            alive = schedule()
+            if alive is not None and alive._turn is turn and alive._task != -1:  # noqa: SLF001
+                alive._has_ended = True  # noqa: SLF001
+
+        engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as FSDP2 does
+        engine.queue_callback(ended)
 
     @property
     def is_open(self) -> bool:
@@ -287,6 +339,7 @@ class BesideBackward:
                 self._pace = Pace(kept.store.pipeline, kept.store.chunks, due)
             members = [due.member for due in turn.dues]
             self._written = {m.number: _written(m) for m in members}
+            self._watch_backward(turn)
             self._turn = turn
         except BaseException as error:  # an interrupt: open for the pipeline, and not for us
             kept.store.pipeline.poison(error)
@@ -330,10 +383,11 @@ class BesideBackward:
         return self._turn is not None and self._turn.commits
 
     def check_unchanged(self) -> None:
-        """Raise OptionError where something is not what updates have begun with."""
+        """Raise OptionError where the step that is open cannot be ended as it was begun."""
         turn = self._turn
         if turn is None:
             return
+        require(Call.STEP, self)
         now = scalars_of(turn.dues, turn.counts, 1.0)
         rows = [turn.rows[due.member.number].scalars for due in turn.dues]
         began = [tuple(turn.scalars[row].tolist()) for row in rows]
@@ -341,23 +395,9 @@ class BesideBackward:
             message = (
                 "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"
                 ' backward and step(), and with overlap="backward" updates have begun by then.'
-                " Change it before backward or after step()."
+                f" Change it back, call step(), and change it behind that. Else {LEAVE}."
             )
             raise OptionError(message)
-        if not self.landed.untouched:
-            message = (
-                "A gradient was dropped or replaced (by model.zero_grad(), say) between backward"
-                ' and step(), and with overlap="backward" it has been used by then. Call step()'
-                " first."
-            )
-            raise OptionError(message)
-        for due in turn.dues:
-            if _written(due.member) != self._written[due.member.number]:
-                message = (
-                    "A weight was written or replaced between backward and step(), and with"
-                    ' overlap="backward" updates have begun by then. Write it after step().'
-                )
-                raise OptionError(message)
 
     def end(self, late: Iterable[Member], kept: Members, states: States) -> None:
         """End the step that is open; ``late`` have gradients that were not final before."""
@@ -414,13 +454,7 @@ class BesideBackward:
         del ids
         if self.is_open and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
             kept.store.pipeline.check_alive()
-            message = (
-                "Weights or states were read or set between backward and step(), and with"
-                f' overlap="backward" some are new and some old by then. {WAYS_OUT} Several'
-                " backward passes per step need accumulation_steps=, or all but the last under"
-                " `with optimizer.accumulate():`."
-            )
-            raise OptionError(message)
+            require(Call.FORWARD, self)
 
     def finish(self, kept: Members) -> None:
         """Return: a step without its ``step()`` is given up."""

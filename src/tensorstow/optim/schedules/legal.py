@@ -1,0 +1,84 @@
+"""Which calls are legal when: one table for all schedules.
+
+[Note: Legal calls] Beside backward a step begins with the first gradient that is final and ends
+with ``step()``; in between, weights are some new and some old. The other schedules have no such
+phases: all that they begin can be waited for, so they are always between steps. In every phase an
+optimizer that has failed refuses all but ``resume()`` and ``close()`` (PoisonedError). The guide
+docs/guides/durable-runs.md has the table for users.
+"""
+
+from enum import Enum
+from typing import NoReturn, Protocol
+
+from tensorstow.base.errors import OptionError
+
+
+class Phase(Enum):
+    """Where an optimizer is in its step."""
+
+    BETWEEN = "between steps"
+    USED = "the gradients that stand in .grad are those of the last step"
+    RUNNING = "backward is running"
+    OPEN = "backward has ended, and step() was not called"
+    BROKEN = "the step that has begun can never be whole"
+
+
+class Call(Enum):
+    """What is asked of an optimizer or its model."""
+
+    FORWARD = "A forward or wait()"
+    BACKWARD = "A backward"
+    STEP = "step()"
+    ZERO_GRAD = "zero_grad()"
+    WHOLE = "Something that needs whole states, or changes them,"
+    """``state_dict()``, ``commit()``, ``load_state_dict()``, ``add_param_group()`` and the like."""
+    RESUME = "resume()"
+    CLOSE = "close()"
+
+
+_ENDS = frozenset({Call.RESUME, Call.CLOSE})
+LEGAL: dict[Phase, frozenset[Call]] = {
+    Phase.BETWEEN: frozenset(Call),
+    Phase.USED: frozenset(Call) - {Call.BACKWARD, Call.STEP},
+    Phase.RUNNING: _ENDS | {Call.FORWARD, Call.BACKWARD},
+    Phase.OPEN: _ENDS | {Call.STEP},
+    Phase.BROKEN: _ENDS,
+}
+
+LEAVE = (
+    "resume() drops what has come and goes back to the last commit of a run that has dir=; without"
+    " one, close() this optimizer and load a checkpoint into the model and a new one"
+)
+_WAYS: dict[Phase, str] = {
+    Phase.USED: "Call zero_grad() first, then backward.",
+    Phase.RUNNING: "Let backward end, then call step().",
+    Phase.OPEN: (
+        "Call step() first, which ends the step. Several backward passes per step need"
+        " accumulation_steps=, or all but the last under `with optimizer.accumulate():`. To give"
+        f" the step up instead: {LEAVE}."
+    ),
+    Phase.BROKEN: f"Half of a step can be neither ended nor taken back: {LEAVE}.",
+}
+
+
+class _HasPhase(Protocol):
+    @property
+    def phase(self) -> Phase: ...
+    @property
+    def why_broken(self) -> str | None: ...
+
+
+def require(call: Call, schedule: _HasPhase) -> None:
+    """Raise OptionError, with what to do, where ``call`` is not legal now."""
+    phase = schedule.phase
+    if call not in LEGAL[phase]:
+        refuse(call, phase, schedule.why_broken or phase.value)
+
+
+def refuse(call: Call, phase: Phase, why: str) -> NoReturn:
+    """Raise OptionError: ``call`` is not legal in ``phase``."""
+    message = (
+        f'{call.value} was asked for, and {why}: with overlap="backward" gradients have been used'
+        f" by then. {_WAYS[phase]}"
+    )
+    raise OptionError(message)
