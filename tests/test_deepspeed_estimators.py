@@ -104,7 +104,7 @@ def test_tables_name_places_as_the_configuration_does(capsys: pytest.CaptureFixt
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(OptionError, match="gpus_per_node is 0: give at least 1"):
+    with pytest.raises(OptionError, match="num_gpus_per_node=0 was given: it is at least 1"):
         estimate_zero2_model_states_mem_needs_all_cold(1e9, 0)
 
 

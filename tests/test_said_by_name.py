@@ -1,5 +1,6 @@
 """Uses that cannot work, and what users are told of them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import tensorstow.deepspeed as deepspeed
 from tensorstow import AdamW, Plan, stow
-from tensorstow.base.errors import DTypeError, LockedError, OptionError
+from tensorstow.base.errors import (
+    BudgetError,
+    DTypeError,
+    LockedError,
+    OptionError,
+    StowError,
+)
 from tensorstow.base.plan import Overlap
+from tensorstow.tensornvme import AsyncFileWriter, DiskOffloader
 
 
 class Embedded(nn.Module):
@@ -97,6 +106,44 @@ def test_two_optimizers_over_parts_of_a_model_are_fine() -> None:
         optimizer.step()
         optimizer.close()
     assert not any(map(torch.equal, model.parameters(), before))
+
+
+DISK = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "params", "max_in_cpu": 1}}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"zero_optimization": DISK}, r"offload_param\.max_in_cpu=1 was given, and"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "betas=0.9 was given"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": -1.0}}}, "lr=-1.0 was given"),
+    ],
+)
+def test_deepspeeds_users_are_told_their_own_keys(
+    given: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, **given}
+    with pytest.raises((OptionError, BudgetError), match=told):
+        deepspeed.initialize(model=model, config=config)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: DiskOffloader("x", n_entries=0), "n_entries=0 was given"),
+        (lambda: DiskOffloader("x", n_entries="many"), "n_entries='many' was given"),
+        (lambda: DiskOffloader(""), 'dir_name="" was given'),
+        (lambda: AsyncFileWriter("x", n_entries=0), "n_entries=0 was given"),
+    ],
+)
+def test_the_depth_is_called_what_users_called_it(
+    make: Callable[[], object], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StowError, match=told):
+        make()
 
 
 def test_ranks_that_share_a_directory_are_told_what_to_do(

@@ -401,7 +401,7 @@ def test_a_filesystem_without_direct_io_is_served_by_threads(
 
 @pytest.mark.parametrize(
     ("directory", "found"),
-    [("/dev/shm", "stays in RAM"), (__file__, "not a directory"), ("/proc/x", "cannot be created")],
+    [("/dev/shm", "stays in RAM"), (__file__, "not a directory"), ("/proc/x", "cannot be made")],
 )
 def test_directories_that_cannot_serve(directory: str, found: str) -> None:
     with pytest.raises(DirectoryError, match=found):
@@ -411,7 +411,7 @@ def test_directories_that_cannot_serve(directory: str, found: str) -> None:
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="backend='libaio' was asked for"):
         DiskOffloader(tmp_path, backend="libaio")
-    with pytest.raises(OptionError, match="depth of 0"):
+    with pytest.raises(OptionError, match="n_entries=0 was given"):
         DiskOffloader(tmp_path, 0)
     with pytest.raises(DirectoryError, match="at least one"):
         DiskOffloader([])

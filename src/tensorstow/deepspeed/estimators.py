@@ -114,9 +114,15 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def _table(stage: int, setup: _Setup) -> str:
-    for name, least in (("parameters", 0), ("gpus_per_node", 1), ("nodes", 1), ("factor", 0)):
+    for name, said_by, least in (
+        ("parameters", "total_params", 0),
+        ("largest", "largest_layer_params", 0),
+        ("gpus_per_node", "num_gpus_per_node", 1),
+        ("nodes", "num_nodes", 1),
+        ("factor", "additional_buffer_factor", 0),
+    ):
         if getattr(setup, name) < least:
-            message = f"{name} is {getattr(setup, name)}: give at least {least}."
+            message = f"{said_by}={getattr(setup, name)} was given: it is at least {least}."
             raise OptionError(message)
     ranks = setup.gpus_per_node * setup.nodes
     title = (

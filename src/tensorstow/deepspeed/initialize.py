@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.deepspeed.checkpointing import configure
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Settings
@@ -91,7 +91,16 @@ def _placed(model: nn.Module, make: Make, settings: Settings) -> tuple[nn.Module
         return make(named, **placement_keywords(settings, placement))
 
     masters = Masters(model, dtype_of(settings))
-    placed, optimizer = stow(model, make_placed, plan=plan, dir=directory_of(settings))
+    try:
+        placed, optimizer = stow(model, make_placed, plan=plan, dir=directory_of(settings))
+    except BudgetError as error:
+        if plan.shelf_bytes is None:
+            raise
+        message = (
+            f"zero_optimization.offload_param.max_in_cpu={settings.zero.offload_param.max_in_cpu}"
+            f" was given, and {error} (0: as little as can be.)"
+        )
+        raise BudgetError(message) from error
     masters.give(placed, optimizer)
     return placed, optimizer
 

@@ -89,8 +89,8 @@ def of_named(named: Named) -> Make:
         raise OptionError(message)
     decoupled = kind == "adamw" or bool(params.get("adam_w_mode", True))
     keywords = {name: params[name] for name in _TAKEN if name in params}
-    if "betas" in keywords:
-        keywords["betas"] = tuple(keywords["betas"])
+    if isinstance(keywords.get("betas"), list):
+        keywords["betas"] = tuple(keywords["betas"])  # as JSON has pairs
     keywords.setdefault("weight_decay", 0.01 if decoupled and params.get("torch_adam") else 0.0)
     keywords["decoupled_weight_decay"] = decoupled
     return partial(_made_of_named, keywords, bool(params.get("bias_correction", True)))

@@ -71,11 +71,21 @@ def choose_backend(wanted: str | None = None) -> BackendChoice:
 
 
 def open_engine(
-    wanted: str | None = None, *, depth: int = DEPTH, block_bytes: int = BLOCK_BYTES
+    wanted: str | None = None,
+    *,
+    depth: int = DEPTH,
+    block_bytes: int = BLOCK_BYTES,
+    said_by: str = "depth",
 ) -> _native.Engine:
-    """Start an I/O engine: ``depth`` blocks of ``block_bytes`` in flight on the chosen backend."""
-    if depth < 1:
-        message = f"An I/O depth of {depth} was asked for: at least 1 block must be in flight."
+    """Start an I/O engine: ``depth`` blocks of ``block_bytes`` in flight on the chosen backend.
+
+    ``said_by``: what users call the depth.
+    """
+    given: object = depth  # as users typed it
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        message = (
+            f"{said_by}={depth!r} was given: it is the number of blocks in flight, at least 1."
+        )
         raise OptionError(message)
     if block_bytes < PAGE_BLOCK or block_bytes % PAGE_BLOCK:
         message = f"Blocks of {block_bytes} bytes were asked for: use a multiple of {PAGE_BLOCK}."
@@ -86,8 +96,8 @@ def open_engine(
         if error.errno != codes.ENOMEM:
             raise
         message = (
-            f"I/O with {depth} blocks of {format_bytes(block_bytes)} in flight was asked for: no"
-            " memory for their buffers. Lower PipelinePolicy.depth, or raise `ulimit -v`."
+            f"{said_by}={depth} was given, which is {depth} blocks of {format_bytes(block_bytes)}"
+            " in flight: no memory for their buffers. Lower it, or raise `ulimit -v`."
         )
         raise BudgetError(message) from error
 

@@ -141,6 +141,9 @@ class DiskOffloader:
 def _make_directories(given: Directory | Sequence[Directory]) -> list[Path]:
     names = [given] if isinstance(given, str | os.PathLike) else given
     directories = [Path(name) for name in names]
+    if any(os.fspath(name) == "" for name in names):
+        message = 'dir_name="" was given: name a directory ("." for this one).'
+        raise DirectoryError(message)
     if not directories:
         message = "An empty sequence of directories was given. Name at least one."
         raise DirectoryError(message)
@@ -148,7 +151,7 @@ def _make_directories(given: Directory | Sequence[Directory]) -> list[Path]:
 
 
 def _make_space(backend: str, depth: int, directories: Sequence[Path]) -> ScratchSpace:
-    engine = open_engine(backend, depth=depth)
+    engine = open_engine(backend, depth=depth, said_by="n_entries")
     files: list[File] = []
     try:
         # Of one block, so that direct I/O can be tried.

@@ -61,7 +61,7 @@ class AsyncFileWriter:
         self._awaited = 0
         self._failure: StowError | None = None
         self._owner = os.getpid()
-        engine = open_engine(self.backend.name, depth=n_entries)
+        engine = open_engine(self.backend.name, depth=n_entries, said_by="n_entries")
         self._file = create_file(engine, Path(path))
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
