@@ -91,16 +91,17 @@ def test_a_requested_commit_is_durable_when_the_step_is_over(
     with handler(optimizer.request_commit):
         if inside:
             # In the middle of step(): behind the decision whether it commits.
-            given = optimizer._collect if overlap != "backward" else optimizer._clip_factor_of_now
-            name = given.__name__
+            owner: Any = optimizer if overlap != "backward" else optimizer._core
+            name = "_collect" if overlap != "backward" else "clip_factor_of_now"
+            given = getattr(owner, name)
 
             def late(*args: Any) -> Any:  # noqa: ANN401
                 signal.raise_signal(signal.SIGUSR1)
                 return given(*args)
 
-            setattr(optimizer, name, late)
+            setattr(owner, name, late)
             train(model, optimizer, range(2, 3))
-            delattr(optimizer, name)
+            delattr(owner, name)
         else:
             signal.raise_signal(signal.SIGUSR1)
             train(model, optimizer, range(2, 3))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ranks.durable import (
+    ended,
     in_two_lives,
     refused,
     steps_committed,
@@ -62,7 +63,9 @@ def test_a_run_goes_on_where_all_ranks_can(
     ids=str,
 )
 def test_a_stowed_model_goes_on(tmp_path: Path, ranks: Pools, plan: Plan) -> None:
-    assert ranks(2).run(stowed_in_two_lives, tmp_path / "run", plan) == [(4, [])] * 2
+    assert (
+        ranks(2).run(stowed_in_two_lives, tmp_path / "run", plan) == [(5, [])] * 2
+    )  # which close() has committed
 
 
 def test_one_rank_keeps_the_directory_itself(tmp_path: Path, ranks: Pools) -> None:
@@ -98,3 +101,18 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path, ranks: Pools) -> Non
         assert "run of 1 rank, and it holds one of 2 ranks" in told
     with pytest.raises(OptionError, match="holds one of 2 ranks"):
         AdamW([torch.nn.Parameter(torch.ones(3))], states="disk", dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("way", "raised", "step"),
+    [
+        ("close", ["", ""], 3),
+        ("drop", ["", ""], None),
+        ("raises", ["RankError", "ValueError"], None),
+    ],
+)
+def test_an_end_commits_where_all_ranks_close(
+    tmp_path: Path, ranks: Pools, way: str, raised: list[str], step: int | None
+) -> None:
+    found = ranks(2).run(ended, tmp_path / "run", way)
+    assert found == [(raised[0], step), (raised[1], step)]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tensorstow import AdamW, PipelinePolicy
+from tensorstow.optim.run import Interval
 from tensorstow.optim.states.policy import Overlap
 
 WIDTH, WORDS, LENGTH, BATCH, MICRO = 40, 32, 8, 4, 2
@@ -217,6 +218,8 @@ class World:
         yield "draws", [torch.get_rng_state(), repr(random.getstate())]
 
     def close(self) -> None:
+        """Let everything go as a stop of the process does: what no commit has is lost."""
+        self.optimizer._commits.every = Interval()
         self.optimizer.close()
 
 

@@ -100,7 +100,7 @@ def clip_factor_ignored(patch: pytest.MonkeyPatch, _: Path) -> None:
 
     def ignored(self: StowedAdam, max_norm: float) -> torch.Tensor:
         norm = clip(self, max_norm)
-        self._clip_factor = 1.0
+        self._core.clip_factor = 1.0
         return norm
 
     patch.setattr(StowedAdam, "clip_grad_norm_", ignored)

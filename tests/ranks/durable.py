@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import tensorstow
 from tensorstow.base.errors import CommitError, RankError
 from tensorstow.optim.checkpoints.commits import Commits
+from tensorstow.optim.run import Interval
 from tensorstow.store.records import Content, Generation
 from tensorstow.store.store import Store
 
@@ -68,6 +69,11 @@ class Life:
             self.optimizer.zero_grad()
             self.step += 1
 
+    def stop(self) -> None:
+        """Let everything go as a stop of the process does: what no commit has is lost."""
+        self.optimizer._commits.every = Interval()
+        self.optimizer.close()
+
     def facts(self) -> dict[str, str]:
         """Return what this rank has of the run, by its bits."""
         self.optimizer.wait()
@@ -99,12 +105,12 @@ def in_two_lives(
     life = Life(directory, **given)
     assert life.resume() is None
     life.train(first)
-    life.optimizer.close()
+    life.stop()
     life = Life(directory, **given)
     found = life.resume()
     life.train(then)
     facts = life.facts()
-    life.optimizer.close()
+    life.stop()
     return found, facts
 
 
@@ -149,7 +155,7 @@ def steps_committed(directory: Path, steps: int) -> list[int]:
         patched(Commits, "_is_time", lambda _: clock.random() < 0.4),
     ):
         life.train(steps)
-        life.optimizer.close()
+        life.stop()
     return committed
 
 
@@ -182,7 +188,7 @@ def with_a_failing_rank(directory: Path, where: str, steps: int) -> tuple[str, s
     life.train(steps)
     facts = life.facts()
     assert facts == undisturbed(steps), "not the run that nothing happened to"
-    life.optimizer.close()
+    life.stop()
     return (*names, found)
 
 
@@ -200,7 +206,7 @@ def with_snapshots(directory: Path) -> list[Any]:
     same = life.facts() == wanted
     life.optimizer.drop("four")
     left = [summary.names for summary in life.optimizer.snapshots()]
-    life.optimizer.close()
+    life.stop()
     return [names, back, same, left]
 
 
@@ -223,3 +229,34 @@ def patched(owner: object, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _fail_in(rank: int) -> None:
+    if dist.get_rank() == rank:
+        message = "mine"
+        raise ValueError(message)
+
+
+def ended(directory: Path, way: str) -> tuple[str, int | None]:
+    """Train three steps and end, rank 1 by an exception where ``way`` says so.
+
+    Return what was raised and where all go on.
+    """
+    life = Life(directory)
+    life.train(3)
+    raised = ""
+    if way == "close":
+        life.optimizer.close()
+    elif way == "drop":
+        del life.optimizer
+    else:
+        try:
+            with life.optimizer:
+                _fail_in(rank=1)
+        except (RankError, ValueError) as error:
+            raised = type(error).__name__
+    dist.barrier()
+    after = Life(directory)
+    found = after.resume()
+    after.stop()
+    return raised, found

@@ -5,7 +5,8 @@ optimizer object has no finalizer: it holds a ``Core``, as does whoever shares i
 what runs behind the last step when nobody holds it any more. A reference cycle is no exception. The
 collector calls weakref callbacks before any ``__del__``, so a store that closed itself in one would
 be closed before its last update is over: what the store of an optimizer has is kept until the core
-closes it (``StateStore.keep``). What is alive at the interpreter's end is ended there, before
+closes it (``StateStore.keep``). Steps of a durable run that no commit has are committed first, or
+their number is said. What is alive at the interpreter's end is ended there, before
 files close: see ``_finish_all``.
 """
 
@@ -15,7 +16,11 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
+
+from tensorstow.base.errors import OptionError
 from tensorstow.optim.calls import Calls
 from tensorstow.optim.checkpoints.commits import Commits
 from tensorstow.optim.members import Members
@@ -25,8 +30,11 @@ from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.forward import ForwardWaits
 from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideForward
 from tensorstow.optim.states.stowage import Stowage
+from tensorstow.optim.updates import Groups, States
 
 logger = logging.getLogger("tensorstow")
+
+_LEFT = "%d steps since the last commit of %s are not committed: %s. resume() goes on before them."
 
 Schedule = AtOnce | BesideForward | BesideBackward
 
@@ -50,6 +58,14 @@ class Core:
         self.commits = commits
         self.ranks = ranks
         self.calls = calls
+        self.groups: Groups = []
+        self.states: States = {}
+        """Parameter groups and states as the optimizer has them now, for a commit at the end."""
+        self.optimizer: Callable[[], object] = _nobody
+        """A weak reference to the optimizer itself, which wrappers of its class are not."""
+        self.clip_factor = 1.0
+        self.clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.extra: dict[str, Any] = {}
         self.waits: ForwardWaits | None = None
         self.schedule = self._make_schedule(stowage, run)
         self._finished = False
@@ -82,17 +98,42 @@ class Core:
 
         return wait
 
-    def finish(self) -> None:
-        """Wait for updates and a commit under way, then let everything go. Idempotent.
+    def clip_factor_of_now(self) -> float:
+        """Return the factor of the gradients of now: 1 where those that were clipped are gone."""
+        factor, clipped = self.clip_factor, self.clipped
+        still = [p.grad is gradient for p, gradient in clipped]
+        if all(still) or factor == 1.0:
+            return factor
+        if any(still):
+            message = (
+                f"{still.count(False)} of {len(still)} gradients were dropped or exchanged between"
+                " clip_grad_norm_ and step(): the others would be clipped by a norm that counts"
+                " them. Clip behind the last change of a gradient."
+            )
+            raise OptionError(message)
+        return 1.0
 
-        Raises what failed behind the last step, when all is closed.
+    def finish(self, *, together: bool = True) -> None:
+        """Wait for updates and a commit under way, commit the rest, and let everything go.
+
+        Not ``together``: the other ranks are not known to do the same, so nothing is committed with
+        them. Raises what failed behind the last step, when all is closed. Idempotent.
         """
         if self._finished:
             return
         self._finished = True
         try:
-            self.schedule.finish(self.members)
-            self.commits.join(self.members)
+            why: str | None = "what was under way failed"
+            try:
+                self.schedule.finish(self.members)
+                self.commits.join(self.members)
+                why = self._why_not(together=together)
+                if why is None:
+                    why = "the commit of them failed"
+                    self._commit_rest()
+            finally:
+                if left := self._uncommitted():
+                    logger.warning(_LEFT, left, self.members.store.directories[0], why)
         finally:
             self.commits.close()
             self.ranks.close()
@@ -100,13 +141,40 @@ class Core:
                 self.waits.close()
             self.members.close()
 
+    def _uncommitted(self) -> int:
+        """Return how many steps of a durable run no commit has."""
+        if not self.members.stowage.placement.durable:
+            return 0
+        return self.commits.step - (self.commits.committed or 0)
+
+    def _why_not(self, *, together: bool) -> str | None:
+        """Return why the end does not commit; None where it may."""
+        commits = self.commits
+        if commits.every.by_hand and not commits.requested:
+            return "commit_every=None leaves commits to commit()"
+        if not (self.ranks.alone or together):
+            return "a commit needs all ranks, and this one ended without close()"
+        if commits.extra_now is None and (commits.was_given_extra or self.extra):
+            return "they would lack the extra that commits got by hand"
+        if isinstance(self.schedule, BesideBackward) and self.schedule.is_open:
+            return "a backward has begun to update by the next step"
+        if self.members.store.pipeline.is_poisoned:
+            return "the optimizer failed"
+        return None
+
+    def _commit_rest(self) -> None:
+        if self._uncommitted():
+            self.commits.capture(self.members)
+            self.commits.start(self.members, self.groups, self.states, None)
+            self.commits.join(self.members)
+
     def finish_unasked(self) -> None:
         """Finish, and log what failed: there is nobody to raise it to."""
         if self._owner != os.getpid():  # a forked child has nothing to wait for
             self.members.abandon()
             return
         try:
-            self.finish()
+            self.finish(together=False)
         except Exception:
             logger.exception("An optimizer was dropped, and what ran behind its last step failed")
 
@@ -116,6 +184,10 @@ class Core:
         A method, for a weakref.finalize would keep the model alive, which may hold the optimizer.
         """
         self.finish_unasked()
+
+
+def _nobody() -> None:
+    return None
 
 
 _NUMBERS = itertools.count()

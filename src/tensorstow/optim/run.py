@@ -22,6 +22,11 @@ class Interval:
     seconds: float | None = None
     steps: int | None = None
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether nobody but the user commits."""
+        return self.seconds is None and self.steps is None
+
     @classmethod
     def parse(cls, value: str | int | None) -> "Interval":
         """Read "10min", "90s", "2h", "1d", a number of steps, or None for only by hand."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 from torch.optim import Optimizer
@@ -86,11 +86,7 @@ class StowedAdam(Optimizer):
         self._update_on = stowage.update_on
         self._members: Members | None = None  # until the groups are known
         self._half_loaded = False
-        self._clip_factor = 1.0
-        self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._before_resume: list[Callable[[], None]] = []
-        self.extra: dict[str, Any] = {}
-        """What the caller kept with the commit that ``resume()`` loaded."""
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
         # gradients; beside backward there are no gradients left to scale.
         self._step_supports_amp_scaling = stowage.overlap != "backward"
@@ -123,6 +119,8 @@ class StowedAdam(Optimizer):
             ranks=self._ranks,
         )
         self._core = Core(self._members, self._commits, self._ranks, stowage, run, self._calls)
+        self._core.optimizer = weakref.ref(self)
+        self._core.groups, self._core.states = self.param_groups, self.state
         self._schedule = self._core.schedule
         if stowage.overlap == "backward":
             options.refuse_ranks(run.module, self._parameters())
@@ -186,14 +184,13 @@ class StowedAdam(Optimizer):
             self._wait()  # updates may still read the gradients that are about to be zeroed
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
             super().zero_grad(set_to_none)
-        self._clip_factor, self._clipped = 1.0, []
+        self._core.clip_factor, self._core.clipped = 1.0, []
 
     @a_call("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's would, with the states that are on disk."""
         return super().state_dict()
 
-    @a_call("load_state_dict")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
 
@@ -201,6 +198,16 @@ class StowedAdam(Optimizer):
         groups say of ``foreach``, ``fused``, ``capturable`` and ``differentiable`` is left out.
         Raises OptionError for states that do not fit their parameter, before anything is changed.
         """
+        real = self._core.optimizer()
+        if isinstance(real, StowedAdam) and real is not self:
+            real.load_state_dict(state_dict)  # a wrapper would be given groups of its own
+            if "param_groups" in vars(self):
+                vars(self).update(param_groups=real.param_groups, state=real.state)
+        else:
+            self._load_state_dict(state_dict)
+
+    @a_call("load_state_dict")
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle_step()
         self._half_loaded = False
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -245,6 +252,7 @@ class StowedAdam(Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+        self._core.groups, self._core.states = self.param_groups, self.state
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse pickle and copy: files, threads and buffers cannot be carried."""
@@ -288,7 +296,7 @@ class StowedAdam(Optimizer):
             raise RuntimeError(message)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
         clipped = [(p, p.grad) for p in parameters if p.grad is not None]
-        self._clip_factor, self._clipped = factor, clipped
+        self._core.clip_factor, self._core.clipped = factor, clipped
         return norm
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -362,6 +370,11 @@ class StowedAdam(Optimizer):
         self._ranks.together("resume()", partial(self._go_on_from, generation))
         return generation.step
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the caller kept with the commit that ``resume()`` loaded."""
+        return self._core.extra
+
     def register_resume_hook(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` before ``resume()`` writes weights: for whoever has copies of them."""
         self._before_resume.append(hook)
@@ -391,7 +404,7 @@ class StowedAdam(Optimizer):
         if extra is not None:
             check_extra(extra)
         self._settle_step()
-        self._refuse_strange_run()
+        self._commits.refuse_strange(self._kept())
         self._commits.requested = False
         self._commits.capture(kept)
         self._commits.start(kept, self.param_groups, self.state, extra)
@@ -409,7 +422,7 @@ class StowedAdam(Optimizer):
         space_of(kept, "commit_to()")
         with suppress(UnlinkedError):  # which is why it is called
             self._settle_step()
-        self._refuse_strange_run()
+        self._commits.refuse_strange(self._kept())
         try:
             where = options.directories(dir)
             move_run(where, kept, self._commits, self.param_groups, self.state)
@@ -426,7 +439,7 @@ class StowedAdam(Optimizer):
         """
         space = space_of(self._kept(), "snapshot()")
         self._settle_step()
-        self._refuse_strange_run()
+        self._commits.refuse_strange(self._kept())
         if extra is not None or self._commits.committed != self._commits.step:
             self._commit(extra)
         agreement.pin(space.store, name, self._commits.generation, self._ranks)
@@ -492,12 +505,26 @@ class StowedAdam(Optimizer):
     def close(self) -> None:
         """Drop states, buffers and files now rather than with the object. Idempotent.
 
-        What was committed stays; updates and a commit under way are waited for.
+        Updates and a commit under way are waited for. Steps of a run with ``dir=`` that no commit
+        has are committed, on every rank, as by ``commit()``; with ``commit_every=None`` their
+        number is logged instead. Raises what failed, when all is closed.
         """
         try:
             self._core.finish()
         finally:
             self.state.clear()
+
+    def __enter__(self) -> Self:
+        """Return the optimizer, which the end of the block closes."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; behind an exception, commit what a process alone can, and log what fails."""
+        if kind is None:
+            self.close()
+            return
+        self._core.finish_unasked()
+        self.state.clear()
 
     # --- inside ---
 
@@ -505,7 +532,7 @@ class StowedAdam(Optimizer):
         kept, module = self._kept(), self._commits.module
         before = kept.store
         try:
-            self.extra = resume(generation, kept, self.param_groups, self.state, module)
+            self._core.extra = resume(generation, kept, self.param_groups, self.state, module)
         finally:
             if kept.store is not before:
                 self._schedule.give_up()
@@ -568,20 +595,6 @@ class StowedAdam(Optimizer):
             self._states().pipeline.check_alive()
             require(call, self._schedule)
 
-    def _refuse_strange_run(self) -> None:
-        """Raise OptionError where the directory holds a run that this one would bury."""
-        kept = self._kept()
-        if not kept.stowage.placement.durable or self._commits.committed is not None:
-            return
-        newest = space_of(kept).store.generation()
-        if newest is not None:
-            message = (
-                f"{kept.store.directories[0]} holds a run, committed at step {newest.step}. Call"
-                " resume() first to go on with it, or name another directory for a new one"
-                " (`tensorstow clean` removes a dead run)."
-            )
-            raise OptionError(message)
-
     # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     @a_call("step")
@@ -591,7 +604,7 @@ class StowedAdam(Optimizer):
         self._states().pipeline.check_alive()  # also where there is no gradient to step by
         found_inf = getattr(self, "found_inf", None)
         scale = getattr(self, "grad_scale", None)
-        clip = self._clip_factor_of_now()
+        clip = self._core.clip_factor_of_now()
         factor = clip / (divisor * (1.0 if scale is None else float(scale)))
         if isinstance(self._schedule, BesideBackward):
             options.refuse_scaling(found_inf, factor)
@@ -605,21 +618,6 @@ class StowedAdam(Optimizer):
             self._count_step()
         if self._commits.requested and self._ranks.alone:
             self._commit()
-
-    def _clip_factor_of_now(self) -> float:
-        """Return the factor of the gradients of now: 1 where those that were clipped are gone."""
-        factor, clipped = self._clip_factor, self._clipped
-        still = [p.grad is gradient for p, gradient in clipped]
-        if all(still) or factor == 1.0:
-            return factor
-        if any(still):
-            message = (
-                f"{still.count(False)} of {len(still)} gradients were dropped or exchanged between"
-                " clip_grad_norm_ and step(): the others would be clipped by a norm that counts"
-                " them. Clip behind the last change of a gradient."
-            )
-            raise OptionError(message)
-        return 1.0
 
     def _take_step(self, schedule: AtOnce | BesideForward, factor: float) -> None:
         dues = self._collect()
@@ -641,7 +639,7 @@ class StowedAdam(Optimizer):
         kept = self._kept()
         if not kept.stowage.placement.durable:
             return False
-        self._refuse_strange_run()
+        self._commits.refuse_strange(self._kept())
         self._commits.check_extra()
         commits = self._commits.due()
         if commits:
@@ -650,7 +648,7 @@ class StowedAdam(Optimizer):
 
     def _count_step(self) -> None:
         self._commits.step += 1
-        self._clip_factor, self._clipped = 1.0, []
+        self._core.clip_factor, self._core.clipped = 1.0, []
 
     def _commit_step(self, *, commits: bool) -> None:
         """Make the step that was just taken durable, where it ``commits``."""

@@ -72,6 +72,8 @@ class Commits:
         self.module = module
         self.extra_now = extra
         self._extra_checked = extra_checked
+        self.was_given_extra = False
+        """A commit by hand got ``extra``, which another commit would lack."""
         self.step = 0
         """Steps taken since the run began, skipped ones too."""
         self.committed: int | None = None
@@ -90,6 +92,19 @@ class Commits:
         self._kept: dict[tuple[str, str], tuple[tuple[int, int], TensorRecord]] = {}
         self._temporary: list[TensorRecord] = []
         self._told_left_out = False
+
+    def refuse_strange(self, kept: Members) -> None:
+        """Raise OptionError where the directory holds a run that this one would bury."""
+        if not kept.stowage.placement.durable or self.committed is not None:
+            return
+        newest = space_of(kept).store.generation()
+        if newest is not None:
+            message = (
+                f"{kept.store.directories[0]} holds a run, committed at step {newest.step}. Call"
+                " resume() first to go on with it, or name another directory for a new one"
+                " (`tensorstow clean` removes a dead run)."
+            )
+            raise OptionError(message)
 
     def check_extra(self) -> None:
         """Raise at the first step for what ``extra`` returns and no commit could keep.
@@ -179,6 +194,7 @@ class Commits:
         ``extra`` None: what the caller's function returns now.
         """
         what = f"the commit of step {self.step}"
+        self.was_given_extra |= extra is not None
         with self.ranks.telling(what):
             gathered = self._gather(kept, groups, states, extra)
         store, before = space_of(kept).store, None if self.ranks.alone else self.generation

@@ -392,6 +392,11 @@ class UpdatePipeline:
         """Return whether ``weight`` is what our last update left in the parameter."""
         return self._live().unchanged(parameter, weight.data_ptr())
 
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether something failed in the middle of a step, so that states are half updated."""
+        return self._poison is not None
+
     def check_alive(self) -> None:
         """Raise PoisonedError or ForkError where nobody may go on.
 

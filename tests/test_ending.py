@@ -1,0 +1,213 @@
+"""A run that ends commits what was trained, or says how many steps no commit has."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tensorstow import AdamW
+from tensorstow.base.errors import TransferError
+
+OVERLAPS = ["none", "forward", "backward"]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def make(net: nn.Module, directory: Path, **given: Any) -> AdamW:  # noqa: ANN401  # passed on
+    return AdamW(net.parameters(), lr=1e-2, states="disk", dir=directory, module=net, **given)
+
+
+def train(net: nn.Module, optimizer: AdamW, steps: int = 3) -> None:
+    for _ in range(steps):
+        torch.autograd.backward(net(torch.ones(2, 8)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in net.state_dict().items()}
+
+
+def resumed(directory: Path) -> tuple[int | None, dict[str, Tensor]]:
+    net = model()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    optimizer = make(net, directory)
+    step = optimizer.resume()
+    found = weights(net)
+    optimizer.close()
+    return step, found
+
+
+def check(directory: Path, step: int, want: dict[str, Tensor]) -> None:
+    found, have = resumed(directory)
+    assert found == step
+    assert all(torch.equal(have[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("way", ["close", "with", "drop", "cycle"])
+def test_an_end_commits(overlap: str, way: str, tmp_path: Path) -> None:
+    net = model()
+    optimizer = make(net, tmp_path, overlap=overlap)
+    if way == "with":
+        with optimizer as entered:
+            assert entered is optimizer
+            train(net, optimizer)
+    else:
+        train(net, optimizer)
+    want = weights(net)
+    if way == "close":
+        optimizer.close()
+        optimizer.close()
+    if way == "cycle":
+        optimizer.me = optimizer  # type: ignore[attr-defined]
+    del optimizer
+    if way == "with":
+        del entered
+    gc.collect()
+    check(tmp_path, 3, want)
+
+
+def test_what_is_committed_is_not_committed_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = make(net, tmp_path, commit_every=3)
+    train(net, optimizer)
+    optimizer.synchronize()
+    before = optimizer._commits.generation
+    optimizer.close()
+    assert optimizer._commits.generation == before
+    make(net, tmp_path / "fresh").close()
+    assert not caplog.records
+    assert resumed(tmp_path / "fresh")[0] is None
+
+
+def test_commits_by_hand_are_left_to_hands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    with make(net, tmp_path, commit_every=None) as optimizer:
+        train(net, optimizer)
+        optimizer.commit()
+        want = weights(net)
+        train(net, optimizer, 2)
+    assert f"2 steps since the last commit of {tmp_path} are not committed" in caplog.text
+    assert "commit_every=None" in caplog.text
+    check(tmp_path, 3, want)
+
+
+def test_no_commit_replaces_one_that_got_extra(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    with make(net, tmp_path) as optimizer:
+        train(net, optimizer)
+        optimizer.commit(extra={"epoch": 1})
+        train(net, optimizer, 2)
+    assert "2 steps" in caplog.text
+    assert "extra" in caplog.text
+    caplog.clear()
+    with make(net, tmp_path) as optimizer:
+        assert optimizer.resume() == 3
+        assert optimizer.extra == {"epoch": 1}
+        train(net, optimizer, 1)
+    assert "1 steps" in caplog.text
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_an_exception_commits_the_last_whole_step(
+    overlap: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    want: dict[str, Tensor] = {}
+
+    def run() -> None:
+        with make(net, tmp_path, overlap=overlap) as optimizer:
+            train(net, optimizer)
+            want.update(weights(net))
+            torch.autograd.backward(net(torch.ones(2, 8)).square().mean())
+            message = "mine"
+            raise ValueError(message)
+
+    with pytest.raises(ValueError, match="mine"):
+        run()
+    if overlap == "backward":  # updates of a step have begun that will not end
+        assert "3 steps" in caplog.text
+        assert "a backward has begun" in caplog.text
+        assert resumed(tmp_path)[0] is None
+    else:
+        check(tmp_path, 3, want)
+
+
+def test_a_commit_that_fails_is_raised_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = make(net, tmp_path)
+    train(net, optimizer)
+    optimizer.synchronize()
+    engine = optimizer._states().engine
+    assert engine is not None
+    engine.inject_fault("write", times=-1, error=5)
+    with pytest.raises(TransferError):
+        optimizer.close()
+    assert "3 steps since the last commit" in caplog.text
+    optimizer.close()
+    assert resumed(tmp_path)[0] is None
+
+
+def test_an_optimizer_that_failed_says_what_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = make(net, tmp_path)
+    train(net, optimizer)
+    optimizer._states().pipeline.poison(RuntimeError("no more"))
+    optimizer.close()
+    assert "3 steps" in caplog.text
+    assert "the optimizer failed" in caplog.text
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from test_ending import make, model, train
+net = model()
+optimizer = make(net, Path(sys.argv[1]), overlap=sys.argv[3], extra=lambda: {"epoch": 7})
+train(net, optimizer)
+if sys.argv[4] == "raises":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(("overlap", "end"), [("none", "raises"), ("forward", "ends")])
+def test_the_interpreter_s_end_commits(overlap: str, end: str, tmp_path: Path) -> None:
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), here, overlap, end],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (3 if end == "raises" else 0, "")
+    net = model()
+    optimizer = make(net, tmp_path)
+    train(net, other := make(net, tmp_path / "other"))
+    want = weights(net)
+    other.close()
+    assert optimizer.resume() == 3
+    assert optimizer.extra == {"epoch": 7}
+    assert all(torch.equal(w, want[name]) for name, w in net.state_dict().items())
+    optimizer.close()
