@@ -161,3 +161,14 @@ def test_ranks_that_disagree_are_all_told(ranks: Pool, what: str, words: list[st
         assert said.startswith("OptionError: Rank 1 called stow() with another")
         assert all(word in said for word in words), said
         assert untouched
+
+
+def test_one_rank_is_counted_as_one() -> None:
+    with pytest.raises(OptionError, match=r"replicas=2 was given for 1 rank: "):
+        tensorstow.stow(nn.Linear(2, 2), ADAMW, plan=Plan(replicas=2))
+
+
+def test_one_parameter_is_counted_as_one() -> None:
+    mine, other = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    with pytest.raises(OptionError, match="a Linear with 1 parameter, and none"):
+        tensorstow.AdamW(mine.parameters(), module=other)

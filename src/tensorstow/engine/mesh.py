@@ -8,6 +8,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.sizes import format_count
 
 
 def device_here() -> torch.device:
@@ -35,7 +36,8 @@ def mesh_of(device: torch.device, *, stage: int, replicas: int) -> DeviceMesh:
     world = dist.get_world_size()
     copies = world if stage == 0 else replicas
     if world % copies:
-        message = f"replicas={replicas} was given for {world} ranks: they are to divide evenly."
+        ranks = format_count(world, "rank")
+        message = f"replicas={replicas} was given for {ranks}: they are to divide evenly."
         raise OptionError(message)
     if copies == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))

@@ -16,7 +16,7 @@ from tensorstow.base.budget import Budget
 from tensorstow.base.directories import choose_directory, make_directories
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.engine.agreement import check_agreement, told_of
 from tensorstow.engine.asked import check_asked, check_budget, check_device, check_init, check_mesh
@@ -227,9 +227,8 @@ def _stays_whole(
 ) -> bool:
     """Return whether parameters are where they are computed with, on one rank, as they are."""
     if plan.replicas > world_here():
-        message = (
-            f"replicas={plan.replicas} was given for {world_here()} ranks: they divide evenly."
-        )
+        ranks = format_count(world_here(), "rank")
+        message = f"replicas={plan.replicas} was given for {ranks}: each replica has at least one."
         raise OptionError(message)
     here = {Tier.DEVICE, Tier.HOST} if device.type == "cpu" else {Tier.DEVICE}
     return (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from tensorstow.base.errors import DTypeError, OptionError
-from tensorstow.base.sizes import parse_size
+from tensorstow.base.sizes import format_count, parse_size
 from tensorstow.optim.accelerator import device
 from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.run import Interval, Run
@@ -175,8 +175,9 @@ def refuse_foreign(module: torch.nn.Module | None, parameters: Sequence[torch.Te
         return
     own = {id(p) for p in module.parameters()}
     if own.isdisjoint(id(p) for p in parameters):
+        count = format_count(len(own), "parameter")
         message = (
-            f"module= is a {type(module).__name__} with {len(own)} parameters, and none of the"
+            f"module= is a {type(module).__name__} with {count}, and none of the"
             f" optimizer's {len(parameters)} is among them: names, buffers and the places where new"
             " weights are waited for would be another model's. Pass the model that owns the"
             " parameters, or leave module out."

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError, PoisonedError, StowError, UnlinkedError
+from tensorstow.base.sizes import format_count
 from tensorstow.optim import options
 from tensorstow.optim.calls import Calls, a_call
 from tensorstow.optim.checkpoints import agreement, export
@@ -736,9 +737,11 @@ class StowedAdam(Optimizer):
                 refuse(Call.STEP, Phase.USED, Phase.USED.value)
             self._open_step(schedule)
         elif strangers:
+            count = format_count(len(strangers), "parameter")
             message = (
-                f"{len(strangers)} parameters got a gradient and were frozen when backward began:"
-                ' with overlap="backward" updates have begun by then. Unfreeze before backward.'
+                f"{count} got a gradient and had been frozen when"
+                ' backward began: with overlap="backward" updates have begun by then. Unfreeze'
+                " before backward."
             )
             raise OptionError(message)
         commits = schedule.commits

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.sizes import format_count
 from tensorstow.store.manifest import MANIFEST_NAME
 
 _NAME = re.compile(r"rank-(\d+)-of-(\d+)")
@@ -39,7 +40,7 @@ def refuse_other_worlds(base: Path, world: int) -> None:
 
 
 def _ranks(world: int) -> str:
-    return "1 rank" if world == 1 else f"{world} ranks"
+    return format_count(world, "rank")
 
 
 def _has_store(directory: Path) -> bool:

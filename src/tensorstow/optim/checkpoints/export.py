@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.sizes import format_count
 from tensorstow.io.mapped import Mapped, replacing
 from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
 from tensorstow.optim.checkpoints.commits import names_of
@@ -230,8 +231,9 @@ def _match(
         if by_name and set(theirs) != set(ours):
             raise OptionError(_difference(path, number, theirs, ours))
         if len(theirs) != len(ours):
+            count = format_count(len(theirs), "parameter")
             message = (
-                f"{path} has {len(theirs)} parameters in group {number} and this optimizer"
+                f"{path} has {count} in group {number} and this optimizer"
                 f" {len(ours)}: they are of different models, or grouped otherwise."
             )
             raise OptionError(message)

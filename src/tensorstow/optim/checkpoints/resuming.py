@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, OptionError, StoreFormatError
+from tensorstow.base.sizes import format_count
 from tensorstow.optim.accelerator import device
 from tensorstow.optim.checkpoints.commits import module_tensors, names_of, space_of
 from tensorstow.optim.checkpoints.extras import put_together
@@ -215,7 +216,8 @@ def _difference(
     here = "nothing" if parameter is None else "{1} {0}".format(*_print(parameter))
     count = sum(len(group["params"]) for group in groups)
     return (
-        f"The run that is stored here trains {saved} parameters, this optimizer has {count}, and"
+        f"The run that is stored here trains {format_count(saved, 'parameter')}, this"
+        f" optimizer has {count:,}, and"
         f" they are not the same: {there} of the run is {here} here. Give it the same model"
         " in the same order, or another directory."
     )
@@ -227,9 +229,9 @@ def _refuse_unknown(kept: Members, order: Sequence[torch.Tensor], names: Mapping
     if strange:
         told = [names.get(id(m.owner), f"number {m.number}") for m in strange[:5]]
         message = (
-            f"This optimizer trains {len(strange)} parameters that the run which is stored here"
-            f" does not ({', '.join(told)}). Give it the same model, or another directory; one that"
-            " is to be trained from now on is to be unfrozen behind resume()."
+            f"This optimizer trains {format_count(len(strange), 'parameter')} that the run which is"
+            f" stored here does not ({', '.join(told)}). Give it the same model, or another"
+            " directory; one that is to be trained from now on is to be unfrozen behind resume()."
         )
         raise OptionError(message)
 
