@@ -66,6 +66,20 @@ def test_lazy_modules_are_refused_by_stow() -> None:
         stow(nn.Sequential(nn.LazyLinear(3)), AdamW)
 
 
+class Packed(nn.Parameter):
+    """As quantised weights are: bytes, and what unpacks them beside."""
+
+
+def test_frozen_weights_of_a_class_are_not_sharded() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.packed = Packed(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(OptionError, match="packed is a Packed, and FSDP2 makes a DTensor of it"):
+        stow(model, AdamW, plan=Plan(parameters="disk"))
+    _, optimizer = stow(model, AdamW, plan=Plan())
+    assert type(model.packed) is Packed
+    optimizer.close()
+
+
 def test_what_fsdp2_cannot_shard_for_its_strides() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
     with pytest.raises(OptionError, match=r"0\.weight .* is not contiguous, which FSDP2"):

@@ -7,6 +7,8 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.engine.units import Unit
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 def check_shardable(units: Iterable[Unit]) -> None:
     """Raise OptionError for parameters that FSDP2 refuses, or only at the first step."""
@@ -21,6 +23,13 @@ def check_shardable(units: Iterable[Unit]) -> None:
                 message = (
                     f"{name} has no elements (shape {tuple(parameter.shape)}), and FSDP2 cannot"
                     " reduce a gradient of none: leave the parameter out."
+                )
+                raise OptionError(message)
+            if type(parameter) not in _PLAIN and not hasattr(parameter, "fsdp_pre_all_gather"):
+                message = (
+                    f"{name} is a {type(parameter).__name__}, and FSDP2 makes a DTensor of it, that"
+                    " lacks what the class knows (how to unpack its bytes, say). Place the model"
+                    " whole, on one rank with its parameters where they are computed with."
                 )
                 raise OptionError(message)
             if not parameter.is_contiguous():

@@ -130,9 +130,9 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return landed
 
 
-def gradient_in_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return what ``gradient_of`` returned as one run of elements, as the parameter's memory is."""
-    return in_order(gradient, order_of(shard_of(parameter))).contiguous()
+def gradient_in_order(shard: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return what ``gradient_of`` returned as one run of elements, in the order of the shard's."""
+    return in_order(gradient, order_of(shard)).contiguous()
 
 
 def has_left(parameter: torch.Tensor) -> bool:

@@ -78,12 +78,13 @@ def collect(
                 continue
             if member is None and not takes(parameter):
                 continue
+            shard = shard_of(parameter)
             if member is not None:
-                member.shard = shard_of(parameter)
+                member.shard = shard
             check_due(groups, group, index, member)
             if member is None:
                 strangers.append(parameter)
-            due.append((group, parameter, gradient_in_order(parameter, gradient)))
+            due.append((group, parameter, gradient_in_order(shard, gradient)))
     return due, strangers
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.landed import WAYS_OUT, LandedGradient, refuse_used
-from tensorstow.optim.shards import gradient_in_order, gradient_of
+from tensorstow.optim.shards import gradient_in_order, gradient_of, shard_of
 
 
 class LandedGradients:
@@ -79,7 +79,7 @@ class LandedGradients:
             return
         if isinstance(gradient, LandedGradient):
             refuse_used("A parameter")
-        contiguous = gradient_in_order(parameter, gradient.detach())
+        contiguous = gradient_in_order(shard_of(parameter), gradient.detach())
         stand_in = LandedGradient(whole)
         parameter.grad = stand_in
         self._stand_ins.append((parameter, stand_in))
