@@ -5,6 +5,7 @@ byte "offloaded" there stays in memory, so it is never chosen and never accepted
 """
 
 import contextlib
+import errno as codes
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tensorstow.base.errors import DirectoryError
+from tensorstow.base.errors import DirectoryError, advice_for
 from tensorstow.base.sizes import format_bytes
 
 logger = logging.getLogger("tensorstow")
@@ -40,6 +41,8 @@ class DirectoryFacts:
     """A file could be created here just now."""
     free_bytes: int
     """What an unprivileged user may still write."""
+    refusal: int = 0
+    """What the system said where no file could be created, as an errno."""
 
 
 class _Mount(NamedTuple):
@@ -54,25 +57,29 @@ def inspect_directory(
     """Find out about ``path``, or raise DirectoryError where there is no such directory."""
     resolved = Path(path).expanduser().resolve()
     try:
-        if not resolved.is_dir():
-            found = "is not a directory" if resolved.exists() else "does not exist"
-            message = f"Directory {resolved} was asked for but {found}. Create it or name another."
-            raise DirectoryError(message)
-        space = os.statvfs(resolved)
-    except PermissionError as error:
+        is_directory, is_there = resolved.is_dir(), resolved.exists()
+        space = os.statvfs(resolved) if is_directory else None
+    except OSError as error:
+        code = error.errno or codes.EIO
         message = (
-            f"Directory {resolved} was asked for but cannot be looked at: {error.strerror}."
-            " Allow this user in, or name another."
+            f"Directory {resolved} was asked for but cannot be looked at: {os.strerror(code)}."
+            f" {advice_for(code)}"
         )
         raise DirectoryError(message) from error
+    if space is None:
+        found = "is not a directory" if is_there else "does not exist"
+        message = f"Directory {resolved} was asked for but {found}. Create it or name another."
+        raise DirectoryError(message)
     mount = _mount_of(resolved, mountinfo)
+    refusal = _try_to_create_file(resolved)
     return DirectoryFacts(
         path=resolved,
         filesystem=mount.filesystem,
         device=mount.device,
         is_memory_backed=_is_memory(mount),
-        is_writable=_can_create_file(resolved),
+        is_writable=not refusal,
         free_bytes=space.f_bavail * space.f_frsize,
+        refusal=refusal,
     )
 
 
@@ -116,8 +123,8 @@ def _made(path: Path, made: list[Path]) -> DirectoryFacts:
         pass  # a link to nowhere: the check below says so
     except OSError as error:
         message = (
-            f"Directory {path} was asked for and cannot be made: {error.strerror}. Name one where"
-            " this user may write."
+            f"Directory {path} was asked for and cannot be made: {error.strerror}."
+            f" {advice_for(error.errno or codes.EIO)}"
         )
         raise DirectoryError(message) from error
     facts = check_directory(path)
@@ -166,22 +173,28 @@ def default_candidates(environ: Mapping[str, str] = os.environ) -> list[Path]:
 def _objection(facts: DirectoryFacts, needed_bytes: int) -> str | None:
     if facts.is_memory_backed:
         return f"is {facts.filesystem} on {facts.device}: what is written there stays in RAM"
-    if not facts.is_writable:
-        return "no file can be created in it (read-only, or not this user's)"
+    # A full one may hold a run that is to be read: who needs room there asks for it.
+    is_full = facts.refusal in {codes.ENOSPC, codes.EDQUOT} and not needed_bytes
+    if not facts.is_writable and not is_full:
+        if facts.refusal in {codes.EACCES, codes.EPERM, codes.EROFS}:
+            return "no file can be created in it (read-only, or not this user's)"
+        why = f"{os.strerror(facts.refusal)}. {advice_for(facts.refusal)}".rstrip(".")
+        return f"no file can be created in it: {why}"
     if facts.free_bytes < needed_bytes:
         free, needed = format_bytes(facts.free_bytes), format_bytes(needed_bytes)
         return f"has {free} free where {needed} are needed"
     return None
 
 
-def _can_create_file(path: Path) -> bool:
+def _try_to_create_file(path: Path) -> int:
+    """Return 0 where a file can be created in ``path``, else the errno that says why not."""
     # Tried, not asked: root passes every permission check, also on a read-only filesystem.
     # The file never has a name where the filesystem can do that, and loses it at once elsewhere.
     try:
         with tempfile.TemporaryFile(dir=path):
-            return True
-    except OSError:
-        return False
+            return 0
+    except OSError as error:
+        return error.errno or codes.EIO
 
 
 def _is_memory(mount: _Mount) -> bool:

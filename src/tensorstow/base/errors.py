@@ -27,6 +27,8 @@ says three things: what was asked, what was found, what to do.
 
 import errno as codes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _ADVICE = {
     0: "The file ended early: something else truncated or replaced it. Start from fresh files.",
@@ -130,6 +132,27 @@ class UnlinkedError(StoreError, OSError):
 
 class DamageError(StoreError, OSError):
     """Bytes were read that are not those that were written."""
+
+
+@contextmanager
+def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise DirectoryError for what the system refuses inside, where nothing more is known of it.
+
+    ``asked``: what was asked for, of ``path``, as the begin of a sentence.
+    """
+    try:
+        yield
+    except StowError:
+        raise
+    except OSError as error:
+        code = error.errno or codes.EIO
+        found = error.filename or path
+        where = "" if os.fspath(found) == os.fspath(path) else f" ({found})"
+        message = (
+            f"{asked} {os.fspath(path)} was asked for: {os.strerror(code)}{where}."
+            f" {advice_for(code)}"
+        )
+        raise DirectoryError(message) from error
 
 
 class TransferError(StowError, OSError):

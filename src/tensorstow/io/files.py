@@ -19,6 +19,7 @@ from tensorstow.base.errors import (
     OptionError,
     TransferError,
     advice_for,
+    named,
 )
 from tensorstow.base.sizes import format_bytes
 
@@ -160,8 +161,9 @@ def scratch_file(engine: _native.Engine, directory: Path, nbytes: int) -> File:
     facts = check_directory(directory, nbytes)
     fd = open_unnamed(facts.path)
     try:
-        reserve(fd, facts.path, nbytes)
-        direct = _go_direct(fd)
+        with named("A scratch file in", facts.path):
+            reserve(fd, facts.path, nbytes)
+            direct = _go_direct(fd)
     except BaseException:
         os.close(fd)
         raise
@@ -193,7 +195,8 @@ def open_file(engine: _native.Engine, path: Path) -> File:
         message = f"File {path} was asked for: {error.strerror}. {advice_for(error.errno or 0)}"
         raise DirectoryError(message) from error
     try:
-        direct = _go_direct(fd, _reads_a_block)
+        with named("File", path):
+            direct = _go_direct(fd, _reads_a_block)
     except BaseException:
         os.close(fd)
         raise
@@ -204,10 +207,16 @@ def open_file(engine: _native.Engine, path: Path) -> File:
 
 def accepts_direct(directory: Path) -> bool:
     """Return whether files in ``directory`` can bypass the page cache."""
-    fd = open_unnamed(directory)
     try:
-        os.ftruncate(fd, ALIGN)
-        return _go_direct(fd)
+        fd = open_unnamed(directory)
+    except DirectoryError as error:
+        if _is_full(error.__cause__):
+            return True  # nothing can be tried: whoever opens a file of a full disk tries that
+        raise
+    try:
+        with named("A scratch file in", directory):
+            os.ftruncate(fd, ALIGN)
+            return _go_direct(fd)
     finally:
         os.close(fd)
 
@@ -236,7 +245,7 @@ def open_unnamed(directory: Path) -> int:
 def _directory_error(directory: Path, error: OSError) -> DirectoryError:
     message = (
         f"A scratch file was asked for in {directory}: {error.strerror}."
-        " Name a directory that this user may write to."
+        f" {advice_for(error.errno or codes.EIO)}"
     )
     return DirectoryError(message)
 
@@ -251,9 +260,11 @@ def reserve(fd: int, directory: Path, nbytes: int) -> None:
     if code == 0:
         return
     if code in {codes.EOPNOTSUPP, codes.ENOSYS}:
-        os.ftruncate(fd, nbytes)
+        with named(f"{format_bytes(nbytes)} of space in", directory):
+            os.ftruncate(fd, nbytes)
         return
-    free = os.statvfs(directory)
+    with named(f"{format_bytes(nbytes)} of space in", directory):
+        free = os.statvfs(directory)
     message = (
         f"{format_bytes(nbytes)} of space were asked for in {directory}:"
         f" {os.strerror(code)} ({format_bytes(free.f_bavail * free.f_frsize)} free)."
@@ -274,10 +285,16 @@ def _go_direct(fd: int, try_a_block: Callable[[int], bool] | None = None) -> boo
         if _native.direct_alignment(fd) <= ALIGN and moves(fd):
             return True
     except OSError as error:
+        if _is_full(error):
+            return True  # direct I/O was taken, and no block is left to write
         if error.errno not in {codes.EINVAL, codes.EOPNOTSUPP}:
             raise
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return False
+
+
+def _is_full(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in {codes.ENOSPC, codes.EDQUOT}
 
 
 def _moves_a_block(fd: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Self
 
 import torch
 
-from tensorstow.base.errors import DirectoryError, TransferError
+from tensorstow.base.errors import DirectoryError, TransferError, named
 from tensorstow.io.files import open_unnamed, reserve
 
 ALIGN = 64
@@ -106,7 +106,7 @@ class Mapped:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Map a file that exists; what is written to the memory stays in this process."""
-        with path.open("rb") as file:
+        with named("File", path), path.open("rb") as file:
             return cls(file.fileno(), os.fstat(file.fileno()).st_size, mmap.ACCESS_COPY)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -163,8 +163,9 @@ def _cannot_make(path: Path, error: OSError) -> DirectoryError:
 
 
 def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with named("A file that outlives a power loss in", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

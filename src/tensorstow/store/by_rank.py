@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, named
 from tensorstow.base.sizes import format_count
 from tensorstow.store.manifest import MANIFEST_NAME
 
@@ -44,10 +44,12 @@ def _ranks(world: int) -> str:
 
 
 def _has_store(directory: Path) -> bool:
-    return (directory / MANIFEST_NAME).exists()
+    with named("Directory", directory):
+        return (directory / MANIFEST_NAME).exists()
 
 
 def _ranks_in(base: Path) -> list[tuple[int, int, Path]]:
     """Return number of ranks, rank and directory of each store of a rank, in that order."""
-    found = [(match, path) for path in base.glob("rank-*") if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(m[2]), int(m[1]), path) for m, path in found if _has_store(path))
+    with named("Directory", base):
+        found = [(m, path) for path in base.glob("rank-*") if (m := _NAME.fullmatch(path.name))]
+        return sorted((int(m[2]), int(m[1]), path) for m, path in found if _has_store(path))

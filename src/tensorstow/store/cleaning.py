@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensorstow.base.directories import inspect_directory
-from tensorstow.base.errors import LockedError
+from tensorstow.base.errors import LockedError, named
 from tensorstow.store.barriers import SystemDisk
 from tensorstow.store.datafiles import PATTERN, Label, read_label
 from tensorstow.store.lock import LOCK_NAME, DirectoryLock
@@ -39,6 +39,12 @@ def hold_dead_run(directory: Path) -> Iterator[Cleaning]:
     Raises StoreFormatError where there is no store, LockedError where its run is live.
     """
     first = inspect_directory(directory).path
+    with named("The removal of the store in", first), _hold(first) as cleaning:
+        yield cleaning
+
+
+@contextmanager
+def _hold(first: Path) -> Iterator[Cleaning]:
     with read_only(first) as (connection, holder):
         if holder is not None:
             message = (

@@ -24,8 +24,15 @@ class DirectoryLock:
     def __init__(self, directory: Path) -> None:
         """Take it, or raise LockedError saying who has it."""
         self.path = directory / LOCK_NAME
-        deadline = time.monotonic() + _PATIENCE_SECONDS
         self._fd = -1
+        try:
+            self._take(directory)
+        except BaseException:
+            self.release()
+            raise
+
+    def _take(self, directory: Path) -> None:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while not self._try():
             if time.monotonic() > deadline:
                 message = (
@@ -45,7 +52,6 @@ class DirectoryLock:
     def _check_is_ours(self) -> None:
         found = os.pread(self._fd, 4, 0)
         if found not in {b"", b"pid "}:
-            self.release()
             message = (
                 f"The lock {self.path} was asked for and there is another program's file of that"
                 " name. It was not touched: name another directory."
@@ -70,7 +76,7 @@ class DirectoryLock:
         with forks.guard:
             self._fd = _open(self.path)
             forks.abandon_in_children(self)
-        if _lock(self._fd, fcntl.LOCK_EX) and _is_named(self._fd, self.path):
+        if _lock(self._fd, fcntl.LOCK_EX, self.path) and _is_named(self._fd, self.path):
             return True
         self.release()
         return False
@@ -90,7 +96,7 @@ def peek(directory: Path) -> Iterator[str | None]:
         yield None  # no lock was ever taken here
         return
     try:
-        yield None if _lock(fd, fcntl.LOCK_SH) else read_holder(path)
+        yield None if _lock(fd, fcntl.LOCK_SH, path) else read_holder(path)
     finally:
         os.close(fd)
 
@@ -117,15 +123,15 @@ def _open(path: Path) -> int:
         raise DirectoryError(message) from error
 
 
-def _lock(fd: int, kind: int) -> bool:
+def _lock(fd: int, kind: int, path: Path) -> bool:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in {codes.EWOULDBLOCK, codes.EACCES}:
             return False
         message = (
-            f"A lock was asked for and the filesystem gives none ({error.strerror}): two runs could"
-            " write to one store. Name a directory on a filesystem with flock."
+            f"The lock {path} was asked for and the filesystem gives none ({error.strerror}): two"
+            " runs could write to one store. Name a directory on a filesystem with flock."
         )
         raise DirectoryError(message) from error
     return True

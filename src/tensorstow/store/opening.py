@@ -1,6 +1,5 @@
 """How a store's parts are opened or made, in an order that a crash at any point leaves openable."""
 
-import errno as codes
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import tensorstow._native as _native
 from tensorstow.base.directories import check_directory
-from tensorstow.base.errors import DirectoryError, OptionError, StowError, advice_for
+from tensorstow.base.errors import OptionError, named
 from tensorstow.io.files import File
 from tensorstow.store.barriers import Disk
 from tensorstow.store.datafiles import (
@@ -48,7 +47,7 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) 
         message = f"A store was asked for in {[str(d) for d in directories]}: name each once."
         raise OptionError(message)
     links = Links()
-    with ExitStack() as resources, _told_of(paths[0]):
+    with ExitStack() as resources, named("The store in", paths[0]):
         for path in paths:
             lock = DirectoryLock(path)
             resources.callback(lock.release)
@@ -105,17 +104,3 @@ def _closed_unless_well(files: tuple[File, ...]) -> Iterator[tuple[File, ...]]:
         for file in files:
             file.close()
         raise
-
-
-@contextmanager
-def _told_of(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except StowError:
-        raise
-    except OSError as error:
-        message = (
-            f"A store was asked for in {directory}: {error.strerror} ({error.filename})."
-            f" {advice_for(error.errno or codes.EIO)}"
-        )
-        raise DirectoryError(message) from error

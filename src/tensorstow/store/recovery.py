@@ -4,7 +4,6 @@ The old one is kept beside it. Nothing in the data files is touched but their he
 manifest does not speak of is free from then on.
 """
 
-import errno as codes
 import shutil
 import sqlite3
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tensorstow.base.directories import inspect_directory
-from tensorstow.base.errors import DirectoryError, StoreFormatError, StowError, advice_for
+from tensorstow.base.errors import StoreFormatError, StowError, named
 from tensorstow.store.barriers import SystemDisk
 from tensorstow.store.datafiles import check_files, data_path, read_label
 from tensorstow.store.heads import Head, find_head, put_head
@@ -64,7 +63,7 @@ def hold_recovery(directories: Sequence[Path]) -> Iterator[Recovery]:
     is no store, LockedError where its run is live.
     """
     first, *others = (inspect_directory(directory).path for directory in directories)
-    with ExitStack() as resources, _told_of(first):
+    with named("A recovery of the store in", first), ExitStack() as resources:
         label = read_label(data_path(first, 0)) if data_path(first, 0).is_file() else None
         if label is None:
             message = (
@@ -93,7 +92,7 @@ def hold_recovery(directories: Sequence[Path]) -> Iterator[Recovery]:
 def recover(found: Recovery) -> None:
     """Make a manifest of what is whole; call it while ``found`` is held."""
     first, disk = found.directories[0], SystemDisk()
-    with _told_of(first):
+    with named("A recovery of the store in", first):
         new = first / _NEW_NAME
         for path in (new, new.with_name(f"{_NEW_NAME}-journal")):
             path.unlink(missing_ok=True)
@@ -173,17 +172,3 @@ def _find_damage(
     except (StowError, *MALFORMED) as error:
         return str(error)
     return None
-
-
-@contextmanager
-def _told_of(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except StowError:
-        raise
-    except OSError as error:
-        message = (
-            f"A recovery was asked for in {directory}: {error.strerror} ({error.filename})."
-            f" {advice_for(error.errno or codes.EIO)}"
-        )
-        raise DirectoryError(message) from error

@@ -24,6 +24,7 @@ from tensorstow.base.errors import (
     SyncError,
     UnlinkedError,
     advice_for,
+    named,
 )
 from tensorstow.io.files import File
 from tensorstow.store.barriers import Disk, SystemDisk
@@ -78,7 +79,8 @@ class Store:
         """
         parts = open_parts(directories, engine, disk or SystemDisk())
         try:
-            return cls(parts)
+            with named("The store in", parts.files[0].path.parent):
+                return cls(parts)
         except BaseException:
             parts.resources.close()
             raise

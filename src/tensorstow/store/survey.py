@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from tensorstow.base.directories import inspect_directory
-from tensorstow.base.errors import StoreFormatError
+from tensorstow.base.errors import StoreFormatError, named
 from tensorstow.store.datafiles import Label, data_path, read_label
 from tensorstow.store.lock import peek
 from tensorstow.store.manifest import MANIFEST_NAME
@@ -75,7 +75,7 @@ def survey(directory: Path) -> Survey:
     Raises StoreFormatError where there is none.
     """
     path = inspect_directory(directory).path
-    with read_only(path) as (connection, holder):
+    with named("The store in", path), read_only(path) as (connection, holder):
         summaries = read_summaries(connection)
         used = _used_bytes(read_extents(connection))
         run = read_meta(connection, "run")
