@@ -65,11 +65,12 @@ class Updating:
         return not overflow
 
     def _step(self, factor: float, *, overflow: bool) -> None:
-        """Step as ``torch.amp.GradScaler`` does, which tells an optimizer by two attributes.
+        """Step as ``torch.amp.GradScaler`` does, which tells an optimizer by attributes.
 
+        But not by its own for the scale, which asks for gradients without it: these are dropped.
         Ranks need not ask each other for overflows: they have the same norm.
         """
-        told = {} if factor == 1.0 else {"grad_scale": torch.tensor(factor)}
+        told: dict[str, Any] = {} if factor == 1.0 else {"_loss_scale": factor}
         if overflow:
             told["found_inf"] = torch.tensor(1.0)
         for name, value in told.items():

@@ -47,6 +47,7 @@ from tensorstow.optim.states.memory import StateMemory
 from tensorstow.optim.states.pipeline import TraceEvent, Traffic
 from tensorstow.optim.states.state_store import StateStore
 from tensorstow.optim.states.stowage import Stowage
+from tensorstow.optim.unscaling import unscale, unscaled
 from tensorstow.optim.updates import (
     Due,
     Turn,
@@ -604,24 +605,25 @@ class StowedAdam(Optimizer):
         """Update by the gradients divided by ``divisor``, by a GradScaler's scale, and clipped."""
         self._states().pipeline.check_alive()  # also where there is no gradient to step by
         found_inf = getattr(self, "found_inf", None)
-        scale = getattr(self, "grad_scale", None)
-        clip = self._core.clip_factor_of_now()
-        factor = clip / (divisor * (1.0 if scale is None else float(scale)))
+        given = getattr(self, "grad_scale", None)
+        scale = 1.0 if given is None else float(given)
+        factor = self._core.clip_factor_of_now() / (divisor * getattr(self, "_loss_scale", 1.0))
         if isinstance(self._schedule, BesideBackward):
-            options.refuse_scaling(found_inf, factor)
+            options.refuse_scaling(found_inf, factor / scale)
             self._end_open_step(self._schedule)
         elif found_inf is None or not anywhere(
             list(self._parameters()), here=bool(found_inf.item())
         ):
             self._settle_step()
-            self._take_step(self._schedule, factor)
+            self._take_step(self._schedule, factor, scale)
         else:
+            unscale(self._parameters(), scale)
             self._count_step()
         if self._commits.requested and self._ranks.alone:
             self._commit()
 
-    def _take_step(self, schedule: AtOnce | BesideForward, factor: float) -> None:
-        dues = self._collect()
+    def _take_step(self, schedule: AtOnce | BesideForward, factor: float, scale: float) -> None:
+        dues = unscaled(self._collect(), scale)
         commits = self._begin_step()
         self._kept().refresh(whole=commits)
         if not dues and commits:
@@ -631,7 +633,7 @@ class StowedAdam(Optimizer):
         with self._commits.telling(commits=commits), pipeline.whole_step(turn):
             if turn is not None:
                 schedule.run(turn, self._kept(), self.state)
-            self._update_elsewhere(factor)
+            self._update_elsewhere(factor / scale)
             self._count_step()
         self._commit_step(commits=commits)
 

@@ -30,6 +30,8 @@ class Due:
     member: Member
     gradient: torch.Tensor | None
     """Contiguous; None where it is still to come."""
+    scale: float = 1.0
+    """By which the update divides it ([Note: Unscaling])."""
 
     @property
     def on_host(self) -> torch.Tensor | None:
@@ -122,13 +124,13 @@ def make_turn(dues: list[Due], kept: Members, states: States, factor: float) -> 
         for due in dues
     ]
     rows = [_row_of_bystander(member) for member in kept.all()]
-    table: dict[tuple[int, float], int] = {}
+    table: dict[tuple[int, float, float], int] = {}
     scalars: list[tuple[float, ...]] = []
     for due, count in zip(dues, counts, strict=True):
-        key = (id(due.group), count.item() + 1.0)
+        key = (id(due.group), count.item() + 1.0, due.scale)
         if key not in table:
             table[key] = len(scalars)
-            scalars.append(_scalar_row(due.group, int(key[1]), factor))
+            scalars.append(_scalar_row(due.group, int(key[1]), factor / due.scale))
         # Where the updater runs, all the pipeline asks is whether there is one.
         gradient = due.on_host if kept.updater is None else due.gradient
         row = _row(due.member, gradient, kept.store, table[key], int(key[1]))
