@@ -28,7 +28,8 @@ test: $(DONE)/test native-tests ## Set everything up and run every test, in TEST
 
 KILLS ?= 300
 
-soak: $(DONE)/test ## Kill training runs KILLS times (300) and compare each with one never killed
+soak: $(DONE)/test ## Attack files and system calls, then kill training runs, KILLS times (300) each
+	PYTHONPATH=tests $(BIN)/python -m attacks.soak $(KILLS)
 	PYTHONPATH=tests $(BIN)/python -m crash.soak $(KILLS)
 
 gpu-test: $(DONE)/test ## Run what needs an accelerator (skipped without one)

@@ -144,7 +144,7 @@ class Plan:
         """Read a plan; raises OptionError for what is no JSON object or has other names."""
         try:
             given = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             message = f"A plan is a JSON object, as to_json() writes it: {error}."
             raise OptionError(message) from error
         if not isinstance(given, dict):

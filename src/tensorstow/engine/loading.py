@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tensorstow.base.errors import StoreFormatError
@@ -42,7 +43,7 @@ class Files:
         self._of: dict[str, Path] = {}
         shapes: dict[str, Sequence[int]] = {}
         for file in _files(Path(path)):
-            with safe_open(file, framework="pt") as opened:
+            with _opened(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  # no mapping
                     self._of[name] = file
                     shapes[name] = opened.get_slice(name).get_shape()
@@ -80,7 +81,7 @@ class Files:
                 made = origin.make(self._whole)
                 return (made[start:stop] if like.ndim else made).to(like.dtype)
             source = origin.sources[0]
-            with safe_open(self._of[source], framework="pt") as file:
+            with _opened(self._of[source]) as file:
                 part: torch.Tensor = (
                     file.get_slice(source)[start:stop] if like.ndim else file.get_tensor(source)
                 )
@@ -89,7 +90,7 @@ class Files:
         return read
 
     def _whole(self, source: str) -> torch.Tensor:
-        with safe_open(self._of[source], framework="pt") as file:
+        with _opened(self._of[source]) as file:
             whole: torch.Tensor = file.get_tensor(source)
             return whole
 
@@ -99,13 +100,43 @@ def _files(path: Path) -> list[Path]:
         return [path]
     index = path / _INDEX
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return [path / name for name in sorted(names)]
+        return _indexed(index)
     found = sorted(path.glob("*.safetensors"))
     if not found:
         message = f"{path} is neither a safetensors file nor a directory that has some."
         raise StoreFormatError(message)
     return found
+
+
+def _indexed(index: Path) -> list[Path]:
+    """Return the files that an index names, which lie beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        message = (
+            f"{index} was to say which files the weights are in, and cannot be read ({error!r})."
+            " Take the original."
+        )
+        raise StoreFormatError(message) from error
+    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if strange:
+        message = f"{index} names {strange[0]!r}, which is no file beside it. Take the original."
+        raise StoreFormatError(message)
+    return [index.with_name(name) for name in names]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; raise StoreFormatError where it is none, or not there."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError, ValueError) as error:
+        message = (
+            f"{file} was to be read as safetensors: {error}. It is another kind of file, or its"
+            " copy was cut short: take the original."
+        )
+        raise StoreFormatError(message) from error
 
 
 def of_tensor(whole: torch.Tensor) -> Rows:

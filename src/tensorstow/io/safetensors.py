@@ -102,7 +102,7 @@ def read_table(path: Path) -> Table:
         entries = {n: _entry(_object(row, f"{n!r}"), 8 + length) for n, row in rows.items()}
     except ValueError as error:
         raise _malformed(path, f"its table cannot be read: {error}") from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         raise _malformed(path, f"its table cannot be read ({error!r})") from error
     _check_extent(path, entries, 8 + length, nbytes)
     return Table(entries, metadata, length.to_bytes(8, "little") + text, nbytes)

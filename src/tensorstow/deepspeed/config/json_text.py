@@ -64,6 +64,9 @@ def parse(text: str, name: str) -> dict[str, Any]:
         except json.JSONDecodeError as error:
             slips.append(_slip(meant, error))
             meant = slips[-1].meant
+        except RecursionError as error:
+            message = f"{name} is nested more deeply than any configuration. Take the original."
+            raise OptionError(message) from error
         else:
             break
     if slips:

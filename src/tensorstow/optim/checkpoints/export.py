@@ -142,7 +142,7 @@ def _saved_groups(
             plain, lambda i: tensors.pop(f"{_HYPER}.{i}").clone()
         )
         return [{**group, "params": list(group["params"])} for group in saved]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         message = (
             f"The parameter groups in {path} cannot be read ({error!r}): something else wrote its"
             " metadata. Take the original."
