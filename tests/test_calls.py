@@ -81,6 +81,21 @@ def test_a_commit_in_a_handler_is_made_or_refused(overlap: str, tmp_path: Path) 
     assert all(map(torch.equal, found, weights(*plain)))
 
 
+def test_a_commit_in_a_handler_while_a_forward_waits(tmp_path: Path) -> None:
+    model, optimizer = made(tmp_path, "forward")
+    plain = made(None, "none")
+    told: list[int] = []
+    with handler(lambda: told.append(optimizer.commit())):
+        for number in range(1, 400, 4):
+            train(*plain, range(number, number + 1))
+            train(model, optimizer, range(number, number + 1))
+            if not at_event(number, by_signal, lambda: model(torch.ones(1, 5))):
+                break
+            assert all(map(torch.equal, weights(model, optimizer), weights(*plain)))
+    assert len(told) > 5
+    optimizer.close()
+
+
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_requested_commit_is_durable_when_the_step_is_over(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError, PoisonedError, StowError
-from tensorstow.base.signals import SignalsDeferred
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator import device
 from tensorstow.optim.accelerator.device import Link
@@ -247,8 +246,7 @@ class Members:
     def finish(self, numbers: Iterable[int] | None = None) -> None:
         """Let these parameters, or all, have their new weights for the caller's stream."""
         if self.ferry is not None:
-            with SignalsDeferred():  # it has many steps, and none of them may be taken twice
-                self.ferry.finish(numbers)
+            self.ferry.finish(numbers)
 
     def uses(self, number: int) -> bool:
         """Return whether the gradient of a parameter is still needed."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.signals import SignalsDeferred
 from tensorstow.optim.accelerator.ferry import Ferry
 from tensorstow.optim.members import Member, Members
 from tensorstow.optim.schedules.backward import LandedGradients
@@ -189,11 +190,14 @@ class BesideForward:
 
     def wait(self, kept: Members, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
-        if not self._under_way:
+        wanted = None if ids is None else list(ids)
+        under_way = self._under_way.keys()
+        if not under_way or (wanted is not None and under_way.isdisjoint(wanted)):
             return
-        # What we do with weights ourselves waits for nothing.
-        with self._lock, torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            self._wait(kept, ids)
+        # What we do with weights ourselves waits for nothing. Signals are the outer ones: a handler
+        # that commits waits for all, and may have to wait for another thread's call.
+        with SignalsDeferred(), self._lock, torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            self._wait(kept, wanted)
 
     def _wait(self, kept: Members, ids: Iterable[int] | None) -> None:
         wanted = list(self._under_way) if ids is None else [i for i in ids if i in self._under_way]
