@@ -287,7 +287,7 @@ def make_open_step(tmp_path: Path) -> Iterator[World]:
 @pytest.mark.parametrize("call", ["commit", "snapshot"])
 def test_an_open_step_is_ended_first(call: str, open_step: World) -> None:
     arguments = ["name"] if call == "snapshot" else []
-    with pytest.raises(OptionError, match=r"between backward and step\(\)"):
+    with pytest.raises(OptionError, match=r"backward has ended, and step\(\) was not called"):
         getattr(open_step.optimizer, call)(*arguments)
     open_step.optimizer.step()
     assert open_step.optimizer.commit() == 3
@@ -296,7 +296,7 @@ def test_an_open_step_is_ended_first(call: str, open_step: World) -> None:
 def test_an_open_step_is_given_up_for_what_is_resumed(open_step: World) -> None:
     with pytest.raises(OptionError, match="There are"):
         open_step.optimizer.resume("none")
-    with pytest.raises(OptionError, match=r"between backward and step\(\)"):
+    with pytest.raises(OptionError, match=r"backward has ended, and step\(\) was not called"):
         open_step.optimizer.commit()  # what was refused has ended nothing
     assert open_step.resume() == 2
     assert differing(open_step.facts(), undisturbed("split")[2]) == []

@@ -392,7 +392,7 @@ def test_names_of_parameters_come_with_the_error() -> None:
     ("options", "error"),
     [
         ({"states": 1.5}, OptionError),
-        ({"states": "disk", "dir": "/nonexistent/run"}, DirectoryError),
+        ({"states": "disk", "dir": "/proc/nonexistent"}, DirectoryError),
         ({"states": "disk", "dir": "/dev/shm"}, DirectoryError),
         ({"states": "disk", "ram_budget": "1KiB"}, BudgetError),
         ({"states": "disk", "ram_budget": "much"}, OptionError),

@@ -18,6 +18,7 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DamageError, OptionError, PoisonedError
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator.updater import MOST_SLOTS, Updater
+from tensorstow.optim.run import Interval
 from tensorstow.optim.states.layout import parts_of
 from tensorstow.optim.states.pipeline import UpdatePipeline
 from tensorstow.optim.stowed import StowedAdam
@@ -224,10 +225,11 @@ def test_a_step_that_commits_brings_fp32_weights_down(
 
 
 def stored(directory: Path, **given: Any) -> Net:  # noqa: ANN401
-    """Train 3 steps in a store that commits every second; return the net."""
+    """Train 3 steps in a store that commits every second, and stop; return the net."""
     net = Net(torch.bfloat16)
     optimizer = make(net, dir=directory, commit_every=2, **given)
     train(net, optimizer, 3)
+    optimizer._commits.every = Interval()  # as a stop of the process: the third step is lost
     optimizer.close()
     return net
 
