@@ -10,6 +10,7 @@ from torch import nn, optim
 from parity.piecewise import MATRICES, Pair, pair
 from tensorstow import StowedOptimizer
 from tensorstow.base.errors import OptimizerError, OptionError, PoisonedError
+from tensorstow.optim.piecewise.turn import Values, copied, options_of
 
 SHAPES = ((130, 200), (70, 90), (8, 8), (5,))
 
@@ -279,3 +280,71 @@ def test_names_in_chunks(tmp_path: Path) -> None:
     assert both.ours.plan()[0].how == "chunks"
     both.step(2)
     both.assert_same()
+
+
+class ByLoss(Base):
+    """Steps the less, the larger the loss is."""
+
+    calls = 1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401
+        self.loss = 0.0
+        if closure is not None:
+            for _ in range(self.calls):
+                with torch.enable_grad():
+                    self.loss = float(closure())
+        super().step()
+        return self.loss
+
+    def counted(self, group: dict[str, Any]) -> float:
+        del group
+        return 1 / (1 + self.loss)
+
+
+class ByLossTwice(ByLoss):
+    calls = 2
+
+
+def test_the_loss_of_a_closure_is_handed_on() -> None:
+    both = [torch.nn.ParameterList([torch.ones(shape) for shape in SHAPES]) for _ in range(2)]
+    stowed = StowedOptimizer(ByLoss, both[1], per_parameter=True, states="disk")
+    evaluated = []
+
+    def closure(parameters: nn.ParameterList) -> torch.Tensor:
+        loss = sum((p.square().mean() for p in parameters), torch.zeros(()))
+        loss.backward()
+        evaluated.append(parameters)
+        return loss.detach()
+
+    for optimizer, parameters in zip((ByLoss(both[0]), stowed), both, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            assert optimizer.step(lambda given=parameters: closure(given)) > 0
+    assert len(evaluated) == 6
+    assert all(torch.equal(p, q) for p, q in zip(*both, strict=True))
+    stowed.close()
+
+
+def test_a_closure_that_is_called_twice_is_refused() -> None:
+    parameter = torch.ones(8, requires_grad=True)
+    stowed = StowedOptimizer(ByLossTwice, [parameter], per_parameter=True, states="disk")
+    parameter.grad = torch.ones(8)
+    with pytest.raises(OptimizerError, match="ByLossTwice calls its closure several times"):
+        stowed.step(lambda: 1.0)
+    assert torch.equal(parameter, torch.ones(8))
+    stowed.close()
+
+
+def test_a_piece_takes_no_long_look_at_other_groups() -> None:
+    """Groups with one parameter each: what is asked of each group with each piece is little."""
+    parameters = [torch.ones(64, 64, requires_grad=True) for _ in range(24)]
+    groups = [{"params": [p], "lr": 0.1, "betas": (0.9, 0.99)} for p in parameters]
+    values = Values([options_of(group) for group in groups], {}, {})
+    lent = copied(values)
+    assert lent.groups[0] is not groups[0]
+    assert lent.groups[0]["betas"] is groups[0]["betas"]  # equal by identity: nothing to compare
+    assert not values.differences(lent)
+    lent.groups[3]["betas"] = (0.9, 0.98)
+    lent.groups[4]["more"] = 1
+    assert values.differences(lent) == ["param_groups[3]['betas']", "param_groups[4]['more']"]

@@ -3,7 +3,7 @@
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,15 +108,17 @@ class Keeper:
         groups: Sequence[dict[str, Any]],
         state: MutableMapping[Any, Any],
         method: str = "step",
+        closure: Callable[[], Any] | None = None,
     ) -> None:
         """Update the parameters of ``jobs`` by the class's ``method``; writes run on behind.
 
-        ``groups`` are all that there are, and ``state`` is where users see states.
+        ``groups`` are all that there are, and ``state`` is where users see states. ``closure``
+        returns the loss that there is, to a class that looks at it.
         """
         with (
             self.lock,
             self._failing(BaseException),
-            self._stepper.turn(groups, state, method),
+            self._stepper.turn(groups, state, method, closure),
         ):
             visits = [(job, piece) for job in jobs for piece in job.member.pieces]
             ahead = self._read_ahead(visits, 0, 0)

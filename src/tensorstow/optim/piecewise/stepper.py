@@ -55,9 +55,10 @@ class Stepper:
             self._clear()
         self.threads = torch.get_num_threads()
         """Cuts are made for it, and results in 16 bits depend on it: for chunks it stays."""
-        self._call: Callable[[Optimizer], Any] = _unhooked(optimizer_class.step)
+        self._call: Callable[..., Any] = _unhooked(optimizer_class.step)
         self._hands_on = not keeps_nothing_over_all(optimizer_class)
         self._turn: Turn | None = None
+        self._closure: Callable[[], Any] | None = None
 
     @contextmanager
     def turn(
@@ -65,13 +66,17 @@ class Stepper:
         groups: Sequence[MutableMapping[str, Any]],
         state: MutableMapping[Any, Any],
         method: str = "step",
+        closure: Callable[[], Any] | None = None,
     ) -> Iterator[Turn | None]:
         """Let the runs inside be one call of ``method`` over all ``groups``.
 
         Behind it ``groups``, and ``state`` under keys that are no parameters, have what the call
-        made of them. None for classes that are known to keep nothing there.
+        made of them. None for classes that are known to keep nothing there. ``closure`` is given
+        to every run, which may call it once, and is not to evaluate anything again.
         """
         with self._opened(groups, state, method) as turn:
+            if turn is not None:
+                self._closure = closure
             yield turn
             if turn is not None:
                 if not turn.has_run:
@@ -96,7 +101,7 @@ class Stepper:
             yield turn
         finally:
             turn.close()
-            self._turn, self._call = outer, call
+            self._turn, self._call, self._closure = outer, call, None
 
     def changes_mode(
         self,
@@ -123,12 +128,31 @@ class Stepper:
             self._turn.begin(runs)
         try:
             with self._naming("took a step", OptimizerError):
-                self._call(inner)
+                if self._closure is None:
+                    self._call(inner)
+                else:
+                    self._call(inner, self._called_once(self._closure))
             if self._turn is not None:
                 self._turn.end()
             return [[inner.state.get(p, {}) for p, _ in run.entries] for run in runs]
         finally:
             self._clear()
+
+    def _called_once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``closure``, which raises OptimizerError when it is called again."""
+        calls = iter((closure,))
+
+        def call() -> Any:  # noqa: ANN401
+            for first in calls:
+                return first()
+            message = (
+                f"{self.optimizer_class.__name__} calls its closure several times in a step, and"
+                " stowed it has been evaluated once, before the step. Use the class as it is,"
+                " un-stowed, or call step() without a closure."
+            )
+            raise OptimizerError(message)
+
+        return call
 
     def first_entry(
         self, group: Mapping[str, Any], parameter: torch.Tensor, name: str | None
@@ -226,7 +250,7 @@ class Stepper:
         self.inner.state = defaultdict(dict)
 
 
-def _unhooked(step: Callable[..., Any]) -> Callable[[Optimizer], Any]:
+def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the step without torch's wrapper: its global hooks are for the user's step, once."""
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 

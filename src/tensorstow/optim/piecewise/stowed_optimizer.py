@@ -126,15 +126,17 @@ class StowedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step of the class; return once every parameter has its new value.
 
-        Writes of states run on behind it. Raises DTypeError for a gradient that cannot be used,
+        A class that is not torch's own may read the loss that ``closure`` returned, which is called
+        once. Writes of states run on behind. Raises DTypeError for a gradient that cannot be used,
         before anything is touched; TransferError where the disk failed, after which the optimizer
         refuses every further step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
+        if closure is None:
+            self._update()
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        self._update(lambda: loss)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -265,11 +267,11 @@ class StowedOptimizer(Optimizer):
 
     # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    def _update(self) -> None:
+    def _update(self, closure: Callable[[], float] | None = None) -> None:
         kept = self._kept()
         kept.live()
         with kept.lock:
-            self._take_turn("step", self._due())
+            self._take_turn("step", self._due(), closure)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _change_mode(self, mode: str) -> None:
@@ -280,7 +282,12 @@ class StowedOptimizer(Optimizer):
             if self._stepper.changes_mode(self.param_groups, self.state, mode):
                 self._take_turn(mode, [(g, p) for g, p in self._all() if p in self.state])
 
-    def _take_turn(self, method: str, due: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
+    def _take_turn(
+        self,
+        method: str,
+        due: Sequence[tuple[dict[str, Any], torch.Tensor]],
+        closure: Callable[[], float] | None = None,
+    ) -> None:
         kept = self._kept()
         kept.attach(due)
         names = {
@@ -295,7 +302,7 @@ class StowedOptimizer(Optimizer):
                 name = names.get(id(parameter))
                 jobs.append(Job(group, member, self.state.get(parameter, {}), name))
         if jobs or not keeps_nothing_over_all(self._stepper.optimizer_class):
-            kept.take_turn(jobs, self.param_groups, self.state, method)
+            kept.take_turn(jobs, self.param_groups, self.state, method, closure)
         for job in jobs:
             if job.resident or job.member.stows:  # SGD without momentum keeps nothing at all
                 self.state[job.member.parameter] = job.resident

@@ -15,6 +15,7 @@ import copy
 from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ _TORCHS = frozenset(
     }
 )
 """What torch.optim itself keeps in every optimizer."""
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
+"""Types of values that nobody can change: most of what groups say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class Values:
         found = [f"self.{name}" for name in _differing(self.own, other.own)]
         found += [f"self.state[{name!r}]" for name in _differing(self.state, other.state)]
         for number, (mine, others) in enumerate(zip(self.groups, other.groups, strict=True)):
+            if mine.keys() == others.keys() and all(map(is_, mine.values(), map(others.get, mine))):
+                continue  # nearly always; it is asked for every group with every piece
             names = [name for name in _differing(mine, others) if name not in PLAIN_LOOP]
             found += [f"param_groups[{number}][{name!r}]" for name in names]
         return found
@@ -173,20 +178,30 @@ def foreign(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def copied(value: Any) -> Any:  # noqa: ANN401
     """Return ``value`` with containers and tensors of its own; other objects are the same."""
+    if type(value) in _ATOMS:
+        return value
     if isinstance(value, Values):
         return Values(copied(value.groups), copied(value.own), copied(value.state))
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
         made = copy.copy(value)  # an OrderedDict, or a defaultdict with its factory
-        made.update({key: copied(item) for key, item in value.items()})
+        for key, item in value.items():
+            if type(item) not in _ATOMS:
+                made[key] = copied(item)
         return made
-    if isinstance(value, tuple):
-        items = [copied(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return [copied(item) for item in value]
+    if isinstance(value, tuple | list):
+        return _copied_items(value)
     return copy.copy(value) if isinstance(value, set | deque | bytearray) else value
+
+
+def _copied_items(value: Any) -> Any:  # noqa: ANN401
+    items = [copied(item) for item in value]
+    if isinstance(value, list):
+        return items
+    if all(map(is_, items, value)):
+        return value  # nobody can change it
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def same(a: Any, b: Any) -> bool:  # noqa: ANN401
