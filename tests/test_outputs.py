@@ -1,7 +1,10 @@
 """What modules return: found in any object, and no graph is gone through without its weights."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +110,77 @@ def trained(plan: Plan) -> None:
 @pytest.mark.parametrize("plan", [Plan(), FETCHED, Plan(stage=2)], ids=["host", "disk", "stage 2"])
 def test_a_model_that_returns_objects_trains_alike(ranks: Pool, plan: Plan, world: int) -> None:
     ranks(world).run(trained, plan)
+
+
+class Listed(list[object]):
+    """A list with a tensor in an attribute: FSDP2 looks at the items."""
+
+    seen: torch.Tensor
+
+
+def listed(seen: torch.Tensor) -> Listed:
+    made = Listed()
+    made.seen = seen
+    return made
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "deque": lambda seen: deque([seen]),
+    "subclass of list": listed,
+    "mapping": lambda seen: MappingProxyType({"seen": seen}),
+    "values": lambda seen: {"seen": seen}.values(),
+}
+
+
+def held_in(value: object) -> torch.Tensor:
+    if isinstance(value, Listed):
+        return value.seen
+    items: Any = value.values() if isinstance(value, Mapping) else value
+    (only,) = items
+    return found(only)
+
+
+class HeldIn(nn.Module):
+    """Blocks that return a tensor in a ``holder``."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(HOLDERS[holder]) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = held_in(block(x))
+        return x
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_tensors_are_found_in_holders_of_any_kind(holder: str) -> None:
+    alone, (model, optimizer) = HeldIn(holder), stowed(HeldIn(holder), PLANS[1])
+    for each in (alone, model):
+        loss(each, 0, 0).backward()
+    for got, want in zip(model.parameters(), alone.parameters(), strict=True):
+        gradient: Any = got.grad
+        assert want.grad is not None
+        assert torch.equal(gradient.full_tensor(), want.grad)
+    optimizer.close()
+
+
+def twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def once(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: found(model(x)).tanh().sum())(x).square().sum()
+
+    return torch.func.grad(once)(x)
+
+
+def test_what_torch_func_derives_twice_is_right_or_an_error() -> None:
+    alone, (model, optimizer) = Wrapped(), stowed(Wrapped(), PLANS[1])
+    x = torch.ones(2, SIZE)
+    assert torch.equal(twice(model, x), twice(alone, x))
+    slope = torch.func.grad(lambda x: found(model(x)).tanh().sum())(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        slope.square().sum().backward()
+    optimizer.close()
 
 
 def penalty(model: nn.Module) -> torch.Tensor:

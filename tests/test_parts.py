@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
@@ -53,6 +54,13 @@ class Words(nn.Module):
         super().__init__()
         self.words = nn.Embedding(5, 4)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.image = nn.Conv2d(2, 2, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        given: torch.Tensor = self.words(words)
+        for block in self.blocks:
+            given = block(given)
+        return given
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.words
@@ -74,8 +82,12 @@ class Words(nn.Module):
         (lambda model: model.to("meta"), "Cast before stow"),
         (lambda model: model.blocks[0].double(), "Cast before stow"),
         (lambda model: model.share_memory(), "shared"),
+        (lambda model: model.words.half(), "Cast before stow"),
+        (lambda model: model.image.to("meta"), "Cast before stow"),
+        (lambda model: copy.deepcopy(model.words), "full_tensor"),
+        (lambda model: model.to(memory_format=torch.channels_last), "laid out"),
     ],
-    ids=range(9),
+    ids=range(13),
 )
 def test_what_would_part_model_and_optimizer_is_refused(
     change: Callable[[nn.Module], object], words: str
@@ -89,4 +101,25 @@ def test_what_would_part_model_and_optimizer_is_refused(
         assert same is model
     assert model.resize_token_embeddings(5) is model.resize_token_embeddings() is model.words
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    optimizer.close()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_unit_may_be_called_before_the_model(
+    mode: Callable[[], AbstractContextManager[None]],
+) -> None:
+    plan = Plan(parameters="disk", states="disk")
+    made = Words()
+    given = partial(tensorstow.AdamW, lr=1e-2)
+    model, optimizer = tensorstow.stow(made, given, plan=plan, units=list(made.blocks))
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    with mode():
+        alone = model.blocks[0](torch.ones(2, 4))
+    wanted = nn.functional.linear(torch.ones(2, 4), kept["blocks.0.weight"], kept["blocks.0.bias"])
+    assert torch.equal(alone, wanted)
+    model(torch.arange(5)).sum().backward()
+    optimizer.step()
+    after = model.state_dict()
+    trained = {name for name, value in kept.items() if not torch.equal(value, after[name])}
+    assert trained == {name for name in kept if not name.startswith("image")}
     optimizer.close()

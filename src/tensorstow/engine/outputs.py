@@ -9,7 +9,8 @@ Weights are let go of behind a unit's backward, so what autograd records in a ba
 ``create_graph=True`` cannot be gone through: that is refused where such a backward begins.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, ValuesView
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from tensorstow.base.errors import OptionError
 
 _DEPTH = 8
 """How deep in objects within objects tensors are searched for."""
+_SEEN = (dict, list, tuple)
+"""What FSDP2 looks into, and in subclasses not at attributes."""
+_HOLDERS = (list, tuple, set, frozenset, deque, ValuesView)
 _PLAIN = (str, bytes, int, float, complex, type(None), type, nn.Module, torch.dtype, torch.device)
 
 
@@ -63,15 +67,18 @@ def _tensors(
     if isinstance(value, _PLAIN) or not depth or id(value) in known:
         return
     known.add(id(value))
-    if isinstance(value, dict):
-        parts = list(value.values())
-    elif isinstance(value, list | tuple):
-        parts = list(value)
-    else:
-        is_hidden = True
-        parts = list(value) if isinstance(value, set | frozenset) else list(_attributes(value))
-    for part in parts:
-        yield from _tensors(part, depth - 1, known, is_hidden)
+    is_seen = isinstance(value, dict | list | tuple)
+    for part in _items(value):
+        yield from _tensors(part, depth - 1, known, is_hidden or not is_seen)
+    if type(value) not in _SEEN:
+        for part in list(_attributes(value)):
+            yield from _tensors(part, depth - 1, known, is_hidden=True)
+
+
+def _items(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, _HOLDERS) else []
 
 
 def _attributes(value: object) -> Iterator[object]:

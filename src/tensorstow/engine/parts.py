@@ -5,9 +5,12 @@ the whole model. A module that has some of them and is called by itself finds sh
 operation takes beside plain tensors. Without gradients they are gathered for the call here; with
 gradients nobody would reduce what comes to them.
 
+A unit that is called by itself before the model has ever been would be taken for the root by FSDP2,
+and the model could not be called any more: so the root is told first.
+
 A copy, a cast or a resize would leave the optimizer and the engine with tensors that are the
 model's no more. Python and torch find ``__deepcopy__`` and ``_apply`` by the object, and there they
-are refused by name.
+are refused by name, on every module that has some of them.
 """
 
 import weakref
@@ -32,7 +35,9 @@ def watch_parts(model: nn.Module) -> None:
                 hook = partial(_before_part, weakref.ref(model), name, own[0])
                 part.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and module is not model:
+            _tell_root_before(module, model)
+        if isinstance(module, FSDPModule) or _has_shards(module):
             known: weakref.ref[nn.Module] = weakref.ref(module)
             given: Any = module
             given.__deepcopy__ = _refuse_copy
@@ -40,6 +45,26 @@ def watch_parts(model: nn.Module) -> None:
     if hasattr(model, "resize_token_embeddings"):
         given = model
         given.resize_token_embeddings = partial(_resize, weakref.ref(model))
+
+
+def _has_shards(module: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
+
+
+def _tell_root_before(unit: nn.Module, model: nn.Module) -> None:
+    """Let FSDP2 know the root when ``unit`` is called first, by itself or within ``model``."""
+    if not isinstance(model, FSDPModule):
+        return
+    known: weakref.ref[FSDPModule] = weakref.ref(model)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def tell(*_: Any) -> None:  # noqa: ANN401  # torch's own
+        handle.remove()
+        root = known()
+        if root is not None:
+            root._get_fsdp_state()._lazy_init()  # noqa: SLF001  # nothing public does
+
+    handle = unit.register_forward_pre_hook(tell, prepend=True)
 
 
 def _outside_of_units(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -92,8 +117,8 @@ def _gather_alone(
 
 def _refuse_copy(_: dict[int, Any]) -> NoReturn:
     message = (
-        "A stowed model was to be copied (by copy.deepcopy, AveragedModel or an EMA), and its"
-        " weights are shards that an optimizer and files belong to. Keep averages of"
+        "A stowed model, or a part of one, was to be copied (by copy.deepcopy, AveragedModel or an"
+        " EMA), and its weights are shards that an optimizer and files belong to. Keep averages of"
         " p.full_tensor() by name; or copy a model that is not stowed, and load model.state_dict()"
         " into it."
     )
@@ -103,13 +128,15 @@ def _refuse_copy(_: dict[int, Any]) -> NoReturn:
 def _apply(known: "weakref.ref[nn.Module]", fn: Callable[[Any], Any], *args: Any) -> Any:  # noqa: ANN401
     """Do what torch does where ``fn`` changes no parameter; else raise OptionError."""
     module: Any = known()
-    for kind in {(p.dtype, p.device) for p in module.parameters()}:
-        probe = torch.empty(1, dtype=kind[0], device=kind[1])
+    for kind in {(p.dtype, p.device, p.dim()) for p in module.parameters()}:
+        # Two in each dimension: a tensor of one element has every memory format.
+        probe = torch.empty((2,) * kind[2], dtype=kind[0], device=kind[1])
         if fn(probe) is not probe or (probe.is_cpu and probe.is_shared()):
             message = (
-                f"The {kind[0]} parameters of a stowed model on {kind[1]} were to be cast, moved or"
-                " shared (by to(), half() or their kin), and the optimizer and the engine hold them"
-                " as they are. Cast before stow(); compute_dtype= computes in another dtype."
+                f"The {kind[0]} parameters of a stowed model on {kind[1]} were to be cast, moved,"
+                " shared or laid out anew (by to(), half() or their kin), and the optimizer and the"
+                " engine hold them as they are. Cast before stow(); compute_dtype= computes in"
+                " another dtype."
             )
             raise OptionError(message)
     return type(module)._apply(module, fn, *args)  # noqa: SLF001
