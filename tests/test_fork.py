@@ -218,3 +218,57 @@ def test_a_child_that_ends_as_an_interpreter_does(tmp_path: Path, how: str) -> N
         "parent is well, child left with 0\n",
         "",
     )
+
+
+# The child is forked while a step is under way, or open between backward and step().
+IN_MID_STEP = """
+import os, sys
+import torch
+from tensorstow import AdamW, PipelinePolicy
+overlap, how = sys.argv[1:]
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+optimizer = AdamW(
+    model.parameters(), states="disk", overlap=overlap, module=model,
+    policy=PipelinePolicy(chunk_elements=4096),
+)
+
+def backward():
+    model(torch.ones(2, 64)).square().mean().backward()
+
+for _ in range(2):
+    backward(); optimizer.step(); optimizer.zero_grad()
+engine = optimizer._states().engine
+engine.inject_fault("read", times=-1, delay_us=1000)
+engine.inject_fault("write", times=-1, delay_us=1000)
+left = []
+for turn in range(5):
+    backward()
+    if overlap != "backward":
+        optimizer.step()
+    pid = os.fork()
+    if pid == 0:
+        if how == "close":
+            optimizer.close()
+        elif how == "delete":
+            del optimizer
+        sys.exit(0)
+    left.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    if overlap == "backward":
+        optimizer.step()
+    optimizer.zero_grad()
+optimizer.close()
+print(left)
+"""
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("how", ["exit", "delete"])
+def test_children_forked_in_mid_step_exit(overlap: str, how: str) -> None:
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", IN_MID_STEP, overlap, how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (out.returncode, out.stdout) == (0, "[0, 0, 0, 0, 0]\n"), out.stderr

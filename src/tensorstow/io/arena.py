@@ -10,6 +10,7 @@ from tensorstow.base.sizes import format_bytes
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK, linux/mman.h: Linux 4.14
 # Python's default is a shared mapping: it gets no huge pages, and a forked child would write to it.
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -17,8 +18,10 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 class Arena:
     """An anonymous mapping of ``nbytes``, zero-filled, in huge pages where the system has them.
 
-    Pages cost nothing until they are touched. With ``in_children=False`` a forked process does
-    not inherit the mapping, so that a transfer in flight can never be copied on write.
+    Pages cost nothing until they are touched. With ``in_children=False`` a forked process finds
+    zeros there and shares no page, so that a transfer in flight can never be copied on write. It
+    has the mapping: where it had none, it would put memory of its own in that place, and unmap
+    that when it lets go of ours.
     """
 
     def __init__(self, nbytes: int, *, in_children: bool) -> None:
@@ -36,7 +39,7 @@ class Arena:
         if self.nbytes >= _HUGE_PAGE:  # a small one would take a whole huge page for nothing
             self._advise(mmap.MADV_HUGEPAGE)
         if not in_children:
-            self._advise(mmap.MADV_DONTFORK)
+            self._advise(_WIPE_ON_FORK)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._skip = -start % _HUGE_PAGE
         self.address = start + self._skip
