@@ -65,6 +65,9 @@ class Words(nn.Module):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.words
 
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.words = value
+
     def resize_token_embeddings(self, new_num_tokens: int | None = None) -> nn.Embedding:
         assert new_num_tokens in {None, 5}
         return self.words
@@ -77,6 +80,7 @@ class Words(nn.Module):
         (AveragedModel, "full_tensor"),
         (lambda model: copy.deepcopy(model.blocks), "full_tensor"),
         (lambda model: model.resize_token_embeddings(6), r"Resize before\s+stow"),
+        (lambda model: model.set_input_embeddings(nn.Embedding(5, 4)), r"Set it\s+before stow"),
         (lambda model: model.half(), "Cast before stow"),
         (lambda model: model.to(torch.bfloat16), "Cast before stow"),
         (lambda model: model.to("meta"), "Cast before stow"),
@@ -87,7 +91,7 @@ class Words(nn.Module):
         (lambda model: copy.deepcopy(model.words), "full_tensor"),
         (lambda model: model.to(memory_format=torch.channels_last), "laid out"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_what_would_part_model_and_optimizer_is_refused(
     change: Callable[[nn.Module], object], words: str
@@ -100,6 +104,7 @@ def test_what_would_part_model_and_optimizer_is_refused(
     for same in (model.float(), model.to("cpu"), model.to(torch.float32), model.cpu()):
         assert same is model
     assert model.resize_token_embeddings(5) is model.resize_token_embeddings() is model.words
+    model.set_input_embeddings(model.words)
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
     optimizer.close()
 

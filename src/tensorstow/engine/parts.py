@@ -45,6 +45,9 @@ def watch_parts(model: nn.Module) -> None:
     if hasattr(model, "resize_token_embeddings"):
         given = model
         given.resize_token_embeddings = partial(_resize, weakref.ref(model))
+    for which in ("input", "output"):
+        if hasattr(model, f"set_{which}_embeddings") and hasattr(model, f"get_{which}_embeddings"):
+            setattr(model, f"set_{which}_embeddings", partial(_set, weakref.ref(model), which))
 
 
 def _has_shards(module: nn.Module) -> bool:
@@ -159,3 +162,15 @@ def _resize(
         )
         raise OptionError(message)
     return type(model).resize_token_embeddings(model, new_num_tokens, **given)
+
+
+def _set(known: "weakref.ref[nn.Module]", which: str, value: object) -> None:
+    """Do nothing where ``value`` is what the model has; else raise OptionError."""
+    model: Any = known()
+    if value is not getattr(model, f"get_{which}_embeddings")():
+        message = (
+            f"set_{which}_embeddings() was called on a stowed model with another module, whose"
+            " weights the optimizer and the engine do not have: they would not be trained. Set it"
+            " before stow()."
+        )
+        raise OptionError(message)
