@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,3 +169,18 @@ def test_a_checkpoint_by_names_has_no_place_for_them() -> None:
     forget_masters(optimizer)
     del optimizer.state["my_counter"]  # type: ignore[arg-type]
     assert states_of(model, optimizer).keys() == {"weight", "bias"}
+
+
+def test_a_commit_warns_of_foreign_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parameter = torch.ones(4, requires_grad=True)
+    optimizer = AdamW([parameter], lr=1e-2, states="disk", dir=tmp_path / "run")
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.commit()
+    assert "no parameters" not in caplog.text
+    optimizer.state["ema"] = {"count": 1}  # type: ignore[index]
+    for _ in range(2):
+        optimizer.step()
+        optimizer.commit()
+    assert caplog.text.count("Commits do not keep 'ema' of optimizer.state") == 1
+    optimizer.close()

@@ -10,7 +10,7 @@ until then no chunk has a second extent that may be overwritten.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -92,6 +92,7 @@ class Commits:
         self._kept: dict[tuple[str, str], tuple[tuple[int, int], TensorRecord]] = {}
         self._temporary: list[TensorRecord] = []
         self._told_left_out = False
+        self._told_foreign = False
 
     def refuse_strange(self, kept: Members) -> None:
         """Raise OptionError where the directory holds a run that this one would bury."""
@@ -230,6 +231,7 @@ class Commits:
         ]
         hyper |= {COMMIT: self.ranks.next_id(), FIRST: self.committed is None}
         layout = layout_of(kept, names_of(groups, self.module))
+        self._tell_foreign(states)
         step = self.step
 
         def finish() -> Content:
@@ -239,6 +241,18 @@ class Commits:
             return Content(step, layout, hyper, plain, chunks, records)
 
         return finish
+
+    def _tell_foreign(self, states: States) -> None:
+        """Warn once of what users keep in ``optimizer.state`` under keys that are no parameters."""
+        keys: Iterable[object] = states.keys()
+        foreign = [key for key in keys if not isinstance(key, torch.Tensor)]
+        if foreign and not self._told_foreign:
+            self._told_foreign = True
+            logger.warning(
+                "Commits do not keep %s of optimizer.state, under keys that are no parameters:"
+                " return it from extra=, which resume() gives back",
+                ", ".join(map(repr, foreign[:_FEW])) + (" ..." if len(foreign) > _FEW else ""),
+            )
 
     def commit_in(
         self, target: StoredSpace, kept: Members, groups: Groups, states: States
