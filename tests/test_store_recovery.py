@@ -110,3 +110,21 @@ def test_the_command(
     assert "the run goes on from what is whole" in capsys.readouterr().out
     assert main(["recover", *place]) == 0
     assert "nothing is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_run_of_another_format_is_left_as_it_is(
+    golden: dict[str, Path], version: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    copy(golden["rest"], root)
+    connection = sqlite3.connect(root / MANIFEST, isolation_level=None)
+    connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+    places = [root / MANIFEST, *(root / data for data in DATA)]
+    before = [place.read_bytes() for place in places]
+    # Whole for the version that wrote it, whose states may lie where this one has its heads.
+    assert main(["recover", *map(str, directories(root)), "--yes"]) == 2
+    assert f"store format {version}" in capsys.readouterr().err
+    assert [place.read_bytes() for place in places] == before
+    assert not (root / "a" / DAMAGED_NAME).exists()

@@ -60,7 +60,7 @@ def hold_recovery(directories: Sequence[Path]) -> Iterator[Recovery]:
     """Lock the store in ``directories`` and say what of its manifest is whole.
 
     The first is enough where none of them was moved or copied. Raises StoreFormatError where there
-    is no store, LockedError where its run is live.
+    is no store or one of another format, LockedError where its run is live.
     """
     first, *others = (inspect_directory(directory).path for directory in directories)
     with named("A recovery of the store in", first), ExitStack() as resources:
@@ -169,6 +169,8 @@ def _find_damage(
         if not check_marks(connection, path):
             return f"{path} is empty or gone"
         check_heads(connection, path, data_files, check_all(connection, path))
+    except StoreFormatError:
+        raise  # whole, and not ours to read: what it speaks of must not be written over
     except (StowError, *MALFORMED) as error:
         return str(error)
     return None
