@@ -30,15 +30,11 @@ def digest_of(*tables: Iterable[Row]) -> bytes:
     """Return the digest of rows of numbers, text, bytes and None, table by table."""
     total = hashlib.sha256()
     for rows in tables:
-        plain: list[list[Any]] = []
-        blobs: list[bytes] = []
-        for row in rows:
-            blobs += [value for value in row if type(value) is bytes]
-            # Lengths: so that no byte may go from one value to the next.
-            plain.append([(len(v),) if type(v) is bytes else v for v in row])
+        table = list(rows)
+        # Lengths: so that no byte may go from one value to the next.
+        plain = [[(len(v),) if type(v) is bytes else v for v in row] for row in table]
         total.update(repr(plain).encode("utf-8", "surrogatepass"))
-        for blob in blobs:
-            total.update(blob)
+        total.update(b"".join([v for row in table for v in row if type(v) is bytes]))
     return total.digest()
 
 

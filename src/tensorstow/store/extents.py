@@ -3,6 +3,7 @@
 import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from tensorstow.base.errors import OptionError
 from tensorstow.store.records import HEADER_BYTES, PAGE, Extent
@@ -128,7 +129,7 @@ class Extents:
 
     def _free_the_gaps(self) -> None:
         ends = [HEADER_BYTES] * len(self.sizes)
-        for extent in sorted(self._references):
+        for extent in sorted(self._references, key=attrgetter("file", "offset")):
             if extent.offset > ends[extent.file]:
                 self.free[extent.file].add(ends[extent.file], extent.offset)
             ends[extent.file] = max(ends[extent.file], extent.end)

@@ -43,6 +43,36 @@ def read_summaries(connection: sqlite3.Connection) -> list[Summary]:
 
 def read_generation(connection: sqlite3.Connection, run: str, number: int) -> Generation:
     """Return a generation of ``run``; raise DamageError where it is not what was written."""
+    row, body, chunks, tensors = _read_checked(connection, run, number)
+    step, created, hyper, extra, _, _ = row
+    return Generation(
+        step=step,
+        layout=json.loads(body),
+        hyper=json.loads(hyper),
+        extra=json.loads(extra),
+        chunks=tuple(
+            ChunkRecord(chunk, Extent(f, o, n), bool(blank), sums, weight_sums)
+            for chunk, f, o, n, blank, sums, weight_sums in chunks
+        ),
+        tensors=tuple(
+            TensorRecord(kind, name, dtype, tuple(json.loads(shape)), Extent(f, o, n), checksum)
+            for kind, name, dtype, shape, f, o, n, checksum in tensors
+        ),
+        number=number,
+        created=created,
+        names=tuple(name for name, pinned in read_names(connection, run) if pinned == number),
+    )
+
+
+def check_generation(connection: sqlite3.Connection, run: str, number: int) -> None:
+    """Raise DamageError where a generation of ``run`` is not what was written; make no records."""
+    _read_checked(connection, run, number)
+
+
+def _read_checked(
+    connection: sqlite3.Connection, run: str, number: int
+) -> tuple[Row, str, Sequence[Row], Sequence[Row]]:
+    """Return a generation's row, layout, chunks and tensors, which have its digest."""
     found = connection.execute(
         "SELECT step, created, hyper, extra, chunks, bytes, digest, body"
         " FROM generations LEFT JOIN layouts USING (layout) WHERE generation = ?",
@@ -63,24 +93,7 @@ def read_generation(connection: sqlite3.Connection, run: str, number: int) -> Ge
     *row, digest, body = found
     if digest != _digest(run, number, row, str(body), chunks, tensors):
         raise _damaged(number)
-    step, created, hyper, extra, _, _ = row
-    return Generation(
-        step=step,
-        layout=json.loads(body),
-        hyper=json.loads(hyper),
-        extra=json.loads(extra),
-        chunks=tuple(
-            ChunkRecord(chunk, Extent(f, o, n), bool(blank), sums, weight_sums)
-            for chunk, f, o, n, blank, sums, weight_sums in chunks
-        ),
-        tensors=tuple(
-            TensorRecord(kind, name, dtype, tuple(json.loads(shape)), Extent(f, o, n), checksum)
-            for kind, name, dtype, shape, f, o, n, checksum in tensors
-        ),
-        number=number,
-        created=created,
-        names=tuple(name for name, pinned in read_names(connection, run) if pinned == number),
-    )
+    return row, str(body), chunks, tensors
 
 
 def _digest(

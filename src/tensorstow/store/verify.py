@@ -14,7 +14,7 @@ from tensorstow.store.datafiles import check_files, data_path
 from tensorstow.store.digests import check_seal, seal_of
 from tensorstow.store.heads import find_difference, read_head
 from tensorstow.store.records import Generation
-from tensorstow.store.rows import read_generation, read_names
+from tensorstow.store.rows import check_generation, read_generation, read_names
 from tensorstow.store.schema import check_marks, damaged, read_failure, read_meta
 
 MALFORMED = (
@@ -52,7 +52,7 @@ def check_all(connection: sqlite3.Connection, path: Path) -> int:
         check_seal(connection)
         run = read_meta(connection, "run")
         for (number,) in connection.execute("SELECT generation FROM generations").fetchall():
-            read_generation(connection, run, number)
+            check_generation(connection, run, number)
         return int(read_meta(connection, "transaction"))
     except (DamageError, *MALFORMED) as error:
         told = str(error) if isinstance(error, DamageError) else repr(error)
