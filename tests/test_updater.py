@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from remote import LateLink, make_remote
+from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DamageError, OptionError, PoisonedError
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator.updater import MOST_SLOTS, Updater
-from tensorstow.optim.run import Interval
 from tensorstow.optim.states.layout import parts_of
 from tensorstow.optim.states.pipeline import UpdatePipeline
 from tensorstow.optim.stowed import StowedAdam
@@ -229,8 +229,7 @@ def stored(directory: Path, **given: Any) -> Net:  # noqa: ANN401
     net = Net(torch.bfloat16)
     optimizer = make(net, dir=directory, commit_every=2, **given)
     train(net, optimizer, 3)
-    optimizer._commits.every = Interval()  # as a stop of the process: the third step is lost
-    optimizer.close()
+    stop(optimizer)  # the third step is lost
     return net
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.optim.run import Interval
 from tensorstow.optim.states.policy import Overlap
 
 WIDTH, WORDS, LENGTH, BATCH, MICRO = 40, 32, 8, 4, 2
@@ -219,8 +219,7 @@ class World:
 
     def close(self) -> None:
         """Let everything go as a stop of the process does: what no commit has is lost."""
-        self.optimizer._commits.every = Interval()
-        self.optimizer.close()
+        stop(self.optimizer)
 
 
 @cache

@@ -26,6 +26,7 @@ from parity.problem import (
     group_names,
     one_torch_thread,
 )
+from stopped import stop
 from tensorstow import Adam, AdamW, PipelinePolicy, _native
 from tensorstow.colossalai import CPUAdam, HybridAdam
 from tensorstow.io.engine import probe_backend
@@ -191,7 +192,7 @@ class Trainer:
         done = CRASHED_AT
         if self.route.resume == "commit":
             done = self.optimizer.commit(self.beside())
-        self.optimizer.close()
+        stop(self.optimizer)
         other = Trainer(self.recipe, self.other_route(), self.directory, seed=2)
         assert other.optimizer.resume() == done
         if self.route.resume == "commit":

@@ -17,6 +17,7 @@ from parity.scratch import read_scratch, write_scratch
 from tensorstow import _native
 from tensorstow.optim import options, updates
 from tensorstow.optim.reference import AdamScalars, adam_scalars
+from tensorstow.optim.states import pipeline
 from tensorstow.optim.states.layout import RingPlan, plan_ring
 from tensorstow.optim.states.pipeline import Place, UpdatePipeline
 from tensorstow.optim.states.scratch import ScratchSpace
@@ -144,8 +145,8 @@ def grad_dtype_ignored(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 
 def halves_confused(patch: pytest.MonkeyPatch, _: Path) -> None:
-    patch.setitem(updates.DTYPE_CODES, torch.bfloat16, 2)
-    patch.setitem(updates.DTYPE_CODES, torch.float16, 1)
+    patch.setitem(pipeline.DTYPE_CODES, torch.bfloat16, 2)
+    patch.setitem(pipeline.DTYPE_CODES, torch.float16, 1)
 
 
 # --- states on the way in ---

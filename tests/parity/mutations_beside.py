@@ -25,12 +25,19 @@ from tensorstow.store.records import ChunkRecord
 Land = Callable[[torch.Tensor], None]
 
 
+def parameters_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Let those who read a parameter itself have what is there."""
+    patch.setattr(schedule, "withhold", lambda *_: None)
+
+
 def nobody_waits(patch: pytest.MonkeyPatch, _: Path) -> None:
+    parameters_wait_for_nothing(patch)
     patch.setattr(forward.ForwardWaits, "_before", lambda *_: None)
 
 
 def blocks_wait_for_nothing(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Let the root wait for what is outside of blocks, and nobody for the rest."""
+    parameters_wait_for_nothing(patch)
     needs = forward.ForwardWaits._needs
 
     def none_of_blocks(self: forward.ForwardWaits, module: torch.nn.Module) -> frozenset[int]:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tensorstow
+from stopped import stop
 from tensorstow.base.errors import CommitError, RankError
 from tensorstow.optim.checkpoints.commits import Commits
-from tensorstow.optim.run import Interval
 from tensorstow.store.records import Content, Generation
 from tensorstow.store.store import Store
 
@@ -71,8 +71,7 @@ class Life:
 
     def stop(self) -> None:
         """Let everything go as a stop of the process does: what no commit has is lost."""
-        self.optimizer._commits.every = Interval()
-        self.optimizer.close()
+        stop(self.optimizer)
 
     def facts(self) -> dict[str, str]:
         """Return what this rank has of the run, by its bits."""
