@@ -36,7 +36,8 @@ def weight(numel: int = LARGE) -> nn.Parameter:
 
 def step(keeper: Keeper, stepper: Stepper, parameters: list[nn.Parameter]) -> None:
     members = [keeper.find(p) for p in parameters]
-    keeper.step([Job(stepper.group_options[0], m, {}) for m in members if m is not None])
+    groups = [{**stepper.group_options[0], "params": parameters}]
+    keeper.take_turn([Job(groups[0], m, {}) for m in members if m is not None], groups, {})
 
 
 def test_states_are_read_and_set(tmp_path: Path) -> None:

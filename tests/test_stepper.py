@@ -91,7 +91,7 @@ def test_old_entries_are_repaired_by_the_class() -> None:
 def test_parameters_are_listed_once() -> None:
     a, b = weight(1), weight(2)
     assert listed(iter([a, b])) == ([a, b], [{"params": [a, b]}])
-    assert listed([("a", a)])[1] == [{"params": [a]}]
+    assert listed([("a", a)])[1] == [{"params": [a], "param_names": ["a"]}]
     given, groups = listed([{"params": iter([a, b]), "lr": 1}])
     assert given == groups == [{"params": [a, b], "lr": 1}]
     with pytest.raises(OptionError, match="list"):

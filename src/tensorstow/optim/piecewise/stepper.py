@@ -258,6 +258,8 @@ def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
 def name_in(group: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
     """Return the name that ``parameter`` has in its group, or None."""
     names: Sequence[str] = group.get("param_names") or ()
+    if not names:
+        return None  # options alone, without the parameters, are a group without names too
     pairs = zip(names, group["params"], strict=False)
     return next((name for name, other in pairs if other is parameter), None)
 
