@@ -48,11 +48,11 @@ def test_a_wrong_value_is_refused_with_path_and_range(
         ({"amp": {"enabled": True}}, "bf16"),
         ({"sparse_gradients": True}, "dense embeddings"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "not rounded"),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "overlap"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "made in step()"),
         ({"curriculum_learning": {"enabled": True}}, "sampler"),
         ({"managed_gradient_accumulation": False}, "step()"),
         ({"gradient_allreduce_op": "SUM"}, "number of ranks"),
-        ({"tensor_parallel": {"autotp_size": 4}}, "parallelize_module"),
+        ({"tensor_parallel": {"autotp_size": 4}}, "takes no DTensors"),
         ({"fp16": {"auto_cast": True}}, "cast inputs"),
     ],
 )

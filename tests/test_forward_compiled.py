@@ -192,7 +192,7 @@ def test_beside_backward_a_graph_is_whole_and_refuses_half_new_weights(
     assert graphs() <= 2
     optimizer.zero_grad()
     torch.autograd.backward(mean_square(net, 2))
-    with pytest.raises(OptionError, match="between backward and step"):
+    with pytest.raises(OptionError, match=r"backward has ended, and step\(\) was not called"):
         net(torch.ones(8, 32))
     optimizer.step()
     optimizer.close()
