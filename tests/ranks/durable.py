@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import tensorstow
 from stopped import stop
-from tensorstow.base.errors import CommitError, RankError
+from tensorstow.base.errors import CommitError, RankError, StowError
 from tensorstow.optim.checkpoints.commits import Commits
 from tensorstow.store.records import Content, Generation
 from tensorstow.store.store import Store
@@ -259,3 +259,50 @@ def ended(directory: Path, way: str) -> tuple[str, int | None]:
     found = after.resume()
     after.stop()
     return raised, found
+
+
+def lost_and_gone_on(
+    directory: Path, other: Path, lost: list[int]
+) -> tuple[list[str], int | None, dict[str, str]]:
+    """Lose the directories of some ranks, go on elsewhere; return what was said, and the end."""
+    life = Life(directory)
+    life.resume()
+    life.train(2)
+    life.optimizer.commit()
+    life.train(3)
+    life.optimizer.synchronize()
+    rank = dist.get_rank()
+    if rank in lost:
+        mine = Path(life.optimizer._kept().store.directories[0])
+        mine.rename(mine.with_name(f"gone-{rank}"))
+    dist.barrier()
+    said: list[str] = []
+    try:
+        life.optimizer.commit()
+    except StowError as error:
+        said.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    try:
+        life.optimizer.commit_to(other)
+    except StowError as error:
+        said.append(f"{type(error).__name__}: {error}")
+        life.stop()
+        return said, None, {}
+    life.train(4)
+    life.optimizer.commit()
+    life.stop()
+    life = Life(other)
+    found = life.resume()
+    life.train(5)
+    facts = life.facts()
+    life.stop()
+    return said, found, facts
+
+
+def resumed(directory: Path) -> tuple[int | None, dict[str, str]]:
+    """Go on, and return where and with what."""
+    life = Life(directory)
+    found = life.resume()
+    facts = life.facts()
+    life.stop()
+    return found, facts

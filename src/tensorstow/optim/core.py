@@ -23,9 +23,10 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.calls import Calls
 from tensorstow.optim.checkpoints.commits import Commits
+from tensorstow.optim.checkpoints.extras import check_extra
 from tensorstow.optim.members import Members
 from tensorstow.optim.ranks import Ranks
-from tensorstow.optim.run import Run
+from tensorstow.optim.run import Extra, Run
 from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.forward import ForwardWaits
 from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideForward
@@ -34,7 +35,7 @@ from tensorstow.optim.updates import Groups, States
 
 logger = logging.getLogger("tensorstow")
 
-_LEFT = "%d steps since the last commit of %s are not committed: %s. resume() goes on before them."
+_LEFT = "%d %s since the last commit of %s %s not committed: %s. resume() goes on before %s."
 
 Schedule = AtOnce | BesideForward | BesideBackward
 
@@ -133,7 +134,11 @@ class Core:
                     self._commit_rest()
             finally:
                 if left := self._uncommitted():
-                    logger.warning(_LEFT, left, self.members.store.directories[0], why)
+                    steps, are, them = (
+                        ("step", "is", "it") if left == 1 else ("steps", "are", "them")
+                    )
+                    where = self.members.store.directories[0]
+                    logger.warning(_LEFT, left, steps, where, are, why, them)
         finally:
             self.commits.close()
             self.ranks.close()
@@ -147,6 +152,21 @@ class Core:
             return 0
         return self.commits.step - (self.commits.committed or 0)
 
+    def refuse_lack_of_extra(self, what: str, extra: Extra | None) -> None:
+        """Raise OptionError where ``what`` would go on without the extra that commits have."""
+        if extra is not None:
+            check_extra(extra)
+        elif self._lacks_extra():
+            message = (
+                f"{what} was asked for without extra, and what is committed got its own by hand,"
+                " which the new place would lack. Give extra=; {} is none."
+            )
+            raise OptionError(message)
+
+    def _lacks_extra(self) -> bool:
+        """Return whether commits got ``extra`` by hand, and nothing gives it to another one."""
+        return self.commits.extra_now is None and bool(self.commits.was_given_extra or self.extra)
+
     def _why_not(self, *, together: bool) -> str | None:
         """Return why the end does not commit; None where it may."""
         commits = self.commits
@@ -154,7 +174,7 @@ class Core:
             return "commit_every=None leaves commits to commit()"
         if not (self.ranks.alone or together):
             return "a commit needs all ranks, and this one ended without close()"
-        if commits.extra_now is None and (commits.was_given_extra or self.extra):
+        if self._lacks_extra():
             return "they would lack the extra that commits got by hand"
         if isinstance(self.schedule, BesideBackward) and self.schedule.is_open:
             return "a backward has begun to update by the next step"

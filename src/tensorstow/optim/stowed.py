@@ -30,7 +30,7 @@ from tensorstow.optim.landed import LandedGradient
 from tensorstow.optim.members import Member, Members, in_order_of
 from tensorstow.optim.norms import squared_norms
 from tensorstow.optim.ranks import Ranks
-from tensorstow.optim.run import Run
+from tensorstow.optim.run import Extra, Run
 from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.legal import LEGAL, Call, Phase, refuse, require
 from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideForward
@@ -414,20 +414,21 @@ class StowedAdam(Optimizer):
         return self._commits.step
 
     @a_call("commit_to")
-    def commit_to(self, dir: options.Directory) -> int:  # noqa: A002  # as the optimizer has it
+    def commit_to(self, dir: options.Directory, extra: Extra | None = None) -> int:  # noqa: A002
         """Commit the run of now in another directory, and go on there; return its steps.
 
-        Call it between steps. Snapshots stay where they are. It is the way on behind an
-        UnlinkedError too: the states are still in the files that are open.
+        Call it between steps. Snapshots stay where they are. ``extra`` as in ``commit()``. The way
+        on behind an UnlinkedError too: the states are still in the files that are open.
         """
         kept, before = self._kept(), self._states()
         space_of(kept, "commit_to()")
         with suppress(UnlinkedError):  # which is why it is called
             self._settle_step()
         self._commits.refuse_strange(self._kept())
+        self._core.refuse_lack_of_extra("commit_to()", extra)
         try:
             where = options.directories(dir)
-            move_run(where, kept, self._commits, self.param_groups, self.state)
+            move_run(where, kept, self._commits, self.param_groups, self.state, extra)
         finally:
             if kept.store is not before:
                 self._schedule.give_up()

@@ -255,13 +255,18 @@ class Commits:
             )
 
     def commit_in(
-        self, target: StoredSpace, kept: Members, groups: Groups, states: States
+        self,
+        target: StoredSpace,
+        kept: Members,
+        groups: Groups,
+        states: States,
+        extra: Extra | None,
     ) -> Generation:
         """Make the run of now a generation of another store; what is here stays as it is."""
         what = f"the commit of step {self.step} in another directory"
         with self.ranks.telling(what):
             self.capture(kept)
-            content = self._gather(kept, groups, states, None)()
+            content = self._gather(kept, groups, states, extra)()
             content = target.store.copy(space_of(kept).store, content)
         try:
             return self.ranks.together(what, lambda: target.store.commit(content))

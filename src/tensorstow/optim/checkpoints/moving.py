@@ -11,6 +11,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.optim.checkpoints.commits import Commits
 from tensorstow.optim.checkpoints.resuming import resume
 from tensorstow.optim.members import Members
+from tensorstow.optim.run import Extra
 from tensorstow.optim.states.stored import StoredSpace
 from tensorstow.optim.updates import Groups
 
@@ -21,6 +22,7 @@ def move_run(
     commits: Commits,
     groups: Groups,
     states: MutableMapping[torch.Tensor, dict[str, Any]],
+    extra: Extra | None,
 ) -> None:
     """Commit the run of now in ``directories``, and take states from there from now on.
 
@@ -32,7 +34,7 @@ def move_run(
     space = StoredSpace(stowage.placement.directories, stowage.policy)
     try:
         _refuse_run(space)
-        generation = commits.commit_in(space, kept, groups, states)
+        generation = commits.commit_in(space, kept, groups, states, extra)
     except BaseException:
         space.close()
         raise
@@ -40,6 +42,7 @@ def move_run(
     commits.forget_records()
     resume(generation, kept, groups, states, commits.module)
     commits.resumed(generation, kept)
+    commits.was_given_extra |= extra is not None
 
 
 def _refuse_run(space: StoredSpace) -> None:
