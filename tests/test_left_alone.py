@@ -194,6 +194,8 @@ def test_lazy_modules_are_trained_from_their_first_step(overlap: Overlap, states
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_what_lazy_modules_need_values_for_is_told(tmp_path: Path) -> None:
     model = lazy()
+    with pytest.raises(OptionError, match="Run a forward of the model before it is made"):
+        StowedOptimizer(torch.optim.AdamW, model.parameters(), states="ram")
     with pytest.raises(DTypeError, match="Run a forward of the model"):
         AdamW(model.parameters(), grad_dtype=torch.bfloat16)
     given: dict[str, Any] = {"states": "disk", "dir": tmp_path, "module": model}

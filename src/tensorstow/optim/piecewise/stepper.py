@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -275,6 +276,12 @@ def _stand_in(group: Mapping[str, Any]) -> dict[str, Any]:
 def _without_memory(
     parameter: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.nn.Parameter:
+    if is_lazy(parameter):
+        message = (
+            "A parameter of a lazy module was given, which has no shape yet, and StowedOptimizer"
+            " tries the class out on shapes. Run a forward of the model before it is made."
+        )
+        raise OptionError(message)
     if shape is None:
         empty = torch.empty_like(parameter, device="meta")
     else:
