@@ -77,6 +77,20 @@ def test_a_manifest_that_is_gone(golden: dict[str, Path], tmp_path: Path) -> Non
         hold_recovery([tmp_path / "a"]).__enter__()
 
 
+def test_where_nothing_is_whole_a_new_run_begins(
+    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy(golden["rest"], tmp_path / "run")
+    (tmp_path / "run" / MANIFEST).write_bytes(b"")
+    place = [str(directory) for directory in directories(tmp_path / "run")]
+    assert main(["recover", *place]) == 0
+    assert "add --yes to begin anew" in capsys.readouterr().out
+    assert main(["recover", *place, "--yes"]) == 0
+    assert "a new run begins there" in capsys.readouterr().out
+    with Store.open(directories(tmp_path / "run"), ENGINE) as store:
+        assert store.generation() is None
+
+
 def test_what_is_well_and_what_lives(golden: dict[str, Path], tmp_path: Path) -> None:
     copy(golden["rest"], tmp_path / "run")
     with Store.open(directories(tmp_path / "run"), ENGINE), pytest.raises(LockedError):
@@ -107,7 +121,7 @@ def test_the_command(
     assert main(["recover", *place, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["newest"] == {"generation": 7, "step": 7}
     assert main(["recover", *place, "--yes"]) == 0
-    assert "the run goes on from what is whole" in capsys.readouterr().out
+    assert "a new run begins there" in capsys.readouterr().out
     assert main(["recover", *place]) == 0
     assert "nothing is damaged" in capsys.readouterr().out
 

@@ -43,7 +43,8 @@ def run(given: argparse.Namespace) -> int:
         for line in _lines(each, is_recovered=given.yes):
             print(line)
     if damaged and not given.yes:
-        print("nothing was touched: add --yes to go on from what is whole")
+        what = "go on from what is whole" if any(each.whole for each in damaged) else "begin anew"
+        print(f"nothing was touched: add --yes to {what}")
     return 0
 
 
@@ -71,7 +72,6 @@ def _lines(found: Recovery, *, is_recovered: bool) -> list[str]:
         number, step = found.newest.generation, found.newest.step
         lines.append(f"lost: generation {number} (step {step}), the newest that was reported")
     if is_recovered:
-        lines.append(
-            f"the run goes on from what is whole; the manifest before is {place / DAMAGED_NAME}"
-        )
+        goes = "the run goes on from what is whole" if found.whole else "a new run begins there"
+        lines.append(f"{goes}; the manifest before is {place / DAMAGED_NAME}")
     return lines
