@@ -1,6 +1,7 @@
 """Calls from signal handlers and from other threads: they wait, or are refused by name."""
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from interrupts import at_event, by_signal, handler
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import CommitError, OptionError, PoisonedError, StowError
+from tensorstow.base.signals import SignalsDeferred
 from tensorstow.optim.calls import Calls
 
 POLICY = PipelinePolicy(chunk_elements=64, backend="threads", depth=2)
@@ -274,3 +276,17 @@ def test_calls_take_turns() -> None:
     calls.run("step", act)
     thread.join()
     assert order == ["first", "other"]
+
+
+def test_signals_are_deferred_in_few_calls() -> None:
+    """Each block of a model defers them while it waits; an enumeration makes ten calls a signal."""
+    calls = []
+    with handler(lambda: None):
+        deferred = SignalsDeferred()
+        sys.setprofile(lambda _, event, __: calls.append(event) if event == "call" else None)
+        try:
+            with deferred:
+                pass
+        finally:
+            sys.setprofile(None)
+    assert len(calls) < 10

@@ -5,6 +5,7 @@ Ctrl-C does. Blocking a signal by its mask would not help, for the system then g
 thread, and Python runs the handler in the main one all the same.
 """
 
+import _signal  # type: ignore[import-not-found]  # signal.py wraps its results in enumerations
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -43,14 +44,14 @@ class SignalsDeferred:
             return
         try:
             for number in _SIGNALS:
-                handler = signal.getsignal(number)
+                handler = _signal.getsignal(number)
                 if isinstance(handler, SignalsDeferred):
                     if handler._deferring:  # noqa: SLF001  # its own: a block within a block
                         continue
                     handler = handler._handlers[number]  # noqa: SLF001
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self)
+                    _signal.signal(number, self)
         except BaseException:
             self._put_back()
             raise
@@ -79,7 +80,7 @@ class SignalsDeferred:
         for number, handler in self._handlers.items():
             for _ in range(2):  # a handler that is due runs, and may raise, before the exchange
                 try:
-                    signal.signal(number, handler)
+                    _signal.signal(number, handler)
                     break
                 except BaseException as by_handler:  # noqa: BLE001  # raised by the caller
                     raised = raised or by_handler
