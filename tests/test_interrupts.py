@@ -140,3 +140,28 @@ def test_whatever_else_is_raised_in_a_step_poisons_it(kind: str, tmp_path: Path)
     (poisoned,) = outcomes - {"True", "False"}
     assert "Interrupt was raised" in poisoned
     assert "resume()" in poisoned
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_an_interrupt_in_no_grad_leaves_gradients_on(
+    overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python looks for signals there too, between the switch and the way back."""
+    model = net()
+    optimizer = AdamW(model.parameters(), module=model, overlap=overlap)
+    backward(model, 0)
+    enter = torch.no_grad.__enter__
+
+    def interrupted(self: torch.no_grad) -> None:
+        enter(self)
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.no_grad, "__enter__", interrupted)
+        with pytest.raises(Interrupt):
+            optimizer.step()
+    on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert on
+    optimizer.step()
+    optimizer.close()

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
+import torch
+
 from tensorstow.base.errors import CommitError, OptionError
 
 _P = ParamSpec("_P")
@@ -56,7 +58,11 @@ class Calls:
                 raise _refusal(name, self._name)
             with self._call:
                 self._name = name
-                return act()
+                gradients = torch.is_grad_enabled()
+                try:
+                    return act()
+                finally:  # an interrupt in torch.no_grad() itself would leave them off for good
+                    torch.set_grad_enabled(gradients)
 
     def lending(self, extra: Callable[[], _T]) -> Callable[[], _T]:
         """Return ``extra``, a user's, which may read the optimizer while it runs."""
