@@ -646,6 +646,18 @@ def test_gradients_are_held_until_they_are_used() -> None:
     assert landed.arrived == []
 
 
+def test_which_gradients_are_used_is_not_asked_for_each_that_comes() -> None:
+    asked: list[int] = []
+    landed = LandedGradients(1, lambda number: bool(asked.append(number)))
+    for number in range(300):
+        parameter = nn.Parameter(torch.ones(4))
+        parameter.grad = torch.ones(4)
+        landed.hand_over(number, parameter, lambda _: None)
+        landed.hold_back(1 << 20, lambda _: False)
+    assert len(asked) <= 10 * 300
+    assert landed.most_bytes == 300 * 16
+
+
 def test_hooks_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd calls the hooks of a device's parameters in that device's thread."""
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])

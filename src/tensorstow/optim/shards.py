@@ -27,10 +27,17 @@ def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "device_mesh")
 
 
-@torch.no_grad()
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard; ``tensor`` itself for most, of which a step asks many times."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds this rank's elements of ``parameter``; itself for most."""
-    local = parameter.to_local() if is_sharded(parameter) else parameter
+    local = _local(parameter)
     home: torch.Tensor = getattr(local, "home", local)
     return home
 
@@ -84,11 +91,9 @@ class Lessor(Protocol):
         """End a lease; ``changed``: the bytes are to be written back."""
 
 
-@torch.no_grad()
 def lessor_of(parameter: torch.Tensor) -> Lessor | None:
     """Return who lends the shard of ``parameter`` its memory; None: it has memory of its own."""
-    local = parameter.to_local() if is_sharded(parameter) else parameter
-    lessor: Lessor | None = getattr(local, "lessor", None)
+    lessor: Lessor | None = getattr(_local(parameter), "lessor", None)
     return lessor
 
 
@@ -110,7 +115,6 @@ def lent_by(lessor: Lessor | None, *, to_change: bool = False) -> Iterator[None]
         lessor.release(changed=to_change)
 
 
-@torch.no_grad()
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's elements of the gradient of ``parameter``, or None.
 
@@ -124,8 +128,9 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     if is_sharded(gradient) and is_sharded(parameter):
         wanted = parameter.placements
         if gradient.placements != wanted:
-            parameter.grad = gradient = gradient.redistribute(placements=wanted)
-    local = gradient.to_local() if is_sharded(gradient) else gradient
+            with torch.no_grad():
+                parameter.grad = gradient = gradient.redistribute(placements=wanted)
+    local = _local(gradient)
     landed: torch.Tensor | None = getattr(local, "landed", local)
     return landed
 

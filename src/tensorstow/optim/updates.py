@@ -215,10 +215,14 @@ def as_step(step: torch.Tensor | float) -> torch.Tensor:
 
 def scalars_of(dues: Iterable[Due], counts: Sequence[torch.Tensor], factor: float) -> list[Any]:
     """Return the hyper-parameters of each parameter's step, to be compared."""
-    return [
-        _scalar_row(due.group, int(count.item() + 1.0), factor)
-        for due, count in zip(dues, counts, strict=True)
-    ]
+    rows: dict[tuple[int, int], tuple[float, ...]] = {}
+    found = []
+    for due, count in zip(dues, counts, strict=True):
+        key = (id(due.group), int(count.item() + 1.0))
+        if key not in rows:
+            rows[key] = _scalar_row(due.group, key[1], factor)
+        found.append(rows[key])
+    return found
 
 
 def _row(

@@ -6,7 +6,7 @@ context that the others run in. Gradients of parameters that took part in fewer 
 when ``step()`` is called.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,9 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.landed import WAYS_OUT, LandedGradient, refuse_used
 from tensorstow.optim.shards import gradient_in_order, gradient_of, shard_of
+
+_WORTH_ASKING = 1 << 20
+"""So many bytes of gradients, before it is asked which are still needed."""
 
 
 class LandedGradients:
@@ -30,6 +33,14 @@ class LandedGradients:
         self._accumulating = 0
         self._backward: int | None = None
         self._held: list[tuple[int, torch.Tensor]] = []
+        self._buffers: dict[int, int] = {}
+        """Bytes of the memory behind ``_held``, by address: gradients may share a buffer."""
+        self._bytes = 0
+        """Their sum."""
+        self._needed = 0
+        """How many were still needed when that was last asked."""
+        self._new_bytes = 0
+        """Of those that came since."""
         self.most_bytes = 0
         """Of gradients that were handed over and still needed, at once."""
         self._stand_ins: list[tuple[torch.Tensor, LandedGradient]] = []
@@ -83,9 +94,10 @@ class LandedGradients:
         stand_in = LandedGradient(whole)
         parameter.grad = stand_in
         self._stand_ins.append((parameter, stand_in))
-        self.let_go()
-        self._held.append((number, contiguous))
-        self.most_bytes = max(self.most_bytes, _bytes_of(self.held))
+        if self._is_worth_asking():
+            self.let_go()
+        self._hold(number, contiguous)
+        self.most_bytes = max(self.most_bytes, self._bytes)
         self.arrived.append(number)
         land(contiguous)
 
@@ -94,8 +106,9 @@ class LandedGradients:
 
         Or when ``wait_for_one``, given their parameters' numbers, the oldest first, cannot help it.
         """
-        self.let_go()
-        while _bytes_of(self.held) > window and wait_for_one([n for n, _ in self._held]):
+        if self._bytes > window:
+            self.let_go()
+        while self._bytes > window and wait_for_one([n for n, _ in self._held]):
             self.let_go()
 
     def let_go(self) -> None:
@@ -103,7 +116,33 @@ class LandedGradients:
 
         Of any age: one may wait for another of its chunk, which comes at the end of backward.
         """
-        self._held = [(n, g) for n, g in self._held if not self._is_published(n)]
+        held = [(n, g) for n, g in self._held if not self._is_published(n)]
+        self._forget_held()
+        for number, gradient in held:
+            self._hold(number, gradient)
+        self._needed, self._new_bytes = len(held), 0
+
+    def _is_worth_asking(self) -> bool:
+        """Return whether it is time to ask for all gradients which are still needed.
+
+        To ask whenever one comes takes the square of their number, which would be most of backward
+        where they are small and share a chunk.
+        """
+        is_grown = len(self._held) >= self._needed + self._needed // 4
+        return is_grown or self._new_bytes >= _WORTH_ASKING
+
+    def _hold(self, number: int, gradient: torch.Tensor) -> None:
+        self._held.append((number, gradient))
+        storage = gradient.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if address not in self._buffers:
+            self._buffers[address] = nbytes
+            self._bytes += nbytes
+            self._new_bytes += nbytes
+
+    def _forget_held(self) -> None:
+        self._held, self._buffers = [], {}
+        self._bytes = self._needed = self._new_bytes = 0
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -125,13 +164,7 @@ class LandedGradients:
     def restart(self) -> None:
         """Begin a new step: all gradients of the last one have been used."""
         self._counts.clear()
-        self._held.clear()
+        self._forget_held()
         self._stand_ins.clear()
         self._backward = None
         self.arrived = []
-
-
-def _bytes_of(gradients: Iterable[torch.Tensor]) -> int:
-    """Return the memory behind ``gradients``, of which several may share one buffer."""
-    storages = [gradient.untyped_storage() for gradient in gradients]
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
