@@ -1,5 +1,6 @@
 """What many tests share."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -14,6 +15,18 @@ def _share_of_the_cores() -> None:
     """Let torch's threads, which spin while they wait, leave other processes of tests theirs."""
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+
+
+@pytest.fixture
+def garbage_apart() -> Iterator[None]:
+    """Hide what earlier tests left from the collector, for tests that count what is open.
+
+    Collecting it first is not enough: what is let go of in one pass can free more in the next.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

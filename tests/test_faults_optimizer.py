@@ -2,7 +2,6 @@
 
 import copy
 import errno
-import gc
 import os
 import shutil
 import time
@@ -244,10 +243,10 @@ def test_a_directory_that_is_too_full(tmp_path: Path, monkeypatch: pytest.Monkey
         training_on(tmp_path)
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_a_directory_that_fills_up_before_space_is_reserved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gc.collect()  # what other tests left is not let go of meanwhile
     before = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(_native, "fallocate", lambda _fd, _length: errno.ENOSPC)
     with pytest.raises(DirectoryError, match="No space left"):

@@ -70,6 +70,7 @@ CASES: list[tuple[torch.dtype, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize(("dtype", "options"), CASES, ids=str)
 def test_the_mapped_states_are_those_in_ram(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
@@ -119,7 +120,7 @@ def test_a_weight_written_by_others_is_the_master(tmp_path: Path) -> None:
     assert torch.equal(master, weight.float())
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("always", "garbage_apart")
 def test_the_file_is_gone_with_the_tensors(tmp_path: Path) -> None:
     optimizer = trained(tmp_path, torch.float32, durability="none")
     names, before = list(tmp_path.iterdir()), open_files()
@@ -130,6 +131,7 @@ def test_the_file_is_gone_with_the_tensors(tmp_path: Path) -> None:
     assert open_files() == before
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_few_states_stay_in_ram(tmp_path: Path) -> None:
     optimizer = trained(tmp_path, torch.float32, durability="none")
     before = open_files()

@@ -3,7 +3,7 @@
 import gc
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from tensorstow import AdamW, Plan, StowedOptimizer
 from tensorstow.colossalai import HybridAdam
 from tensorstow.optim.states.state_store import _KEPT
 from tensorstow.tensornvme import DiskOffloader
+
+pytestmark = pytest.mark.usefixtures("garbage_apart")  # it makes the collector quick, too
 
 ROUNDS = int(os.environ.get("TENSORSTOW_ROUNDS", "8"))
 """How many of each kind are made; ``make soak`` sets 200."""
@@ -104,15 +106,6 @@ KINDS: dict[str, Callable[[Path], Pair]] = {
     "hybrid": hybrid,
     "offloader": offloader,
 }
-
-
-@pytest.fixture(autouse=True)
-def quick_collector() -> Iterator[None]:
-    """Let the collector look at what a test makes alone."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def held() -> dict[str, int]:

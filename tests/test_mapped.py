@@ -53,6 +53,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_a_mapping_goes_with_its_tensors(tmp_path: Path) -> None:
     before = open_files()
     with scratch_pieces(tmp_path, MIB) as file:

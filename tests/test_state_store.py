@@ -251,8 +251,8 @@ def test_a_forked_child_is_told(tmp_path: Path) -> None:
     Problem([5000]).step(store)
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_dropping_the_store_closes_its_files(tmp_path: Path) -> None:
-    gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
     store = store_at(tmp_path)
     store.extend([5000], [FP32])

@@ -38,6 +38,7 @@ class BrokenDisk(SystemDisk):
         raise OSError(codes.EIO, os.strerror(codes.EIO), str(file.path))
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_a_failure_lets_go_of_everything(tmp_path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     engine = open_engine()

@@ -1,7 +1,6 @@
 """What a user of a stowed class sees when the disk, or the class itself, fails."""
 
 import errno
-import gc
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -175,10 +174,10 @@ def test_a_class_that_raises_in_the_middle(tmp_path: Path) -> None:
     assert poisoned.value.__cause__ is caught.value
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_a_disk_that_is_full_at_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(_native, "fallocate", lambda _fd, _length: errno.ENOSPC)
     with pytest.raises(DirectoryError, match="No space left"):
