@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorstow.cli.demo import child
+from tensorstow.cli.demo import child, rss
 from tensorstow.cli.demo.result import RowResult, Span
 from tensorstow.cli.demo.rows import ROWS, SMALL, Row
 from tensorstow.cli.demo.training import make_model
@@ -113,6 +113,15 @@ def test_a_turn_ends_with_nothing_under_way(in_two_turns: dict[str, RowResult]) 
     later = [s for s in spans if s.lane in {"read", "update", "write"} and s.start >= first.stop]
     assert later  # of the second turn
     assert all(s.stop <= first.stop or s.start >= first.stop for s in spans)
+
+
+def test_turns_between_two_samples_are_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rss, "SAMPLES_PER_SECOND", 0.001)
+    result = child.run_row(ROWS[1], SMALL, [1, 1], str(tmp_path), lambda _step, _part: None)
+    assert len(result.rss) >= 4
+    assert sorted(sample.time for sample in result.rss) == [sample.time for sample in result.rss]
 
 
 def test_time_between_turns_is_taken_out() -> None:

@@ -124,10 +124,12 @@ def run_row(
             stowed.start_trace()
         for steps in turns:
             start = time.monotonic()
+            curve.take()
             training.take(steps)
             if stowed is not None:
                 with clock.measure(-1, "last writes"):
                     stowed.synchronize()  # what is under way must not run in another row's turn
+            curve.take()
             mine.windows.append((start, time.monotonic()))
             taken.append(steps)
             return_freed_memory()  # others have their turn now
@@ -137,7 +139,7 @@ def run_row(
     peak = peak_bytes() or max(nbytes for _, nbytes in curve.samples)
     events = stowed.trace() if stowed is not None else []
     traffic = stowed.traffic() if stowed is not None else Traffic(0, 0, 0, 0, 0.0)
-    moments = [(mine.moment(time), nbytes) for time, nbytes in curve.samples]
+    moments = [(mine.moment(time), nbytes) for time, nbytes in sorted(curve.samples)]
     return RowResult(
         key=row.key,
         parameters=scale.parameters,

@@ -60,8 +60,12 @@ class RssCurve:
         self._stop.set()
         self._thread.join()
 
+    def take(self) -> None:
+        """Sample now: what lasts less than a sampling interval has samples too."""
+        self.samples.append((time.monotonic(), resident_bytes()))
+
     def _sample(self) -> None:
         over = False
         while not over:
             over = self._stop.wait(1 / SAMPLES_PER_SECOND if self.samples else 0)
-            self.samples.append((time.monotonic(), resident_bytes()))
+            self.take()
