@@ -215,7 +215,6 @@ class BesideForward:
             raise
         for identity in wanted:
             due = self._under_way[identity]
-            publish(due.member.owner)
             try:
                 self._check_gradient(due, identity)
                 self._given[identity].check(due.member)
@@ -224,6 +223,7 @@ class BesideForward:
                 kept.store.pipeline.poison(error)
                 raise
             deliver(due.member)
+            publish(due.member.owner)  # behind that: another thread may read it from here on
             del self._under_way[identity]  # last: an interrupt before has it done once more
         if not self._under_way:
             self._given.clear()
