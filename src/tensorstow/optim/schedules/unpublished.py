@@ -117,15 +117,23 @@ class _UnpublishedShard(Unpublished):
 
     def to_local(self, **given: Any) -> Any:  # noqa: ANN401
         """Return the shard when it is new."""
-        return _wait_for(self).to_local(**given)
+        return _ask(self, "to_local", given)
 
     def full_tensor(self, **given: Any) -> Any:  # noqa: ANN401
         """Return the whole when it is new."""
-        return _wait_for(self).full_tensor(**given)
+        return _ask(self, "full_tensor", given)
 
     def redistribute(self, *args: Any, **given: Any) -> Any:  # noqa: ANN401
         """Return it anew when it is new."""
-        return _wait_for(self).redistribute(*args, **given)
+        return _ask(self, "redistribute", given, *args)
+
+
+def _ask(shard: Any, name: str, given: Mapping[str, Any], *args: object) -> Any:  # noqa: ANN401
+    """Call a method of the shard's own class; where torch functions are disabled, at once."""
+    own = getattr(type(shard), "own", type(shard))  # another thread may have published it by now
+    if torch._C._is_torch_function_enabled():  # noqa: SLF001  # else whoever waits is asking
+        _wait_for(shard)
+    return getattr(own, name)(shard, *args, **given)
 
 
 @functools.cache
