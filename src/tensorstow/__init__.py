@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import StowError
+from tensorstow.base.first_calls import make_first_calls
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.optim.adam import Adam, AdamW
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 __version__ = version("tensorstow")
+
+make_first_calls()
 
 
 def __getattr__(name: str) -> object:

@@ -12,10 +12,6 @@ from typing import IO, Any
 
 from tensorstow.base.errors import StowError
 
-REPRODUCIBLE = {"MKL_CBWR": "AUTO", "MKL_DYNAMIC": "FALSE", "OMP_DYNAMIC": "FALSE"}
-"""Environment in which torch's matrix products have the same bits in each process, which the demo
-compares: MKL promises that for a fixed number of threads in this mode alone."""
-
 
 class Process:
     """A fresh interpreter that runs one module of the demo; made by ``started``."""
@@ -73,7 +69,6 @@ def started(name: str, module: str, arguments: Sequence[str]) -> Iterator[Proces
                 [*command, "--descriptor", str(writer)],
                 pass_fds=[writer],
                 stdin=subprocess.PIPE,
-                env={**os.environ, **REPRODUCIBLE},
                 stdout=output,
                 stderr=output,
             )
