@@ -10,7 +10,7 @@ DONE := $(VENV)/.tensorstow
 
 # Folders are listed too: their times change when a file is added or removed.
 NATIVE := $(shell find csrc) CMakeLists.txt pyproject.toml
-CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h')
+CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h')
 PYTHON_DIRS := src tests $(wildcard benchmarks examples)
 
 help: ## List the targets
@@ -24,7 +24,8 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 TEST_PROCESSES ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
 
 test: $(DONE)/test native-tests ## Set everything up and run every test, in TEST_PROCESSES (cores, up to 4)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	PYTHONPATH=tests $(BIN)/python -m pytest -p simulated.plugin -n $(TEST_PROCESSES) tests/gpu
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/gpu
 
 KILLS ?= 300
 

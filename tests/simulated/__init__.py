@@ -1,0 +1,158 @@
+"""A simulated accelerator: torch's device "simulated", with memory and time of its own.
+
+Importing this package registers it (and builds it, the first time). It is a PrivateUse1 backend
+that behaves as CUDA does where offload can go wrong, on any machine with a C++ compiler:
+
+* Its addresses are mapped for nobody: host code that reads them is stopped by a segmentation fault.
+  Work uses the same bytes at another address. Memory is filled with NaN when it is freed. There are
+  statistics and a limit (``set_memory_limit``); past it, an allocation is torch.OutOfMemoryError.
+* A stream is a thread that works in order. Operators return at once: the meta device foretells
+  what they return, the CPU's kernels compute it. Where elements decide (``item``), the host waits.
+* Copies to and from the host take ``bytes / rate`` and a delay. A source that is written under way
+  arrives as NaN. Copies of pageable memory are synchronous, as CUDA's are. Pinned memory that is
+  freed is unmapped once no copy uses it.
+* The delays of copies and operators are drawn between none and twice what is set, by a seed.
+* ``take_hazards()``: each piece of work that is given to a stream is compared, by vector clocks,
+  with what touched the same memory before. Does an event, the same stream, or a wait of the host
+  put it behind that? The answer does not depend on timing.
+* ``take_counts()``: bytes over the link in each direction, and how often the host has waited.
+* Collectives of FSDP2: "simulated_gloo", gloo in the thread of a stream. torch.compile in "eager"
+  and "aot_eager".
+
+It has one device in a process, no casts of autocast, no graphs, and no memory that processes share.
+What the host does to pinned memory is not in the vector clocks: lateness alone shows that.
+
+``pytest -p simulated.plugin`` runs tests on it and lets hazards fail them. Environment:
+SIMULATED_COPY_US (delay of a copy, 1000), SIMULATED_LINK_GBS (5), SIMULATED_OP_US (delay of an
+operator, 0), SIMULATED_MEMORY_MIB (4096), SIMULATED_SEED (0).
+"""
+
+import atexit
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._meta_registrations  # what operators return is asked of the meta device
+import torch.distributed as dist
+
+from simulated.build import load
+
+DEVICE = "simulated"
+BACKEND = "simulated_gloo"
+
+torch.utils.rename_privateuse1_backend(DEVICE)
+native: Any = load()
+
+take_hazards = native.take_hazards
+"""Return what was wrong with the order of work since the last call, as texts."""
+take_counts = native.take_counts
+"""Return {"bytes_down", "bytes_up", "host_waits"} since the last call."""
+busy = native.busy
+"""Let the current stream do nothing for so many seconds."""
+set_delays = native.set_delays
+"""Set the delay of a copy in s, the rate of the link in bytes/s, the delay of an operator in s."""
+set_memory_limit = native.set_memory_limit
+"""Set how many bytes the device has."""
+
+
+class _Device(types.ModuleType):
+    """``torch.simulated``: what torch asks of the module of a device."""
+
+    _initialized = True  # else checkpoints leave the generator's state out
+
+    @staticmethod
+    def Stream(device: object = None, priority: int = 0) -> torch.Stream:  # noqa: N802
+        del device
+        return torch.Stream(DEVICE, priority=priority)
+
+    @staticmethod
+    def Event(*, enable_timing: bool = False) -> torch.Event:  # noqa: N802
+        return torch.Event(DEVICE, enable_timing=enable_timing)
+
+    @staticmethod
+    def is_available() -> bool:
+        return not native.is_in_bad_fork()
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return bool(native.is_in_bad_fork())
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def set_device(device: object) -> None:
+        del device
+
+    @staticmethod
+    def synchronize(device: object = None) -> None:
+        del device
+        native.synchronize()
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @property
+    def default_generators(self) -> tuple[torch.Generator]:
+        return (native.default_generator(),)
+
+    @staticmethod
+    @contextmanager
+    def stream(stream: torch.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+        else:
+            with stream:
+                yield
+
+    @staticmethod
+    @contextmanager
+    def device(device: object) -> Iterator[None]:
+        del device
+        yield
+
+    @staticmethod
+    def get_rng_state(device: object = None) -> torch.Tensor:
+        del device
+        state: torch.Tensor = native.default_generator().get_state()
+        return state
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: object = None) -> None:
+        del device
+        native.default_generator().set_state(state)
+
+    @staticmethod
+    def manual_seed(seed: int) -> None:
+        native.default_generator().manual_seed(seed)
+
+    manual_seed_all = manual_seed
+    current_stream = staticmethod(torch.accelerator.current_stream)
+    set_stream = staticmethod(torch.accelerator.set_stream)
+    empty_cache = staticmethod(torch.accelerator.empty_cache)
+    memory_allocated = staticmethod(torch.accelerator.memory_allocated)
+    max_memory_allocated = staticmethod(torch.accelerator.max_memory_allocated)
+
+
+def _collectives(store: dist.Store, rank: int, size: int, timeout: timedelta) -> object:
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore(BACKEND, store), rank, size, timeout=timeout)
+    return native.Collectives(gloo, rank, size)
+
+
+torch._register_device_module(DEVICE, _Device(f"torch.{DEVICE}"))
+torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+dist.Backend.register_backend(BACKEND, _collectives, devices=[DEVICE])
+atexit.register(native.synchronize)

@@ -1,0 +1,89 @@
+// The simulated accelerator's run time: streams that are threads, events, memory of its own, and a
+// happens-before check of everything that is given to a stream.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace simulated {
+
+constexpr auto kDevice = c10::DeviceType::PrivateUse1;
+constexpr int kStreams = 33;  // the default stream and a pool that is handed out in turns
+
+using Clock = std::array<uint64_t, kStreams>;
+
+// Memory that work reads or writes: device addresses, or addresses of pinned host memory.
+struct Touch {
+  uintptr_t begin = 0, end = 0;
+  bool writes = false;
+};
+
+// A point in a stream's work. `clock` says all that happened before it.
+struct Moment {
+  std::atomic<bool> over{false};
+  Clock clock{};
+  double seconds = 0;
+};
+using MomentPtr = std::shared_ptr<Moment>;
+
+struct Settings {
+  double copy_seconds = 1e-3;  // that every copy over the link takes, and
+  double copy_bytes_per_s = 5e9;
+  double op_seconds = 0;  // that every operator takes at least
+  size_t memory_bytes = size_t(4) << 30;
+  uint64_t seed = 0;
+};
+Settings& settings();
+double late(double seconds);  // by the seed: between none and twice of it
+
+// Since the last take_counts().
+struct Counts {
+  uint64_t bytes_down = 0, bytes_up = 0;  // over the link
+  uint64_t host_waits = 0;                // of the host for a stream or for an event
+};
+void count_link(bool down, uint64_t bytes);
+Counts take_counts();
+
+// --- streams ---
+int64_t current_stream();
+int64_t exchange_stream(int64_t id);
+int64_t next_stream();
+// Gives work to a stream; returns at once. What is wrong with its order becomes a hazard.
+void submit(int64_t stream, const std::string& name, const std::vector<Touch>& touched,
+            std::function<void()> work);
+MomentPtr record(int64_t stream);
+void block(int64_t stream, const MomentPtr& moment);
+bool query(const MomentPtr& moment);
+void wait(const MomentPtr& moment);
+void wait_stream(int64_t stream);
+bool stream_is_idle(int64_t stream);
+void wait_device();
+void check_failed();  // throws what work has failed with, once
+void busy(double seconds);
+double now();
+
+// --- hazards ---
+void hazard(const std::string& text);
+std::vector<std::string> take_hazards();
+
+// --- memory ---
+// Device addresses are never mapped for the CPU: work uses the same bytes at another address.
+void* inside(const void* device_address);
+bool is_device_address(const void* address);
+c10::Allocator* device_allocator();
+void record_use(const c10::DataPtr& data, int64_t stream);
+bool is_pinned(const void* address);
+void hold_pinned(const void* address, const MomentPtr& until);
+at::Generator& generator();  // on the CPU: what random operators of the device draw from
+const at::Generator& device_generator();  // the same, as torch knows it
+bool forked();
+
+}  // namespace simulated

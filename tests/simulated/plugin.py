@@ -1,0 +1,21 @@
+"""A pytest plugin (``-p simulated.plugin``): tests run on the simulated accelerator.
+
+A test in whose work something is out of order fails, whatever its results are.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+import simulated
+
+
+@pytest.fixture(autouse=True)
+def _order_of_work() -> Iterator[None]:
+    simulated.native.synchronize()
+    simulated.take_hazards()
+    yield
+    simulated.native.synchronize()
+    found = simulated.take_hazards()
+    first = "\n".join(sorted(set(found))[:6])
+    assert not found, f"{len(found)} hazards, first:\n{first}"
