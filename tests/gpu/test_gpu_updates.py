@@ -1,0 +1,103 @@
+"""Updates on the device: states go up and down at once, beside the update, through few chunks."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow import AdamW, PipelinePolicy
+from tensorstow.optim.accelerator import device as links
+from tensorstow.optim.accelerator import updater
+from tensorstow.optim.accelerator.device import Pairs
+
+COUNT = 10
+"""Chunks of states."""
+TEMPORARIES = 8
+"""fp32 tensors of a chunk that the rule holds at once, at most."""
+Span = tuple[float, float]
+
+
+def sized(device: torch.device) -> int:
+    """Return a chunk's elements: a copy of its states outlasts the launches of its update."""
+    return 1 << 14 if device.type == "simulated" else 1 << 22
+
+
+def made(device: torch.device) -> tuple[list[nn.Parameter], AdamW]:
+    size = sized(device)
+    weights = [nn.Parameter(torch.ones(size, device=device)) for _ in range(COUNT)]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 0.5)
+    policy = PipelinePolicy(chunk_elements=size)
+    return weights, AdamW(weights, lr=0.01, update_on="device", policy=policy)
+
+
+def shared(first: Sequence[Span], second: Sequence[Span]) -> float:
+    """Return how long both were under way."""
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
+
+
+@pytest.mark.parametrize("slots", [3, 1])
+def test_states_go_up_while_others_come_down(
+    slots: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one slot nothing can be under way beside another, which shows what is counted."""
+    monkeypatch.setattr(updater, "MOST_SLOTS", slots)
+    if device.type == "simulated":
+        import simulated  # noqa: PLC0415  # registers the device
+
+        simulated.set_delays(5e-3, 5e9, 0)
+    _, optimizer = made(device)
+    link = optimizer._kept().updater.link  # type: ignore[union-attr]
+    assert isinstance(link, links.StreamLink)
+    for _ in range(2):
+        optimizer.step()
+    copies: list[tuple[bool, torch.Event, torch.Event]] = []
+    copy = links._copy
+
+    def timed(pairs: Pairs, stream: torch.Stream) -> int:
+        start, stop = (torch.Event(device, enable_timing=True) for _ in range(2))
+        start.record(stream)
+        nbytes = copy(pairs, stream)
+        stop.record(stream)
+        copies.append((stream is link._up, start, stop))
+        return nbytes
+
+    monkeypatch.setattr(links, "_copy", timed)
+    begin = torch.accelerator.current_stream(device).record_event(
+        torch.Event(device, enable_timing=True)
+    )
+    optimizer.step()
+    torch.accelerator.synchronize()
+    if device.type == "simulated":
+        simulated.set_delays(1e-3, 5e9, 0)
+    up, down = (
+        [(begin.elapsed_time(a), begin.elapsed_time(b)) for is_up, a, b in copies if is_up == way]
+        for way in (True, False)
+    )
+    assert len(up) == len(down) == COUNT
+    shorter = min(sum(b - a for a, b in way) for way in (up, down))
+    if slots == 1:
+        assert shared(up, down) < 0.05 * shorter
+    else:
+        assert shared(up, down) > 0.4 * shorter
+
+
+def test_a_step_holds_no_more_of_the_device_than_its_slots_and_one_update(
+    device: torch.device,
+) -> None:
+    weights, optimizer = made(device)
+    chunk = 4 * sized(device)
+    for _ in range(2):
+        optimizer.step()
+    held = optimizer.memory().device_bytes
+    assert held == updater.MOST_SLOTS * 2 * chunk
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated(device)
+    assert before >= held + 2 * len(weights) * chunk
+    torch.accelerator.reset_peak_memory_stats(device)
+    optimizer.step()
+    torch.accelerator.synchronize()
+    peak = torch.accelerator.max_memory_allocated(device) - before
+    assert chunk <= peak <= TEMPORARIES * chunk < 2 * COUNT * chunk
+    assert torch.accelerator.memory_allocated(device) == before
