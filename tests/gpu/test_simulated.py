@@ -175,6 +175,23 @@ def test_blocks_may_be_compiled(simulated: ModuleType, device: torch.device, bac
     assert torch.equal(torch.compile(layer, backend=backend)(x), layer(x))
 
 
+def test_autocast_casts(simulated: ModuleType, device: torch.device) -> None:
+    del simulated
+    layer = nn.Linear(8, 8).to(device)
+    x = torch.randn(4, 8, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = layer(x)
+        sums = y.sum(), y.softmax(-1), torch.cat([y, x])
+    short = nn.functional.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, short)
+    assert all(made.dtype == torch.float32 for made in sums)
+    y.float().sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+    assert layer(x).dtype == torch.float32
+
+
 def test_tensors_of_two_devices_do_not_mix(simulated: ModuleType, device: torch.device) -> None:
     del simulated
     with pytest.raises(RuntimeError, match="same device"):

@@ -17,9 +17,9 @@ that behaves as CUDA does where offload can go wrong, on any machine with a C++ 
   put it behind that? The answer does not depend on timing.
 * ``take_counts()``: bytes over the link in each direction, and how often the host has waited.
 * Collectives of FSDP2: "simulated_gloo", gloo in the thread of a stream. torch.compile in "eager"
-  and "aot_eager".
+  and "aot_eager". torch.autocast casts what it casts on CUDA.
 
-It has one device in a process, no casts of autocast, no graphs, and no memory that processes share.
+It has one device in a process, no graphs, and no memory that processes share.
 What the host does to pinned memory is not in the vector clocks: lateness alone shows that.
 
 ``pytest -p simulated.plugin`` runs tests on it and lets hazards fail them. Environment:
