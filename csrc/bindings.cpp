@@ -17,6 +17,7 @@
 #include <tuple>
 
 #include "base/checksum.h"
+#include "base/metered.h"
 #include "base/pool.h"
 #include "io/direct.h"
 #include "io/engine.h"
@@ -447,6 +448,14 @@ void bind_kernels(nb::module_& m) {
   m.def("best_isa", [] { return std::string(isa_name(best_isa())); });
   m.def("set_pool_threads", &set_pool_threads, "threads"_a);
   m.def("pool_threads", [] { return pool().threads(); });
+  m.def(
+      "slow_down",
+      [](double disk_bytes_per_s, double update_elements_per_s) {
+        disk_lane.set(disk_bytes_per_s);
+        update_lane.set(update_elements_per_s);
+      },
+      nb::kw_only(), "disk_bytes_per_s"_a = 0.0, "update_elements_per_s"_a = 0.0,
+      "for tests: no faster than this, on backend threads; 0: as fast as it goes");
   m.def(
       "adam_update",
       [](Address param, Address grad, const std::vector<Address>& states, std::int64_t n,

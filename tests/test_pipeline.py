@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity.scratch import read_scratch, write_scratch
+from tensorstow import _native
 from tensorstow.base.errors import DamageError, PoisonedError, TransferError
 from tensorstow.optim.reference import AdamState, adam_reference, adam_scalars
 from tensorstow.optim.states.chunks import Ring
@@ -109,6 +110,33 @@ def test_trace_has_every_chunk_in_every_lane(tmp_path: Path) -> None:
         assert all(before <= e.start <= e.stop <= time.monotonic() for e in mine)
     assert sum(e.nbytes for e in events if e.lane == "read") == store.memory().file_bytes
     assert [e.lane for e in events].count("wait") == 1
+
+
+def test_disk_and_update_are_no_faster_than_asked(tmp_path: Path) -> None:
+    policy = PipelinePolicy(chunk_elements=4096, backend="threads")
+    store = StateStore(Placement(1.0, (tmp_path,), None), policy)
+    store.extend([16_384], [FP32])
+    rows = [StepRow(torch.randn(16_384), torch.randn(16_384))]
+    table = torch.tensor([scalars_at(1)]).numpy()
+    store.pipeline.step(rows, table)
+    store.settle()
+    store.pipeline.start_trace()
+    _native.slow_down(disk_bytes_per_s=8e6, update_elements_per_s=4e5)
+    try:
+        store.pipeline.step(rows, table)
+        store.settle()
+    finally:
+        _native.slow_down()
+    events = store.pipeline.trace()
+    updates = sorted((e.start, e.stop) for e in events if e.lane == "update")
+    assert len(updates) == 4
+    for begin, end in updates:
+        assert end - begin >= 4096 / 4e5
+    for before, after in itertools.pairwise(updates):
+        assert after[0] >= before[1]
+    moved = [e for e in events if e.lane in {"read", "write"}]
+    took = max(e.stop for e in moved) - min(e.start for e in moved)
+    assert took >= sum(e.nbytes for e in moved) / 8e6
 
 
 def test_a_pipeline_before_connect_has_moved_nothing() -> None:

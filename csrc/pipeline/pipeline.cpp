@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/metered.h"
+
 namespace stow {
 
 // [Note: Once] Each chunk of a step is in exactly one of these until it is updated. A chunk in two
@@ -607,7 +609,10 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
   const int threads = step_.background && waiters_ == 0 ? few_ : 0;
   updating_ = true;
   lock.unlock();
+  const bool slow = update_lane.is_on() && half == Half::both && !idle_chunk;
+  const auto over = slow ? update_lane.take(chunk.spec.elements) : Metered::Clock::time_point{};
   const std::int64_t damaged = update_chunk(task, parameters_, hypers_, isa_, threads);
+  if (slow) std::this_thread::sleep_until(over);
   if (half != Half::before) {
     trace_.record({chunk.started, now(), Lane::update, chunk.number, 0});
   }

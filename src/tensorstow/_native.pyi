@@ -19,6 +19,11 @@ def set_pool_threads(threads: int) -> None: ...
 
 def pool_threads() -> int: ...
 
+def slow_down(*, disk_bytes_per_s: float = 0.0, update_elements_per_s: float = 0.0) -> None:
+    """
+    for tests: no faster than this, on backend threads; 0: as fast as it goes
+    """
+
 def adam_update(param: int, grad: int, states: Sequence[int], n: int, param_dtype: str, grad_dtype: str, format: str, first: int, key: int, seed_master: bool, hyper: tuple[float, float, float, float, float, float, float, float, float], isa: str | None, on_pool: bool) -> None:
     """
     `states`: addresses of m, v, vmax, master, m_scale, v_scale; 0 where there is none

@@ -26,6 +26,7 @@ def simulated(device: torch.device) -> Iterator[ModuleType]:
     yield simulated
     simulated.take_hazards()  # which tests here make
     simulated.set_delays(1e-3, 5e9, 0)
+    simulated.set_compute(0)
     simulated.set_memory_limit(4 << 30)
 
 
@@ -196,3 +197,50 @@ def test_tensors_of_two_devices_do_not_mix(simulated: ModuleType, device: torch.
     del simulated
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, device=device) + torch.ones(3)
+
+
+def spans_of(log: list[tuple[int, str, float, float, int]], name: str) -> list[tuple[float, float]]:
+    return sorted((start, stop) for _, what, start, stop, _ in log if what == name)
+
+
+def test_copies_of_one_direction_share_the_link(
+    simulated: ModuleType, device: torch.device
+) -> None:
+    nbytes, rate = 1 << 16, 1e8
+    simulated.set_delays(0, rate, 0)
+    away = torch.zeros(4, nbytes, dtype=torch.uint8, device=device)
+    here = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(4)]
+    torch.accelerator.synchronize()
+    simulated.start_trace()
+    for i in range(4):
+        with torch.Stream(device):
+            if i % 2:
+                here[i].copy_(away[i], non_blocking=True)
+            else:
+                away[i].copy_(here[i], non_blocking=True)
+    torch.accelerator.synchronize()
+    log = simulated.take_trace()
+    for name in ("copy down", "copy up"):
+        first, second = spans_of(log, name)
+        assert second[0] >= first[1]
+        for start, stop in (first, second):
+            assert stop - start == pytest.approx(nbytes / rate)
+    assert spans_of(log, "copy down")[0][0] < spans_of(log, "copy up")[0][1]  # both ways at once
+
+
+def test_products_of_matrices_take_their_time(simulated: ModuleType, device: torch.device) -> None:
+    a, b = torch.ones(8, 4, device=device), torch.ones(4, 6, device=device)
+    torch.accelerator.synchronize()
+    simulated.set_compute(1e-5)
+    simulated.start_trace()
+    torch.addmm(torch.ones(6, device=device), a, b)
+    c = a @ b
+    c += 1
+    torch.accelerator.synchronize()
+    log = simulated.take_trace()
+    (first,), (second,) = spans_of(log, "aten::addmm"), spans_of(log, "aten::mm")
+    assert {name for _, name, *_ in log} == {"aten::addmm", "aten::mm", "host waits"}
+    for start, stop in (first, second):
+        assert stop - start == pytest.approx(2 * 8 * 4 * 6 * 1e-5)
+    assert second[0] == pytest.approx(first[1])  # the machine's own work does not add up
+    assert torch.equal(c.cpu(), torch.full((8, 6), 5.0))

@@ -8,9 +8,11 @@ that behaves as CUDA does where offload can go wrong, on any machine with a C++ 
   statistics and a limit (``set_memory_limit``); past it, an allocation is torch.OutOfMemoryError.
 * A stream is a thread that works in order. Operators return at once: the meta device foretells
   what they return, the CPU's kernels compute it. Where elements decide (``item``), the host waits.
-* Copies to and from the host take ``bytes / rate`` and a delay. A source that is written under way
-  arrives as NaN. Copies of pageable memory are synchronous, as CUDA's are. Pinned memory that is
-  freed is unmapped once no copy uses it.
+* Copies to and from the host take ``bytes / rate``, one after the other in each direction, and a
+  delay. A source that is written under way arrives as NaN. Copies of pageable memory are
+  synchronous, as CUDA's are. Pinned memory that is freed is unmapped once no copy uses it.
+* Products of matrices take what ``set_compute`` says. ``take_trace()`` tells what was when, by
+  these times alone: this machine's own work for it delays nothing but what waits on the host.
 * The delays of copies and operators are drawn between none and twice what is set, by a seed.
 * ``take_hazards()``: each piece of work that is given to a stream is compared, by vector clocks,
   with what touched the same memory before. Does an event, the same stream, or a wait of the host
@@ -54,6 +56,13 @@ busy = native.busy
 """Let the current stream do nothing for so many seconds."""
 set_delays = native.set_delays
 """Set the delay of a copy in s, the rate of the link in bytes/s, the delay of an operator in s."""
+set_compute = native.set_compute
+"""Set the seconds that a product of matrices takes for each of its 2 m n k operations."""
+start_trace = native.start_trace
+"""Begin a log of what takes its time."""
+take_trace = native.take_trace
+"""Return the log: (stream, name, start, stop, bytes), by ``time.monotonic()``; stream -1: the host
+waited."""
 set_memory_limit = native.set_memory_limit
 """Set how many bytes the device has."""
 

@@ -60,12 +60,12 @@ struct Silence {  // no autograd in here
 // --- copies over the link ---
 
 // Late, and the worst that memory can do: who changes the source under way finds poison.
-void carry(const Tensor& to, const Tensor& from, const std::string& name) {
+void carry(const Tensor& to, const Tensor& from, const std::string& name, bool down) {
   Silence silence;
   const Tensor before = from.clone();
   const Tensor target = to.clone();
-  const auto& how = settings();
-  busy(late(how.copy_seconds) + static_cast<double>(from.nbytes()) / how.copy_bytes_per_s);
+  busy(late(settings().copy_seconds));
+  busy_link(down, from.nbytes());
   auto same = [](const Tensor& a, const Tensor& b) {
     const Tensor x = a.contiguous(), y = b.contiguous();
     return memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
@@ -101,7 +101,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const Tensor a = down ? inner(from) : borrowed(from);
   const Tensor b = down ? borrowed(to) : inner(to);
   submit(stream, name, {touch_of(from, false), touch_of(to, true)},
-         [a, b, name] { carry(b, a, name); });
+         [a, b, name, down] { carry(b, a, name, down); });
   const auto over = record(stream);
   if (pinned) hold_pinned(host.const_data_ptr(), over);
   if (!behind) wait(over);
@@ -337,6 +337,19 @@ void as_the_cpu(const Job& job, Stack& meta) {
   for (size_t i : {1, 2}) meta[i] = meta[i].toTensor().to(dtype);
 }
 
+// Seconds that the product of matrices takes which it is, if it is one.
+double product_seconds(const Job& job) {
+  static const std::unordered_map<std::string, size_t> products = {
+      {"aten::mm", 0}, {"aten::bmm", 0}, {"aten::addmm", 1}, {"aten::baddbmm", 1}};
+  const auto found = products.find(job.name);
+  if (settings().seconds_per_flop == 0 || found == products.end()) return 0;
+  const Tensor& left = job.given[found->second].toTensor();
+  const Tensor& right = job.given[found->second + 1].toTensor();
+  const double flops =
+      2.0 * static_cast<double>(left.numel()) * static_cast<double>(right.size(-1));
+  return flops * settings().seconds_per_flop;
+}
+
 // Sends it away; what it returns is there already, but for its elements.
 Stack run_behind(const Job& job) {
   const auto& returns = job.op.schema().returns();
@@ -373,9 +386,10 @@ Stack run_behind(const Job& job) {
   std::vector<bool> is_fresh;
   for (const auto& result : returns) is_fresh.push_back(!job.argument_of(result));
   submit(current_stream(), job.name, touched,
-         [op = job.op, stack = job.for_work(), targets, is_fresh]() mutable {
+         [op = job.op, stack = job.for_work(), targets, is_fresh,
+          seconds = product_seconds(job)]() mutable {
            Silence silence;
-           busy(late(settings().op_seconds));
+           busy(late(settings().op_seconds) + seconds);
            op.callBoxed(stack);
            size_t next = 0;
            for (size_t i = 0; i < is_fresh.size(); ++i)

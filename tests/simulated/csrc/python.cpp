@@ -158,6 +158,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     settings().copy_bytes_per_s = copy_bytes_per_s;
     settings().op_seconds = op_seconds;
   });
+  m.def("set_compute",
+        [](double seconds_per_flop) { settings().seconds_per_flop = seconds_per_flop; });
+  m.def("start_trace", [] { trace(true); });
+  m.def("take_trace", [] {
+    py::list made;
+    for (const Span& span : take_trace())
+      made.append(py::make_tuple(span.stream, span.name, span.start, span.stop, span.bytes));
+    return made;
+  });
   m.def("set_memory_limit", [](size_t bytes) { settings().memory_bytes = bytes; });
   m.def("take_counts", [] {
     const Counts counts = take_counts();

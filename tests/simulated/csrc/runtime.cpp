@@ -50,6 +50,7 @@ struct Block {
 struct Task {
   std::string name;
   std::function<void()> work;
+  double given = 0;
 };
 
 struct Queue {
@@ -70,6 +71,9 @@ struct State {
   std::string failed;
   std::vector<std::string> hazards;
   Counts counts;
+  bool tracing = false;
+  std::vector<Span> spans;
+  double link_over[2] = {0, 0};        // by direction: when what was given to it is over
   uint64_t drawn = 0;                  // delays
   std::map<uintptr_t, Block*> blocks;  // by address, pinned ones too
   std::map<std::pair<int64_t, size_t>, std::vector<Block*>> free;
@@ -98,6 +102,19 @@ using Lock = std::unique_lock<std::mutex>;
 
 bool in_child = false;
 thread_local int64_t current = 0;
+thread_local double clock_of_stream = 0;
+thread_local int64_t served = -1;
+thread_local std::string at_work;
+
+void add_span(State& s, int64_t stream, const std::string& name, double start, double stop,
+              uint64_t bytes) {
+  if (s.tracing) s.spans.push_back({stream, name, start, stop, bytes});
+}
+
+void sleep_until(double moment) {
+  const double left = moment - now();
+  if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
+}
 
 void join(Clock& into, const Clock& other) {
   for (int i = 0; i < kStreams; ++i) into[i] = std::max(into[i], other[i]);
@@ -143,6 +160,7 @@ void look(State& s, int64_t stream, const std::string& name, const Touch& touch)
 void serve(int64_t id) {
   auto& s = state();
   auto& queue = s.queues[id];
+  served = id;
   for (;;) {
     Task task;
     {
@@ -151,6 +169,8 @@ void serve(int64_t id) {
       task = std::move(queue.tasks.front());
       queue.tasks.pop_front();
     }
+    clock_of_stream = std::max(clock_of_stream, task.given);
+    at_work = task.name;
     try {
       task.work();
     } catch (const std::exception& error) {
@@ -171,7 +191,7 @@ void give(State& s, int64_t id, const std::string& name, std::function<void()> w
     queue.started = true;
     std::thread(serve, id).detach();
   }
-  queue.tasks.push_back({name, std::move(work)});
+  queue.tasks.push_back({name, std::move(work), now()});
   ++queue.given;
   queue.more.notify_one();
 }
@@ -190,7 +210,7 @@ MomentPtr record_locked(State& s, int64_t id) {
   join(s.queues[id].clock, s.host);
   moment->clock = s.queues[id].clock;
   give(s, id, "event", [moment] {
-    moment->seconds = now();
+    moment->seconds = clock_of_stream;
     moment->over = true;
   });
   return moment;
@@ -546,7 +566,38 @@ Counts take_counts() {
 }
 
 void busy(double seconds) {
-  if (seconds > 0) std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  if (seconds <= 0) return;
+  const double start = clock_of_stream;
+  clock_of_stream += seconds;
+  {
+    Lock lock(state().mutex);
+    add_span(state(), served, at_work, start, clock_of_stream, 0);
+  }
+  sleep_until(clock_of_stream);
+}
+
+void busy_link(bool down, uint64_t bytes) {
+  const double seconds = static_cast<double>(bytes) / settings().copy_bytes_per_s;
+  {
+    auto& s = state();
+    Lock lock(s.mutex);
+    double& over = s.link_over[down ? 1 : 0];
+    const double start = std::max(clock_of_stream, over);
+    over = clock_of_stream = start + seconds;
+    add_span(s, served, at_work, start, over, bytes);
+  }
+  sleep_until(clock_of_stream);
+}
+
+void trace(bool on) {
+  Lock lock(state().mutex);
+  state().tracing = on;
+  state().spans.clear();
+}
+
+std::vector<Span> take_trace() {
+  Lock lock(state().mutex);
+  return std::exchange(state().spans, {});
 }
 
 int64_t current_stream() { return current; }
@@ -577,6 +628,7 @@ void block(int64_t stream, const MomentPtr& moment) {
     auto& s = state();
     Lock lock(s.mutex);
     s.progress.wait(lock, [&] { return moment->over.load(); });
+    clock_of_stream = std::max(clock_of_stream, moment->seconds);
   });
 }
 
@@ -593,7 +645,9 @@ void wait(const MomentPtr& moment) {
     auto& s = state();
     Lock lock(s.mutex);
     ++s.counts.host_waits;
+    const double start = now();
     s.progress.wait(lock, [&] { return moment->over.load(); });
+    add_span(s, -1, "host waits", start, now(), 0);
     join(s.host, moment->clock);
   }
   check_failed();

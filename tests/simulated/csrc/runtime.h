@@ -30,19 +30,30 @@ struct Touch {
 struct Moment {
   std::atomic<bool> over{false};
   Clock clock{};
-  double seconds = 0;
+  double seconds = 0;  // by the delays of its stream
 };
 using MomentPtr = std::shared_ptr<Moment>;
 
 struct Settings {
   double copy_seconds = 1e-3;  // that every copy over the link takes, and
   double copy_bytes_per_s = 5e9;
-  double op_seconds = 0;  // that every operator takes at least
+  double op_seconds = 0;        // that every operator takes at least, and
+  double seconds_per_flop = 0;  // every product of matrices besides
   size_t memory_bytes = size_t(4) << 30;
   uint64_t seed = 0;
 };
 Settings& settings();
 double late(double seconds);  // by the seed: between none and twice of it
+
+// What took its time, by the delays alone: on a stream, or (-1) the host, which waited.
+struct Span {
+  int64_t stream;
+  std::string name;
+  double start, stop;  // Python's time.monotonic()
+  uint64_t bytes;
+};
+void trace(bool on);
+std::vector<Span> take_trace();
 
 // Since the last take_counts().
 struct Counts {
@@ -67,7 +78,13 @@ void wait_stream(int64_t stream);
 bool stream_is_idle(int64_t stream);
 void wait_device();
 void check_failed();  // throws what work has failed with, once
+// [Note: Delays] A stream has a clock of its own, which delays alone move on, and sleeps until
+// then. What this machine needs besides for a piece of work is made up for by a shorter sleep
+// before the next. Work begins at the latest of: the end of the work before it, the moment it was
+// given, what it waited for. Results are there behind the sleep. To be called in a stream's thread.
 void busy(double seconds);
+// The same for bytes over the link, which all streams share in each direction.
+void busy_link(bool down, uint64_t bytes);
 double now();
 
 // --- hazards ---

@@ -1,0 +1,44 @@
+// Slowness put in, so that tests and benchmarks know how long moving takes at the least.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+
+namespace stow {
+
+// A lane that takes units / rate for each piece of work, one after the other. Off unless asked for.
+class Metered {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // 0: as fast as the machine.
+  void set(double units_per_s) { units_per_s_.store(units_per_s, std::memory_order_release); }
+
+  // Takes the lane for work that begins now; returns when it may be over.
+  Clock::time_point take(std::int64_t units) {
+    const Clock::time_point now = Clock::now();
+    const double rate = units_per_s_.load(std::memory_order_acquire);
+    if (rate <= 0) return now;
+    const std::chrono::duration<double> takes(static_cast<double>(units) / rate);
+    std::lock_guard lock(mutex_);
+    over_ = std::max(over_, now) + std::chrono::duration_cast<Clock::duration>(takes);
+    return over_;
+  }
+
+  bool is_on() const { return units_per_s_.load(std::memory_order_acquire) > 0; }
+
+ private:
+  std::atomic<double> units_per_s_{0};
+  std::mutex mutex_;
+  Clock::time_point over_{};
+};
+
+// Of the process: all its engines have one disk, all its pipelines one memory.
+inline Metered disk_lane;    // bytes
+inline Metered update_lane;  // elements of parameters
+
+}  // namespace stow
