@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorstow import _native
-from tensorstow.base.cores import usable_cores
 from tensorstow.base.directories import choose_directory, inspect_directory
 from tensorstow.io.engine import choose_backend
+from tensorstow.io.local_share import usable_cores
 
 SCHEMA = 1
 LEAST_PAIRS = 9

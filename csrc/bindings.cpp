@@ -16,6 +16,7 @@
 #include <system_error>
 #include <tuple>
 
+#include "base/affinity.h"
 #include "base/checksum.h"
 #include "base/metered.h"
 #include "base/pool.h"
@@ -320,10 +321,11 @@ struct PyPipeline {
   std::vector<std::vector<nb::object>> gradient_owners;  // of the step, by parameter
 
   PyPipeline(const PyEngine& py_engine, const std::optional<std::string>& isa, bool alternate,
-             int few)
+             std::pair<int, int> team)
       : engine(py_engine.engine) {
     const Order order = alternate ? Order::alternating : Order::given;
-    auto made = std::make_unique<Pipeline>(py_engine.get(), parse_isa(isa), order, few);
+    auto made = std::make_unique<Pipeline>(py_engine.get(), parse_isa(isa), order,
+                                           Team{team.first, team.second});
     pipeline = std::shared_ptr<Pipeline>(made.release(), LeaveInChild<Pipeline>{});
   }
 
@@ -528,6 +530,15 @@ void bind_checksum(nb::module_& m) {
 }
 
 void bind_io(nb::module_& m) {
+  m.def("set_thread_cores", &set_thread_cores, "cores"_a,
+        "Threads of ours that start from now on run there only; none: anywhere");
+  m.def("thread_cores", &thread_cores);
+  m.def(
+      "prefer_node",
+      [](Address address, std::size_t nbytes, int node) {
+        return prefer_node(at<void>(address), nbytes, node);
+      },
+      "address"_a, "nbytes"_a, "node"_a, "errno, or 0");
   m.def("direct_alignment", &direct_alignment, "fd"_a, "bytes; 0 where it is not told");
   // The system call itself: the C library's posix_fallocate writes zeros where the filesystem
   // cannot reserve.
@@ -688,8 +699,8 @@ void bind_pipeline(nb::module_& m) {
                 "list[tuple[int, int, int, int, int]]"));
   m.attr("UPDATE_BLOCK") = kUpdateBlock;
   nb::class_<PyPipeline> c(m, "Pipeline");
-  c.def(nb::init<const PyEngine&, const std::optional<std::string>&, bool, int>(), "engine"_a,
-        "isa"_a.none(), "alternate"_a, "few"_a)
+  c.def(nb::init<const PyEngine&, const std::optional<std::string>&, bool, std::pair<int, int>>(),
+        "engine"_a, "isa"_a.none(), "alternate"_a, "team"_a)
       .def(
           "set_ring",
           [](PyPipeline& self, Address base, int slots, std::int64_t slot_bytes, nb::object owner) {

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.base.cores import affinity_cores, local_ranks, quota_cores, usable_cores
-from tensorstow.base.errors import OptionError
+from tensorstow.base.cores import affinity_cores, process_cores, quota_cores
 
 
 def cgroup_tree(root: Path, membership: str, files: dict[str, str]) -> Path:
@@ -20,7 +19,7 @@ def cgroup_tree(root: Path, membership: str, files: dict[str, str]) -> Path:
 
 def test_no_cgroup_files_mean_no_limit(tmp_path: Path) -> None:
     assert quota_cores(tmp_path) is None
-    assert usable_cores(tmp_path, {}) == affinity_cores()
+    assert process_cores(tmp_path) == affinity_cores()
 
 
 def test_version_2_quota(tmp_path: Path) -> None:
@@ -70,25 +69,9 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize(
-    ("quota", "ranks", "cores"),
-    [
-        ("max", None, 8),
-        ("max", "2", 4),
-        ("max", "3", 2),
-        ("max", "64", 1),
-        ("350000", None, 3),
-        ("50000", None, 1),
-        ("400000", "2", 2),
-        ("9900000", None, 8),
-    ],
+    ("quota", "cores"),
+    [("max", 8), ("350000", 3), ("50000", 1), ("400000", 4), ("9900000", 8)],
 )
-def test_usable_cores(tmp_path: Path, quota: str, ranks: str | None, cores: int) -> None:
+def test_process_cores(tmp_path: Path, quota: str, cores: int) -> None:
     root = cgroup_tree(tmp_path, "0::/\n", {"cpu.max": f"{quota} 100000\n"})
-    environ = {"OMP_NUM_THREADS": "1"} | ({"LOCAL_WORLD_SIZE": ranks} if ranks else {})
-    assert usable_cores(root, environ) == cores
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "two", ""])
-def test_a_bad_number_of_ranks_is_refused_by_name(text: str) -> None:
-    with pytest.raises(OptionError, match="LOCAL_WORLD_SIZE"):
-        local_ranks({"LOCAL_WORLD_SIZE": text})
+    assert process_cores(root) == cores

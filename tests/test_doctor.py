@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from tensorstow.base import cores, nodes
 from tensorstow.cli import doctor
 from tensorstow.cli.main import main
 from tensorstow.io import engine
+from tensorstow.optim.states.kernels import KernelFacts
+from topology import make_nodes
 
 SHM = Path("/dev/shm")
 
@@ -33,6 +36,51 @@ def test_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert mine["objection"] is None
     assert mine["free_bytes"] > 0
     assert mine["takes_direct_io"] in {True, False}
+
+
+@pytest.fixture
+def sixteen_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sixteen cores on two nodes."""
+    monkeypatch.setattr(nodes, "_NODES", make_nodes(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15"}))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(cores, "quota_cores", lambda _: None)
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+def test_nodes_and_what_each_rank_would_take() -> None:
+    facts = doctor.examine([], 3)
+    lines = doctor._lines(facts)
+    begin = [label for label, _ in lines].index("NUMA nodes")
+    assert lines[begin : begin + 3] == [
+        ("NUMA nodes", "0 (cores 0-3,8-11), 1 (cores 4-7,12-15)"),
+        ("ranks", "0-1: 4 threads each on node 0 (cores 0-3,8-11), 11 blocks in flight"),
+        ("", "2: 5 threads on node 1 (cores 4-7,12-15), 10 blocks in flight"),
+    ]
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+def test_json_has_every_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(doctor, "prepare_kernels", lambda: KernelFacts("scalar", ("scalar",), 8))
+    assert main(["doctor", "--json"]) == 0
+    numa = json.loads(capsys.readouterr().out)["numa"]
+    first, last = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+    assert numa == {
+        "nodes": [{"number": 0, "cores": first}, {"number": 1, "cores": last}],
+        "rank": 1,
+        "ranks": [
+            {"rank": 0, "threads": 8, "nodes": [0], "cores": first, "io_depth": 16},
+            {"rank": 1, "threads": 8, "nodes": [1], "cores": last, "io_depth": 16},
+        ],
+    }
+
+
+def test_local_ranks_are_one_or_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--local-ranks", "0"]) == 2
+    assert "--local-ranks 0" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not SHM.is_dir(), reason="no /dev/shm here")

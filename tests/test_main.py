@@ -23,7 +23,7 @@ def test_the_command_line_is_frozen() -> None:
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     assert {name: flags_of(command) for name, command in commands.choices.items()} == {
         "demo": ["--directory", "--help", "--json", "--out", "--small", "--steps", "-h"],
-        "doctor": ["--directory", "--help", "--json", "-h"],
+        "doctor": ["--directory", "--help", "--json", "--local-ranks", "-h"],
         "inspect": ["--help", "--json", "-h"],
         "scrub": ["--generation", "--help", "--json", "-h"],
         "recover": ["--help", "--json", "--yes", "-h"],

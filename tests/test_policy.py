@@ -14,6 +14,20 @@ def test_chunks_are_whole_lanes(elements: int) -> None:
         PipelinePolicy(chunk_elements=elements)
 
 
+@pytest.mark.parametrize("name", ["depth", "threads"])
+@pytest.mark.parametrize("number", [0, -1, 1.5, "2"])
+def test_numbers_are_whole_and_positive(name: str, number: object) -> None:
+    with pytest.raises(OptionError, match=name):
+        PipelinePolicy(**{name: number})  # type: ignore[arg-type]
+    assert getattr(PipelinePolicy(), name) is None
+
+
+@pytest.mark.parametrize("node", [-1, "all", None, 1.0, True])
+def test_a_node_has_a_number(node: object) -> None:
+    with pytest.raises(OptionError, match="node="):
+        PipelinePolicy(node=node)  # type: ignore[arg-type]
+
+
 def test_an_unknown_schedule_is_named() -> None:
     with pytest.raises(OptionError, match="pipelined"):
         PipelinePolicy(schedule="fast")  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from compare import all_equal
 from crash.world import Case, World, differing, digest, undisturbed
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.optim.states import kernels
 from tensorstow.optim.states.policy import Overlap
 
 STOP, END = 7, 13
@@ -87,11 +86,9 @@ def test_another_way(other: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_another_number_of_threads(
-    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "usable_cores", lambda: threads)
-    stop_and_go(Case(state_format="int8"), Case(state_format="int8"), tmp_path).close()
+def test_another_number_of_threads(threads: int, tmp_path: Path) -> None:
+    first, second = (Case(state_format="int8", policy={"threads": n}) for n in (1, threads))
+    stop_and_go(first, second, tmp_path).close()
 
 
 def test_resuming_reads_weights_and_no_states(tmp_path: Path) -> None:

@@ -420,6 +420,7 @@ def test_what_the_class_finds_wrong_is_said_by_name() -> None:
         ({"dir": "/dev/shm"}, DirectoryError),
         ({"ram_budget": "1KiB"}, BudgetError),
         ({"policy": PipelinePolicy(isa="scalar")}, OptionError),
+        ({"policy": PipelinePolicy(threads=2)}, OptionError),
     ],
 )
 def test_bad_places_are_errors_at_construction(

@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/affinity.h"
+
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
@@ -65,6 +67,7 @@ struct Pool::State {
   const std::function<void(std::int64_t)>* body = nullptr;
   std::atomic<bool> stopping{false};
   std::atomic<int> threads{1};
+  std::atomic<int> cores_version{0};  // what the workers were confined by
   std::vector<std::thread> workers;
 
   void work(std::size_t self) noexcept {
@@ -93,6 +96,7 @@ struct Pool::State {
   }
 
   void serve(std::size_t self) {
+    confine_thread();
     std::uint32_t seen = 0;
     for (;;) {
       seen = wait_for_change(epoch, seen);
@@ -110,6 +114,7 @@ struct Pool::State {
   void start(int count) {
     stopping.store(false, std::memory_order_relaxed);
     epoch.store(0, std::memory_order_relaxed);
+    cores_version.store(thread_cores_version(), std::memory_order_relaxed);
     try {
       shares = std::vector<Share>(static_cast<std::size_t>(count));
       for (int i = 1; i < count; ++i) workers.emplace_back([this, i] { serve(i); });
@@ -136,10 +141,15 @@ Pool::~Pool() { state_->stop(); }
 
 int Pool::threads() const { return state_->threads.load(std::memory_order_relaxed); }
 
+bool Pool::is_as(int threads) const {
+  return threads == this->threads() &&
+         thread_cores_version() == state_->cores_version.load(std::memory_order_relaxed);
+}
+
 void Pool::resize(int threads) {
   const std::lock_guard<std::mutex> lock(state_->turn);
   threads = std::max(1, threads);
-  if (threads == this->threads()) return;
+  if (is_as(threads)) return;
   state_->stop();
   state_->start(threads);
 }
@@ -185,7 +195,7 @@ Pool& pool() {
       delete fresh;
     }
   }
-  if (owned->pool.threads() != threads) owned->pool.resize(threads);
+  if (!owned->pool.is_as(threads)) owned->pool.resize(threads);
   return owned->pool;
 }
 

@@ -17,6 +17,8 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int threads() const;
+  // Whether it has so many, all of them where `set_thread_cores` wants them.
+  bool is_as(int threads) const;
   // Waits for its turn among the callers of `run`.
   void resize(int threads);
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <thread>
 
+#include "base/affinity.h"
 #include "base/metered.h"
 #include "io/engine.h"
 
@@ -60,6 +61,7 @@ class ThreadsEngine final : public Engine {
   }
 
   void work(char* bounce) {
+    confine_thread();
     std::unique_lock lock(mutex_);
     for (;;) {
       queued_.wait(lock, [this] { return stopping_ || queued(); });

@@ -18,6 +18,7 @@
 #include <system_error>
 #include <thread>
 
+#include "base/affinity.h"
 #include "io/engine.h"
 
 namespace stow {
@@ -178,6 +179,7 @@ class UringEngine final : public Engine {
   };
 
   void work() {
+    confine_thread();
     listen();
     while (!stopping_.load()) {
       start_again();

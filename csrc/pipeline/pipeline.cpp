@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/affinity.h"
 #include "base/metered.h"
 
 namespace stow {
@@ -72,9 +73,12 @@ SegmentGradient piece_of(const StepParameter& parameter, const Segment& segment)
 
 }  // namespace
 
-Pipeline::Pipeline(Engine& engine, Isa isa, Order order, int few)
-    : engine_(engine), isa_(isa), order_kind_(order), few_(few), owner_(getpid()) {
-  conductor_ = std::thread([this] { conduct(); });
+Pipeline::Pipeline(Engine& engine, Isa isa, Order order, Team team)
+    : engine_(engine), isa_(isa), order_kind_(order), team_(team), owner_(getpid()) {
+  conductor_ = std::thread([this] {
+    confine_thread();
+    conduct();
+  });
 }
 
 Pipeline::~Pipeline() {
@@ -606,7 +610,7 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
                         chunk.verify && !empty_slot,
                         !empty_slot && (!home || step_.capture),
                         half};
-  const int threads = step_.background && waiters_ == 0 ? few_ : 0;
+  const int threads = step_.background && waiters_ == 0 ? team_.few : team_.whole;
   updating_ = true;
   lock.unlock();
   const bool slow = update_lane.is_on() && half == Half::both && !idle_chunk;

@@ -39,6 +39,12 @@ enum class Order : std::uint8_t {
   given,        // as `set_order` says, every step
 };
 
+// How many threads of the pool update, the conductor counted; 0 is all.
+struct Team {
+  int whole = 0;
+  int few = 0;  // while the caller computes
+};
+
 struct StepSpec {
   bool open = false;        // gradients follow one by one by `land`, until `close`
   bool capture = false;     // what is written also holds the new weights, and chunks that have no
@@ -101,8 +107,8 @@ class Queue {
 
 class Pipeline {
  public:
-  // `engine` outlives the pipeline. `few` is how many threads update beside a caller who computes.
-  Pipeline(Engine& engine, Isa isa, Order order, int few);
+  // `engine` outlives the pipeline.
+  Pipeline(Engine& engine, Isa isa, Order order, Team team);
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
@@ -221,7 +227,7 @@ class Pipeline {
   Engine& engine_;
   const Isa isa_;
   const Order order_kind_;
-  const int few_;
+  const Team team_;
   const pid_t owner_;
   Trace trace_;
 

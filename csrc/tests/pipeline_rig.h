@@ -528,7 +528,8 @@ class Rig {
   }
 
   void connect(const std::vector<Left>& left) {
-    pipeline_ = std::make_unique<Pipeline>(*engine_, best_isa(), options_.order, options_.few);
+    pipeline_ =
+        std::make_unique<Pipeline>(*engine_, best_isa(), options_.order, Team{.few = options_.few});
     set_slots(options_.slots);
     for (std::size_t c = 0; c < specs_.size(); ++c) {
       ChunkSpec spec = specs_[c];

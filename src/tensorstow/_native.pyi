@@ -38,6 +38,14 @@ def seven_streams(p: int, g: int, m: int, v: int, n: int) -> None: ...
 
 def mixed_streams(p16: int, g16: int, w: int, m: int, v: int, n: int) -> None: ...
 
+def set_thread_cores(cores: Sequence[int]) -> None:
+    """Threads of ours that start from now on run there only; none: anywhere"""
+
+def thread_cores() -> list[int]: ...
+
+def prefer_node(address: int, nbytes: int, node: int) -> int:
+    """errno, or 0"""
+
 def direct_alignment(fd: int) -> int:
     """bytes; 0 where it is not told"""
 
@@ -90,7 +98,7 @@ def chunk_layout(family: tuple[str, str, bool], elements: int) -> list[tuple[int
 UPDATE_BLOCK: int = 16384
 
 class Pipeline:
-    def __init__(self, engine: Engine, isa: str | None, alternate: bool, few: int) -> None: ...
+    def __init__(self, engine: Engine, isa: str | None, alternate: bool, team: tuple[int, int]) -> None: ...
 
     def set_ring(self, base: int, slots: int, slot_bytes: int, owner: object | None) -> None: ...
 

@@ -1,43 +1,26 @@
-"""How many cores this process may really use.
+"""Which cores this process may really use.
 
-Three things narrow it: the CPU affinity, a cgroup's quota (containers), and the other ranks
-on the same machine. OMP_NUM_THREADS is not asked: torchrun sets it to 1 for every rank.
+Two things narrow it: the CPU affinity and a cgroup's quota (containers). Other ranks on the same
+machine have their part of them (io/local_share.py).
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-
-from tensorstow.base.errors import OptionError
 
 _ROOT = Path("/")
 
 
-def usable_cores(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
-    """Return this rank's share of the cores that the process may run on, at least 1."""
-    cores = affinity_cores()
-    quota = quota_cores(root)
-    if quota is not None:
-        # Rounded down: a thread beyond the quota is not slower, it is stopped mid-chunk.
-        cores = min(cores, int(quota))
-    return max(1, cores // local_ranks(environ))
+def process_cores(root: Path = _ROOT) -> int:
+    """Return how many cores the process may use, at least 1, other ranks not regarded."""
+    cores, quota = affinity_cores(), quota_cores(root)
+    # Rounded down: a thread beyond the quota is not slower, it is stopped mid-chunk.
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def affinity_cores() -> int:
     """Return the number of cores in this process's affinity mask."""
     return len(os.sched_getaffinity(0))
-
-
-def local_ranks(environ: Mapping[str, str]) -> int:
-    """Return how many ranks share this machine, as torchrun tells them (LOCAL_WORLD_SIZE)."""
-    text = environ.get("LOCAL_WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        message = (
-            f"LOCAL_WORLD_SIZE={text!r} in the environment is not a number of ranks."
-            " Set it to 1 or more, or unset it."
-        )
-        raise OptionError(message)
-    return int(text)
 
 
 def quota_cores(root: Path = _ROOT) -> float | None:

@@ -5,20 +5,26 @@ import os
 import platform
 import re
 import resource
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tensorstow.base.cores import affinity_cores, local_ranks, quota_cores, usable_cores
+from tensorstow.base.core_share import LocalRanks, part
+from tensorstow.base.cores import affinity_cores, quota_cores
 from tensorstow.base.directories import check_directory, default_candidates, inspect_directory
-from tensorstow.base.errors import DirectoryError
+from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.base.nodes import read_nodes
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.output import add_json, make_console, print_facts, print_json
-from tensorstow.io.engine import BACKENDS, choose_backend, probe_backend
+from tensorstow.io.accelerator_nodes import accelerator_nodes
+from tensorstow.io.engine import BACKENDS, DEPTH, choose_backend, probe_backend
 from tensorstow.io.files import accepts_direct
+from tensorstow.io.local_ranks import local_ranks
+from tensorstow.io.local_share import share_here, usable_cores
 from tensorstow.optim.states.kernels import prepare_kernels
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -50,12 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="look at this directory too; may be given several times",
     )
+    parser.add_argument(
+        "--local-ranks",
+        metavar="N",
+        type=int,
+        help="show how N ranks on this machine share it (default: LOCAL_WORLD_SIZE, or 1)",
+    )
     add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 where a named directory cannot hold states."""
-    facts = examine(given.directory)
+    facts = examine(given.directory, given.local_ranks)
     if given.json:
         print_json(facts)
     else:
@@ -63,8 +75,12 @@ def run(given: argparse.Namespace) -> int:
     return int(any(d["named_by_user"] and d["objection"] for d in facts["directories"]))
 
 
-def examine(named: list[str]) -> dict[str, Any]:
-    """Return everything that the command prints, as plain values."""
+def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
+    """Return everything that the command prints, as plain values; for ``ranks`` on the machine."""
+    if ranks is not None and ranks < 1:
+        message = f"--local-ranks {ranks} was given: it is a number of ranks, 1 or more."
+        raise OptionError(message)
+    local = local_ranks() if ranks is None else LocalRanks(ranks, None)
     directories = [*((Path(d), True) for d in named), *((c, False) for c in default_candidates())]
     kernels = prepare_kernels()
     return {
@@ -81,7 +97,12 @@ def examine(named: list[str]) -> dict[str, Any]:
             "usable_cores": usable_cores(),
             "affinity_cores": affinity_cores(),
             "quota_cores": quota_cores(),
-            "local_ranks": local_ranks(os.environ),
+            "local_ranks": local.count,
+        },
+        "numa": {
+            "nodes": [asdict(node) for node in read_nodes()],
+            "rank": local.rank,
+            "ranks": [_share(LocalRanks(local.count, rank)) for rank in range(local.count)],
         },
         "io": _backends(),
         "memlock_bytes": _memlock(),
@@ -114,6 +135,21 @@ def look_at(path: Path, *, named_by_user: bool) -> DirectoryReport:
         free_bytes=facts.free_bytes,
         takes_direct_io=direct,
     )
+
+
+def _share(local: LocalRanks) -> dict[str, Any]:
+    """Return what one of the machine's ranks would have of it."""
+    found = accelerator_nodes(initialise=True)
+    if found is not None and local.rank is not None:
+        found = replace(found, current=local.rank % len(found.nodes))
+    share = share_here(local=local, devices=found)
+    return {
+        "rank": local.rank,
+        "threads": share.threads,
+        "nodes": share.nodes,
+        "cores": share.cores,
+        "io_depth": part(DEPTH, local.count, local.rank),
+    }
 
 
 def huge_pages(setting: Path = _HUGE_PAGES) -> str | None:
@@ -186,10 +222,49 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("accelerator", facts["accelerator"] or "none that torch can use"),
         ("CPU kernel", f"{kernel['isa']} (this CPU runs {', '.join(kernel['supported'])})"),
         ("threads", f"{threads['update']} ({why})"),
+        ("NUMA nodes", _nodes(facts["numa"]["nodes"])),
+        *[("" if turn else "ranks", _rank(share)) for turn, share in enumerate(_runs(facts))],
         ("I/O backend", f"{io['backend'] or 'none works'}{asked}; probed: {', '.join(probed)}"),
         ("memlock", f"{_limit(lock['soft'])} (at most {_limit(lock['hard'])}; `ulimit -l`)"),
         ("huge pages", f"{pages or 'none'}{advice.get(pages, ' (our buffers use them)')}"),
     ]
+
+
+def _nodes(nodes: list[dict[str, Any]]) -> str:
+    known = (f"{node['number']} (cores {_ranges(node['cores'])})" for node in nodes)
+    return ", ".join(known) or "not told by this system"
+
+
+def _runs(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the shares of all ranks, neighbours that have the same in one."""
+    runs: list[dict[str, Any]] = []
+    for share in facts["numa"]["ranks"]:
+        last = runs[-1] if runs else {}
+        if all(last.get(key) == value for key, value in share.items() if key != "rank"):
+            last["last"] = share["rank"]
+        else:
+            runs.append({**share, "last": share["rank"]})
+    return runs
+
+
+def _rank(share: dict[str, Any]) -> str:
+    who = _ranges(range(share["rank"], share["last"] + 1))
+    where = " and ".join(str(number) for number in share["nodes"])
+    on = f"on node {where} (cores {_ranges(share['cores'])})" if where else "on any core"
+    threads = format_count(share["threads"], "thread")
+    each = " each" if share["last"] > share["rank"] else ""
+    return f"{who}: {threads}{each} {on}, {format_count(share['io_depth'], 'block')} in flight"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in order as the kernel writes them: 0-3,8."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(str(end) for end in run) for run in runs)
 
 
 def _cores(quota: float | None) -> str:

@@ -53,7 +53,7 @@ class CPUAdam(StowedAdam):
         fraction = options.fraction_of(nvme_offload_fraction, "nvme_offload_fraction")
         directories = options.directories(nvme_offload_dir, "nvme_offload_dir")
         if simd_log:
-            facts = prepare_kernels(policy.isa if policy else None)
+            facts = prepare_kernels(policy)
             logger.warning("Adam runs on %s, %d threads", facts.isa, facts.threads)
         super().__init__(
             model_params,

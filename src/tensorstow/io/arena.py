@@ -7,6 +7,7 @@ import torch
 
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.sizes import format_bytes
+from tensorstow.io.confinement import prefer_own_node
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
@@ -43,6 +44,7 @@ class Arena:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._skip = -start % _HUGE_PAGE
         self.address = start + self._skip
+        prefer_own_node(self.address, self.nbytes)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D view of ``count`` elements from byte ``offset``; it keeps the mapping."""

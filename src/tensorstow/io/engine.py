@@ -10,13 +10,17 @@ from pathlib import Path
 import torch
 
 import tensorstow._native as _native
+from tensorstow.base.core_share import part
 from tensorstow.base.errors import BackendError, BudgetError, OptionError
 from tensorstow.base.sizes import format_bytes
+from tensorstow.io.confinement import NodeChoice, confine
+from tensorstow.io.local_ranks import local_ranks
 
 logger = logging.getLogger("tensorstow")
 
 BACKENDS = ("uring", "threads")
 DEPTH = 32
+"""Blocks in flight on one disk, for all ranks of a machine together."""
 BLOCK_BYTES = 1 << 20
 PAGE_BLOCK = 4096
 
@@ -73,14 +77,20 @@ def choose_backend(wanted: str | None = None) -> BackendChoice:
 def open_engine(
     wanted: str | None = None,
     *,
-    depth: int = DEPTH,
+    depth: int | None = None,
     block_bytes: int = BLOCK_BYTES,
     said_by: str = "depth",
+    node: NodeChoice = "auto",
 ) -> _native.Engine:
     """Start an I/O engine: ``depth`` blocks of ``block_bytes`` in flight on the chosen backend.
 
-    ``said_by``: what users call the depth.
+    ``depth``: None takes this rank's part of DEPTH, as if all of its machine's used one disk.
+    ``said_by``: what users call the depth. ``node``: where its threads run.
     """
+    confine(node)
+    if depth is None:
+        local = local_ranks()
+        depth = part(DEPTH, local.count, local.rank)
     given: object = depth  # as users typed it
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         message = (

@@ -21,7 +21,7 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, PoisonedError
 from tensorstow.io.arena import Arena
-from tensorstow.io.engine import DEPTH, open_engine
+from tensorstow.io.engine import open_engine
 from tensorstow.io.files import ALIGN, IoFuture, accepts_direct, scratch_file
 
 _KEPT = 2
@@ -86,7 +86,7 @@ class Shelves:
         """
         self.directory = directory
         backend = None if accepts_direct(directory) else "threads"
-        self._file = scratch_file(open_engine(backend, depth=DEPTH), directory, nbytes)
+        self._file = scratch_file(open_engine(backend), directory, nbytes)
         weakref.finalize(self, self._file.close)
         self._capacity = capacity
         self._end = self._largest = 0

@@ -19,7 +19,6 @@ from typing import TextIO
 import torch
 from torch import nn
 
-from tensorstow.base.cores import usable_cores
 from tensorstow.cli.demo.distance import one_step_apart
 from tensorstow.cli.demo.result import RowResult, Sample, Span
 from tensorstow.cli.demo.rows import ANCHOR, FULL, ROWS, SMALL, Row, Scale
@@ -32,6 +31,7 @@ from tensorstow.cli.demo.training import (
     make_model,
     make_optimizer,
 )
+from tensorstow.io.local_share import usable_cores
 from tensorstow.optim.states.layout import Family
 from tensorstow.optim.states.memory import StateMemory, predict_memory
 from tensorstow.optim.states.pipeline import TraceEvent, Traffic

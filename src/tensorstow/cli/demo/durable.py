@@ -12,10 +12,10 @@ import os
 import torch
 
 import tensorstow
-from tensorstow.base.cores import usable_cores
 from tensorstow.cli.demo.child import add_arguments, say, teller
 from tensorstow.cli.demo.rows import FULL, SMALL
 from tensorstow.cli.demo.training import LEARNING_RATE, Clock, Training, checksum, make_model
+from tensorstow.io.local_share import usable_cores
 from tensorstow.optim.states.policy import PipelinePolicy
 
 

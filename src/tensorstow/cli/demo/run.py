@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tensorstow.base.cores import usable_cores
 from tensorstow.base.directories import DirectoryFacts, check_directory, choose_directory
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_bytes, format_count
@@ -25,6 +24,7 @@ from tensorstow.cli.demo.table import figures_of, print_tables
 from tensorstow.cli.demo.turns import fits_at_once, run_rows
 from tensorstow.cli.demo.verdict import Verdict, judge
 from tensorstow.cli.output import add_json, make_console, print_json, print_line
+from tensorstow.io.local_share import usable_cores
 
 _EXTRA = ("transformers", "matplotlib")
 _PARTS = {"build": "building the model", "last writes": "landing the last writes"}

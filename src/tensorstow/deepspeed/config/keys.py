@@ -240,7 +240,7 @@ _OFFLOAD = [
     *idle(
         "aio.", whole(1), "block_size", why="transfers are cut into blocks of 1 MiB", off=1 << 20
     ),
-    honoured("aio.queue_depth", whole(1), off=32),
+    honoured("aio.queue_depth", whole(1), off=None),
     Key(
         "aio.intra_op_parallelism",
         whole(1),

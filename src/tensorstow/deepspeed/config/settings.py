@@ -67,10 +67,10 @@ class Zero:
 
 @dataclass(frozen=True, slots=True)
 class Aio:
-    """How files are read and written: bytes of a block, and blocks in flight."""
+    """How files are read and written: bytes of a block, and blocks in flight of each rank."""
 
     block_size: int = 1 << 20
-    queue_depth: int = 32
+    queue_depth: int | None = None
     threads: int = 1
 
 

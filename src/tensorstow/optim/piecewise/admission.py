@@ -74,6 +74,12 @@ def accept_policy(policy: PipelinePolicy | None) -> PipelinePolicy:
             " chooses its kernels (ATEN_CPU_CAPABILITY). Leave isa out."
         )
         raise OptionError(message)
+    if policy is not None and policy.threads is not None:
+        message = (
+            f"PipelinePolicy(threads={policy.threads}) was given: torch's own step runs here, on as"
+            " many threads as torch.set_num_threads() says. Leave threads out."
+        )
+        raise OptionError(message)
     return policy or PipelinePolicy()
 
 

@@ -33,7 +33,7 @@ class ScratchPlaces:
         chosen = tuple(directories) or (choose_scratch(expected),)
         direct = all(accepts_direct(directory) for directory in chosen)
         self.engine: _native.Engine = open_engine(
-            policy.backend if direct else "threads", depth=policy.depth
+            policy.backend if direct else "threads", depth=policy.depth, node=policy.node
         )
         self.files: list[File] = []
         share = round_up(-(-expected // len(chosen)), _GROWTH) if expected else 0

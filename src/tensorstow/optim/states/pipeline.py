@@ -12,20 +12,17 @@ import numpy.typing as npt
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.cores import usable_cores
 from tensorstow.base.errors import DamageError, ForkError, PoisonedError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.io.files import transfer_error
 from tensorstow.optim.states.chunks import Chunk, Ring
+from tensorstow.optim.states.kernels import team_of
 from tensorstow.optim.states.policy import Overlap, PipelinePolicy
 
 _LONGEST_TRACE = 1 << 18
 _DAMAGED = -2  # csrc/pipeline/pipeline.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
-_FEW_THREADS = 4
-"""At most so many beside a caller who computes. Not one: a team of threads waits for its last
-member, so whoever takes a single core of it takes all of them, and for longer."""
 Failure = tuple[int, str, int, int, int, int]
 Place = tuple[int, int]
 """Engine's number of a file, and the byte in it; NOWHERE before the first write."""
@@ -172,7 +169,7 @@ class UpdatePipeline:
         if self.resources.native is None:
             isa = self._policy.isa
             self.resources.native = _native.Pipeline(
-                engine, isa, self._alternate, min(_FEW_THREADS, usable_cores())
+                engine, isa, self._alternate, team_of(self._policy)
             )
             if self._tracing:
                 self.resources.native.start_trace(_LONGEST_TRACE)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tensorstow.base.errors import OptionError
+from tensorstow.io.confinement import NodeChoice
 from tensorstow.optim.states.layout import LANE
 
 Overlap = Literal["none", "forward", "backward"]
@@ -29,24 +30,41 @@ class PipelinePolicy:
     backend: Literal["uring", "threads"] | None = None
     """The I/O backend; None takes the best one that works here."""
 
-    depth: int = 32
-    """I/O requests of 1 MiB in flight."""
+    depth: int | None = None
+    """I/O requests of 1 MiB in flight; None takes this rank's part of 32, shared by the ranks of
+    its machine as if they had one disk."""
 
     isa: Literal["avx512", "avx2", "scalar"] | None = None
     """The instruction set of the kernels; None takes the best one that this CPU runs."""
+
+    threads: int | None = None
+    """Threads that update; None takes this rank's share of the cores."""
+
+    node: NodeChoice = "auto"
+    """The NUMA node whose cores the update and I/O threads stay on, and whose memory they prefer.
+    ``auto``: where a machine has several, the node of this rank's accelerator, or ranks are spread
+    over them; ``any``: no restriction. Holds for the process: one that is named stays for later
+    optimizers too."""
 
     poison: bool = False
     """Weights that an update has not published yet are NaN: a test sees who reads them."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        for name in ("chunk_elements", "depth"):
+        for name in ("chunk_elements", "depth", "threads"):
             value = getattr(self, name)
+            if value is None and name != "chunk_elements":
+                continue
             if not isinstance(value, int) or value <= 0:
                 message = f"{name}={value!r} was given: it is a positive whole number."
                 raise OptionError(message)
         if self.chunk_elements % LANE:
             message = f"chunk_elements={self.chunk_elements} was given: use a multiple of {LANE}."
+            raise OptionError(message)
+        if self.node not in ("auto", "any") and not (type(self.node) is int and self.node >= 0):
+            message = (
+                f'node={self.node!r} was given: it is "auto", "any", or the number of a NUMA node.'
+            )
             raise OptionError(message)
         for name, known in _CHOICES.items():
             value = getattr(self, name)

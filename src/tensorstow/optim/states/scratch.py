@@ -35,7 +35,7 @@ class ScratchSpace:
         if self.engine is None:
             # With all states in RAM nothing is moved: the least of engines will do.
             self.engine = (
-                open_engine(self._policy.backend, depth=self._policy.depth)
+                self._start(self._policy.backend)
                 if self._moving
                 else _native.Engine("threads", 1, 4096)
             )
@@ -51,8 +51,7 @@ class ScratchSpace:
         directories = self._directories or (choose_scratch(sum(widths)),)
         if self.engine is None:
             direct = all(accepts_direct(d) for d in directories)
-            backend = self._policy.backend if direct else "threads"
-            self.engine = open_engine(backend, depth=self._policy.depth)
+            self.engine = self._start(self._policy.backend if direct else "threads")
         made: list[File] = []
         try:
             for turn, directory in enumerate(directories):
@@ -70,6 +69,9 @@ class ScratchSpace:
             places.append((made[turn].number, ends[turn]))
             ends[turn] += width
         return places
+
+    def _start(self, backend: str | None) -> _native.Engine:
+        return open_engine(backend, depth=self._policy.depth, node=self._policy.node)
 
     def file(self, number: int) -> File:
         """Return the file that the engine calls ``number``."""

@@ -153,7 +153,7 @@ class StateStore:
         """Bytes of the RAM budget that are spent on states which stay."""
         resources = self.pipeline.resources
         self._finalizer = weakref.finalize(self, _release, resources, self.space, os.getpid())
-        prepare_kernels()
+        prepare_kernels(policy)
 
     def keep(self) -> None:
         """Let nothing but ``close``, ``leave`` and ``abandon`` let go of files and threads."""

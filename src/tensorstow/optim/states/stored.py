@@ -32,7 +32,7 @@ class StoredSpace:
         make_directories(directories)
         direct = all(accepts_direct(d) for d in directories)
         self.engine: _native.Engine | None = open_engine(
-            policy.backend if direct else "threads", depth=policy.depth
+            policy.backend if direct else "threads", depth=policy.depth, node=policy.node
         )
         self.store = _open_store(directories, self.engine)
         self._numbers = [file.number for file in self.store.files]

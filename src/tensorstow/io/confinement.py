@@ -1,0 +1,79 @@
+"""Where this rank's native threads run, and which node its memory comes from.
+
+[Note: Confinement] Only threads of our own are restricted, each by itself when it starts; the
+caller's, torch's and the interpreter's stay where they are. One process is one rank, so it has one
+share; threads that run already stay as they are when it changes.
+"""
+
+import logging
+import os
+from typing import Literal
+
+import tensorstow._native as _native
+from tensorstow.base.core_share import CoreShare, part
+from tensorstow.base.cores import process_cores
+from tensorstow.base.errors import OptionError
+from tensorstow.base.nodes import read_nodes, within
+from tensorstow.io.local_ranks import local_ranks
+from tensorstow.io.local_share import share_here
+
+logger = logging.getLogger("tensorstow")
+
+NodeChoice = int | Literal["auto", "any"]
+"""A NUMA node's number; ``auto``: this rank's, near its accelerator; ``any``: no restriction."""
+
+
+class _Process:
+    """What holds for the whole process."""
+
+    asked: NodeChoice = "auto"
+    share: CoreShare | None = None
+    is_warned = False
+
+
+def confine(node: NodeChoice = "auto") -> CoreShare:
+    """Keep native threads that start from now on to this rank's share; return it.
+
+    What is asked for by name holds for the process until something else is. Raises OptionError
+    where this process has no core on the node.
+    """
+    asked = _Process.asked if node == "auto" else node
+    if asked == "auto":
+        share = share_here()
+    elif asked == "any":
+        local = local_ranks()
+        share = CoreShare(part(process_cores(), local.count, local.rank))
+    else:
+        _check(asked)
+        share = share_here(asked)
+    _native.set_thread_cores(list(share.cores))
+    _Process.asked, _Process.share = asked, share
+    return share
+
+
+def prefer_own_node(address: int, nbytes: int) -> None:
+    """Have pages that are touched from now on come from this rank's node, where it has one."""
+    share = _Process.share or confine()
+    if len(share.nodes) != 1:
+        return
+    (node,) = share.nodes
+    error = _native.prefer_node(address, nbytes, node)
+    if error and not _Process.is_warned:
+        _Process.is_warned = True
+        logger.warning(
+            "Memory could not be bound to NUMA node %d (mbind: %s): it comes from the node of the"
+            " thread that touches it first. In containers, --cap-add SYS_NICE lets it.",
+            node,
+            os.strerror(error),
+        )
+
+
+def _check(node: int) -> None:
+    there = within(read_nodes(), frozenset(os.sched_getaffinity(0)))
+    if node not in {each.number for each in there}:
+        names = ", ".join(str(each.number) for each in there) or "none that the system tells of"
+        message = (
+            f"node={node} was given, and the NUMA nodes with cores that this process may run on"
+            f" are: {names}. Name one of them, or leave node out (`tensorstow doctor` shows them)."
+        )
+        raise OptionError(message)

@@ -1,0 +1,75 @@
+"""How many ranks run on this machine, and which of them this process is."""
+
+import os
+from collections.abc import Mapping
+from ipaddress import ip_address
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from tensorstow.base.core_share import LocalRanks
+from tensorstow.base.errors import OptionError
+
+
+def local_ranks(environ: Mapping[str, str] = os.environ) -> LocalRanks:
+    """Return the ranks on this machine.
+
+    LOCAL_WORLD_SIZE and LOCAL_RANK say it (torchrun sets them); where they are not set, the process
+    group does: ranks that met at a loopback address are on one machine, and of those that have
+    accelerators each machine has as many as it has devices, as torch's device meshes take it.
+    """
+    if "LOCAL_WORLD_SIZE" not in environ:
+        return _of_group()
+    count = _number(environ, "LOCAL_WORLD_SIZE", least=1)
+    if "LOCAL_RANK" not in environ:
+        joined = dist.is_available() and dist.is_initialized()
+        return LocalRanks(count, 0 if count == 1 else dist.get_rank() % count if joined else None)
+    rank = _number(environ, "LOCAL_RANK", least=0)
+    if rank >= count:
+        message = (
+            f"LOCAL_RANK={rank} and LOCAL_WORLD_SIZE={count} are in the environment: ranks count"
+            " from 0. Set both as torchrun does, or unset LOCAL_WORLD_SIZE."
+        )
+        raise OptionError(message)
+    return LocalRanks(count, rank)
+
+
+def _number(environ: Mapping[str, str], name: str, *, least: int) -> int:
+    text = environ[name]
+    if not text.isdecimal() or int(text) < least:
+        message = (
+            f"{name}={text!r} in the environment is not a number of {least} or more."
+            " Set it so, or unset it."
+        )
+        raise OptionError(message)
+    return int(text)
+
+
+def _of_group() -> LocalRanks:
+    if not (dist.is_available() and dist.is_initialized()):
+        return LocalRanks()
+    whole, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    if whole is None or world == 1:
+        return LocalRanks()
+    if _is_loopback(whole):
+        return LocalRanks(world, rank)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator not in whole._device_types:  # noqa: SLF001
+        return LocalRanks()
+    # Not torch.accelerator's count: that one starts the driver, and a process may fork later.
+    count = min(world, torch.get_device_module(accelerator).device_count())
+    return LocalRanks(count, rank % count) if count else LocalRanks()
+
+
+def _is_loopback(group: dist.ProcessGroup) -> bool:
+    """Return whether the ranks of a group can only be on this machine."""
+    store = group.get_group_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return False
+    try:
+        return store.host == "localhost" or ip_address(store.host).is_loopback
+    except ValueError:  # a name
+        return False

@@ -1,0 +1,63 @@
+"""The share of one rank, on machines that are made up."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tensorstow.base import cores, nodes
+from tensorstow.base.core_share import CoreShare, LocalRanks
+from tensorstow.io import local_share
+from tensorstow.io.accelerator_nodes import AcceleratorNodes
+from tensorstow.io.local_share import share_here, usable_cores
+from topology import make_nodes
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "expected"),
+    [(8, None, 8), (8, "2", 4), (8, "3", 2), (8, "64", 1), (4, "2", 2)],
+)
+def test_usable_cores(
+    total: int, ranks: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_share, "process_cores", lambda: total)
+    environ = {"OMP_NUM_THREADS": "1"} | ({"LOCAL_WORLD_SIZE": ranks} if ranks else {})
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    assert usable_cores() == expected
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sixteen cores on two nodes, two of which may not be used."""
+    monkeypatch.setattr(nodes, "_NODES", make_nodes(tmp_path, {0: "0-7", 1: "8-15"}))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(14)))
+    monkeypatch.setattr(cores, "quota_cores", lambda _: None)
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_ranks_of_several_nodes_have_their_share_of_one() -> None:
+    first, last = tuple(range(8)), tuple(range(8, 14))
+    assert share_here(local=LocalRanks(2, 0)) == CoreShare(7, (0,), first)
+    assert share_here(local=LocalRanks(2, 1)) == CoreShare(6, (1,), last)
+    assert share_here(local=LocalRanks(1, 0)) == CoreShare(14)
+    assert share_here(1, local=LocalRanks(1, 0)) == CoreShare(6, (1,), last)
+
+
+@pytest.mark.usefixtures("two_nodes")
+@pytest.mark.parametrize(
+    ("found", "rank", "expected"),
+    [
+        (AcceleratorNodes((1, 0), 0), 0, (1,)),
+        (AcceleratorNodes((1, 0), 1), 1, (0,)),
+        (AcceleratorNodes((1,), 0), 1, (1,)),  # each rank sees its own device alone
+        (AcceleratorNodes((None, 0), 0), 0, (0,)),  # not told: spread by rank
+        (AcceleratorNodes((7, 7), 1), 1, (1,)),  # not a node that may be used
+    ],
+)
+def test_a_rank_goes_to_the_node_of_its_device(
+    found: AcceleratorNodes, rank: int, expected: tuple[int, ...]
+) -> None:
+    assert share_here(local=LocalRanks(2, rank), devices=found).nodes == expected
