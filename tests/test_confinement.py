@@ -16,7 +16,7 @@ from ranks.halved import Started
 from tensorstow import AdamW, PipelinePolicy, _native
 from tensorstow.base import nodes
 from tensorstow.base.errors import OptionError
-from tensorstow.io import confinement
+from tensorstow.io import confinement, local_share
 from tensorstow.io.arena import Arena
 from tensorstow.io.confinement import confine
 from tensorstow.io.engine import DEPTH, open_engine, probe_backend
@@ -44,6 +44,7 @@ def as_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsRank]
 
     def become(rank: int, count: int = 2) -> None:
         monkeypatch.setattr(nodes, "_NODES", folder)
+        monkeypatch.setattr(local_share, "launcher_cores", frozenset)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
 

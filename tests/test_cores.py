@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.base.cores import affinity_cores, process_cores, quota_cores
+from tensorstow.base.cores import affinity_cores, launcher_cores, process_cores, quota_cores
 
 
 def cgroup_tree(root: Path, membership: str, files: dict[str, str]) -> Path:
@@ -75,3 +75,11 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_process_cores(tmp_path: Path, quota: str, cores: int) -> None:
     root = cgroup_tree(tmp_path, "0::/\n", {"cpu.max": f"{quota} 100000\n"})
     assert process_cores(root) == cores
+
+
+def test_the_cores_of_whoever_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher_cores() == os.sched_getaffinity(os.getppid())
+    monkeypatch.setattr(os, "getppid", lambda: 0)
+    assert launcher_cores() == frozenset()
+    monkeypatch.setattr(os, "getppid", lambda: 2**22 + 1)  # more than there can be
+    assert launcher_cores() == frozenset()

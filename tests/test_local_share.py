@@ -1,6 +1,7 @@
 """The share of one rank, on machines that are made up."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tensorstow.base import cores, nodes
 from tensorstow.base.core_share import CoreShare, LocalRanks
 from tensorstow.io import local_share
 from tensorstow.io.accelerator_nodes import AcceleratorNodes
-from tensorstow.io.local_share import share_here, usable_cores
+from tensorstow.io.local_share import fair_threads, is_bound, share_here, usable_cores
 from topology import make_nodes
 
 
@@ -21,6 +22,7 @@ def test_usable_cores(
     total: int, ranks: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_share, "process_cores", lambda: total)
+    monkeypatch.setattr(local_share, "launcher_cores", frozenset)
     environ = {"OMP_NUM_THREADS": "1"} | ({"LOCAL_WORLD_SIZE": ranks} if ranks else {})
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -61,3 +63,52 @@ def test_a_rank_goes_to_the_node_of_its_device(
     found: AcceleratorNodes, rank: int, expected: tuple[int, ...]
 ) -> None:
     assert share_here(local=LocalRanks(2, rank), devices=found).nodes == expected
+
+
+@pytest.fixture
+def as_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, int, int], None]:
+    """Give what makes this process a rank with cores of its own under a launcher with 64."""
+
+    def become(mine: str, rank: int, count: int) -> None:
+        first, last = map(int, mine.split("-"))
+        own, all_cores = set(range(first, last + 1)), set(range(64))
+        monkeypatch.setattr(nodes, "_NODES", make_nodes(tmp_path, {0: "0-31", 1: "32-63"}))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: all_cores if pid else own)
+        monkeypatch.setattr(cores, "quota_cores", lambda _: None)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+
+    return become
+
+
+@pytest.mark.parametrize(
+    ("mine", "rank", "count", "threads"),
+    [
+        ("8-15", 1, 8, 8),  # cores of its own
+        ("32-63", 7, 8, 8),  # a node, that four ranks are bound to
+        ("24-39", 1, 4, 16),  # on both nodes, which is as the launcher wants it
+        ("0-31", 0, 1, 32),
+        ("0-9", 0, 6, 10),
+    ],
+)
+def test_what_a_launcher_has_divided_is_not_divided_again(
+    mine: str, rank: int, count: int, threads: int, as_bound: Callable[[str, int, int], None]
+) -> None:
+    as_bound(mine, rank, count)
+    assert is_bound()
+    assert share_here() == CoreShare(threads)
+    assert fair_threads() == threads
+
+
+def test_a_bound_rank_may_name_a_node(as_bound: Callable[[str, int, int], None]) -> None:
+    as_bound("24-39", 1, 4)
+    assert share_here(1) == CoreShare(8, (1,), tuple(range(32, 40)))
+
+
+def test_a_launcher_that_is_bound_itself_has_ranks_that_share(
+    as_bound: Callable[[str, int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_bound("0-7", 1, 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert not is_bound()
+    assert share_here().threads == fair_threads() == 2

@@ -13,7 +13,12 @@ _ROOT = Path("/")
 
 def process_cores(root: Path = _ROOT) -> int:
     """Return how many cores the process may use, at least 1, other ranks not regarded."""
-    cores, quota = affinity_cores(), quota_cores(root)
+    return within_quota(affinity_cores(), root)
+
+
+def within_quota(cores: int, root: Path = _ROOT) -> int:
+    """Return how many of so many cores a cgroup's quota lets run all the time, at least 1."""
+    quota = quota_cores(root)
     # Rounded down: a thread beyond the quota is not slower, it is stopped mid-chunk.
     return cores if quota is None else max(1, min(cores, int(quota)))
 
@@ -21,6 +26,17 @@ def process_cores(root: Path = _ROOT) -> int:
 def affinity_cores() -> int:
     """Return the number of cores in this process's affinity mask."""
     return len(os.sched_getaffinity(0))
+
+
+def launcher_cores() -> frozenset[int]:
+    """Return the cores that the process which started this one may use; empty: not known."""
+    parent = os.getppid()
+    if parent == 0:  # it is outside of this container
+        return frozenset()
+    try:
+        return frozenset(os.sched_getaffinity(parent))
+    except OSError:  # it has ended
+        return frozenset()
 
 
 def quota_cores(root: Path = _ROOT) -> float | None:

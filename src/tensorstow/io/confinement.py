@@ -10,12 +10,10 @@ import os
 from typing import Literal
 
 import tensorstow._native as _native
-from tensorstow.base.core_share import CoreShare, part
-from tensorstow.base.cores import process_cores
+from tensorstow.base.core_share import CoreShare
 from tensorstow.base.errors import OptionError
 from tensorstow.base.nodes import read_nodes, within
-from tensorstow.io.local_ranks import local_ranks
-from tensorstow.io.local_share import share_here
+from tensorstow.io.local_share import fair_threads, share_here
 
 logger = logging.getLogger("tensorstow")
 
@@ -41,8 +39,7 @@ def confine(node: NodeChoice = "auto") -> CoreShare:
     if asked == "auto":
         share = share_here()
     elif asked == "any":
-        local = local_ranks()
-        share = CoreShare(part(process_cores(), local.count, local.rank))
+        share = CoreShare(fair_threads())
     else:
         _check(asked)
         share = share_here(asked)

@@ -1,12 +1,16 @@
 """This rank's share of the machine's cores.
 
 OMP_NUM_THREADS is not asked: torchrun sets it to 1 for every rank.
+
+[Note: Bound ranks] Where its launcher may use more cores than a rank, the launcher has bound it
+(srun, mpirun, torchrun's --numa-binding, numactl in a script): to be divided among the ranks is
+what the launcher has, and what the rank has is not divided again. Nor are its threads moved.
 """
 
 import os
 
-from tensorstow.base.core_share import CoreShare, LocalRanks, share_cores
-from tensorstow.base.cores import process_cores
+from tensorstow.base.core_share import CoreShare, LocalRanks, part, share_cores
+from tensorstow.base.cores import launcher_cores, process_cores, within_quota
 from tensorstow.base.nodes import read_nodes, within
 from tensorstow.io.accelerator_nodes import AcceleratorNodes, accelerator_nodes
 from tensorstow.io.local_ranks import local_ranks
@@ -17,6 +21,19 @@ def usable_cores() -> int:
     return share_here().threads
 
 
+def fair_threads() -> int:
+    """Return this rank's part of the cores, wherever they are."""
+    local, total = local_ranks(), process_cores()
+    if not is_bound():
+        return part(total, local.count, local.rank)
+    return min(total, part(within_quota(len(launcher_cores())), local.count, local.rank))
+
+
+def is_bound() -> bool:
+    """Return whether the launcher has bound this rank to some of its cores."""
+    return launcher_cores() > os.sched_getaffinity(0)
+
+
 def share_here(
     node: int | None = None,
     *,
@@ -25,10 +42,13 @@ def share_here(
 ) -> CoreShare:
     """Return this rank's share of the cores; on NUMA node ``node`` where one is named.
 
-    ``local``: as if it were that rank; ``devices``: where the accelerators are (default: those that
-    the process uses already).
+    ``local``: as if it were that rank, and not bound; ``devices``: where the accelerators are
+    (default: those that the process uses already).
     """
     nodes = within(read_nodes(), frozenset(os.sched_getaffinity(0)))
+    if local is None and is_bound():
+        alone = LocalRanks(1, 0)
+        return share_cores(() if node is None else nodes, fair_threads(), alone, near=node)
     total, local = process_cores(), local or local_ranks()
     if node is not None or len(nodes) < 2:
         return share_cores(nodes, total, local, near=node)
