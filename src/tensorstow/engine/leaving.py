@@ -55,7 +55,8 @@ class Falls:
         """
         self.let_go()
         while sum(source.nbytes for _, source in self._under_way) > MOST_UNDER_WAY:
-            self._under_way.popleft()[0].synchronize()
+            self._under_way[0][0].synchronize()
+            self._under_way.popleft()  # behind that: the device's memory lives until it is down
         gradient = gradient.contiguous()  # what is copied lives here until it is
         landed = HostGradient(gradient, room.take(gradient))
         self._under_way.append((landed.fall(self._link, gradient), gradient))
