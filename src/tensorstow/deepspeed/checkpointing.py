@@ -40,7 +40,11 @@ def reset() -> None:
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401  # the function's
     """Call ``function``, keeping its arguments alone; backward calls it again."""
-    pinned = torch.accelerator.is_available()
-    kept = save_on_cpu(pin_memory=pinned) if _told.get("in_cpu") else nullcontext()
-    with kept:
+    with _in_cpu() if _told.get("in_cpu") else nullcontext():
         return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+def _in_cpu() -> save_on_cpu:
+    """Return what keeps tensors in host memory, pinned for whichever accelerator there is."""
+    away = torch.accelerator.current_accelerator(check_available=True)
+    return save_on_cpu() if away is None else save_on_cpu(pin_memory=True, device_type=away.type)
