@@ -5,26 +5,13 @@ import time
 
 import pytest
 import torch
-from training import SIZES, SMALL, Net, make, train
+from training import SIZES, SMALL, Net, make, spin, train
 
 from tensorstow.optim.accelerator.device import StreamLink, is_remote
 from tensorstow.optim.states.memory import plan_staging
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OVERLAPS = ("none", "forward", "backward")
-
-
-def spin(device: torch.device, seconds: float) -> None:
-    """Give the current stream work for at least ``seconds``."""
-    if device.type == "cuda":
-        torch.cuda._sleep(int(seconds * 3e9))
-        return
-    matrix = torch.ones(4096, 4096, device=device)
-    start = time.monotonic()
-    (matrix @ matrix).sum().item()
-    once = max(time.monotonic() - start, 1e-4)
-    for _ in range(int(seconds / once) + 1):
-        matrix @ matrix
 
 
 def test_what_is_remote(device: torch.device) -> None:

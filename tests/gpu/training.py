@@ -1,5 +1,6 @@
 """A training whose gradients are known to the bit on any device, so weights can be compared."""
 
+import time
 from typing import Any
 
 import torch
@@ -36,10 +37,18 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(
             [Block(SIZES[:4], dtype, seed), Block(SIZES[4:], dtype, seed + 1)]
         )
+        self._there: dict[int, list[torch.Tensor]] = {}
+
+    def bring(self, steps: range) -> None:
+        """Move what these steps are given to the device now: forward waits for no copy of it."""
+        device = next(self.parameters()).device
+        for step in steps:
+            self._there[step] = [g.to(device) for g in gradients_of(step, self.dtype)]
 
     def forward(self, step: int) -> torch.Tensor:
-        device = next(self.parameters()).device
-        gradients = [g.to(device) for g in gradients_of(step, self.dtype)]
+        if step not in self._there:
+            self.bring(range(step, step + 1))
+        gradients = self._there.pop(step)
         first: torch.Tensor = self.blocks[0](gradients[:4])
         second: torch.Tensor = self.blocks[1](gradients[4:])
         return first + second
@@ -48,6 +57,24 @@ class Net(nn.Module):
 def gradients_of(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     return [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
+
+
+def spin(device: torch.device, seconds: float) -> None:
+    """Give the current stream work for at least ``seconds``."""
+    if device.type == "simulated":
+        import simulated  # noqa: PLC0415  # registers the device
+
+        simulated.busy(seconds)
+        return
+    if device.type == "cuda":
+        torch.cuda._sleep(int(seconds * 3e9))
+        return
+    matrix = torch.ones(4096, 4096, device=device)
+    start = time.monotonic()
+    (matrix @ matrix).sum().item()
+    once = max(time.monotonic() - start, 1e-4)
+    for _ in range(int(seconds / once) + 1):
+        matrix @ matrix
 
 
 def make(net: nn.Module, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW

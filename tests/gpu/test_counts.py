@@ -1,0 +1,223 @@
+"""What is counted: waits of the host, bytes over the link, and the device's memory."""
+
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from training import Net, make, spin, train
+
+from tensorstow import AdamW, Plan, stow
+from tensorstow.deepspeed import checkpointing
+from tensorstow.engine import leaving
+from tensorstow.engine.report import parameter_bytes
+
+OVERLAPS = ("none", "forward", "backward")
+
+
+@pytest.fixture
+def simulated(device: torch.device) -> ModuleType:
+    """Return the package of the simulated accelerator, which counts."""
+    if device.type != "simulated":
+        pytest.skip("the simulated accelerator alone counts")
+    import simulated  # noqa: PLC0415  # registers the device
+
+    return simulated
+
+
+def test_activations_that_are_kept_in_host_memory_hold_no_backward_up(
+    simulated: ModuleType, device: torch.device
+) -> None:
+    """The generator's state, which a checkpoint asks for, is waited for in any case."""
+    layer = nn.Linear(64, 64).to(device)
+    x = torch.ones(4, 64, device=device, requires_grad=True)
+    waits = []
+    for in_cpu in (False, True):
+        checkpointing.configure(checkpoint_in_cpu=in_cpu)
+        try:
+            loss = checkpointing.checkpoint(layer, x).sum()
+        finally:
+            checkpointing.reset()
+        simulated.take_counts()
+        loss.backward()
+        waits.append(simulated.take_counts()["host_waits"])
+    assert waits[0] == waits[1]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "update_on"), [*((o, "host") for o in OVERLAPS), ("none", "device")]
+)
+def test_forward_and_backward_do_not_wait_for_the_device(
+    overlap: str, update_on: str, simulated: ModuleType, device: torch.device
+) -> None:
+    """And the bytes of each step are those that the optimizer says."""
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(net, overlap=overlap, update_on=update_on)
+    train(net, optimizer, 0, 2)
+    for step in range(2, 5):
+        optimizer.zero_grad()
+        net.bring(range(step, step + 1))
+        before = optimizer.traffic()
+        simulated.take_counts()
+        torch.autograd.backward(net(step))
+        counts = simulated.take_counts()
+        assert counts["host_waits"] == 0
+        optimizer.step()
+        optimizer.wait()
+        moved, after = simulated.take_counts(), optimizer.traffic()
+        for way in ("bytes_down", "bytes_up"):
+            told = getattr(after, way) - getattr(before, way)
+            assert counts[way] + moved[way] == told
+    optimizer.close()
+
+
+def test_a_forward_waits_for_gradients_that_are_late_and_for_nothing_else(
+    simulated: ModuleType, device: torch.device
+) -> None:
+    """The host updates the weights, so it has to wait until their gradients are down, by chunk."""
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(net, overlap="forward")
+    train(net, optimizer, 0, 2)
+    net.bring(range(2, 4))
+    simulated.take_counts()
+    torch.autograd.backward(net(2))
+    spin(device, 0.1)
+    optimizer.step()
+    assert simulated.take_counts()["host_waits"] == 0
+    loss = net(3)
+    chunks = len(optimizer._states().chunks)
+    assert 0 < simulated.take_counts()["host_waits"] <= chunks
+    torch.autograd.backward(loss)
+    assert simulated.take_counts()["host_waits"] == 0
+    optimizer.step()
+    optimizer.close()
+
+
+# --- stowed models ---
+
+WIDTH = 256
+LAYERS = 6
+WEIGHT = WIDTH * WIDTH * 2
+PLANS = [
+    Plan(parameters="device"),
+    Plan(parameters="device", overlap="forward"),
+    Plan(parameters="device", overlap="backward"),
+    Plan(parameters="device", update_on="device"),
+    Plan(parameters="host"),
+    Plan(parameters="host", overlap="backward"),
+    Plan(parameters="disk", states="disk"),
+]
+
+
+def stowed(plan: Plan) -> tuple[nn.Module, AdamW]:
+    layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+    return stow(nn.Sequential(*layers).bfloat16(), partial(AdamW, lr=1e-3), plan=plan)
+
+
+def link_bytes(model: nn.Module, optimizer: AdamW) -> tuple[int, int]:
+    """Return what optimizer and model say went down and up."""
+    states, weights = optimizer.traffic(), parameter_bytes(model)
+    return states.bytes_down + weights.link_bytes_down, states.bytes_up + weights.link_bytes_up
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_bytes_of_a_stowed_model_are_those_that_it_says(
+    plan: Plan, simulated: ModuleType, device: torch.device
+) -> None:
+    model, optimizer = stowed(plan)
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
+    for step in range(3):
+        optimizer.zero_grad()
+        told = link_bytes(model, optimizer)
+        simulated.take_counts()
+        model(x).float().sum().backward()
+        optimizer.step()
+        optimizer.wait()
+        counts = simulated.take_counts()
+        now = link_bytes(model, optimizer)
+        if step > 0:  # weights go down before the first step
+            moved = (counts["bytes_down"], counts["bytes_up"])
+            assert moved == (now[0] - told[0], now[1] - told[1])
+    optimizer.close()
+
+
+@pytest.mark.parametrize("plan", PLANS[:4], ids=str)
+def test_forward_and_backward_of_a_stowed_model_do_not_wait_for_the_device(
+    plan: Plan, simulated: ModuleType, device: torch.device
+) -> None:
+    model, optimizer = stowed(plan)
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
+    for step in range(3):
+        optimizer.zero_grad()
+        simulated.take_counts()
+        model(x).float().sum().backward()
+        waits = simulated.take_counts()["host_waits"]
+        assert step == 0 or waits == 0
+        optimizer.step()
+    optimizer.close()
+
+
+# --- the device's memory ---
+
+ROWS = 4
+ACTIVATIONS = (LAYERS + 2) * ROWS * WIDTH * 4
+"""Inputs of layers, the last one's output in both dtypes, and gradients of two of them: at most."""
+
+
+def most_held(plan: Plan, device: torch.device) -> tuple[int, int]:
+    """Return the most that steps hold on the device by the end of backward, and its slots."""
+    torch.accelerator.synchronize()
+    x = torch.ones(ROWS, WIDTH, dtype=torch.bfloat16, device=device)
+    before, most = torch.accelerator.memory_allocated(), 0
+    model, optimizer = stowed(plan)
+    for _ in range(4):
+        torch.accelerator.reset_peak_memory_stats()
+        model(x).float().sum().backward()
+        most = max(most, torch.accelerator.max_memory_allocated() - before)
+        optimizer.step()
+        optimizer.zero_grad()
+    slots = optimizer.memory().device_bytes
+    optimizer.close()
+    return most, slots
+
+
+@pytest.mark.usefixtures("garbage_apart")
+@pytest.mark.parametrize("under_way", [2 * WEIGHT, 1 << 30])
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_the_device_holds_weights_and_gradients_on_their_way(
+    overlap: str, under_way: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the bound are one that has just begun to fall, and one that backward makes."""
+    monkeypatch.setattr(leaving, "MOST_UNDER_WAY", under_way)
+    most, slots = most_held(Plan(parameters="device", overlap=overlap), device)
+    gradients = min(LAYERS * WEIGHT, under_way + 2 * WEIGHT)
+    assert slots == 0
+    assert LAYERS * WEIGHT < most <= LAYERS * WEIGHT + gradients + ACTIVATIONS
+
+
+@pytest.mark.usefixtures("garbage_apart")
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(parameters="device", overlap="backward"), Plan(parameters="device", update_on="device")],
+    ids=str,
+)
+def test_the_device_holds_weights_gradients_and_slots_of_states(
+    plan: Plan, device: torch.device
+) -> None:
+    most, slots = most_held(plan, device)
+    assert (slots > 0) == (plan.update_on == "device")
+    assert most <= 2 * LAYERS * WEIGHT + slots + ACTIVATIONS
+
+
+@pytest.mark.usefixtures("garbage_apart")
+@pytest.mark.parametrize("parameters", ["host", "disk"])
+@pytest.mark.parametrize("under_way", [WEIGHT, 1 << 30])
+def test_the_device_holds_two_gathered_units_where_parameters_are_elsewhere(
+    parameters: str, under_way: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a gradient before it is reduced, and those on their way."""
+    monkeypatch.setattr(leaving, "MOST_UNDER_WAY", under_way)
+    most, _ = most_held(Plan(parameters=parameters), device)  # type: ignore[arg-type]  # text
+    gradients = min(LAYERS * WEIGHT, under_way + 2 * WEIGHT)
+    assert 2 * WEIGHT < most <= 3 * WEIGHT + gradients + ACTIVATIONS

@@ -1,0 +1,321 @@
+"""Each wait and each lifetime of work that is late: without it, bits or the order are wrong.
+
+Nothing here waits for the device but what is tested: inputs are there before, and the caller's
+stream is busy where something must wait for it. Some tests look at the order of work, which the
+simulated accelerator alone knows; on others they look at the bits.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from training import Net, make, same_weights, spin, train
+
+from compare import all_equal
+from tensorstow import AdamW, Plan, stow
+from tensorstow.deepspeed.progress import Progress
+from tensorstow.engine import leaving
+from tensorstow.optim.accelerator import updater as updater_module
+from tensorstow.optim.accelerator.device import Mark, StreamLink
+from tensorstow.optim.accelerator.mirrors import Mirror, deliver, make_mirrors, refresh
+
+COUNT = 1 << 16
+LATE = 0.1
+OVERLAPS = ("none", "forward", "backward")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture
+def link(device: torch.device) -> StreamLink:
+    """Return a link to the device, on which nothing is under way."""
+    torch.accelerator.synchronize()
+    return StreamLink(device)
+
+
+def pinned(value: float) -> torch.Tensor:
+    return torch.full((COUNT,), value, pin_memory=True)
+
+
+# --- the link ---
+
+
+def test_a_copy_down_waits_for_what_makes_its_source(link: StreamLink) -> None:
+    away, host = torch.ones(COUNT, device=link.device), pinned(0)
+    spin(link.device, LATE)
+    away.fill_(2)
+    link.down([(host, away)], [link.mark()]).synchronize()
+    assert host.eq(2).all()
+
+
+def test_a_copy_up_waits_for_what_reads_its_target(link: StreamLink) -> None:
+    away, host = torch.ones(COUNT, device=link.device), pinned(2)
+    spin(link.device, LATE)
+    before = away.clone()
+    link.join(link.up([(away, host)], [link.mark()]))
+    after = away.clone()
+    assert before.eq(1).all()
+    assert after.eq(2).all()
+
+
+def test_memory_that_is_freed_behind_a_copy_up_is_not_given_to_others(link: StreamLink) -> None:
+    away, host = torch.ones(COUNT, device=link.device), pinned(2)
+    busy = torch.Stream(link.device)
+    with busy:
+        spin(link.device, LATE)
+    link.up([(away, host)], [link.mark(), busy.record_event()])
+    del away
+    other = torch.zeros(COUNT, device=link.device)
+    link.settle()
+    assert other.eq(0).all()
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_nothing_is_under_way_on_a_settled_link(way: str, link: StreamLink) -> None:
+    away, host = torch.ones(COUNT, device=link.device), pinned(2)
+    spin(link.device, 5 * LATE)
+    mark = link.mark()
+    over = link.down([(host, away)], [mark]) if way == "down" else link.up([(away, host)], [mark])
+    assert not mark.query(), "the host waited for a copy that waits for this"
+    link.settle()
+    assert over.query()
+
+
+def test_copies_run_beside_the_caller_s_stream(link: StreamLink) -> None:
+    away, host, back = torch.ones(COUNT, device=link.device), pinned(2), pinned(0)
+    there = link.mark()
+    spin(link.device, 5 * LATE)
+    end = link.mark()
+    up = link.up([(away, host)], [there])
+    link.down([(back, away)], [up]).synchronize()
+    assert back.eq(2).all()
+    assert not end.query(), "the copies were behind what the caller's stream computes"
+
+
+# --- weights ---
+
+
+@pytest.fixture
+def mirror(link: StreamLink) -> Mirror:
+    """Return the mirror of a weight of ones."""
+    weight = nn.Parameter(torch.ones(COUNT, device=link.device))
+    (made,) = make_mirrors([weight], link)[1]
+    return made
+
+
+def test_a_weight_that_is_still_to_be_written_is_fetched_as_it_will_be(
+    link: StreamLink, mirror: Mirror
+) -> None:
+    spin(link.device, LATE)
+    mirror.parameter.data.fill_(2)
+    refresh([mirror], link)
+    assert mirror.host.eq(2).all()
+
+
+def test_a_weight_is_delivered_behind_its_readers(link: StreamLink, mirror: Mirror) -> None:
+    mirror.host.fill_(2)
+    spin(link.device, LATE)
+    before = mirror.parameter.detach().clone()
+    deliver([mirror], link)
+    after = mirror.parameter.detach().clone()
+    assert before.eq(1).all()
+    assert after.eq(2).all()
+
+
+@pytest.mark.parametrize("update_on", ["host", "device"])
+def test_what_is_written_late_between_backward_and_step_is_seen(
+    update_on: str, device: torch.device
+) -> None:
+    want, got = Net(torch.bfloat16), Net(torch.bfloat16).to(device)
+    got.bring(range(3))
+    for net in (want, got):
+        optimizer = make(net, update_on="host" if net is want else update_on)
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.autograd.backward(net(step))
+            if net is got:
+                spin(device, LATE)
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.mul_(0.5)
+            optimizer.step()
+        optimizer.wait()
+    assert same_weights(got, want)
+
+
+# --- gradients on their way down, weights on their way up ---
+
+
+def gone_through(net: Net, optimizer: AdamW, device: torch.device) -> list[torch.Tensor]:
+    """Take steps without a word to the device; return the weights behind each.
+
+    Gradients are made late, and read late: what comes too early or too late changes a weight.
+    """
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = net(step)
+        spin(device, LATE / 4)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.wait()
+        spin(device, LATE / 4)
+        seen.append(torch.cat([p.detach().view(-1) for p in net.parameters()]))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("overlap", "update_on"), [*((o, "host") for o in OVERLAPS), ("none", "device")]
+)
+def test_steps_whose_gradients_are_late(
+    overlap: str, update_on: str, dtype: str, device: torch.device
+) -> None:
+    want, got = Net(DTYPES[dtype]), Net(DTYPES[dtype]).to(device)
+    got.bring(range(4))
+    optimizer, reference = make(got, overlap=overlap, update_on=update_on), make(want)
+    seen = gone_through(got, optimizer, device)
+    for step, weights in enumerate(seen):
+        train(want, reference, step, step + 1)
+        whole = torch.cat([p.detach().view(-1) for p in want.parameters()])
+        assert torch.equal(weights.cpu(), whole)
+    optimizer.close()
+
+
+# --- gradients of a stowed model ---
+
+WIDTH = 256
+LAYERS = 6
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).bfloat16()
+
+
+def late_steps(model: nn.Module, optimizer: AdamW, device: torch.device) -> list[torch.Tensor]:
+    """Take steps without a word to the device, whose gradients are late; return the weights."""
+    x = torch.linspace(-1, 1, WIDTH, device=device, dtype=torch.bfloat16).expand(4, -1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        y = model(x).float().square().sum()
+        spin(device, LATE / 2)
+        y.backward()
+        optimizer.step()
+    optimizer.wait()
+    weights = [p.detach().cpu() for p in model.parameters()]
+    optimizer.close()
+    return weights
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_gradients_of_a_stowed_model_that_are_late(overlap: str, device: torch.device) -> None:
+    plain = layers().to(device)
+    want = late_steps(plain, AdamW(plain.parameters(), lr=1e-2), device)
+    plan = Plan(parameters="device", overlap=overlap)
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=plan)
+    assert all_equal(late_steps(model, optimizer, device), want)
+
+
+def test_few_gradients_of_a_stowed_model_are_on_their_way(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward waits for the first of them, and for no other."""
+    one = WIDTH * WIDTH * 2
+    monkeypatch.setattr(leaving, "MOST_UNDER_WAY", one)
+    plain = layers().to(device)
+    want = late_steps(plain, AdamW(plain.parameters(), lr=1e-2), device)
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=Plan(parameters="device"))
+    assert all_equal(late_steps(model, optimizer, device), want)
+
+
+def test_a_step_by_gradients_that_have_landed_already(device: torch.device) -> None:
+    """Its updates wait for the weights that go up of the step before."""
+
+    def twice(model: nn.Module, optimizer: AdamW) -> list[torch.Tensor]:
+        seen = []
+        model(torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)).float().sum().backward()
+        for _ in range(2):
+            ferry = optimizer._kept().ferry if optimizer.state else None
+            if ferry is not None:
+                assert isinstance(ferry.link, StreamLink)
+                with ferry.link._up:
+                    spin(device, LATE)
+            optimizer.step()
+            seen.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
+        weights = [s.cpu() for s in seen]
+        optimizer.close()
+        return weights
+
+    plain = layers().to(device)
+    want = twice(plain, AdamW(plain.parameters(), lr=1e-2))
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=Plan(parameters="device"))
+    assert all_equal(twice(model, optimizer), want)
+
+
+# --- states on their way up and down ---
+
+
+@pytest.mark.parametrize("states", ["ram", "disk"])
+def test_slots_on_the_device_are_made_of_memory_that_is_in_use_still(
+    states: str, device: torch.device
+) -> None:
+    """fp32: nothing else of the first step waits for the caller's stream."""
+    want, got = Net(torch.float32), Net(torch.float32).to(device)
+    train(want, make(want, states="ram"), 0, 1)
+    got.bring(range(1))
+    torch.autograd.backward(got(0))
+    optimizer = make(got, states=states, update_on="device")
+    slot = 2 * 4 * optimizer._kept().stowage.policy.chunk_elements
+    used = [torch.ones(slot, dtype=torch.uint8, device=device) for _ in range(3)]
+    spin(device, LATE)
+    for memory in used:
+        memory.fill_(7)
+    del memory, used
+    optimizer.step()
+    assert same_weights(got, want)
+
+
+def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(net, update_on="device")
+    train(net, optimizer, 0, 1)
+    kept = optimizer._kept()
+    assert kept.updater is not None
+    link = kept.updater.link
+    assert isinstance(link, StreamLink)
+    update = updater_module._update
+
+    def late(*given: object) -> None:
+        spin(device, LATE)
+        update(*given)  # type: ignore[arg-type]  # as it was given
+
+    def fails(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(updater_module, "_update", late)
+    monkeypatch.setattr(kept.store.pipeline, "outside_done", fails)
+    marks: list[Mark] = []
+    down = link.down
+    monkeypatch.setattr(link, "down", lambda *given: marks.append(down(*given)) or marks[-1])
+    torch.autograd.backward(net(1))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert len(marks) > 1
+    assert all(mark.query() for mark in marks)
+
+
+# --- others who ask the device ---
+
+
+def test_seconds_of_a_part_are_those_of_its_work_on_the_device(device: torch.device) -> None:
+    progress = Progress(None, timed=True, logs=False)
+    with progress.part("forward"):
+        spin(device, 2 * LATE)
+    spin(device, 2 * LATE)
+    with progress.part("step"):
+        pass
+    assert progress._seconds["forward"] > LATE
+    assert progress._seconds["step"] < LATE
