@@ -2,7 +2,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test gpu-test soak check bench stub format lint native-tests sanitize clean
+.PHONY: help demo test gpu-test mutations soak check bench stub format lint native-tests sanitize clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,9 +27,12 @@ test: $(DONE)/test native-tests ## Set everything up and run every test, in TEST
 	PYTHONPATH=tests $(BIN)/python -m pytest -p simulated.plugin -n $(TEST_PROCESSES) tests/gpu
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/gpu
 
+mutations: $(DONE)/test ## Take each wait for a device away in turn: a test must fail (ten minutes)
+	PYTHONPATH=tests $(BIN)/python -m mutations.run
+
 KILLS ?= 300
 
-soak: $(DONE)/test ## Attack files and system calls, kill training runs, KILLS times (300) each; drop 200 of each
+soak: $(DONE)/test mutations ## That, and attack files and system calls, kill training runs, KILLS times (300) each; drop 200 of each
 	PYTHONPATH=tests $(BIN)/python -m attacks.soak $(KILLS)
 	PYTHONPATH=tests $(BIN)/python -m crash.soak $(KILLS)
 	TENSORSTOW_ROUNDS=200 $(BIN)/python -m pytest --timeout 3600 tests/test_given_back.py

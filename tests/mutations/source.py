@@ -1,0 +1,58 @@
+"""What a mutation makes of the source, and which calls need one."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from mutations.table import Mutation
+
+SOURCE = Path(__file__).parents[2] / "src" / "tensorstow"
+_CALLS = frozenset(
+    {"record_event", "record_stream", "synchronize", "wait_event", "wait_stream", "mark", "query"}
+)
+_OF_LINKS = frozenset({"join", "settle"})  # strings join too, and stores settle
+_KEYWORDS = frozenset({"non_blocking", "pin_memory"})
+# Here `synchronize` and `query` are an optimizer's, a writer's or SQLite's.
+_ELSEWHERE = ("cli/", "tensornvme/", "store/", "optim/piecewise/")
+# Its memory is pageable: a copy holds its caller up whatever it is told.
+_PAGEABLE = ("engine/stowed_parameter.py",)
+
+
+def mutated(mutation: Mutation) -> str:
+    """Return the source with ``mutation``."""
+    text = (SOURCE / mutation.path).read_text()
+    assert text.count(mutation.code) == 1, f"{mutation.path} has not once {mutation.code!r}"
+    return text.replace(mutation.code, mutation.instead)
+
+
+def lines_of(mutation: Mutation) -> range:
+    """Return which lines ``mutation`` changes, from 1."""
+    text = (SOURCE / mutation.path).read_text()
+    at = text.index(mutation.code)
+    first = text.count("\n", 0, at) + 1
+    return range(first, first + mutation.code.rstrip("\n").count("\n") + 1)
+
+
+def waits() -> Iterator[tuple[str, int]]:
+    """Yield the path and line of each call that orders a device's work."""
+    for file in sorted(SOURCE.rglob("*.py")):
+        path = file.relative_to(SOURCE).as_posix()
+        if path.startswith((*_ELSEWHERE, *_PAGEABLE)):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and _orders(node):
+                line = node.func.end_lineno
+                assert line is not None
+                yield path, line
+
+
+def _orders(call: ast.Call) -> bool:
+    if any(keyword.arg in _KEYWORDS for keyword in call.keywords):
+        return True
+    if isinstance(call.func, ast.Name):
+        return call.func.id == "settle"
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    name, of = call.func.attr, call.func.value
+    owner = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+    return name in _CALLS or (name in _OF_LINKS and owner.strip("_") == "link")

@@ -1,0 +1,235 @@
+"""The mutations: what is taken away, and the test that fails for want of it."""
+
+from dataclasses import dataclass
+
+_DEVICE = "optim/accelerator/device.py"
+_FERRY = "optim/accelerator/ferry.py"
+_MIRRORS = "optim/accelerator/mirrors.py"
+_UPDATER = "optim/accelerator/updater.py"
+_SCHEDULE = "optim/schedules/schedule.py"
+_LEAVING = "engine/leaving.py"
+_GRADIENTS = "engine/gradients.py"
+
+_WAITS = "gpu/test_waits.py"
+_LINK = "gpu/test_gpu_link.py"
+_COUNTS = "gpu/test_counts.py"
+_STEPS = f"{_WAITS}::test_steps_whose_gradients_are_late"
+_FALLS = f"{_WAITS}::test_gradients_of_a_stowed_model_that_are_late"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A change of the source, after which ``test`` fails."""
+
+    path: str
+    """Within src/tensorstow."""
+    code: str
+    """There once in the file."""
+    instead: str
+    test: str
+    """Within tests."""
+
+
+MUTATIONS = (
+    # --- the link ---
+    Mutation(
+        _DEVICE,
+        "return torch.accelerator.current_stream(self.device).record_event()",
+        "return torch.Event(self.device)",
+        f"{_WAITS}::test_a_copy_down_waits_for_what_makes_its_source",
+    ),
+    Mutation(
+        _DEVICE,
+        "self._down.wait_event(_event_of(mark))",
+        "_event_of(mark)",
+        f"{_WAITS}::test_a_copy_down_waits_for_what_makes_its_source",
+    ),
+    Mutation(
+        _DEVICE,
+        "return self._down.record_event()",
+        "return torch.Event(self.device)",
+        f"{_WAITS}::test_a_copy_down_waits_for_what_makes_its_source",
+    ),
+    Mutation(
+        _DEVICE,
+        "self._up.wait_event(_event_of(mark))",
+        "_event_of(mark)",
+        f"{_WAITS}::test_a_copy_up_waits_for_what_reads_its_target",
+    ),
+    Mutation(
+        _DEVICE,
+        "to.record_stream(self._up)",
+        "pass",
+        f"{_WAITS}::test_memory_that_is_freed_behind_a_copy_up_is_not_given_to_others",
+    ),
+    Mutation(
+        _DEVICE,
+        "return self._up.record_event()",
+        "return torch.Event(self.device)",
+        f"{_WAITS}::test_a_copy_up_waits_for_what_reads_its_target",
+    ),
+    Mutation(
+        _DEVICE,
+        "torch.accelerator.current_stream(self.device).wait_event(_event_of(mark))",
+        "_event_of(mark)",
+        f"{_WAITS}::test_a_copy_up_waits_for_what_reads_its_target",
+    ),
+    Mutation(
+        _DEVICE,
+        "self._down.synchronize()",
+        "pass",
+        f"{_WAITS}::test_nothing_is_under_way_on_a_settled_link[down]",
+    ),
+    Mutation(
+        _DEVICE,
+        "self._up.synchronize()",
+        "pass",
+        f"{_WAITS}::test_nothing_is_under_way_on_a_settled_link[up]",
+    ),
+    Mutation(
+        _DEVICE,
+        "to.copy_(source, non_blocking=True)",
+        "to.copy_(source)",
+        f"{_WAITS}::test_nothing_is_under_way_on_a_settled_link",
+    ),
+    Mutation(
+        _DEVICE,
+        "    with stream:\n",
+        "    if stream:\n",
+        f"{_WAITS}::test_copies_run_beside_the_caller_s_stream",
+    ),
+    # --- mirrors ---
+    Mutation(
+        _MIRRORS,
+        "link.down(pairs, [link.mark()]).synchronize()",
+        "link.down(pairs, []).synchronize()",
+        f"{_WAITS}::test_a_weight_that_is_still_to_be_written_is_fetched_as_it_will_be",
+    ),
+    Mutation(
+        _MIRRORS,
+        "link.down(pairs, [link.mark()]).synchronize()",
+        "link.down(pairs, [link.mark()])",
+        f"{_WAITS}::test_what_is_written_late_between_backward_and_step_is_seen",
+    ),
+    Mutation(
+        _MIRRORS,
+        "link.join(link.up(pairs, [link.mark()]))",
+        "link.join(link.up(pairs, []))",
+        f"{_WAITS}::test_a_weight_is_delivered_behind_its_readers",
+    ),
+    Mutation(
+        _MIRRORS,
+        "link.join(link.up(pairs, [link.mark()]))",
+        "link.up(pairs, [link.mark()])",
+        f"{_WAITS}::test_a_weight_is_delivered_behind_its_readers",
+    ),
+    # --- gradients down and weights up, by chunk ---
+    Mutation(
+        _FERRY,
+        "self.link.mark().synchronize()  # what went up",
+        "pass  # what went up",
+        f"{_WAITS}::test_a_step_by_gradients_that_have_landed_already",
+    ),
+    Mutation(_FERRY, "self.link.join(self._risen)", "pass", _STEPS),
+    Mutation(
+        _FERRY,
+        "while self._falling and self._falling[0].fallen.query():",
+        "while self._falling:",
+        _STEPS,
+    ),
+    Mutation(
+        _FERRY,
+        "self._falling[0].fallen.synchronize()",
+        "pass",
+        f"{_COUNTS}::test_a_forward_waits_for_gradients_that_are_late_and_for_nothing_else",
+    ),
+    Mutation(_FERRY, "self.link.down(pairs, marks.values())", "self.link.down(pairs, ())", _STEPS),
+    Mutation(
+        _SCHEDULE,
+        "made = ferry.link.mark()",
+        "made = torch.Event(ferry.link.device)",
+        f"{_STEPS}[none-host-bf16]",
+    ),
+    Mutation(
+        _SCHEDULE,
+        "kept.ferry.offer(member.number, gradient, kept.ferry.link.mark())",
+        "kept.ferry.offer(member.number, gradient, torch.Event(gradient.device))",
+        f"{_STEPS}[backward-host-bf16]",
+    ),
+    # --- states up and down, by chunk ---
+    Mutation(
+        _UPDATER,
+        "self._made = link.mark()",
+        "self._made = torch.Event(link.device)",
+        f"{_WAITS}::test_slots_on_the_device_are_made_of_memory_that_is_in_use_still",
+    ),
+    Mutation(
+        _UPDATER,
+        "self.link.join(self.link.up(list(zip(away, host, strict=True)), [self._made]))",
+        "self.link.up(list(zip(away, host, strict=True)), [self._made])",
+        f"{_STEPS}[none-device-bf16]",
+    ),
+    Mutation(
+        _UPDATER,
+        "self.link.down(falling, [self.link.mark()])",
+        "self.link.down(falling, [])",
+        f"{_STEPS}[none-device-bf16]",
+    ),
+    Mutation(_UPDATER, "trip.fallen.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"),
+    Mutation(
+        _UPDATER,
+        "self.link.settle()",
+        "pass",
+        f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
+    ),
+    # --- gradients of a stowed model ---
+    Mutation(
+        _GRADIENTS,
+        "self._fall.synchronize()",
+        "pass",
+        _FALLS,
+    ),
+    Mutation(
+        _GRADIENTS,
+        "source.reshape(-1))], [link.mark()])",
+        "source.reshape(-1))], [])",
+        _FALLS,
+    ),
+    Mutation(
+        _LEAVING,
+        "self._under_way[0][0].synchronize()",
+        "pass",
+        f"{_WAITS}::test_few_gradients_of_a_stowed_model_are_on_their_way",
+    ),
+    Mutation(
+        _LEAVING,
+        "while self._under_way and self._under_way[0][0].query():",
+        "while self._under_way:",
+        _FALLS,
+    ),
+    # --- the host's own ---
+    Mutation(
+        "io/pinned.py",
+        "    settle()\n",
+        "",
+        "test_pinned.py::test_memory_is_registered_once_and_let_go_when_copies_are_over",
+    ),
+    Mutation(
+        "io/pinned.py",
+        'device="cpu", pin_memory=True)',
+        'device="cpu")',
+        f"{_LINK}::test_memory_is_pinned",
+    ),
+    Mutation(
+        "deepspeed/progress.py",
+        "torch.accelerator.synchronize()",
+        "pass",
+        f"{_WAITS}::test_seconds_of_a_part_are_those_of_its_work_on_the_device",
+    ),
+    Mutation(
+        "deepspeed/checkpointing.py",
+        "save_on_cpu(pin_memory=True, device_type=away.type)",
+        "save_on_cpu()",
+        f"{_COUNTS}::test_activations_that_are_kept_in_host_memory_hold_no_backward_up",
+    ),
+)
