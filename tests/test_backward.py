@@ -57,6 +57,28 @@ def test_it_gives_the_same_bits(states: str, tmp_path: Path) -> None:
     optimizer.close()
 
 
+def test_states_in_ram_are_updated_before_the_last_gradient_is_there() -> None:
+    model = blocks()
+    policy = PipelinePolicy(chunk_elements=CHUNK)
+    optimizer = AdamW(model.parameters(), lr=1e-2, overlap="backward", module=model, policy=policy)
+    first, *_, last = model.parameters()
+    number = optimizer._kept().get(last).number
+    updated: list[bool] = []
+
+    def look(_: Tensor) -> None:
+        deadline = time.monotonic() + 10
+        pipeline = optimizer._states().pipeline
+        while not pipeline.is_published(number) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        updated.append(pipeline.is_published(number))
+
+    first.register_post_accumulate_grad_hook(look)
+    backward(model)
+    optimizer.step()
+    assert updated == [True]
+    optimizer.close()
+
+
 # --- what looks at gradients that are gone ---
 
 

@@ -302,9 +302,10 @@ class Members:
             return
         shards = [shard_of(p) for p in new]
         families = [self.stowage.family(p.dtype, amsgrad=amsgrad[id(p)]) for p in new]
-        # What goes over a link goes by chunk, so chunks in RAM are as small there as others.
-        remote = self._open_link(shards)
-        capacity = self.stowage.policy.chunk_elements if remote else RESIDENT_CAPACITY
+        # What goes over a link goes by chunk, and what is updated beside forward or backward begins
+        # when all of a chunk is there, so chunks in RAM are as small there as others.
+        is_fine = self._open_link(shards) or self.stowage.overlap != "none"
+        capacity = self.stowage.policy.chunk_elements if is_fine else RESIDENT_CAPACITY
         sizes = [s.numel() for s in shards]
         # What shares a chunk is in memory at once, so those whose weights come and go apart do not.
         apart = [id(lessor_of(p)) for p in new]
