@@ -19,9 +19,10 @@ from tensorstow.base.plan import Plan
 from tensorstow.engine import sharding as sharding_module
 from tensorstow.engine import stow as stow_module
 from tensorstow.engine.gradients import HostGradient
-from tensorstow.engine.leaving import Falls, Room
+from tensorstow.engine.leaving import Falls, Passage, Room
 from tensorstow.engine.report import parameter_bytes
 from tensorstow.engine.stow import stow
+from tensorstow.optim.accelerator.device import PlainLink
 from tensorstow.optim.adam import AdamW
 from tensorstow.optim.shards import shard_of
 
@@ -189,3 +190,16 @@ def test_the_device_has_its_memory_back_when_a_gradient_is_down() -> None:
     assert landed.landed.tolist() == [1, 1]
     falls.let_go()
     assert alive() is None
+
+
+def test_memory_that_gradients_pass_through_is_taken_again_when_nobody_uses_it() -> None:
+    passage = Passage(PlainLink())
+    like = torch.ones(8, dtype=torch.bfloat16)
+    first, second = passage.take(like), passage.take(like)
+    address = first.data_ptr()
+    assert second.data_ptr() != address
+    part = first[2:]  # whoever has a part of it alone does not keep it
+    del first, part
+    assert passage.take(like.view(2, 4)).data_ptr() == address
+    assert passage.take(torch.ones(8)).shape == (8,)
+    assert passage.nbytes == 2 * 16 + 32

@@ -1,6 +1,7 @@
 """Whole models through `stow` on an accelerator: the bits of the same training on the device."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -73,4 +74,58 @@ def test_gradients_leave_the_device(device: torch.device, overlap: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
     optimizer.step()
     optimizer.wait()
+    optimizer.close()
+
+
+def keep_busy(device: torch.device) -> None:
+    """Let the current stream do nothing for 0.1 s."""
+    if device.type == "cuda":
+        torch.cuda._sleep(300_000_000)
+    else:
+        simulated = pytest.importorskip("simulated")
+        simulated.busy(0.1)
+
+
+class Late(torch.autograd.Function):
+    """Keeps the device busy in backward; ``over`` gets what tells when it is not any more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, over: list[torch.Event]) -> torch.Tensor:  # noqa: ANN401
+        ctx.over = over
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        keep_busy(gradients[0].device)
+        ctx.over.append(torch.accelerator.current_stream().record_event())
+        return gradients[0], None
+
+
+class LateLinear(nn.Linear):
+    """The gradient of its weight is late."""
+
+    over: list[torch.Event]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        return Late.apply(super().forward(x), self.over)
+
+
+def test_beside_backward_nobody_waits_for_a_gradient_to_come_down(device: torch.device) -> None:
+    over: list[torch.Event] = []
+    is_over: list[bool] = []
+    layers = [LateLinear(64, 64, bias=False) for _ in range(3)]
+    for layer in layers:
+        layer.over = over
+    make = partial(tensorstow.AdamW, lr=1e-3)
+    plan = Plan(parameters="host", overlap="backward")
+    model, optimizer = tensorstow.stow(nn.Sequential(*layers), make, plan=plan)
+    for parameter in model.parameters():  # behind the hooks that take it down and use it
+        parameter.register_post_accumulate_grad_hook(lambda _: is_over.append(over[-1].query()))
+    x = torch.ones(1, 64, device=device)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert is_over == [False] * 6
     optimizer.close()

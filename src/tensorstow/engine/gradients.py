@@ -55,6 +55,16 @@ class HostGradient(torch.Tensor):
             self._fall = None
         return self._landed
 
+    @property
+    def fall_mark(self) -> Mark | None:
+        """Behind which ``room`` has the elements; None: it has."""
+        return self._fall
+
+    @property
+    def room(self) -> torch.Tensor:
+        """What ``landed`` will be, not waited for."""
+        return self._landed
+
     def fall(self, link: Link, source: torch.Tensor) -> Mark:
         """Begin filling ``landed`` from ``source``, behind what its stream was given so far.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tensorstow.engine.leaving import Falls, Room, WholeTaker, take_down
+from tensorstow.engine.leaving import Falls, Passage, Room, WholeTaker, take_down
 from tensorstow.engine.shardable import check_hooks
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator.device import Link
@@ -23,15 +23,22 @@ _LANDINGS: "weakref.WeakKeyDictionary[torch.nn.Module, Landing]" = weakref.WeakK
 class Landing:
     """Sees to it that the gradient of every trained one of some parameters leaves the device."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], link: Link | None = None) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], link: Link | None = None, *, pass_on: bool = False
+    ) -> None:
         """Watch the trained of ``parameters`` now, before their optimizer does; others later.
 
         ``link``: what carries gradients, into pinned memory for one of each; None: each is copied
-        when it is there.
+        when it is there. ``pass_on``: they are used when they are down, and memory is there for as
+        many as are not.
         """
         self._unhooked: list[Any] = list(parameters)
         self._sharded = [p for p in self._unhooked if isinstance(p, DTensor)]
-        self._block, self._rooms = _rooms(self._unhooked, link)  # pinned as long as this lives
+        self._block: PinnedBlock | None = None  # pinned as long as this lives
+        if link is not None and pass_on:
+            self._rooms: dict[int, Room] = dict.fromkeys(map(id, self._unhooked), Passage(link))
+        else:
+            self._block, self._rooms = _rooms(self._unhooked, link)
         self._falls = None if link is None else Falls(link)
         self.hook()
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from tensorstow.engine.gradients import HostGradient
 from tensorstow.engine.stowed_parameter import cell_of
+from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator.device import Link, Mark
 
 MOST_UNDER_WAY = 256 << 20
@@ -27,17 +28,52 @@ class Room:
         self.bytes_down = 0
         """Of the gradients of a parameter on the device."""
 
+    @property
+    def is_free(self) -> bool:
+        """Return whether nobody has what ``take`` returned last."""
+        return self._last is None or self._last() is None
+
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory for a gradient like ``like``.
 
         Other memory while somebody has the last one still, or where its dtype is a wider one.
         """
-        kept = self._last is not None and self._last() is not None
-        if kept or like.nbytes > self._memory.nbytes:
+        if not self.is_free or like.nbytes > self._memory.nbytes:
             return torch.empty(like.shape, dtype=like.dtype, device=self._memory.device)
         landed = self._memory[: like.nbytes].view(like.dtype).view(like.shape)
         self._last = weakref.ref(landed)
         return landed
+
+
+class Passage(Room):
+    """Host memory that gradients of any parameter pass through.
+
+    As much as is in use at once: whoever uses a gradient keeps the tensor that ``take`` returned.
+    """
+
+    def __init__(self, link: Link) -> None:
+        """Hold no memory yet."""
+        super().__init__(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        self._link = link
+        self._blocks: list[PinnedBlock] = []  # pinned as long as this lives
+        self._rooms: dict[int, list[Room]] = {}
+        """By their bytes."""
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a gradient like ``like``, pinned, that nobody uses."""
+        rooms = self._rooms.setdefault(like.nbytes, [])
+        room = next((room for room in rooms if room.is_free), None)
+        if room is None:
+            block = PinnedBlock(like.nbytes, self._link.device, self._link.settle)
+            self._blocks.append(block)
+            room = Room(block.tensor(0, like.nbytes, torch.uint8))
+            rooms.append(room)
+        return room.take(like)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that were in use at once, of each size of gradients."""
+        return sum(block.nbytes for block in self._blocks)
 
 
 class Falls:

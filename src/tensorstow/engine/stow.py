@@ -139,11 +139,12 @@ def _place_sharded(
     gathered = Gathered(model, units, sharding.reduction.forget)
     held = _shard_all(model, units, plan, sharding, sources, directory)
     leaving: list[torch.Tensor] = [p for p, _ in held]
-    # Beside backward a gradient is used at once: there is nothing to carry it beside.
-    carried = is_away(sharding.device) and _gradients_leave(plan)
-    if carried:
+    # Beside backward the optimizer itself fetches those of parameters on the device.
+    waits = _gradients_leave(plan)
+    if is_away(sharding.device) and waits:
         leaving = [p for p in model.parameters() if isinstance(p, DTensor)]
-    landing = Landing(leaving, open_link(sharding.device) if carried else None)
+    link = open_link(sharding.device) if is_away(sharding.device) and leaving else None
+    landing = Landing(leaving, link, pass_on=not waits)
     landing.watch(model)
     if plan.accumulation_steps > 1:
         _sum_wide_on_device(model, {id(p) for p in leaving})

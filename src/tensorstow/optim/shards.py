@@ -135,6 +135,28 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return landed
 
 
+class Arrival(Protocol):
+    """The end of a copy."""
+
+    def query(self) -> bool:
+        """Return whether it is over."""
+
+    def synchronize(self) -> None:
+        """Return when it is."""
+
+
+def gradient_on_its_way(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Arrival | None]:
+    """Return what ``gradient_of`` does, and behind what it is there; None: it is."""
+    gradient = parameter.grad
+    if gradient is not None and is_sharded(gradient):
+        local = _local(gradient)
+        mark: Arrival | None = getattr(local, "fall_mark", None)
+        if mark is not None and not mark.query():
+            under_way: torch.Tensor = local.room  # type: ignore[attr-defined]  # of who has a mark
+            return under_way, mark
+    return gradient_of(parameter), None
+
+
 def gradient_in_order(shard: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return what ``gradient_of`` returned as one run of elements, in the order of the shard's."""
     return in_order(gradient, order_of(shard)).contiguous()

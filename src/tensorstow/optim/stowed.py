@@ -37,6 +37,7 @@ from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideFo
 from tensorstow.optim.shards import (
     anywhere,
     gradient_of,
+    gradient_on_its_way,
     in_order,
     order_of,
     part_of,
@@ -755,13 +756,12 @@ class StowedAdam(Optimizer):
         self._commit_step(commits=commits)
 
     def _check_gradient(self, member: Member) -> None:
-        if options.fits(member.parameter, gradient_of(member.owner)):
+        if options.fits(member.parameter, gradient_on_its_way(member.owner)[0]):
             return
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if parameter is member.owner:
                     check_due(self.param_groups, group, index, member)
-                    return
 
     # --- states that come from outside ---
 

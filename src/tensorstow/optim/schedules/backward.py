@@ -13,7 +13,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.landed import WAYS_OUT, LandedGradient, refuse_used
-from tensorstow.optim.shards import gradient_in_order, gradient_of, shard_of
+from tensorstow.optim.shards import gradient_in_order, gradient_on_its_way, order_of, shard_of
 
 _WORTH_ASKING = 1 << 20
 """So many bytes of gradients, before it is asked which are still needed."""
@@ -85,12 +85,18 @@ class LandedGradients:
         self, number: int, parameter: torch.Tensor, land: Callable[[torch.Tensor], None]
     ) -> None:
         """Take ``.grad`` away from ``parameter``, let ``land`` have it, and leave a stand-in."""
-        whole, gradient = parameter.grad, gradient_of(parameter)
+        gradient, fall = gradient_on_its_way(parameter)
+        whole = parameter.grad
         if whole is None or gradient is None:
             return
         if isinstance(gradient, LandedGradient):
             refuse_used("A parameter")
-        contiguous = gradient_in_order(shard_of(parameter), gradient.detach())
+        shard = shard_of(parameter)
+        if fall is not None and order_of(shard) is not None:  # it may have to be copied
+            fall.synchronize()
+        # The tensor itself where it can be: while it lives, what it came down into is its own.
+        plain = gradient.detach() if gradient.requires_grad else gradient
+        contiguous = gradient_in_order(shard, plain)
         stand_in = LandedGradient(whole)
         parameter.grad = stand_in
         self._stand_ins.append((parameter, stand_in))

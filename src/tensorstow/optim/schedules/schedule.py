@@ -17,7 +17,10 @@ what the device computes meanwhile was given to it before, so the caller's threa
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +39,8 @@ from tensorstow.optim.schedules.outside import run_on_device
 from tensorstow.optim.schedules.pace import WINDOW_BYTES, Pace
 from tensorstow.optim.schedules.replaced import Given
 from tensorstow.optim.schedules.unpublished import Waiter, publish, withhold
-from tensorstow.optim.shards import has_left
-from tensorstow.optim.states.pipeline import StepKind
+from tensorstow.optim.shards import Arrival, gradient_on_its_way, has_left
+from tensorstow.optim.states.pipeline import StepKind, UpdatePipeline
 from tensorstow.optim.updates import Due, States, Turn, account, scalars_of
 
 logger = logging.getLogger("tensorstow")
@@ -262,6 +265,20 @@ class BesideForward:
             self._last_order = order
 
 
+@dataclass(frozen=True, slots=True)
+class _Falling:
+    """A gradient of a parameter in host memory, which is there or comes from the device."""
+
+    member: Member
+    gradient: torch.Tensor
+    mark: Arrival | None
+    """Behind which it is there; None: it is."""
+
+    @property
+    def is_down(self) -> bool:
+        return self.mark is None or self.mark.query()
+
+
 class BesideBackward:
     """``overlap="backward"``."""
 
@@ -272,6 +289,7 @@ class BesideBackward:
         self._turn: Turn | None = None
         self._leases: Leases | None = None
         self._pace: Pace | None = None
+        self._falling: deque[_Falling] = deque()
         self._written: dict[int, tuple[int, int]] = {}
         self._last_order: list[int] = []
         self._task = -1
@@ -356,6 +374,7 @@ class BesideBackward:
             message = "A gradient was handed over outside of a step."
             raise OptionError(message)
         pipeline = kept.store.pipeline
+        _, fall = gradient_on_its_way(member.owner)
 
         def start(gradient: torch.Tensor) -> None:
             # Before the weight changes: a graph that still needs the old one must not go on.
@@ -363,23 +382,46 @@ class BesideBackward:
             hide(member)
             self._written[member.number] = _written(member)
             if member.mirror is None or kept.ferry is None:
-                if self._leases is not None:
-                    self._leases.land(member, gradient)
-                else:
-                    pipeline.land(member.number, gradient)
+                self._falling.append(_Falling(member, gradient, fall))
             else:
                 kept.ferry.offer(member.number, gradient, kept.ferry.link.mark())
                 kept.ferry.move_on()
 
         try:
             self.landed.hand_over(member.number, member.owner, start)
+            self._land_fallen(pipeline)
             if self._pace is not None:
-                self._pace.landed(member.number)
-                self.landed.hold_back(WINDOW_BYTES, self._pace.wait_for_one)
+                self.landed.hold_back(WINDOW_BYTES, partial(self._wait_for_one, pipeline))
         except BaseException as error:  # an interrupt: a gradient may be gone and not used
             pipeline.poison(error)
             self.landed.take_back()
             raise
+
+    def _land_fallen(self, pipeline: UpdatePipeline, *, wait: bool = False) -> None:
+        """Give the pipeline the gradients that are in host memory by now, or all that come."""
+        while self._falling and (wait or self._falling[0].is_down):
+            self._land_first(pipeline)
+
+    def _land_first(self, pipeline: UpdatePipeline) -> None:
+        falling = self._falling.popleft()
+        if falling.mark is not None:
+            falling.mark.synchronize()
+        number = falling.member.number
+        if self._leases is not None:
+            self._leases.land(falling.member, falling.gradient)
+        else:
+            pipeline.land(number, falling.gradient)
+        if self._pace is not None:
+            self._pace.landed(number)
+
+    def _wait_for_one(self, pipeline: UpdatePipeline, numbers: Sequence[int]) -> bool:
+        """Return when one gradient more is used, or there; False: none can be."""
+        if self._pace is not None and self._pace.wait_for_one(numbers):
+            return True
+        if not self._falling:
+            return False
+        self._land_first(pipeline)
+        return True
 
     @property
     def commits(self) -> bool:
@@ -422,6 +464,7 @@ class BesideBackward:
         order = self.landed.arrived
         self._turn = None
         try:
+            self._land_fallen(pipeline, wait=True)
             if self._leases is not None:
                 self._leases.close()
             if kept.ferry is None:
@@ -469,6 +512,7 @@ class BesideBackward:
         Ends what the step was lent, and what one that failed was.
         """
         self._turn = None
+        self._falling.clear()
         leases, self._leases = self._leases, None
         if leases is not None:
             leases.end_all()
