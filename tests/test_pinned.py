@@ -1,11 +1,13 @@
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tensorstow.base.errors import OptionError
 from tensorstow.io import pinned
 from tensorstow.io.pinned import PinnedBlock
 
@@ -59,10 +61,11 @@ def test_memory_is_registered_once_and_let_go_when_copies_are_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver()
-    monkeypatch.setattr(pinned, "_runtime", lambda: driver)
+    monkeypatch.setattr(pinned, "_runtime", lambda _: driver)
     order: list[str] = []
     block = PinnedBlock(10_000, CUDA, lambda: order.append(f"settled {len(driver.calls)}"))
     assert block.pinned
+    assert block.pinned_bytes == 10_000
     address = block.tensor(0, 1, torch.uint8).data_ptr()
     assert driver.calls == [("register", address, 10_000)]
     del block
@@ -82,8 +85,9 @@ def test_a_driver_that_refuses_is_told_once_and_forgets(
         message = "CUDA error: out of memory"
         raise RuntimeError(message)
 
-    monkeypatch.setattr(pinned, "_runtime", lambda: driver)
+    monkeypatch.setattr(pinned, "_runtime", lambda _: driver)
     monkeypatch.setattr(torch, "empty", innocent)
+    before = pinned.pinned_bytes()
     with caplog.at_level(logging.WARNING, logger="tensorstow"):
         first = PinnedBlock(2 << 20, CUDA, nothing)
         second = PinnedBlock(2 << 20, CUDA, nothing)
@@ -92,10 +96,58 @@ def test_a_driver_that_refuses_is_told_once_and_forgets(
     assert asked == [CUDA, CUDA]
     (record,) = caplog.records
     assert record.getMessage().startswith("2.0 MiB of host memory could not be pinned for cuda")
+    assert "(the driver's error is 2, the limit of locked memory " in record.getMessage()
     assert "ulimit -l" in record.getMessage()
+    assert first.pinned_bytes == 0
+    assert pinned.pinned_bytes() == before
     assert first.tensor(0, 4, torch.float32).tolist() == [0, 0, 0, 0]
     del first, second
     assert all(call[0] == "register" for call in driver.calls)
+
+
+def test_no_more_is_pinned_than_the_limit_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(pinned, "_runtime", lambda _: driver)
+    before = pinned.pinned_bytes()
+    monkeypatch.setenv(pinned.LIMIT, str(before + 3000))
+    with caplog.at_level(logging.WARNING, logger="tensorstow"):
+        first, second = PinnedBlock(3000, CUDA, nothing), PinnedBlock(1, CUDA, nothing)
+        assert (first.pinned, second.pinned) == (True, False)
+        assert pinned.pinned_bytes() == before + 3000
+        del first
+        gc.collect()
+        assert PinnedBlock(3000, CUDA, nothing).pinned
+    (record,) = caplog.records
+    assert record.getMessage().startswith("1 B of host memory could not be pinned for cuda (TENS")
+    assert f"{pinned.LIMIT} is {before + 3000}" in record.getMessage()
+    monkeypatch.setenv(pinned.LIMIT, "12 parsecs")
+    with pytest.raises(OptionError, match=f"{pinned.LIMIT}='12 parsecs'"):
+        PinnedBlock(1, CUDA, nothing)
+
+
+def test_nothing_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(answer=1)
+    monkeypatch.setattr(pinned, "_runtime", lambda _: driver)
+    assert PinnedBlock(0, CUDA, nothing).pinned
+    assert driver.calls == []
+
+
+def test_memory_is_unpinned_where_waiting_for_its_copies_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(pinned, "_runtime", lambda _: driver)
+    memory = pinned._Memory(torch.zeros(8), CUDA, is_registered=True, owner=os.getpid())
+
+    def fail() -> None:
+        message = "the device is lost"
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        pinned._release(fail, memory)
+    assert driver.calls == [("unregister", memory.bytes.data_ptr(), 0)]
 
 
 def test_elsewhere_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +162,7 @@ def test_elsewhere_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert block.pinned
     assert asked == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
     assert block.tensor(0, 2, torch.uint8).tolist() == [7, 7]
+    assert block.pinned_bytes == 64
 
 
 def test_where_torch_cannot_pin_memory_is_pageable(caplog: pytest.LogCaptureFixture) -> None:

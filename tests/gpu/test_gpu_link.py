@@ -40,6 +40,8 @@ def test_memory_is_pinned(device: torch.device) -> None:
     assert ferry.staging.pinned
     assert ferry.staging.tensor(0, 16, torch.uint8).is_pinned()
     assert all(m.weight.is_pinned() for m in optimizer._kept().all())
+    held = optimizer.memory()
+    assert held.pinned_bytes == held.mirror_bytes + held.staging_bytes
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)

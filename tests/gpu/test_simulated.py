@@ -28,6 +28,7 @@ def simulated(device: torch.device) -> Iterator[ModuleType]:
     simulated.set_delays(1e-3, 5e9, 0)
     simulated.set_compute(0)
     simulated.set_memory_limit(4 << 30)
+    simulated.set_pinned_limit(1 << 62)
 
 
 def test_work_of_two_streams_that_nothing_orders(
@@ -148,6 +149,28 @@ def test_a_source_that_changes_under_way_is_seen(
     pinned.fill_(2)
     torch.accelerator.synchronize()
     assert any("source changed" in text for text in simulated.take_hazards())
+
+
+def test_host_memory_is_registered_to_the_byte(simulated: ModuleType, device: torch.device) -> None:
+    runtime = torch.get_device_module(device).cudart()
+    host = torch.ones(COUNT)
+    before = simulated.registered_bytes()
+    assert runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 1) == 0
+    assert runtime.cudaHostRegister(host.data_ptr(), 1, 1) == 712
+    assert simulated.registered_bytes() == before + host.nbytes
+    assert host.is_pinned()
+    simulated.set_delays(0.05, 5e9, 0)
+    away = host.to(device, non_blocking=True)
+    event = torch.accelerator.current_stream().record_event()
+    assert not event.query()
+    runtime.cudaHostUnregister(host.data_ptr())
+    assert any("unregistered while a copy" in text for text in simulated.take_hazards())
+    event.synchronize()
+    assert torch.equal(away.cpu(), host)
+    assert not host.is_pinned()
+    assert runtime.cudaHostUnregister(host.data_ptr()) == 713
+    simulated.set_pinned_limit(before + 10)
+    assert runtime.cudaHostRegister(host.data_ptr(), 11, 1) == 2
 
 
 def test_random_numbers_are_those_of_the_seed(simulated: ModuleType, device: torch.device) -> None:

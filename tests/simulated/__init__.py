@@ -10,7 +10,8 @@ that behaves as CUDA does where offload can go wrong, on any machine with a C++ 
   what they return, the CPU's kernels compute it. Where elements decide (``item``), the host waits.
 * Copies to and from the host take ``bytes / rate``, one after the other in each direction, and a
   delay. A source that is written under way arrives as NaN. Copies of pageable memory are
-  synchronous, as CUDA's are. Pinned memory that is freed is unmapped once no copy uses it.
+  synchronous, as CUDA's are. Pinned memory that is freed is unmapped once no copy uses it; host
+  memory can be registered, as by cudaHostRegister.
 * Products of matrices take what ``set_compute`` says. ``take_trace()`` tells what was when, by
   these times alone: this machine's own work for it delays nothing but what waits on the host.
 * The delays of copies and operators are drawn between none and twice what is set, by a seed.
@@ -65,6 +66,17 @@ take_trace = native.take_trace
 waited."""
 set_memory_limit = native.set_memory_limit
 """Set how many bytes the device has."""
+set_pinned_limit = native.set_pinned_limit
+"""Set how many bytes of host memory may be registered."""
+registered_bytes = native.registered_bytes
+"""Return how many are."""
+
+
+class _Runtime:
+    """What ``cudart()`` of CUDA's module returns, as far as host memory goes."""
+
+    cudaHostRegister = staticmethod(native.register_host)  # noqa: N815
+    cudaHostUnregister = staticmethod(native.unregister_host)  # noqa: N815
 
 
 class _Device(types.ModuleType):
@@ -80,6 +92,10 @@ class _Device(types.ModuleType):
     @staticmethod
     def Event(*, enable_timing: bool = False) -> torch.Event:  # noqa: N802
         return torch.Event(DEVICE, enable_timing=enable_timing)
+
+    @staticmethod
+    def cudart() -> _Runtime:
+        return _Runtime()
 
     @staticmethod
     def is_available() -> bool:

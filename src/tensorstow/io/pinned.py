@@ -2,26 +2,45 @@
 
 import logging
 import os
+import resource
+import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, parse_size
 from tensorstow.io.arena import Arena
 
 logger = logging.getLogger("tensorstow")
 
+LIMIT = "TENSORSTOW_PINNED_LIMIT"
+"""Environment: the bytes that a process may pin, a size; unset: as many as the driver lets it."""
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+@dataclass(eq=False, slots=True)
+class _Memory:
+    """What a block lets go of at its end."""
+
+    bytes: torch.Tensor
+    device: torch.device
+    pinned_bytes: int = 0
+    is_registered: bool = False
+    owner: int = 0
+    """The process that has the mapping and the driver; a forked child has neither."""
 
 
 class PinnedBlock:
     """``nbytes`` of host memory, zero-filled, that copies from and to ``device`` can run behind.
 
-    On CUDA and ROCm an arena is registered as one block; on other accelerators torch's pinned
-    allocator gives the memory. Where neither can, the memory is pageable, ``pinned`` is False and
-    a warning is logged: copies then hold their caller up. For the CPU it is an arena as it is.
+    Where torch's module of the device has ``cudart()`` (CUDA and ROCm) an arena of just that size
+    is registered with the driver; on other accelerators torch's pinned allocator gives the memory,
+    and may round it to a power of two. Where neither can, or ``TENSORSTOW_PINNED_LIMIT`` would be
+    passed, the memory is pageable, ``pinned`` is False and a warning is logged, once: copies then
+    hold their caller up. For the CPU it is an arena as it is.
     """
 
     def __init__(self, nbytes: int, device: torch.device, settle: Callable[[], None]) -> None:
@@ -30,45 +49,104 @@ class PinnedBlock:
         Raises BudgetError where the system has no room.
         """
         self.nbytes = nbytes
-        self.pinned = device.type == "cpu"
-        made = _from_torch(nbytes) if device.type not in {"cpu", "cuda"} else None
-        if made is not None:
-            self._bytes, self.pinned = made, True
-            weakref.finalize(self, _release, settle, made, None, os.getpid())
-            return
-        arena = Arena(nbytes, in_children=False)
-        self._bytes = arena.tensor(0, nbytes, torch.uint8)
-        if device.type == "cuda":
-            self.pinned = register(arena.address, nbytes, device)
-        if not self.pinned:
-            _warn(nbytes, device)
-        registered = arena.address if device.type == "cuda" and self.pinned else None
-        weakref.finalize(self, _release, settle, self._bytes, registered, os.getpid())
+        refused = None
+        if nbytes and device.type != "cpu":
+            memory, refused = _pinned(nbytes, device)
+        else:
+            memory = _Memory(_pageable(nbytes), device)
+        if refused is not None:
+            _warn(nbytes, device, refused)
+        self.pinned = refused is None
+        self.pinned_bytes = memory.pinned_bytes
+        """What of it is pinned for an accelerator."""
+        self._bytes = memory.bytes
+        memory.owner = os.getpid()
+        weakref.finalize(self, _release, settle, memory)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D view of ``count`` elements from byte ``offset``, a multiple of theirs."""
         return self._bytes[offset : offset + count * dtype.itemsize].view(dtype)
 
 
-def register(address: int, nbytes: int, device: torch.device) -> bool:
-    """Pin memory for CUDA or ROCm; return whether the driver did."""
-    failed = int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE)) != 0
-    if failed:
-        # The driver keeps the error for whoever asks next, which must not be an innocent kernel.
-        try:
-            torch.empty(1, device=device).zero_()
-        except RuntimeError:
-            logger.debug("the driver's error of cudaHostRegister was taken back")
-    return not failed
+def pinned_bytes() -> int:
+    """Return the bytes that this process has pinned through blocks."""
+    return _ledger.nbytes
 
 
-def unregister(address: int) -> None:
-    """Unpin what ``register`` pinned."""
-    _runtime().cudaHostUnregister(address)
+class _Ledger:
+    """What is pinned, against the limit."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> str | None:
+        """Count ``nbytes`` more, or return why they are not to be pinned."""
+        text = os.environ.get(LIMIT)
+        limit = None if not text else parse_size(text, LIMIT)
+        with self._lock:
+            if limit is not None and self.nbytes + nbytes > limit:
+                return f"{LIMIT} is {text}, of which {format_bytes(self.nbytes)} are pinned"
+            self.nbytes += nbytes
+            return None
+
+    def remove(self, nbytes: int) -> None:
+        """Count ``nbytes`` no more."""
+        # Called by finalizers, which the collector runs inside of ``add`` too: no lock is taken.
+        self.nbytes -= nbytes
 
 
-def _runtime() -> Any:  # noqa: ANN401  # a compiled module that has no types
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+_ledger = _Ledger()
+
+
+def _pageable(nbytes: int) -> torch.Tensor:
+    return Arena(nbytes, in_children=False).tensor(0, nbytes, torch.uint8)
+
+
+def _pinned(nbytes: int, device: torch.device) -> tuple[_Memory, str | None]:
+    """Return memory and None, or pageable memory and why it is not pinned."""
+    runtime = _runtime(device)
+    counted = nbytes if runtime is not None else 1 << (nbytes - 1).bit_length()
+    refused = _ledger.add(counted)
+    if refused is not None:
+        return _Memory(_pageable(nbytes), device), refused
+    if runtime is not None:
+        made = _pageable(nbytes)
+        refused = register(made.data_ptr(), nbytes, device)
+    else:
+        made = _from_torch(nbytes)
+        refused = "torch's allocator of pinned memory gave none" if made is None else None
+    if refused is None and made is not None:
+        return _Memory(made, device, counted, runtime is not None), None
+    _ledger.remove(counted)
+    return _Memory(_pageable(nbytes) if made is None else made, device), refused
+
+
+def register(address: int, nbytes: int, device: torch.device) -> str | None:
+    """Pin memory for a device whose module has ``cudart()``; return why the driver did not."""
+    runtime = _runtime(device)
+    error = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+    if not error:
+        return None
+    # The driver keeps the error for whoever asks next, which must not be an innocent kernel.
+    try:
+        torch.empty(1, device=device).zero_()
+    except RuntimeError:
+        logger.debug("the driver's error of cudaHostRegister was taken back")
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked = "none" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    return f"the driver's error is {error}, the limit of locked memory {locked}"
+
+
+def unregister(address: int, device: torch.device) -> None:
+    """Unpin what ``register`` pinned; no copy may use it any more."""
+    _runtime(device).cudaHostUnregister(address)
+
+
+def _runtime(device: torch.device) -> Any:  # noqa: ANN401  # a compiled module that has no types
+    """Return what registers host memory for ``device``; None: nothing does."""
+    cudart = getattr(torch.get_device_module(device), "cudart", None)
+    return None if cudart is None else cudart()
 
 
 def _from_torch(nbytes: int) -> torch.Tensor | None:
@@ -81,25 +159,27 @@ def _from_torch(nbytes: int) -> torch.Tensor | None:
 _warned: set[str] = set()
 
 
-def _warn(nbytes: int, device: torch.device) -> None:
+def _warn(nbytes: int, device: torch.device, refused: str) -> None:
     if device.type in _warned:
         return
     _warned.add(device.type)
     logger.warning(
-        "%s of host memory could not be pinned for %s: copies are slower and hold training up."
-        " Raise the limit of locked memory (`ulimit -l`, in containers --ulimit memlock=-1).",
+        "%s of host memory could not be pinned for %s (%s): copies are slower and hold training"
+        " up. Raise that limit (locked memory by `ulimit -l`, in containers --ulimit memlock=-1)"
+        " or keep less on the host.",
         format_bytes(nbytes),
         device.type,
+        refused,
     )
 
 
-def _release(
-    settle: Callable[[], None], memory: torch.Tensor, registered: int | None, owner: int
-) -> None:
+def _release(settle: Callable[[], None], memory: _Memory) -> None:
     """Let go of ``memory`` when no copy uses it; it is an argument so that it lives until then."""
-    del memory
-    if owner != os.getpid():
-        return  # a forked child has neither the mapping nor the driver
-    settle()
-    if registered is not None:
-        unregister(registered)
+    if memory.owner != os.getpid():
+        return
+    try:
+        settle()
+    finally:
+        if memory.is_registered:
+            unregister(memory.bytes.data_ptr(), memory.device)
+        _ledger.remove(memory.pinned_bytes)

@@ -36,6 +36,7 @@ from tensorstow.optim.shards import (
 )
 from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import RESIDENT_CAPACITY, Family
+from tensorstow.optim.states.memory import StateMemory
 from tensorstow.optim.states.on_disk import StateOnDisk
 from tensorstow.optim.states.pipeline import Stored
 from tensorstow.optim.states.state_store import Space, StateStore
@@ -151,6 +152,7 @@ class Members:
         """What carries gradients and weights of parameters on an accelerator."""
         self.updater: Updater | None = None
         """What updates there instead, where updates run on the device."""
+        self._blocks: weakref.WeakSet[PinnedBlock] = weakref.WeakSet()
         self._kept_alive = False
         weakref.finalize(self, _remove, self._hooks)
         if stowage.format is not None and not stowage.format.exact:
@@ -207,7 +209,9 @@ class Members:
         if self._link is None:
             message = "Memory for states was asked for before the accelerator was known."
             raise StowError(message)
-        return PinnedBlock(nbytes, self._link.device, self._link.settle)
+        block = PinnedBlock(nbytes, self._link.device, self._link.settle)
+        self._blocks.add(block)
+        return block
 
     def weight(self, number: int) -> torch.Tensor:
         """Return the weight of a number, in host memory; what others wrote is fetched first.
@@ -258,16 +262,16 @@ class Members:
         """Return the bytes that came down from an accelerator, and went up."""
         return (0, 0) if self._link is None else (self._link.bytes_down, self._link.bytes_up)
 
-    def buffer_bytes(self) -> tuple[int, int]:
-        """Return the bytes of mirrors that hold anything, and of staging memory."""
-        mirrors = mirror_bytes(
-            m.parameter for m in self._numbered if m.mirror is not None and self._looks_at_mirror(m)
+    def memory(self) -> StateMemory:
+        """Return the bytes of states and buffers, by place."""
+        mirrors = (m.parameter for m in self._numbered if m.mirror and self._looks_at_mirror(m))
+        return replace(
+            self.store.memory(),
+            mirror_bytes=mirror_bytes(mirrors),
+            staging_bytes=0 if self.ferry is None else self.ferry.plan.nbytes,
+            device_bytes=0 if self.updater is None else self.updater.device_bytes,
+            pinned_bytes=sum(block.pinned_bytes for block in self._blocks),
         )
-        return mirrors, 0 if self.ferry is None else self.ferry.plan.nbytes
-
-    def device_bytes(self) -> int:
-        """Return the bytes of the device's memory that states pass through."""
-        return 0 if self.updater is None else self.updater.device_bytes
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -377,6 +381,7 @@ class Members:
                 [m.shard for m in group], link, [m.owner for m in group], pinned=used
             )
             self.store.pipeline.lent.append(block)
+            self._blocks.add(block)
             for member, mirror in zip(group, mirrors, strict=True):
                 member.mirror = mirror
         known = {m.number: m.mirror for m in self._numbered if m.mirror is not None}
@@ -387,6 +392,7 @@ class Members:
         else:
             self.ferry = Ferry(link, pipeline, chunks, known)
             pipeline.lent.append(self.ferry.staging)
+            self._blocks.add(self.ferry.staging)
 
     def _looks_at_mirror(self, member: Member) -> bool:
         """Return whether steps need the weight in host memory."""

@@ -481,16 +481,9 @@ class StowedAdam(Optimizer):
 
     def memory(self) -> StateMemory:
         """Return the bytes of states and buffers, by place."""
-        mirrors, staging = self._kept().buffer_bytes()
         schedule = self._schedule
         held = schedule.landed.most_bytes if isinstance(schedule, BesideBackward) else 0
-        return replace(
-            self._states().memory(),
-            mirror_bytes=mirrors,
-            staging_bytes=staging,
-            gradient_bytes=held,
-            device_bytes=self._kept().device_bytes(),
-        )
+        return replace(self._kept().memory(), gradient_bytes=held)
 
     def traffic(self) -> Traffic:
         """Return the bytes of states moved so far."""

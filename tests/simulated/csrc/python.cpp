@@ -168,6 +168,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return made;
   });
   m.def("set_memory_limit", [](size_t bytes) { settings().memory_bytes = bytes; });
+  m.def("set_pinned_limit", [](size_t bytes) { settings().pinned_bytes = bytes; });
+  m.def("register_host",
+        [](uintptr_t address, size_t nbytes, int) { return register_host(address, nbytes); });
+  m.def("unregister_host", &unregister_host);
+  m.def("registered_bytes", &registered_bytes);
   m.def("take_counts", [] {
     const Counts counts = take_counts();
     py::dict made;

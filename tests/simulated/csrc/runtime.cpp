@@ -41,7 +41,7 @@ struct Block {
   uintptr_t address = 0;
   size_t size = 0;
   int64_t stream = 0;  // that it was allocated on
-  bool pinned = false, live = false;
+  bool pinned = false, live = false, registered = false;
   std::set<int64_t> used_by;
   std::vector<MomentPtr> until;
   std::vector<Access> seen;
@@ -79,6 +79,7 @@ struct State {
   std::map<std::pair<int64_t, size_t>, std::vector<Block*>> free;
   std::vector<Block*> limbo;
   uintptr_t base = 0, inner = 0, top = 0;
+  size_t registered = 0;  // bytes of host memory
   c10::CachingDeviceAllocator::DeviceStats stats;
 };
 constexpr size_t kReserved = size_t(64) << 30;
@@ -713,6 +714,44 @@ void record_use(const c10::DataPtr& data, int64_t stream) {
   Lock lock(s.mutex);
   Block* block = block_at(s, reinterpret_cast<uintptr_t>(data.get()));
   if (block && !block->pinned && block->live) block->used_by.insert(stream);
+}
+
+int register_host(uintptr_t address, size_t nbytes) {
+  constexpr int kInvalid = 1, kNoMemory = 2, kAlready = 712;
+  auto& s = state();
+  if (!nbytes) return kInvalid;
+  Lock lock(s.mutex);
+  const auto next = s.blocks.lower_bound(address);
+  if (block_at(s, address) || (next != s.blocks.end() && next->first < address + nbytes))
+    return kAlready;
+  if (s.registered + nbytes > settings().pinned_bytes) return kNoMemory;
+  auto* block = new Block;
+  block->address = address;
+  block->size = nbytes;
+  block->pinned = block->live = block->registered = true;
+  s.blocks[address] = block;
+  s.registered += nbytes;
+  return 0;
+}
+
+int unregister_host(uintptr_t address) {
+  constexpr int kNotRegistered = 713;
+  auto& s = state();
+  Lock lock(s.mutex);
+  const auto found = s.blocks.find(address);
+  if (found == s.blocks.end() || !found->second->registered) return kNotRegistered;
+  Block* block = found->second;
+  if (!std::all_of(block->until.begin(), block->until.end(), is_over))
+    add_hazard(s, "host memory is unregistered while a copy uses it");
+  s.registered -= block->size;
+  s.blocks.erase(found);
+  delete block;
+  return 0;
+}
+
+size_t registered_bytes() {
+  Lock lock(state().mutex);
+  return state().registered;
 }
 
 bool is_pinned(const void* address) {

@@ -40,6 +40,7 @@ struct Settings {
   double op_seconds = 0;        // that every operator takes at least, and
   double seconds_per_flop = 0;  // every product of matrices besides
   size_t memory_bytes = size_t(4) << 30;
+  size_t pinned_bytes = SIZE_MAX;  // that may be registered
   uint64_t seed = 0;
 };
 Settings& settings();
@@ -98,6 +99,10 @@ bool is_device_address(const void* address);
 c10::Allocator* device_allocator();
 void record_use(const c10::DataPtr& data, int64_t stream);
 bool is_pinned(const void* address);
+// Registers host memory, as cudaHostRegister does: 0, or CUDA's number of the error.
+int register_host(uintptr_t address, size_t nbytes);
+int unregister_host(uintptr_t address);
+size_t registered_bytes();
 void hold_pinned(const void* address, const MomentPtr& until);
 at::Generator& generator();  // on the CPU: what random operators of the device draw from
 const at::Generator& device_generator();  // the same, as torch knows it

@@ -44,6 +44,8 @@ class StateMemory:
     """Beside backward: the most that gradients held at once, of those that updates still read."""
     device_bytes: int = 0
     """An accelerator's memory that states pass through where they are updated there."""
+    pinned_bytes: int = 0
+    """Of the host memory: what is pinned for an accelerator; see TENSORSTOW_PINNED_LIMIT."""
 
     @property
     def host_bytes(self) -> int:
