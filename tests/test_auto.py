@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorstow import AdamW, Budget, Tier, stow
+from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base.errors import BudgetError
 from tensorstow.engine import auto
 from tensorstow.engine.auto import RING_BYTES, Sizes, auto_plan, bytes_of
@@ -38,9 +38,9 @@ def test_everything_is_as_high_as_it_fits() -> None:
     assert _placed(Budget(device=DEVICE, host=400 * G)) == (Tier.DEVICE, Tier.HOST)
     assert _placed(Budget(device=DEVICE, host=LESS)) == (Tier.DEVICE, Tier.DISK)
     assert _placed(Budget(device=DEVICE - 1)) == (Tier.HOST, Tier.HOST)
-    assert _placed(Budget(device=21 * G, host=400 * G)) == (Tier.HOST, Tier.HOST)
-    assert _placed(Budget(device=21 * G, host=LESS)) == (Tier.HOST, Tier.DISK)
-    assert _placed(Budget(device=21 * G, host=LESS - 1)) == (Tier.DISK, Tier.DISK)
+    assert _placed(Budget(device=51 * G, host=400 * G)) == (Tier.HOST, Tier.HOST)
+    assert _placed(Budget(device=51 * G, host=LESS)) == (Tier.HOST, Tier.DISK)
+    assert _placed(Budget(device=51 * G, host=LESS - 1)) == (Tier.DISK, Tier.DISK)
 
 
 def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
@@ -123,7 +123,7 @@ def test_the_cpu_is_device_and_host() -> None:
 
 
 def test_what_is_short_is_said() -> None:
-    with pytest.raises(BudgetError, match=r"20\.0 GiB of DEVICE"):
+    with pytest.raises(BudgetError, match=r"50\.0 GiB of DEVICE"):
         auto_plan(SIZES, Budget(device=0), device_is_host=False)
     with pytest.raises(BudgetError, match=r"300\.0 GiB of DISK"):
         auto_plan(SIZES, Budget(disk=0, host=LESS - 1), device_is_host=True)
@@ -134,6 +134,15 @@ def test_sizes_are_a_ranks_share() -> None:
     assert Sizes.of(units_of(model), 2) == Sizes(64, 64, 320, 128, 128)
     model.weight.requires_grad = False
     assert Sizes.of(units_of(model), 1) == Sizes(128, 0, 0, 128, 128)
+
+
+@pytest.mark.parametrize("parameters", [Tier.HOST, Tier.DISK])
+def test_what_weights_pass_through_counts_where_the_device_has_memory(parameters: Tier) -> None:
+    plan = Plan(parameters=parameters, states=parameters)
+    here = bytes_of(plan, SIZES, device_is_host=True)
+    away = bytes_of(plan, SIZES, device_is_host=False)
+    assert away[Tier.DEVICE] == (20 + 30) * G + MOST_UNDER_WAY
+    assert away[Tier.HOST] - here[Tier.HOST] == (30 * G if parameters == Tier.DISK else 0)
 
 
 def test_mirrors_count_where_parameters_are_on_the_device() -> None:

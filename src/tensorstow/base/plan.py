@@ -23,14 +23,15 @@ class Plan:
     tier for the parameters of single units, by name. ``stage``: ZeRO's, 0 (all is whole) to 3.
     ``replicas``: groups of ranks that each have a whole copy (HSDP). ``overlap``: when updates run,
     and ``update_on``: where ("host", "device"), as in ``AdamW``. ``accumulation_steps``: backward
-    passes per step. ``prefetch``: how many units ahead weights are fetched. ``ram_budget``: the
-    optimizer's host memory for states, in bytes. ``shelf_bytes``: host memory for parameters on
-    disk while they are used, in bytes, of each rank: never more is held, in steps, commits and
-    resuming. It is at least the three largest units; None: these and what is fetched ahead. Two
-    cases need more. A run that was begun with parameters elsewhere and resumed keeps its chunks of
-    states, and one that has parts of several units needs all of these beside the one that is
-    computed with and the one around it. Over one rank on the CPU, which computes with a unit's own
-    memory, units whose inputs need no gradient stay until backward ends.
+    passes per step. ``prefetch``: how many units ahead weights are fetched from disk, and taken to
+    an accelerator. ``ram_budget``: the optimizer's host memory for states, in bytes.
+    ``shelf_bytes``: host memory for parameters on disk while they are used, in bytes, of each rank:
+    never more is held, in steps, commits and resuming. It is at least the three largest units;
+    None: these and what is fetched ahead. Two cases need more. A run that was begun with parameters
+    elsewhere and resumed keeps its chunks of states, and one that has parts of several units needs
+    all of these beside the one that is computed with and the one around it. Over one rank on the
+    CPU, which computes with a unit's own memory, units whose inputs need no gradient stay until
+    backward ends.
     """
 
     parameters: Tier = Tier.HOST

@@ -14,6 +14,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.engine.leaving import MOST_UNDER_WAY
 from tensorstow.engine.sharding import SHELF_ALIGN
 from tensorstow.engine.units import Unit
+from tensorstow.engine.uploads import buffers_of
 from tensorstow.io.files import ALIGN
 from tensorstow.optim.schedules.pace import WINDOW_BYTES
 from tensorstow.optim.states.layout import round_up
@@ -123,10 +124,10 @@ def bytes_of(
         held[Tier.HOST] += gradients
         if plan.overlap != "backward":
             held[Tier.DEVICE] += min(gradients, MOST_UNDER_WAY)
-    if plan.parameters == Tier.DISK:
-        held[Tier.HOST] += sizes.shelved
-    if plan.parameters == Tier.DEVICE:
+    if on_device:
         held[Tier.HOST] += sizes.parameters  # the mirrors that updates write
+    else:
+        _add_gathers(held, plan, sizes, device_is_host=device_is_host)
     held[plan.parameters] += sizes.parameters
     if commits:
         held[Tier.DISK] += 2 * (sizes.parameters + sizes.states)
@@ -137,6 +138,14 @@ def bytes_of(
     if device_is_host:
         held[Tier.DEVICE] = 0
     return held
+
+
+def _add_gathers(held: dict[Tier, int], plan: Plan, sizes: Sizes, *, device_is_host: bool) -> None:
+    """Add what weights that are not on the device pass through on their way there."""
+    on_disk = plan.parameters == Tier.DISK
+    buffers = 0 if device_is_host else buffers_of(plan.prefetch) * sizes.largest_share
+    held[Tier.DEVICE] += buffers
+    held[Tier.HOST] += sizes.shelved + buffers if on_disk else 0
 
 
 def _with_shelves(plan: Plan, sizes: Sizes, budget: Budget, needed: Mapping[Tier, int]) -> Plan:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from tensorstow.engine.prefetch import Prefetcher
+from tensorstow.io.pinned import PinnedBlock
 from tensorstow.io.shelves import Shelf
 
 
@@ -15,19 +16,27 @@ class Cell:
     ``rows`` of the padded tensor's first dimension are this rank's; FSDP2 gathers the padding too.
     """
 
-    def __init__(self, padded: torch.Tensor, rows: int) -> None:
-        """Take ``padded``, which is contiguous host memory."""
+    def __init__(self, padded: torch.Tensor, rows: int, block: PinnedBlock | None = None) -> None:
+        """Take ``padded``, which is contiguous host memory; of ``block``, where it is pinned."""
         self.padded = padded
+        self.block = block
         self.home = padded.narrow(0, 0, rows)
         """This rank's elements, without padding: what the optimizer updates."""
         self.lessor: Shelf | None = None
         """Where the bytes are on disk; None: they stay in host memory."""
         self.before_read: Callable[[], None] = _at_once
         """Returns when the weight is the newest one."""
+        self.before_write: Callable[[], None] = _at_once
+        """Returns when no copy of the weight is under way, and none is kept that will be used."""
         self.bytes_down = 0
         """Of gradients that came from the device."""
         self.bytes_up = 0
         """Of weights that were given to it."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether a device copies from it beside what the host does."""
+        return self.block is not None and self.block.pinned
 
     def open(self) -> torch.Tensor:
         """Return the padded weight, the newest one; it may be read until ``close``."""
@@ -48,8 +57,9 @@ class Cell:
     @contextmanager
     def opened(self, *, to_change: bool) -> Iterator[None]:
         """Let ``home`` and ``padded`` be read inside, and written where ``to_change``."""
-        del to_change
         self.before_read()
+        if to_change:
+            self.before_write()
         yield
 
 
@@ -93,6 +103,8 @@ class ShelvedCell(Cell):
     def opened(self, *, to_change: bool) -> Iterator[None]:
         """Let ``home`` and ``padded`` be read inside, and written where ``to_change``."""
         self.before_read()
+        if to_change:
+            self.before_write()
         self._shelf.lease(to_change=to_change)
         try:
             yield

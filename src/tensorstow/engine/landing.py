@@ -52,6 +52,11 @@ class Landing:
         """Return the bytes that came down of gradients of parameters on the device."""
         return sum(room.bytes_down for room in self._rooms.values())
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the pinned bytes of the memory that gradients fall into."""
+        return 0 if self._block is None else self._block.pinned_bytes
+
     def hook(self, *_: Any) -> None:  # noqa: ANN401  # also a module's forward pre-hook
         """Watch those that were unfrozen since."""
         if self._falls is not None:
@@ -95,6 +100,12 @@ def landed_bytes(model: torch.nn.Module) -> int:
     """Return the bytes that came down of gradients of parameters on the device."""
     landing = _LANDINGS.get(model)
     return 0 if landing is None else landing.bytes_down
+
+
+def landing_bytes(model: torch.nn.Module) -> int:
+    """Return the pinned bytes of the memory that gradients of ``model`` fall into."""
+    landing = _LANDINGS.get(model)
+    return 0 if landing is None else landing.pinned_bytes
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:

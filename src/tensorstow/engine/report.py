@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tensorstow.engine.landing import landed_bytes
+from tensorstow.engine.landing import landed_bytes, landing_bytes
 from tensorstow.engine.stowed_parameter import cell_of
+from tensorstow.engine.uploads import uploads_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,12 @@ class ParameterBytes:
     """Of reduced gradients, from the device that computes; copies where that is not the CPU."""
     link_bytes_up: int
     """Of weights, to the device that computes, for it to gather."""
+    pinned_bytes: int
+    """Host memory that is pinned, for weights and gradients: where they stay or pass through."""
+    staging_bytes: int
+    """Host memory that weights pass through which the device cannot copy where they are."""
+    device_bytes: int
+    """The device's memory that weights pass through before they are gathered."""
 
 
 def parameter_bytes(model: nn.Module) -> ParameterBytes:
@@ -33,6 +40,8 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
     cells = [cell for p in model.parameters() if (cell := cell_of(p)) is not None]
     on_disk = [cell for cell in cells if cell.lessor is not None]
     rooms = {id(c.lessor.shelves): c.lessor.shelves for c in on_disk if c.lessor is not None}
+    blocks = {id(c.block): c.block.pinned_bytes for c in cells if c.block is not None}
+    uploads = uploads_of(model)
     return ParameterBytes(
         host_bytes=sum(cell.padded.nbytes for cell in cells if cell.lessor is None),
         disk_bytes=sum(cell.padded.nbytes for cell in on_disk),
@@ -42,4 +51,9 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         bytes_written=sum(room.bytes_written for room in rooms.values()),
         link_bytes_down=sum(cell.bytes_down for cell in cells) + landed_bytes(model),
         link_bytes_up=sum(cell.bytes_up for cell in cells),
+        pinned_bytes=sum(blocks.values())
+        + landing_bytes(model)
+        + (0 if uploads is None else uploads.pinned_bytes),
+        staging_bytes=0 if uploads is None else uploads.staging_bytes,
+        device_bytes=0 if uploads is None else uploads.device_bytes,
     )

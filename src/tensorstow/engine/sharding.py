@@ -18,6 +18,8 @@ from tensorstow.engine.one_rank import ReduceInPlace, Tenure
 from tensorstow.engine.prefetch import Prefetcher
 from tensorstow.engine.stowed_parameter import Slot, StowedParameter
 from tensorstow.engine.units import Unit
+from tensorstow.engine.uploads import Uploads
+from tensorstow.io.pinned import PinnedBlock
 from tensorstow.io.shelves import Shelves
 from tensorstow.optim.accelerator.device import is_away
 from tensorstow.optim.states.layout import round_up
@@ -35,6 +37,8 @@ class Sharding:
     reshard_after_forward: bool
     reduction: Any = field(default_factory=ReduceInPlace)
     """What reduces gradients where the mesh has one rank and the device is the CPU."""
+    uploads: Uploads | None = None
+    """What takes shards to the device, where it has memory of its own."""
 
     @property
     def ranks(self) -> int:
@@ -88,6 +92,13 @@ def shard(
     for name, slot in slots.items():
         slot.cell = cells[name]
         slot.tenure = Tenure(cells[name]) if sharding.is_in_place else None
+        slot.uploads = sharding.uploads
+    if sharding.uploads is not None:
+        sharding.uploads.add(
+            list(cells.values()),
+            [sharding.precision.param_dtype or cell.padded.dtype for cell in cells.values()],
+            storeroom.prefetcher if storeroom is not None and tier == Tier.DISK else None,
+        )
     known = {id(slot): slot.cell for slot in slots.values()}
     found: list[tuple[DTensor, Cell]] = []
     for parameter in unit.module.parameters():
@@ -114,16 +125,24 @@ def _cells(unit: Unit, sharding: Sharding, storeroom: Storeroom | None) -> dict[
     cells: dict[str, Cell] = {}
     nbytes = shelf_bytes(unit, sharding)
     shelf = storeroom.shelves.add(nbytes) if storeroom is not None and nbytes else None
+    block = None
+    if shelf is None and sharding.uploads is not None:
+        link = sharding.uploads.link
+        block = PinnedBlock(nbytes, link.device, link.settle)
     at = 0
     for name, parameter in unit.parameters.items():
         start, stop, length = sharding.rows(parameter.shape)
         shape = (length, *parameter.shape[1:])
-        if shelf is None or storeroom is None:
+        if shelf is not None and storeroom is not None:
+            padded = shelf.tensor(at, shape, parameter.dtype)
+            cells[name] = ShelvedCell(padded, stop - start, shelf, storeroom.prefetcher)
+        elif block is not None:
+            part = block.tensor(at, torch.Size(shape).numel(), parameter.dtype)
+            own = part.view(shape).data  # a version counter of its own
+            cells[name] = Cell(own, stop - start, block)
+        else:
             zeros = torch.zeros(shape, dtype=parameter.dtype, device="cpu")
             cells[name] = Cell(zeros, stop - start)
-            continue
-        padded = shelf.tensor(at, shape, parameter.dtype)
-        cells[name] = ShelvedCell(padded, stop - start, shelf, storeroom.prefetcher)
         at += _padded_bytes(parameter, sharding)
     return cells
 

@@ -35,6 +35,7 @@ from tensorstow.engine.shardable import check_shardable
 from tensorstow.engine.sharding import Sharding, Storeroom, shard, shelf_bytes
 from tensorstow.engine.state_dicts import keep_plain
 from tensorstow.engine.units import Unit, aliases_of, units_of
+from tensorstow.engine.uploads import Uploads
 from tensorstow.io.files import ALIGN
 from tensorstow.io.shelves import Shelves
 from tensorstow.optim.accelerator.device import is_away, open_link
@@ -94,7 +95,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     mesh = mesh or mesh_of(device, stage=plan.stage, replicas=plan.replicas)
     check_mesh(mesh, plan, device)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
-    sharding = Sharding(mesh, device, precision, plan.stage == 3)
+    sharding = Sharding(mesh, device, precision, plan.stage == 3, uploads=_uploads(plan, device))
     group = host_group()
     told = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype), **told_of(chosen)}
     check_agreement(told, group)
@@ -150,6 +151,8 @@ def _place_sharded(
         _sum_wide_on_device(model, {id(p) for p in leaving})
     made = make(optimizer, model, placement_of(plan, model, directory))
     _read_new_weights(held, made)
+    if sharding.uploads is not None:
+        sharding.uploads.watch(model, made)
     gathered.watch(made, stage=plan.stage)
     keep_plain(model)
     watch_parts(model)
@@ -176,6 +179,14 @@ def _shard_all(
     sources.buffers(model)
     move_buffers(model, sharding.device)
     return held
+
+
+def _uploads(plan: Plan, device: torch.device) -> Uploads | None:
+    """Return what takes shards to a device that has memory of its own."""
+    if not is_away(device):
+        return None
+    beside_forward = plan.overlap == "forward"
+    return Uploads(open_link(device), ahead=plan.prefetch, beside_forward=beside_forward)
 
 
 def _storeroom(

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tensorstow.base.errors import PoisonedError
 from tensorstow.engine.cells import Cell
 from tensorstow.engine.one_rank import Tenure
+from tensorstow.engine.uploads import Uploads
 from tensorstow.io.shelves import Shelf
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
@@ -32,13 +33,15 @@ _PADDING = frozenset({_NEW, torch.ops.aten.slice.Tensor, torch.ops.aten.view.def
 class Slot:
     """Where all tensors that are made of one parameter find its cell."""
 
-    __slots__ = ("cell", "tenure")
+    __slots__ = ("cell", "tenure", "uploads")
 
     def __init__(self) -> None:
         """Be empty, as while FSDP2 shards the parameter."""
         self.cell: Cell | None = None
         self.tenure: Tenure | None = None
         """Where the weight may be computed with in its own memory."""
+        self.uploads: Uploads | None = None
+        """What takes the weight to an accelerator."""
 
     def filled(self) -> Cell:
         """Return the cell; raise PoisonedError where there is none."""
@@ -96,10 +99,9 @@ class StowedParameter(torch.Tensor):
             tenure.begin()
             return (torch.empty(0, dtype=dtype, device=self.device),), tenure
         cell = self.slot.filled()
-        shard = cell.open_to_copy()
-        # What was lent may be taken back when the host, not the device, has come by.
-        stays = self.lessor is None
-        given = shard.to(self.device, dtype, non_blocking=stays)
+        if self.slot.uploads is not None:
+            return (self.slot.uploads.take(cell, dtype),), None
+        given = cell.open_to_copy().to(self.device, dtype)
         cell.bytes_up += given.nbytes
         return (given,), None
 
@@ -116,7 +118,10 @@ class StowedParameter(torch.Tensor):
         cell = self.slot.filled()
         if metadata is not None:
             return None if out is not None else (metadata.weight, (metadata,))
-        cell.copied()
+        if self.slot.uploads is not None:
+            self.slot.uploads.used(cell)
+        else:
+            cell.copied()
         (gathered,) = all_gather_outputs
         return None if out is not None else (gathered, (gathered,))
 

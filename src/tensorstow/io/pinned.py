@@ -110,6 +110,7 @@ def _pinned(nbytes: int, device: torch.device) -> tuple[_Memory, str | None]:
     refused = _ledger.add(counted)
     if refused is not None:
         return _Memory(_pageable(nbytes), device), refused
+    made: torch.Tensor | None
     if runtime is not None:
         made = _pageable(nbytes)
         refused = register(made.data_ptr(), nbytes, device)

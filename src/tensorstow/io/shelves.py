@@ -56,6 +56,10 @@ class Shelf:
         """Begin reading, where there is room without taking it from anybody."""
         self.shelves.fetch(self)
 
+    def is_ready(self) -> bool:
+        """Return whether a lease would wait for nothing."""
+        return self.shelves.is_ready(self)
+
     def lease(self, *, to_change: bool = False) -> None:
         """Return when the bytes are in memory; they stay until ``release``.
 
@@ -110,6 +114,11 @@ class Shelves:
         with self._poisoning():
             if not shelf.present and self._make_room(shelf.nbytes, wait=False):
                 self._bring(shelf)
+
+    def is_ready(self, shelf: Shelf) -> bool:
+        """Return whether ``shelf`` is in memory, and read."""
+        with self._lock:
+            return shelf.present and (shelf.reading is None or shelf.reading.done())
 
     def lease(self, shelf: Shelf, *, to_change: bool) -> None:
         """Return when the bytes of ``shelf`` are in memory and will stay."""
