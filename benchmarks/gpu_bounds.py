@@ -112,24 +112,25 @@ def _link(link: Link, block: PinnedBlock) -> dict[str, Rate]:
     """Return pinned copies down, up, and both ways at once, of half of ``block`` each."""
     nbytes = block.nbytes // 2
     away = torch.ones(2, nbytes, dtype=torch.uint8, device=link.device)
+    made = [link.mark()]
     piece = nbytes // _PIECES
     here = [block.tensor(i * nbytes, nbytes, torch.uint8) for i in range(2)]
     pieces = [slice(i * piece, (i + 1) * piece) for i in range(_PIECES)]
 
     def down() -> None:
         for at in pieces:
-            link.down([(here[0][at], away[0][at])], [])
+            link.down([(here[0][at], away[0][at])], made)
         link.settle()
 
     def up() -> None:
         for at in pieces:
-            link.up([(away[1][at], here[1][at])])
+            link.up([(away[1][at], here[1][at])], made)
         link.settle()
 
     def both() -> None:
         for at in pieces:
-            link.down([(here[0][at], away[0][at])], [])
-            link.up([(away[1][at], here[1][at])])
+            link.down([(here[0][at], away[0][at])], made)
+            link.up([(away[1][at], here[1][at])], made)
         link.settle()
 
     moved = piece * _PIECES

@@ -685,16 +685,17 @@ def test_hooks_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     inside: list[str] = []
     together: list[list[str]] = []
-    take = AdamW._on_gradient
+    take = LandedGradients.is_final
 
-    def watched(self: AdamW, parameter: Tensor) -> None:
+    def watched(self: LandedGradients, number: int) -> bool:
         inside.append(threading.current_thread().name)
         together.append(list(inside))
         time.sleep(0.02)
-        take(self, parameter)
+        is_final = take(self, number)
         inside.pop()
+        return is_final
 
-    monkeypatch.setattr(AdamW, "_on_gradient", watched)
+    monkeypatch.setattr(LandedGradients, "is_final", watched)
     optimizer = AdamW(model.parameters(), lr=1e-2, states="disk", overlap="backward", module=model)
     barrier = threading.Barrier(2)
 

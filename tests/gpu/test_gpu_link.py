@@ -5,8 +5,10 @@ import time
 
 import pytest
 import torch
+from benchmarks import gpu_bounds
 from training import SIZES, SMALL, Net, make, spin, train
 
+from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator.device import StreamLink, is_remote
 from tensorstow.optim.states.memory import plan_staging
 
@@ -169,3 +171,17 @@ def test_weights_are_there_for_whatever_the_stream_does_next(device: torch.devic
         assert torch.equal(
             weights.cpu(), torch.cat([p.detach().view(-1) for p in twin.parameters()])
         )
+
+
+def test_the_benchmark_copies_what_is_there(device: torch.device) -> None:
+    """What the link's rate is measured with is made by the device, which may be late."""
+    link = StreamLink(device)
+    nbytes = 1 << 20
+    block = PinnedBlock(2 * nbytes, device, link.settle)
+    spin(device, 0.1)
+    rates = gpu_bounds._link(link, block)
+    for rate in rates.values():
+        block.tensor(0, 2 * nbytes, torch.uint8).zero_()
+        rate.run()
+        is_down = rate is not rates[gpu_bounds.UP]
+        assert bool(block.tensor(0, nbytes, torch.uint8).eq(int(is_down)).all())

@@ -24,6 +24,8 @@ PLANS = [
     Plan(parameters="disk", states="disk"),
     Plan(parameters="disk", states="disk", overlap="backward"),
     Plan(parameters="host", units={"blocks.1": "device", "blocks.2": "disk"}),
+    Plan(parameters="host", units={"blocks.1": "device"}, overlap="forward"),
+    Plan(parameters="host", units={"blocks.1": "device"}, overlap="backward"),
 ]
 
 

@@ -4,6 +4,26 @@
 one, which a signal handler makes, or a function that the optimizer calls (``extra``), cannot wait:
 it is refused by name, before anything is touched. It may come between any two instructions, so
 what is entered is known by locks, which are taken and given back in one, and not by a flag.
+
+[Note: Hooks] Autograd calls hooks of parameters on an accelerator in that device's thread, and of
+those in host memory in the thread that called backward: two hooks of one optimizer come at once, in
+any order, and finalizers run in either. So:
+
+* A hook that looks at Python state or changes it is a call, from its first question on. Another's
+  takes its turn. A hook that only asks the pipeline to read ahead is none, and waits for nobody.
+* Inside, native code may be waited for: it needs neither the GIL nor the lock of a call. What waits
+  for a gradient that is still to come waits for a hook, which waits for the call: never inside.
+* The current stream and the modes of autograd are the thread's. A gradient's mark is made in its
+  own hook. What another thread's stream is to wait for is joined by that thread.
+* ``_current_graph_task_id`` is one for all hooks of a backward, whichever thread they are in, and
+  -1 outside. Callbacks of ``queue_callback`` run in the thread that ends it, when all hooks are
+  over; not at all where one has raised.
+* Signals: Python runs handlers in the main thread, so in the device's thread there is nothing to
+  be deferred, and a hook there is whole. One in the main thread may be interrupted.
+* Where a hook raises, backward raises at once, while a hook in the other thread may still be
+  running or about to. It takes its turn behind what its caller does next; the number of its
+  backward tells whether that is over (``BesideBackward.is_given_up``).
+* Finalizers take no lock that their thread may have: they leave word for the next call.
 """
 
 import os

@@ -429,6 +429,8 @@ class Members:
     def _begin_in(self, space: Space | None) -> None:
         _remove(self._hooks)
         self._unhooked.clear()
+        if self._link is not None:
+            self._link.settle()  # a step that is given up: its gradients may be on their way
         self.store = self._new_store(space)
         if self._kept_alive:
             self.store.keep()

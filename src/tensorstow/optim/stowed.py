@@ -1,7 +1,6 @@
 """What every Adam here shares: torch's interface over stowed states."""
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -101,15 +100,11 @@ class StowedAdam(Optimizer):
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
         # Weakly: a parameter must not keep the optimizer that it was once given to.
         on_gradient = weakref.WeakMethod(self._on_gradient)
-        # Autograd calls the hooks of parameters on an accelerator in that device's thread, and
-        # those of parameters in host memory in the caller's: two at once, where a model has both.
-        one_at_a_time = threading.RLock()
 
         def landed(parameter: torch.Tensor) -> None:
             method = on_gradient()
             if method is not None:
-                with one_at_a_time:
-                    method(parameter)
+                method(parameter)
 
         self._ranks = Ranks.of(self._parameters(), stowage)
         with self._ranks.telling("the making of the optimizer"):
@@ -676,7 +671,7 @@ class StowedAdam(Optimizer):
 
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Take a gradient that autograd has just accumulated."""
+        """Take a gradient that autograd has just accumulated ([Note: Hooks] in calls)."""
         if not isinstance(self._schedule, BesideBackward):
             self._states().pipeline.prefetch()
             return
@@ -687,6 +682,9 @@ class StowedAdam(Optimizer):
         kept = self._kept()
         member = kept.find(parameter)
         kept.store.pipeline.check_alive()
+        if schedule.is_given_up():
+            parameter.grad = None  # of weights that are gone, as those that resume() drops
+            return
         try:
             if member is not None and schedule.landed.is_final(member.number):
                 self._check_gradient(member)

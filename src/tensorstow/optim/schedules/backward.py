@@ -8,6 +8,7 @@ when ``step()`` is called.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,6 +18,18 @@ from tensorstow.optim.shards import gradient_in_order, gradient_on_its_way, orde
 
 _WORTH_ASKING = 1 << 20
 """So many bytes of gradients, before it is asked which are still needed."""
+
+
+@torch.enable_grad()
+def newest_backward() -> int:
+    """Return the number of a backward that begins now: those before it have lower ones."""
+    numbers: list[int] = []
+    one = torch.ones((), device="cpu", requires_grad=True)
+    two = one + one
+    register: Any = two.register_hook
+    register(lambda _: numbers.append(torch._C._current_graph_task_id()))  # noqa: SLF001
+    torch.autograd.grad(two, one)
+    return numbers[0]
 
 
 class LandedGradients:

@@ -29,7 +29,7 @@ from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.optim.accelerator.ferry import Ferry
 from tensorstow.optim.members import Member, Members
-from tensorstow.optim.schedules.backward import LandedGradients
+from tensorstow.optim.schedules.backward import LandedGradients, newest_backward
 from tensorstow.optim.schedules.delivery import deliver, hide, shadow
 from tensorstow.optim.schedules.forward import ForwardWaits
 from tensorstow.optim.schedules.leases import Leases, lend
@@ -294,6 +294,8 @@ class BesideBackward:
         self._last_order: list[int] = []
         self._task = -1
         self._has_ended = False
+        self._given_up = -1
+        """The newest backward that began before the last step was given up."""
 
     @property
     def phase(self) -> Phase:
@@ -316,6 +318,10 @@ class BesideBackward:
             if _written(due.member) != self._written[due.member.number]:
                 return "a weight was written or replaced between backward and step()"
         return None
+
+    def is_given_up(self) -> bool:
+        """Return whether the backward that calls this hook is one whose step was given up."""
+        return -1 < torch._C._current_graph_task_id() <= self._given_up  # noqa: SLF001
 
     def break_off(self) -> None:
         """Say that a gradient was not taken as it should: the step will never be whole."""
@@ -509,8 +515,10 @@ class BesideBackward:
     def give_up(self) -> None:
         """Forget the step that is open, and its gradients: its store is gone.
 
-        Ends what the step was lent, and what one that failed was.
+        Ends what the step was lent, and what one that failed was. Hooks of a backward that has
+        begun, which may still come, find it given up ([Note: Hooks] in calls).
         """
+        self._given_up = newest_backward()
         self._turn = None
         self._falling.clear()
         leases, self._leases = self._leases, None

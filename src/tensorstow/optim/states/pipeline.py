@@ -200,8 +200,9 @@ class UpdatePipeline:
         # Whoever holds the lock is using the ring; reading ahead is no loss to leave out.
         if self.lock.acquire(blocking=False):
             try:
-                if self.resources.native is not None and self._poison is None:
-                    self.resources.native.prefetch()
+                native = self.resources.native  # close() takes no lock
+                if native is not None and self._poison is None:
+                    native.prefetch()
             finally:
                 self.lock.release()
 
