@@ -19,7 +19,8 @@ any order, and finalizers run in either. So:
   -1 outside. Callbacks of ``queue_callback`` run in the thread that ends it, when all hooks are
   over; not at all where one has raised.
 * Signals: Python runs handlers in the main thread, so in the device's thread there is nothing to
-  be deferred, and a hook there is whole. One in the main thread may be interrupted.
+  be deferred, and a hook there is whole. One in the main thread may be interrupted, and where it
+  is no call, commits may be made in it: it has a lock only while signals are deferred.
 * Where a hook raises, backward raises at once, while a hook in the other thread may still be
   running or about to. It takes its turn behind what its caller does next; the number of its
   backward tells whether that is over (``BesideBackward.is_given_up``).

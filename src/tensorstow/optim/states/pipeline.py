@@ -197,14 +197,17 @@ class UpdatePipeline:
         """
         if self._owner != os.getpid() or self._policy.schedule == "naive":
             return
-        # Whoever holds the lock is using the ring; reading ahead is no loss to leave out.
-        if self.lock.acquire(blocking=False):
-            try:
-                native = self.resources.native  # close() takes no lock
-                if native is not None and self._poison is None:
-                    native.prefetch()
-            finally:
-                self.lock.release()
+        # A hook of this kind is no call, so a handler may commit in it: the thread that commits
+        # would wait for the lock, and the handler for that thread.
+        with SignalsDeferred():
+            # Whoever holds the lock is using the ring; reading ahead is no loss to leave out.
+            if self.lock.acquire(blocking=False):
+                try:
+                    native = self.resources.native  # close() takes no lock
+                    if native is not None and self._poison is None:
+                        native.prefetch()
+                finally:
+                    self.lock.release()
 
     def step(
         self,
