@@ -712,6 +712,8 @@ void bind_pipeline(nb::module_& m) {
            "resident"_a, "blank"_a, "checksums"_a)
       .def("set_order",
            [](PyPipeline& self, std::vector<int> order) { self.get().set_order(std::move(order)); })
+      .def("set_outside",
+           [](PyPipeline& self, const std::vector<int>& chunks) { self.get().set_outside(chunks); })
       .def("order", [](PyPipeline& self) { return self.get().order(); })
       .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
       .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, "weights"_a, "gradients"_a,

@@ -65,7 +65,10 @@ def test_any_route_gives_the_anchor(
 
 AT_ONCE = {"overlap": ("none",), "poison": (False,), "final": ("counted",)}
 ON_DEVICE = [
-    case_of(row) for row in all_pairs({**OURS, **AT_ONCE, "update_on": ("device",)}, allowed)
+    case_of(row)
+    for row in all_pairs(
+        {**OURS, **AT_ONCE, "update_on": ("device", 0.4, "hybrid", "auto")}, allowed
+    )
 ]
 
 

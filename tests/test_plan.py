@@ -41,7 +41,8 @@ def test_json_goes_there_and_back() -> None:
         ({"parameters": "disk", "stage": 2}, "which is stage 3"),
         ({"parameters": "disk", "overlap": "forward"}, "let go of"),
         ({"states": "device"}, "states live on the host or on disk"),
-        ({"update_on": "gpu"}, '"host" or "device"'),
+        ({"update_on": "gpu"}, '"host", "device", "hybrid"'),
+        ({"update_on": 1.5}, "the share that the device updates"),
         ({"update_on": "device"}, "with parameters on host"),
         (
             {"update_on": "device", "parameters": "device", "units": {"h.0": "disk"}},

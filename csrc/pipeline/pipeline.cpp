@@ -45,6 +45,7 @@ struct Pipeline::Chunk {
   bool unwanted = false;   // let go as soon as its read has landed
   int gradients_due = 0;   // of its parameters, in an open step
   bool has_gradient = false;
+  bool goes_outside = true;  // in an outside step
   int slot = -1;
   int transfers_left = 0;
   int first_transfer = 0;
@@ -164,6 +165,13 @@ void Pipeline::set_order(std::vector<int> order) {
   next_ = 0;
 }
 
+void Pipeline::set_outside(const std::vector<int>& chunks) {
+  std::lock_guard lock(mutex_);
+  if (stepping_) throw std::logic_error("set_outside in a step");
+  for (const auto& chunk : chunks_) chunk->goes_outside = false;
+  for (int number : chunks) chunks_.at(number)->goes_outside = true;
+}
+
 // --- a step ---
 
 // The update under way reads the caller's gradients: after a failure it must end before the caller
@@ -193,7 +201,6 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
     return;
   }
   if (stepping_) throw std::logic_error("begin before the last step was published");
-  if (step.open && step.outside) throw std::invalid_argument("begin: open, and updated outside");
   if (parameters.size() < chunks_of_.size()) {
     throw std::invalid_argument("begin: chunks have parameters that are not among these");
   }
@@ -417,7 +424,8 @@ bool Pipeline::is_published(int parameter) const {
 }
 
 Failure Pipeline::wait_chunk(int chunk) {
-  return wait([&] { return !stepping_ || chunks_.at(chunk)->stage == Stage::out; });
+  return wait(
+      [&] { return !stepping_ || chunks_.at(chunk)->stage == Stage::out || !outside_.empty(); });
 }
 
 bool Pipeline::is_updated(int chunk) const {
@@ -588,8 +596,9 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
   const bool idle_chunk = !chunk.has_gradient;
   const bool states_in_place = idle_chunk && !home && chunk.place == chunk.target;
   const bool empty_slot = states_in_place || (chunk.fresh && idle_chunk);
+  const bool outside = step_.outside && chunk.goes_outside && !idle_chunk;
   const Half half = chunk.stage == Stage::returned ? Half::after
-                    : step_.outside && !idle_chunk ? Half::before
+                    : outside                      ? Half::before
                                                    : Half::both;
   if (half != Half::after) {
     chunk.capturing = step_.capture;

@@ -51,8 +51,9 @@ struct StepSpec {
                             // gradient are written too where the disk has not all of them
   bool background = false;  // the caller computes on these cores beside it, until somebody waits
   bool home_first = false;  // resident chunks before those in slots
-  bool outside = false;     // whoever calls `next_outside` updates: no gradient is read here, and
-                            // the weights are only looked at when a chunk is given back
+  bool outside = false;     // whoever calls `next_outside` updates the chunks that `set_outside`
+                            // named: none of their gradients is read here, and their weights are
+                            // only looked at when a chunk is given back
 };
 
 // A chunk whose states are there to be changed: in a slot, or (slot -1) in memory of their own.
@@ -122,6 +123,8 @@ class Pipeline {
                 std::vector<std::uint32_t> weights = {});
   // While idle: every chunk's number, in the order in which the next steps take them.
   void set_order(std::vector<int> order);
+  // Between steps: the chunks that an outside step leaves to the caller; until then, all of them.
+  void set_outside(const std::vector<int>& chunks);
 
   // Starts reading the first chunks, up to the ring. Idempotent until the next `begin`.
   void prefetch();
@@ -139,9 +142,9 @@ class Pipeline {
   // No more gradients: expected parameters without one are left alone.
   void close();
 
-  // In an outside step: the next chunk to be updated by the caller, whose gradients he knows; none
-  // where the step is over, or where none is there and he does not `wait`. He who waits must hold
-  // no chunk himself, or nobody might ever go on.
+  // In an outside step: the next chunk to be updated by the caller, whose gradients he knows (in an
+  // open step he lands them as ever); none where the step is over, or where none is there and he
+  // does not `wait`. He who waits must hold no chunk himself, or nobody might ever go on.
   Outside next_outside(bool wait);
   // The caller is done with the chunk: its memory holds the new states, and the weights of 16-bit
   // parameters (in a commit, of all) are new where the step says they are.
@@ -155,7 +158,8 @@ class Pipeline {
   bool is_published(int parameter) const;
   // Whether the step is done with the chunk: its weights are new, its gradients the caller's again.
   bool is_updated(int chunk) const;
-  Failure wait_chunk(int chunk);  // until it is
+  // Until it is, or there is one that is to be updated outside.
+  Failure wait_chunk(int chunk);
   // Blocks until every write of the step is over.
   Failure wait_written();
   // Blocks until no slot is in use: writes have landed, prefetched states were let go.

@@ -572,6 +572,34 @@ void test_updates_outside_give_the_same_bits(Make make) {
   }
 }
 
+// Some chunks of a step are the kernel's, and some are not.
+void test_updates_on_both_sides_give_the_same_bits(Make make) {
+  doing("outside and inside");
+  std::mt19937 random(8);
+  for (const int slots : {1, 2, 5}) {
+    Rig rig(make({4, 4096}), of_all_formats(slots, kOrders[slots % 2], true));
+    for (int number = 1; number <= 8; ++number) {
+      std::vector<int> outside;
+      for (int c = 0; c < rig.chunks(); ++c) {
+        if ((c + number) % 3 != 0) outside.push_back(c);
+      }
+      if (number == 5) outside.clear();
+      rig.pipeline().set_outside(outside);
+      const bool capture = number % 3 == 0;
+      rig.begin(number, rig.all_but(), {true, capture, false, number % 2 == 0, true});
+      for (int c = 0; c < rig.chunks(); ++c) rig.land_pieces(c, rig.all_but());
+      rig.pipeline().close();
+      CHECK(rig.work_outside(1 + number % 3, random) == static_cast<int>(outside.size()));
+      CHECK(rig.pipeline().wait_published().error == 0);
+      CHECK(rig.agrees());
+      CHECK(rig.pipeline().wait_written().error == 0);
+      if (capture) CHECK(rig.all_captured());
+      CHECK(rig.captures_agree());
+    }
+    check_all(rig);
+  }
+}
+
 void test_a_run_goes_on_behind_updates_outside(Make make) {
   doing("outside, reopened");
   std::mt19937 random(6);
@@ -594,9 +622,8 @@ void test_outside_is_asked_for_in_its_step_alone(Make make) {
   Rig rig(make({4, 4096}), with(2));
   Pipeline& pipeline = rig.pipeline();
   CHECK(pipeline.next_outside(true).chunk == -1);
-  CHECK(throws<std::invalid_argument>(
-      [&] { rig.begin(1, rig.all_but(), {true, false, false, false, true}); }));
   rig.begin(1, rig.all_but(), kOutside);
+  CHECK(throws<std::logic_error>([&] { pipeline.set_outside({}); }));
   CHECK(throws<std::logic_error>([&] { pipeline.outside_done(0); }));
   const Outside first = pipeline.next_outside(true);
   CHECK(first.chunk >= 0 && !pipeline.is_updated(first.chunk));
@@ -651,6 +678,7 @@ int main() {
     test_nobody_has_to_wait_while_a_step_runs(make);
     test_chunks_at_home_come_first_where_asked(make);
     test_updates_outside_give_the_same_bits(make);
+    test_updates_on_both_sides_give_the_same_bits(make);
     test_a_run_goes_on_behind_updates_outside(make);
     test_outside_is_asked_for_in_its_step_alone(make);
   }

@@ -84,8 +84,8 @@ def test_formats_of_updates_on_the_device(state_format: str, device: torch.devic
     assert same_states(optimizer, reference)
 
 
-@pytest.mark.parametrize("now", [None, "host", "device"])
-@pytest.mark.parametrize("before", ["host", "device"])
+@pytest.mark.parametrize("now", [None, "host", "device", "hybrid"])
+@pytest.mark.parametrize("before", ["host", "device", "auto"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_goes_on_where_updates_are_or_were(
     dtype: str, before: str, now: str | None, tmp_path: Path, device: torch.device
@@ -100,7 +100,7 @@ def test_a_run_goes_on_where_updates_are_or_were(
     second = make(other, dir=tmp_path / "run", commit_every=2, update_on=now)
     assert second.resume() == 2
     train(other, second, 2, STEPS)
-    assert (second._kept().updater is not None) == ((now or before) == "device")
+    assert (second._kept().updater is not None) == ((now or before) != "host")
     assert same_weights(other, want)
     second.close()
 

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import nn
+from training import Net, make, same_states, same_weights, train
 
 from tensorstow import AdamW, PipelinePolicy
+from tensorstow.base.update_on import UpdateOn
 from tensorstow.optim.accelerator import device as links
 from tensorstow.optim.accelerator import updater
 from tensorstow.optim.accelerator.device import Pairs
@@ -101,3 +103,24 @@ def test_a_step_holds_no_more_of_the_device_than_its_slots_and_one_update(
     peak = torch.accelerator.max_memory_allocated(device) - before
     assert chunk <= peak <= TEMPORARIES * chunk < 2 * COUNT * chunk
     assert torch.accelerator.memory_allocated(device) == before
+
+
+@pytest.mark.parametrize("states", ["ram", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", [0.4, "hybrid", "auto"])
+def test_updates_on_both_sides_have_the_bits_of_the_host(
+    where: UpdateOn, dtype: torch.dtype, states: str, device: torch.device
+) -> None:
+    want, got = Net(dtype), Net(dtype).to(device)
+    reference = make(want, states="ram")
+    train(want, reference, 0, 6)
+    optimizer = make(got, states=states, update_on=where)
+    train(got, optimizer, 0, 6)
+    assert same_weights(got, want)
+    assert same_states(optimizer, reference)
+    assert optimizer._kept().division.is_settled
+    share = optimizer.traffic().device_share
+    if where == "auto":
+        assert share in {0.0, 1.0}
+    elif where != "hybrid":
+        assert share == pytest.approx(where, abs=0.1)

@@ -88,7 +88,7 @@ class Route:
     share: str = "none"
     """States that the RAM budget keeps in memory beyond the ring."""
     resume: str = "none"
-    update_on: str = "host"
+    update_on: str | float = "host"
     """Where updates run: not an axis of the matrix, for "device" wants an accelerator."""
 
     @property

@@ -220,7 +220,7 @@ class Trainer:
         if recipe.optimizer not in {"AdamW", "Adam"}:
             return other
         overlap = OTHER_OVERLAP[route.overlap]
-        if route.update_on == "device":
+        if route.update_on != "host":
             # A stored run goes on there where nobody says otherwise; a state_dict, anywhere.
             overlap = "none" if stored else "forward"
         if overlap == "backward" and (recipe.clipping != "none" or recipe.scaling != "none"):

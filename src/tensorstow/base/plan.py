@@ -9,9 +9,9 @@ from typing import Any, Literal, Self, get_args
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import CHOICES, UpdateOn, is_update_on, reaches_device, told
 
 Overlap = Literal["none", "forward", "backward"]
-UpdateOn = Literal["host", "device"]
 _STAGES = (0, 1, 2, 3)
 
 
@@ -22,16 +22,16 @@ class Plan:
     ``parameters`` and ``states``: a tier ("device", "host" or "ram", "disk"); ``units``: another
     tier for the parameters of single units, by name. ``stage``: ZeRO's, 0 (all is whole) to 3.
     ``replicas``: groups of ranks that each have a whole copy (HSDP). ``overlap``: when updates run,
-    and ``update_on``: where ("host", "device"), as in ``AdamW``. ``accumulation_steps``: backward
-    passes per step. ``prefetch``: how many units ahead weights are fetched from disk, and taken to
-    an accelerator. ``ram_budget``: the optimizer's host memory for states, in bytes.
-    ``shelf_bytes``: host memory for parameters on disk while they are used, in bytes, of each rank:
-    never more is held, in steps, commits and resuming. It is at least the three largest units;
-    None: these and what is fetched ahead. Two cases need more. A run that was begun with parameters
-    elsewhere and resumed keeps its chunks of states, and one that has parts of several units needs
-    all of these beside the one that is computed with and the one around it. Over one rank on the
-    CPU, which computes with a unit's own memory, units whose inputs need no gradient stay until
-    backward ends.
+    and ``update_on``: where ("host", "device", "hybrid" or the device's share, "auto"), as in
+    ``AdamW``. ``accumulation_steps``: backward passes per step. ``prefetch``: how many units ahead
+    weights are fetched from disk, and taken to an accelerator. ``ram_budget``: the optimizer's host
+    memory for states, in bytes. ``shelf_bytes``: host memory for parameters on disk while they are
+    used, in bytes, of each rank: never more is held, in steps, commits and resuming. It is at least
+    the three largest units; None: these and what is fetched ahead. Two cases need more. A run that
+    was begun with parameters elsewhere and resumed keeps its chunks of states, and one that has
+    parts of several units needs all of these beside the one that is computed with and the one
+    around it. Over one rank on the CPU, which computes with a unit's own memory, units whose inputs
+    need no gradient stay until backward ends.
     """
 
     parameters: Tier = Tier.HOST
@@ -86,23 +86,23 @@ class Plan:
         return {self.parameters, *self.units.values()}
 
     def _check_update_on(self) -> None:
-        if self.update_on not in {None, *get_args(UpdateOn)}:
-            message = f'update_on={self.update_on!r} was given: it is "host" or "device".'
+        if self.update_on is not None and not is_update_on(self.update_on):
+            message = f"update_on={self.update_on!r} was given: it is {CHOICES}."
             raise OptionError(message)
-        if self.update_on != "device":
+        if not reaches_device(self.update_on):
             return
         elsewhere = sorted(self._tiers - {Tier.DEVICE})
         if elsewhere:
             message = (
-                f'update_on="device" was given with parameters on {" and ".join(elsewhere)}, whose'
-                " weights and gradients are in host memory, and are updated there. Use"
+                f"{told(self.update_on)} was given with parameters on {' and '.join(elsewhere)},"
+                " whose weights and gradients are in host memory, and are updated there. Use"
                 ' parameters="device" for all of them, or update_on="host".'
             )
             raise OptionError(message)
         if self.overlap != "none":
             message = (
-                f'update_on="device" was given with overlap="{self.overlap}": updates on the device'
-                " run inside step(), on the stream that computes. Leave overlap out, or use"
+                f'{told(self.update_on)} was given with overlap="{self.overlap}": updates on the'
+                " device run inside step(), on the stream that computes. Leave overlap out, or use"
                 ' update_on="host".'
             )
             raise OptionError(message)

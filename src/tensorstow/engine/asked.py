@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
+from tensorstow.base.update_on import reaches_device, told
 from tensorstow.optim.accelerator import device
 
 _COMPUTES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,9 +97,9 @@ def _check_new(model: nn.Module) -> None:
 
 def check_device(plan: Plan, here: torch.device) -> None:
     """Raise OptionError where updates are to run on an accelerator that this rank has not got."""
-    if plan.update_on == "device" and not device.is_remote(torch.empty(0, device=here)):
+    if reaches_device(plan.update_on) and not device.is_remote(torch.empty(0, device=here)):
         message = (
-            f'update_on="device" was given, and this rank computes on {here}: there is no'
+            f"{told(plan.update_on)} was given, and this rank computes on {here}: there is no"
             ' accelerator to update on. Leave update_on out, or say "host".'
         )
         raise OptionError(message)

@@ -11,6 +11,7 @@ from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import reaches_device
 from tensorstow.engine.leaving import MOST_UNDER_WAY
 from tensorstow.engine.sharding import SHELF_ALIGN
 from tensorstow.engine.units import Unit
@@ -118,7 +119,7 @@ def bytes_of(
         gradients = min(gradients, WINDOW_BYTES + sizes.largest_share)
     held = {Tier.DEVICE: at_once, Tier.HOST: 0, Tier.DISK: 0}
     on_device = plan.parameters == Tier.DEVICE
-    if on_device and (plan.overlap == "backward" or plan.update_on == "device"):
+    if on_device and (plan.overlap == "backward" or reaches_device(plan.update_on)):
         held[Tier.DEVICE] += gradients
     else:
         held[Tier.HOST] += gradients

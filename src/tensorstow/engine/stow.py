@@ -18,6 +18,7 @@ from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import reaches_device
 from tensorstow.engine.agreement import check_agreement, told_of
 from tensorstow.engine.asked import check_asked, check_budget, check_device, check_init, check_mesh
 from tensorstow.engine.auto import LEAST_SHELVED, Sizes, auto_plan
@@ -123,7 +124,7 @@ def _place_whole(
 
 def _gradients_leave(plan: Plan) -> bool:
     """Return whether gradients leave the device beside backward, and wait on the host."""
-    return plan.overlap != "backward" and plan.update_on != "device"
+    return plan.overlap != "backward" and not reaches_device(plan.update_on)
 
 
 def _place_sharded(

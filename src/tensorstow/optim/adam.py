@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from tensorstow.base.update_on import UpdateOn
 from tensorstow.optim import options
 from tensorstow.optim.options import Directory, Durability, States
 from tensorstow.optim.run import DEFAULT_EVERY, Extra
-from tensorstow.optim.states.policy import Overlap, PipelinePolicy, UpdateOn
+from tensorstow.optim.states.policy import Overlap, PipelinePolicy
 from tensorstow.optim.stowed import StowedAdam
 
 
@@ -23,8 +24,10 @@ class AdamW(StowedAdam):
     beyond those, for states that never move. ``state_format``: "fp32"; "split", which loses nothing
     and is the default for bfloat16 parameters that move; "bf16" and "int8", which are inexact.
     ``update_on``: "host", the default; "device", where states stream through the accelerator that
-    has the parameters and are updated there, which few cores and a fast link want (same bits;
-    None goes on as a resumed run did).
+    has the parameters and are updated there, which few cores and a fast link want; "hybrid", both
+    at once, by the share that lets both end together (or a number: the device's share); "auto", the
+    faster of "host" and "device". "hybrid" and "auto" measure the first steps. Same bits in all of
+    them; None goes on as a resumed run did.
     ``overlap``: "none"; "forward", updates run beside the next forward of ``module``; "backward",
     beside the backward that makes the gradients (no clipping, no GradScaler; with
     ``accumulation_steps`` passes per step). ``commit_every``: a time ("10min"), a number of steps,

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError, PoisonedError, StowError
+from tensorstow.base.update_on import UpdateOn, reaches_device, told
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator import device
+from tensorstow.optim.accelerator.closing import Closing
 from tensorstow.optim.accelerator.device import Link
+from tensorstow.optim.accelerator.division import Division
 from tensorstow.optim.accelerator.ferry import Ferry
 from tensorstow.optim.accelerator.mirrors import (
     Mirror,
@@ -23,6 +26,7 @@ from tensorstow.optim.accelerator.mirrors import (
     refresh,
     stamp_of,
 )
+from tensorstow.optim.accelerator.sides import Sides
 from tensorstow.optim.accelerator.updater import Updater
 from tensorstow.optim.shards import (
     Lessor,
@@ -38,7 +42,7 @@ from tensorstow.optim.states.chunks import Chunk
 from tensorstow.optim.states.layout import RESIDENT_CAPACITY, Family
 from tensorstow.optim.states.memory import StateMemory
 from tensorstow.optim.states.on_disk import StateOnDisk
-from tensorstow.optim.states.pipeline import Stored
+from tensorstow.optim.states.pipeline import Stored, Traffic
 from tensorstow.optim.states.state_store import Space, StateStore
 from tensorstow.optim.states.stored import StoredSpace
 from tensorstow.optim.states.stowage import Stowage
@@ -75,6 +79,10 @@ class Member:
     """Who lends its weight memory, where it is on disk."""
     order: Order | None = None
     """Of its dimensions in memory, where not their own ([Note: Memory formats])."""
+    updated_there: bool = False
+    """The device updates elements of it."""
+    updated_here: bool = True
+    """The host updates elements of it."""
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -125,9 +133,20 @@ class Member:
             self.mirror.remember()
 
     def leave_behind(self) -> None:
-        """Say that an update on the device has not brought the new weight down."""
-        if self.mirror is not None and self.family.dtype == torch.float32:
+        """Say that an update on the device has not brought all of the new weight down."""
+        if self.mirror is not None and self.updated_there and self.family.dtype == torch.float32:
             self.mirror.leave_behind()
+
+    @property
+    def needs_mirror(self) -> bool:
+        """Return whether a step that commits nothing looks at the whole of a mirror that is old.
+
+        For 16-bit ones, which masters must fit. Of an fp32 one, what the host updates is what it
+        has left there, while nobody else writes the parameter.
+        """
+        if self.family.dtype != torch.float32 or not self.updated_there:
+            return True
+        return self.updated_here and self.written_by_others
 
 
 class Members:
@@ -151,7 +170,11 @@ class Members:
         self.ferry: Ferry | None = None
         """What carries gradients and weights of parameters on an accelerator."""
         self.updater: Updater | None = None
-        """What updates there instead, where updates run on the device."""
+        """What updates there instead, where updates may run on the device."""
+        self.sides: Sides | None = None
+        """What runs a step on both, where there is an updater."""
+        self.division = Division(stowage.update_on)
+        self._share: float | None = None
         self._blocks: weakref.WeakSet[PinnedBlock] = weakref.WeakSet()
         self._kept_alive = False
         weakref.finalize(self, _remove, self._hooks)
@@ -192,17 +215,12 @@ class Members:
             weight,
             space,
             stowage.overlap,
-            take if self.on_device else None,
+            take if reaches_device(stowage.update_on) else None,
         )
 
-    @property
-    def on_device(self) -> bool:
-        """Return whether updates run on the accelerator."""
-        return self.stowage.update_on == "device"
-
-    def update_on_device(self) -> None:
+    def update_on(self, where: UpdateOn) -> None:
         """Update there from ``restore`` on."""
-        self.stowage = replace(self.stowage, update_on="device")
+        self.stowage = replace(self.stowage, update_on=where)
 
     def _pinned(self, nbytes: int) -> PinnedBlock:
         """Return memory that the accelerator copies from and to, for states."""
@@ -226,15 +244,12 @@ class Members:
             return member.weight.clone()
 
     def refresh(self, *, whole: bool = True) -> None:
-        """Fetch weights on an accelerator that are newer there.
+        """Fetch weights on an accelerator that are newer there, as a step begins with it.
 
-        Not ``whole``: only those that a step which commits nothing looks at. Where updates run on
-        the device these are 16-bit ones, which masters must fit.
+        Not ``whole``: only those that a step which commits nothing looks at.
         """
-        if whole or not self.on_device:
-            self._refresh(self._numbered)
-        else:
-            self._refresh(m for m in self._numbered if m.family.dtype != torch.float32)
+        whole = self._divide() or whole
+        self._refresh(m for m in self._numbered if whole or m.needs_mirror)
 
     def _refresh(self, members: Iterable[Member]) -> None:
         if self._link is not None:
@@ -258,9 +273,14 @@ class Members:
             return self.ferry.needs(number)
         return not self.store.pipeline.is_published(number)
 
-    def link_bytes(self) -> tuple[int, int]:
-        """Return the bytes that came down from an accelerator, and went up."""
-        return (0, 0) if self._link is None else (self._link.bytes_down, self._link.bytes_up)
+    def traffic(self) -> Traffic:
+        """Return the bytes of states moved so far, and over the link to an accelerator."""
+        moved = self.store.pipeline.traffic()
+        if self._link is None:
+            return moved
+        down, up = self._link.bytes_down, self._link.bytes_up
+        share = 0.0 if self.sides is None else self.sides.share
+        return replace(moved, bytes_down=down, bytes_up=up, device_share=share)
 
     def memory(self) -> StateMemory:
         """Return the bytes of states and buffers, by place."""
@@ -357,10 +377,11 @@ class Members:
                 " accelerator. Make an optimizer for the parameters of each."
             )
             raise OptionError(message)
-        if self.on_device and len(remote) < len(parameters):
+        where = self.stowage.update_on
+        if reaches_device(where) and len(remote) < len(parameters):
             message = (
                 f"{len(parameters) - len(remote)} of {len(parameters)} parameters are in host"
-                ' memory, and update_on="device" was asked for, which updates on the accelerator'
+                f" memory, and {told(where)} was asked for, which updates on the accelerator"
                 ' that has them. Move the model there first, or use update_on="host".'
             )
             raise OptionError(message)
@@ -387,16 +408,35 @@ class Members:
         known = {m.number: m.mirror for m in self._numbered if m.mirror is not None}
         pipeline = self.store.pipeline
         chunks = self.store.chunks
-        if self.on_device:
-            self.updater = Updater(link, pipeline, chunks, known, self.store.streams_at)
-        else:
-            self.ferry = Ferry(link, pipeline, chunks, known)
+        where = self.stowage.update_on
+        closing = Closing(pipeline, 1 + (reaches_device(where) and where != "device"))
+        if where != "device":
+            self.ferry = Ferry(link, pipeline, chunks, known, closing)
             pipeline.lent.append(self.ferry.staging)
             self._blocks.add(self.ferry.staging)
+        if reaches_device(where):
+            streams_at = self.store.streams_at
+            self.updater = Updater(link, pipeline, chunks, known, streams_at, closing)
+            self.sides = Sides(link, pipeline, chunks, self.ferry, self.updater)
+            self._share = None
+            self._divide()  # who was there before stays on his side: chunks_of_device
+
+    def _divide(self) -> bool:
+        """Give host and device their chunks; return whether these are others than before."""
+        share = self.division.share
+        if self.sides is None or share == self._share:
+            return False
+        self._share = share
+        there = {n for chunk in self.sides.divide(share) for n in chunk.owners}
+        here = {n for chunk in self.sides.chunks_of_host for n in chunk.owners}
+        for member in self._numbered:
+            member.updated_there = member.number in there
+            member.updated_here = member.number in here
+        return True
 
     def _looks_at_mirror(self, member: Member) -> bool:
         """Return whether steps need the weight in host memory."""
-        idle = self.on_device and not self.stowage.placement.durable
+        idle = self.stowage.update_on == "device" and not self.stowage.placement.durable
         return not (idle and member.family.dtype == torch.float32)
 
     def differ(self, amsgrad: Mapping[int, bool]) -> bool:
@@ -435,7 +475,8 @@ class Members:
         if self._kept_alive:
             self.store.keep()
         self._by_id, self._numbered = {}, []
-        self.ferry = self.updater = None
+        self.ferry = self.updater = self.sides = None
+        self.division = Division(self.stowage.update_on)
 
     def outlive_finalizers(self) -> None:
         """Keep the store from closing itself before ``close`` or ``abandon``."""

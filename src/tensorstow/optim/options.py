@@ -13,13 +13,14 @@ from torch.nn.parameter import is_lazy
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.sizes import format_count, parse_size
+from tensorstow.base.update_on import CHOICES, UpdateOn, is_update_on, reaches_device, told
 from tensorstow.optim.accelerator import device
 from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.run import Interval, Run
 from tensorstow.optim.shards import is_sharded
 from tensorstow.optim.states.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.optim.states.on_disk import StateOnDisk
-from tensorstow.optim.states.policy import Overlap, PipelinePolicy, UpdateOn
+from tensorstow.optim.states.policy import Overlap, PipelinePolicy
 from tensorstow.optim.states.state_store import Placement
 from tensorstow.optim.states.stowage import Stowage
 
@@ -75,7 +76,7 @@ def stowage(given: Mapping[str, Any]) -> Stowage:
         given["policy"] or PipelinePolicy(),
         overlap,
         _state_format(given["state_format"], given["amsgrad"]),
-        _update_on(given["update_on"], overlap),
+        update_on(given["update_on"], overlap),
     )
 
 
@@ -99,12 +100,13 @@ def run(given: Mapping[str, Any]) -> Run:
     )
 
 
-def _update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:
-    if where not in {None, "host", "device"}:
-        message = f'update_on={where!r} was given: it is "host" or "device".'
+def update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:
+    """Return what was said of where updates run, checked."""
+    if where is not None and not is_update_on(where):
+        message = f"update_on={where!r} was given: it is {CHOICES}."
         raise OptionError(message)
-    if where == "device":
-        refuse_beside(overlap, 'update_on="device" was asked for')
+    if reaches_device(where):
+        refuse_beside(overlap, f"{told(where)} was asked for")
     return where
 
 
@@ -119,11 +121,11 @@ def refuse_beside(overlap: Overlap, why: str) -> None:
         raise OptionError(message)
 
 
-def refuse_host(parameter: torch.Tensor, name: str) -> None:
+def refuse_host(parameter: torch.Tensor, name: str, where: UpdateOn | None) -> None:
     """Raise OptionError for a parameter in host memory, which no accelerator updates."""
-    if not device.is_remote(parameter):
+    if reaches_device(where) and not device.is_remote(parameter):
         message = (
-            f'{name} is on {parameter.device}, and update_on="device" was asked for, which updates'
+            f"{name} is on {parameter.device}, and {told(where)} was asked for, which updates"
             " on the accelerator that has the parameters. Move the model there before the optimizer"
             ' is made, or use update_on="host".'
         )

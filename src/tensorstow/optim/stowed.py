@@ -482,8 +482,7 @@ class StowedAdam(Optimizer):
 
     def traffic(self) -> Traffic:
         """Return the bytes of states moved so far."""
-        down, up = self._kept().link_bytes()
-        return replace(self._states().pipeline.traffic(), bytes_down=down, bytes_up=up)
+        return self._kept().traffic()
 
     def start_trace(self) -> None:
         """Begin the event log that ``trace()`` returns."""
@@ -544,8 +543,7 @@ class StowedAdam(Optimizer):
         """Raise unless this optimizer can update ``parameter``."""
         shard = shard_of(parameter)
         options.check_parameter(in_order(shard, order_of(shard)), name)
-        if self._update_on == "device":
-            options.refuse_host(shard_of(parameter), name)
+        options.refuse_host(shard_of(parameter), name, self._update_on)
 
     def _kept(self) -> Members:
         if self._members is None:

@@ -131,9 +131,7 @@ def make_turn(dues: list[Due], kept: Members, states: States, factor: float) -> 
         if key not in table:
             table[key] = len(scalars)
             scalars.append(_scalar_row(due.group, int(key[1]), factor / due.scale))
-        # Where the updater runs, all the pipeline asks is whether there is one.
-        gradient = due.on_host if kept.updater is None else due.gradient
-        row = _row(due.member, gradient, kept.store, table[key], int(key[1]))
+        row = _row(due.member, due.on_host, kept.store, table[key], int(key[1]))
         rows[due.member.number] = row
     return Turn(dues, counts, rows, np.array(scalars, dtype=np.float32).reshape(-1, 9))
 

@@ -18,6 +18,7 @@ from enum import Enum
 import torch
 
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.optim.accelerator.closing import Closing
 from tensorstow.optim.accelerator.device import Link, Mark
 from tensorstow.optim.accelerator.mirrors import Mirror, flat
 from tensorstow.optim.states.chunks import Chunk
@@ -80,19 +81,19 @@ class Ferry:
         pipeline: UpdatePipeline,
         chunks: Sequence[Chunk],
         mirrors: Mapping[int, Mirror],
+        closing: Closing | None = None,
     ) -> None:
-        """Serve the parameters of ``mirrors``, by number; take the staging memory."""
+        """Serve the parameters of ``mirrors``, by number; take the staging memory.
+
+        ``closing`` is told when all gradients have landed; None: nobody else lands any.
+        """
         self.link = link
         self._pipeline = pipeline
+        self._closing = closing or Closing(pipeline, 1)
         self._mirrors = mirrors
         self._cargoes: dict[int, _Cargo] = {}
         self._of: dict[int, list[_Cargo]] = {}
-        for chunk in chunks:
-            runs = tuple(run for run in chunk.plan.runs if run.parameter in mirrors)
-            if runs:
-                cargo = self._cargoes[chunk.number] = _Cargo(chunk.number, runs)
-                for run in runs:
-                    self._of.setdefault(run.parameter, []).append(cargo)
+        self.serve(chunks)
         elements = [c.plan.elements for c in chunks if c.number in self._cargoes]
         self.plan: StagingPlan = plan_staging(elements)
         self.staging = PinnedBlock(self.plan.nbytes, link.device, link.settle)
@@ -108,6 +109,17 @@ class Ferry:
         self._risen: Mark | None = None
         self._caught_up = False
         self._stage = _Stage.OVER
+
+    def serve(self, chunks: Iterable[Chunk]) -> None:
+        """Carry for ``chunks``, and for no others of those it was made with, between steps."""
+        self._cargoes.clear()
+        self._of.clear()
+        for chunk in chunks:
+            runs = tuple(run for run in chunk.plan.runs if run.parameter in self._mirrors)
+            if runs:
+                cargo = self._cargoes[chunk.number] = _Cargo(chunk.number, runs)
+                for run in runs:
+                    self._of.setdefault(run.parameter, []).append(cargo)
 
     # --- a step ---
 
@@ -152,6 +164,16 @@ class Ferry:
         self._ready = deque(sorted([*self._ready, *late], key=lambda cargo: rank[cargo.chunk]))
         self._stage = _Stage.WHOLE
         self.move_on()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the step is: all new weights go up, or are up."""
+        return self._stage == _Stage.OVER
+
+    def wait_for_one(self) -> None:
+        """Return when one thing more can be done, or a chunk is there to be updated outside."""
+        with self._poisoning():
+            self._wait()
 
     def needs(self, number: int) -> bool:
         """Return whether the gradient of a parameter must live on."""
@@ -198,7 +220,7 @@ class Ferry:
         while self._ready and self._free:
             self._fall(self._ready.popleft())
         if self._stage == _Stage.WHOLE and not (self._ready or self._falling):
-            self._pipeline.close_step()
+            self._closing.landed()
             self._stage = _Stage.LANDED
         if self._stage == _Stage.LANDED and not self._pending:
             self._stage = _Stage.OVER

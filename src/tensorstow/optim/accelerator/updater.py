@@ -5,7 +5,7 @@ in memory is lent to the updater instead of the kernel. Gradients and weights st
 on the device. Three slots of device memory are enough for any model: one chunk goes up, one is
 updated and one comes down at once. What updates is the reference itself, plain torch operations of
 one rounding each, on the caller's stream: behind what made the gradients, before what reads the
-weights.
+weights. The rest of a step's chunks, if any, are the host's ([Note: Both at once]).
 
     lent -> rising (a copy up) -> updated -> falling (a copy down) -> given back
 
@@ -14,12 +14,13 @@ fp32 only where a commit takes them. Elsewhere their mirrors are older, as if ot
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from tensorstow.base.errors import StowError
+from tensorstow.optim.accelerator.closing import Closing
 from tensorstow.optim.accelerator.device import Link, Mark
 from tensorstow.optim.accelerator.mirrors import Mirror, flat
 from tensorstow.optim.formats.reference_in_format import Kept, adam_reference_in_format
@@ -29,6 +30,8 @@ from tensorstow.optim.states.layout import Run, parts_of
 from tensorstow.optim.states.pipeline import UpdatePipeline
 
 MOST_SLOTS = 3
+_MOST_AHEAD = MOST_SLOTS
+"""Chunks whose states are asked for beyond those in slots."""
 StreamsOf = Callable[[Chunk, int], Sequence[torch.Tensor]]
 """The streams of a chunk in a slot of the ring, or (-1) in memory of its own."""
 
@@ -66,10 +69,15 @@ class Updater:
         chunks: Sequence[Chunk],
         mirrors: Mapping[int, Mirror],
         streams_of: StreamsOf,
+        closing: Closing,
     ) -> None:
-        """Serve ``chunks``, all of whose parameters ``mirrors`` has; take the device's memory."""
+        """Serve ``chunks``, all of whose parameters ``mirrors`` has; take the device's memory.
+
+        ``closing`` is told when all gradients have landed.
+        """
         self.link = link
         self._pipeline = pipeline
+        self._closing = closing
         self._chunks = {chunk.number: chunk for chunk in chunks}
         self._mirrors = mirrors
         self._streams_of = streams_of
@@ -81,6 +89,13 @@ class Updater:
         self._made = link.mark()
         """Behind whatever used the slots' memory before they were ours."""
         self._free = list(range(len(self._slots)))
+        self._works: Mapping[int, Work] = {}
+        self._all_weights = False
+        self._ready: deque[Chunk] = deque()
+        """To be landed."""
+        self._ahead = 0
+        """Landed, and not lent yet."""
+        self._is_open = False
         self._trips: deque[_Trip] = deque()
 
     @property
@@ -88,29 +103,81 @@ class Updater:
         """Return the device memory that states pass through."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def run(self, works: Mapping[int, Work], *, all_weights: bool) -> None:
-        """Update by ``works``, by parameter, in a step that the pipeline has begun; return after.
+    def serve(self, chunks: Iterable[Chunk]) -> None:
+        """Update ``chunks``, and no others of those it was made with, between steps."""
+        self._chunks = {chunk.number: chunk for chunk in chunks}
 
-        ``all_weights``: fp32 ones come down too. Raises what failed in the pipeline or on the way.
+    # --- a step ---
+
+    def begin(self, works: Mapping[int, Work], *, all_weights: bool) -> None:
+        """Update by ``works``, by parameter, in an open step that the pipeline has begun.
+
+        ``all_weights``: fp32 ones come down too.
         """
-        try:
-            while True:
-                lent = None
-                if self._free:
-                    lent = self._pipeline.next_outside(wait=not self._trips)
-                if lent is not None:
-                    self._start(self._chunks[lent[0]], lent[1], works, all_weights=all_weights)
-                elif self._trips:
-                    self._end()
-                else:
-                    break
-            self._pipeline.end_outside()
-        except BaseException as error:  # an interrupt too: a chunk may be half a step ahead
-            self._pipeline.poison(error)
-            # Whoever goes on from a commit writes to the weights that may still be coming down.
-            with suppress(RuntimeError):  # the device fails here once more, and has been told
-                self.link.settle()
-            raise
+        self._works, self._all_weights = works, all_weights
+        due = [self._chunks[n] for n in self._pipeline.order_now() if n in self._chunks]
+        self._ready = deque(c for c in due if not works.keys().isdisjoint(c.owners))
+        self._ahead = 0
+        self._is_open = True
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all states are down again."""
+        return not (self._is_open or self._ahead or self._trips)
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether there is a chunk to be ended by ``end_one``."""
+        return bool(self._trips)
+
+    def move_on(self) -> None:
+        """Do what can be done without waiting for anything."""
+        while self._trips and self._trips[0].fallen.query():
+            self.end_one()
+        self._land()
+        while self._free:
+            lent = self._pipeline.next_outside(wait=False)
+            if lent is None:
+                break
+            self._take(*lent)
+
+    def end_one(self) -> None:
+        """Wait for the chunk that has been under way longest, and give it back."""
+        trip = self._trips.popleft()
+        trip.fallen.synchronize()
+        self._pipeline.outside_done(trip.chunk)
+        self._free.append(trip.slot)
+
+    def take_one(self) -> None:
+        """Wait for a chunk, and start it; raises what failed in the pipeline.
+
+        Nothing may be under way: the chunk may wait for memory that it holds.
+        """
+        lent = self._pipeline.next_outside(wait=True)
+        if lent is None:
+            self._pipeline.wait_published()
+            message = "A step was over before all of its chunks were updated."
+            raise StowError(message)
+        self._take(*lent)
+
+    # --- inside ---
+
+    def _land(self) -> None:
+        """Say which chunks have their gradients: few at a time, for those go before others."""
+        while self._ready and self._ahead < _MOST_AHEAD:
+            chunk = self._ready.popleft()
+            owners = [n for n in chunk.owners if n in self._works]
+            pieces = [(n, self._works[n].gradient) for n in owners]
+            self._pipeline.land_pieces(chunk.number, pieces)
+            self._ahead += 1
+        if self._is_open and not self._ready:
+            self._is_open = False
+            self._closing.landed()
+
+    def _take(self, number: int, ring_slot: int) -> None:
+        self._ahead -= 1
+        self._start(self._chunks[number], ring_slot, self._works, all_weights=self._all_weights)
+        self._land()
 
     def _start(
         self, chunk: Chunk, ring_slot: int, works: Mapping[int, Work], *, all_weights: bool
@@ -132,13 +199,6 @@ class Updater:
                 falling.append((_part(flat(mirror.host), run), weight))
         fallen = self.link.down(falling, [self.link.mark()])
         self._trips.append(_Trip(chunk.number, slot, host, fallen))
-
-    def _end(self) -> None:
-        """Wait for the chunk that has been under way longest, and give it back."""
-        trip = self._trips.popleft()
-        trip.fallen.synchronize()
-        self._pipeline.outside_done(trip.chunk)
-        self._free.append(trip.slot)
 
     def _streams_in(self, slot: int, chunk: Chunk) -> list[torch.Tensor]:
         """Return the views of a slot that hold a chunk's streams."""

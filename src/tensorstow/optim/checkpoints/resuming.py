@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, OptionError, StoreFormatError
 from tensorstow.base.sizes import format_count
+from tensorstow.base.update_on import UpdateOn, is_update_on, told
 from tensorstow.optim.accelerator import device
 from tensorstow.optim.checkpoints.commits import module_tensors, names_of, space_of
 from tensorstow.optim.checkpoints.extras import put_together
@@ -57,10 +58,10 @@ def resume(
         ]
 
     kept.store.check_budget(plans)
-    moves = _must_move(generation.hyper, kept, order)
+    there = _updated_on(generation.hyper, kept, order)
     try:
-        if moves:
-            kept.update_on_device()
+        if there is not None:
+            kept.update_on(there)
         for member in kept.all():
             states.pop(member.owner, None)
         kept.restore(order, families, plans, adopt)
@@ -81,14 +82,23 @@ def resume(
         raise
 
 
-def _must_move(hyper: Mapping[str, Any], kept: Members, order: Sequence[torch.Tensor]) -> bool:
-    """Return whether to update on the device: where the run did and nobody says otherwise.
+def _updated_on(
+    hyper: Mapping[str, Any], kept: Members, order: Sequence[torch.Tensor]
+) -> UpdateOn | None:
+    """Return where else to update: as the run did, and nobody says otherwise.
 
     Raises OptionError where this optimizer cannot.
     """
-    if kept.stowage.update_on is not None or hyper.get("update_on", "host") == "host":
-        return False
-    why = 'The run that is stored here was written with update_on="device"'
+    where = hyper.get("update_on", "host")
+    if kept.stowage.update_on is not None or where == "host":
+        return None
+    if not is_update_on(where):
+        message = (
+            f"The run that is stored here says update_on={where!r}, which this version does not"
+            ' know. Say where to update, update_on="host" for one: the bits are the same.'
+        )
+        raise OptionError(message)
+    why = f"The run that is stored here was written with {told(where)}"
     refuse_beside(kept.stowage.overlap, why)
     if not all(device.is_remote(shard_of(p)) for p in order):
         message = (
@@ -96,7 +106,7 @@ def _must_move(hyper: Mapping[str, Any], kept: Members, order: Sequence[torch.Te
             ' first, or say update_on="host", which goes on with the same bits.'
         )
         raise OptionError(message)
-    return True
+    return where
 
 
 def _refuse_other_blocks(generation: Generation) -> None:

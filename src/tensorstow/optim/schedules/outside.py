@@ -1,18 +1,31 @@
-"""``update_on="device"``: one step whose updates run on the accelerator."""
+"""One step whose updates run on the accelerator, all or some of them."""
+
+from contextlib import suppress
 
 from tensorstow.optim.accelerator.mirrors import flat
-from tensorstow.optim.accelerator.updater import Updater, Work
+from tensorstow.optim.accelerator.sides import Sides
+from tensorstow.optim.accelerator.updater import Work
 from tensorstow.optim.members import Members
 from tensorstow.optim.reference import AdamScalars
 from tensorstow.optim.states.pipeline import StepKind
 from tensorstow.optim.updates import States, Turn, account
 
 
-def run_on_device(turn: Turn, kept: Members, states: States, updater: Updater) -> None:
+def run_on_device(turn: Turn, kept: Members, states: States, sides: Sides) -> None:
     """Return when every weight is new for whatever the caller's stream does next."""
-    kind = StepKind(capture=turn.commits, outside=True)
-    kept.store.pipeline.step(turn.rows, turn.scalars, kind)
-    updater.run(works_of(turn), all_weights=turn.commits)
+    pipeline, division = kept.store.pipeline, kept.division
+    kind = StepKind(open=True, capture=turn.commits, outside=True)
+    pipeline.step(turn.rows, turn.scalars, kind)
+    try:
+        host, device = sides.run(works_of(turn), all_weights=turn.commits, measured=division.counts)
+        pipeline.end_outside()
+    except BaseException as error:  # an interrupt too: a chunk may be half a step ahead
+        pipeline.poison(error)
+        # Whoever goes on from a commit writes to the weights that may still be coming down.
+        with suppress(RuntimeError):  # the device fails here once more, and has been told
+            sides.link.settle()
+        raise
+    division.note(host, device, commits=turn.commits)
     account(turn, states)
     if not turn.commits:
         for due in turn.dues:

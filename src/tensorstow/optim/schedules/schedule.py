@@ -93,8 +93,8 @@ class AtOnce:
 
     def run(self, turn: Turn, kept: Members, states: States) -> None:
         """Return when every weight is new."""
-        if kept.updater is not None:
-            run_on_device(turn, kept, states, kept.updater)
+        if kept.sides is not None:
+            run_on_device(turn, kept, states, kept.sides)
             return
         pipeline, ferry = kept.store.pipeline, kept.ferry
         leases = self._leases = lend(kept, turn.rows, captures=turn.commits)

@@ -57,6 +57,8 @@ class Traffic:
     """From an accelerator: gradients, and weights that others wrote; or states updated there."""
     bytes_up: int = 0
     """To an accelerator: new weights; or states that are to be updated there."""
+    device_share: float = 0.0
+    """Of the states: what the next step updates on the accelerator (``update_on``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,8 @@ class StepKind:
     home_first: bool = False
     """Resident chunks before the others: those that the next forward needs first."""
     outside: bool = False
-    """The call returns at once; the caller updates, chunk by chunk (``next_outside``)."""
+    """The call returns at once; the caller updates the chunks of ``set_outside``, one by one
+    (``next_outside``)."""
 
     @property
     def goes_on(self) -> bool:
@@ -273,6 +276,10 @@ class UpdatePipeline:
         """Say that no more gradients come."""
         self._live().close()
 
+    def set_outside(self, chunks: Iterable[int]) -> None:
+        """Leave these chunks to the caller in outside steps, between steps; all until then."""
+        self._live().set_outside(list(chunks))
+
     def next_outside(self, *, wait: bool) -> tuple[int, int] | None:
         """Return the next (chunk, slot) of an outside step whose states are there to be changed.
 
@@ -302,7 +309,10 @@ class UpdatePipeline:
         self._check(self._live().wait_parameters(parameters))
 
     def wait_chunk(self, chunk: int) -> None:
-        """Block until the step is done with a chunk: its weights are new, its gradients used."""
+        """Block until the step is done with a chunk: its weights are new, its gradients used.
+
+        In an outside step, at most until there is a chunk for ``next_outside``.
+        """
         self._check(self._live().wait_chunk(chunk))
 
     def is_updated(self, chunk: int) -> bool:

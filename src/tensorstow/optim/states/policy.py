@@ -8,7 +8,6 @@ from tensorstow.io.confinement import NodeChoice
 from tensorstow.optim.states.layout import LANE
 
 Overlap = Literal["none", "forward", "backward"]
-UpdateOn = Literal["host", "device"]
 _CHOICES = {
     "schedule": ("pipelined", "naive"),
     "backend": (None, "uring", "threads"),

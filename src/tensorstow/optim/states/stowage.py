@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tensorstow.base.update_on import UpdateOn
 from tensorstow.optim.formats.state_format import StateFormat
 from tensorstow.optim.states.layout import Family
-from tensorstow.optim.states.policy import Overlap, PipelinePolicy, UpdateOn
+from tensorstow.optim.states.policy import Overlap, PipelinePolicy
 from tensorstow.optim.states.state_store import Placement
 
 

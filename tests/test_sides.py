@@ -1,0 +1,294 @@
+"""Some chunks updated on the host and others on the device, in one step: the same bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remote import make_remote
+from stopped import stop
+from tensorstow import AdamW, PipelinePolicy
+from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.base.update_on import UpdateOn
+from tensorstow.optim.accelerator.ferry import Ferry
+from tensorstow.optim.accelerator.updater import Updater
+from tensorstow.optim.states.chunks import Chunk
+
+CHUNK = 1024
+SIZES = (3000, 10, 500, 1, 5000, 700)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+TIGHT = 96 << 10
+"""Bytes of two slots of the ring, which both sides share."""
+DIVIDED: tuple[UpdateOn, ...] = (0.25, 0.7, "hybrid", "auto")
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.parts = nn.ParameterList(
+            [nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in SIZES]
+        )
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([(p.float().sin() * p.float()).mean() for p in self.parts]).sum()
+
+
+def make(net: Net, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
+    policy = PipelinePolicy(chunk_elements=CHUNK)
+    given = {"policy": policy, "states": "disk", **given}
+    return AdamW(net.parameters(), lr=0.01, module=net, **given)
+
+
+def train(net: Net, optimizer: AdamW, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(net())
+        optimizer.step()
+
+
+def same(a: Net, b: Net) -> bool:
+    return all(map(torch.equal, a.parameters(), b.parameters()))
+
+
+def same_states(a: AdamW, b: AdamW) -> bool:
+    ours, theirs = a.state_dict()["state"], b.state_dict()["state"]
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(value, theirs[key][name])
+        for key, entry in ours.items()
+        for name, value in entry.items()
+    )
+
+
+@pytest.mark.parametrize("states", ["ram", "disk"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("where", DIVIDED)
+def test_the_bits_are_the_host_s(
+    where: UpdateOn, dtype: str, states: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want, net = Net(DTYPES[dtype]), Net(DTYPES[dtype])
+    reference = make(want)
+    train(want, reference, 6)
+    make_remote(monkeypatch)
+    given = {} if states == "ram" else {"ram_budget": TIGHT}
+    optimizer = make(net, update_on=where, states=states, **given)
+    train(net, optimizer, 6)
+    assert same(net, want)
+    assert same_states(optimizer, reference)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("schedule", ["pipelined", "naive"])
+@pytest.mark.parametrize("state_format", ["fp32", "split", "bf16", "int8"])
+def test_every_format(state_format: str, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
+    policy = PipelinePolicy(chunk_elements=CHUNK, schedule=schedule)
+    want, net = Net(torch.bfloat16), Net(torch.bfloat16)
+    train(want, make(want, state_format=state_format), 4)
+    make_remote(monkeypatch)
+    train(net, make(net, state_format=state_format, policy=policy, update_on=0.5), 4)
+    assert same(net, want)
+
+
+@pytest.mark.parametrize("where", [0.5, "auto"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_others_write_and_who_joins(
+    dtype: str, where: UpdateOn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight in parts of both sides, whose mirror is old in parts, is written by others."""
+
+    def meddle(net: Net, other: Net, optimizer: AdamW) -> None:
+        for step in range(8):
+            net.parts[4].requires_grad_(step not in {1, 2})
+            optimizer.zero_grad()
+            torch.autograd.backward(net() + other())
+            if step == 3:
+                net.parts[0].grad = None
+                optimizer.add_param_group({"params": list(other.parameters()), "lr": 0.02})
+            optimizer.step()
+            if step in {0, 5}:
+                with torch.no_grad():
+                    net.parts[0].mul_(1.5)
+                    net.parts[4].mul_(0.5)
+
+    kind = DTYPES[dtype]
+    want, net = (Net(kind), Net(kind, seed=1)), (Net(kind), Net(kind, seed=1))
+    meddle(*want, make(want[0]))
+    make_remote(monkeypatch)
+    meddle(*net, make(net[0], update_on=where))
+    assert same(net[0], want[0])
+    assert same(net[1], want[1])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_bytes_over_the_link_and_in_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    net = Net(DTYPES[dtype])
+    optimizer = make(net, update_on=0.5)
+    kept = optimizer._kept()
+    assert kept.sides is not None
+    here = {c.number for c in kept.sides.chunks_of_host}
+    chunks = optimizer._states().chunks
+
+    def weights(side: list[Chunk]) -> int:
+        return sum(DTYPES[dtype].itemsize * r.count for c in side for r in c.plan.runs)
+
+    host, there = ([c for c in chunks if (c.number in here) == side] for side in (True, False))
+    assert host
+    assert there
+    train(net, optimizer)
+    before = optimizer.traffic()
+    train(net, optimizer, 3)
+    after = optimizer.traffic()
+    states = sum(c.family.state_bytes(c.plan.elements) for c in there)
+    # Of fp32 weights, what the device updates stays there, and what the host updates is here.
+    masters = weights(there) if dtype == "bf16" else 0
+    assert after.bytes_up - before.bytes_up == 3 * (states + weights(host))
+    assert after.bytes_down - before.bytes_down == 3 * (states + masters + weights(host))
+    assert after.device_share == pytest.approx(0.5, abs=1 / len(chunks) + 0.05)
+    held = optimizer.memory()
+    assert held.device_bytes > 0
+    assert held.staging_bytes > 0
+
+
+@pytest.mark.parametrize("now", [None, "host", "device", "auto"])
+@pytest.mark.parametrize("before", ["host", "device", "hybrid", "auto", 0.6])
+def test_a_run_goes_on_wherever_it_was_updated(
+    before: UpdateOn, now: UpdateOn | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = Net(torch.bfloat16)
+    train(want, make(want), 7)
+    make_remote(monkeypatch)
+    first = Net(torch.bfloat16)
+    optimizer = make(first, dir=tmp_path, commit_every=2, update_on=before)
+    train(first, optimizer, 3)
+    stop(optimizer)  # the third step is lost
+    net = Net(torch.bfloat16, seed=7)
+    optimizer = make(net, dir=tmp_path, commit_every=3, update_on=now)
+    assert optimizer.resume() == 2
+    wanted = before if now is None else now
+    assert (optimizer.stowage.update_on or "host") == wanted
+    assert (optimizer._kept().sides is not None) == (wanted != "host")
+    train(net, optimizer, 5)
+    assert same(net, want)
+    optimizer.close()
+    again = Net(torch.bfloat16, seed=8)
+    last = make(again, dir=tmp_path)
+    last.resume()
+    assert (last.stowage.update_on or "host") == wanted
+    assert same(again, want)
+    last.close()
+
+
+def test_a_share_that_nobody_knows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, dir=tmp_path, update_on=0.5)
+    train(net, optimizer)
+    object.__setattr__(optimizer._kept().stowage, "update_on", "moon")
+    optimizer.close()
+    again = make(Net(), dir=tmp_path)
+    with pytest.raises(OptionError, match="says update_on='moon'"):
+        again.resume()
+    again.close()
+
+
+@pytest.mark.parametrize("where", [0.5, "hybrid", "auto"])
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_schedules_that_are_refused_by_name(
+    overlap: str, where: UpdateOn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_remote(monkeypatch)
+    with pytest.raises(OptionError, match=f'update_on=.?{where}.? .* overlap="{overlap}"'):
+        make(Net(), update_on=where, overlap=overlap)
+
+
+def test_parameters_in_host_memory_are_refused_by_name() -> None:
+    with pytest.raises(OptionError, match=r'on cpu, and update_on="auto" was asked for'):
+        make(Net(), update_on="auto")
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("copies", [0, 1, 5])
+def test_what_fails_on_the_link_ends_the_run(
+    copies: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = Net(torch.bfloat16)
+    train(want, make(want), 4)
+    opened = make_remote(monkeypatch)
+    net = Net(torch.bfloat16)
+    optimizer = make(net, dir=tmp_path, commit_every=2, update_on=0.5)
+    train(net, optimizer, 3)
+    link, left = opened[-1], [copies]
+    copy = getattr(link, way)
+
+    def breaks(*given: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            message = "CUDA error: an illegal memory access was encountered"
+            raise RuntimeError(message)
+        return copy(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link, way, breaks)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            train(net, optimizer)
+    with pytest.raises(PoisonedError):
+        train(net, optimizer)
+    assert optimizer.resume() == 2
+    train(net, optimizer, 2)
+    assert same(net, want)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("spared", range(4))
+def test_a_disk_that_fails_is_told_as_ever(
+    spared: int, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, ram_budget=TIGHT, update_on=0.5)
+    train(net, optimizer)
+    optimizer.synchronize()
+    engine = optimizer._states().engine
+    assert engine is not None
+    engine.inject_fault(operation, after=spared, times=-1, error=5)
+    with pytest.raises(OSError, match=f"{operation} of"):
+        train(net, optimizer, 3)
+    engine.clear_faults()
+    optimizer.close()
+
+
+def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def watch(kind: type, name: str) -> None:
+        do = getattr(kind, name)
+
+        def told(self: object, *given: object, **more: object) -> None:
+            order.append(name)
+            do(self, *given, **more)
+
+        monkeypatch.setattr(kind, name, told)
+
+    watch(Ferry, "_fall")
+    watch(Ferry, "_rise")
+    watch(Updater, "_start")
+    watch(Updater, "end_one")
+    make_remote(monkeypatch)
+    net = Net()
+    optimizer = make(net, update_on=0.5)
+    train(net, optimizer)
+    order.clear()
+    train(net, optimizer)
+    here = there = at_once = 0
+    for event in order:
+        here += (event == "_fall") - (event == "_rise")
+        there += (event == "_start") - (event == "end_one")
+        at_once = max(at_once, min(here, there))
+    assert (here, there) == (0, 0)
+    assert at_once > 1
