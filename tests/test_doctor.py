@@ -49,6 +49,7 @@ def sixteen_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("sixteen_cores")
 def test_nodes_and_what_each_rank_would_take() -> None:
     facts = doctor.examine([], 3)
+    assert facts["threads"]["local_ranks"] == 1  # what `threads` above is of
     lines = doctor._lines(facts)
     begin = [label for label, _ in lines].index("NUMA nodes")
     assert lines[begin : begin + 3] == [

@@ -80,7 +80,8 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
     if ranks is not None and ranks < 1:
         message = f"--local-ranks {ranks} was given: it is a number of ranks, 1 or more."
         raise OptionError(message)
-    local = local_ranks() if ranks is None else LocalRanks(ranks, None)
+    here = local_ranks()
+    local = here if ranks is None else LocalRanks(ranks, None)
     directories = [*((Path(d), True) for d in named), *((c, False) for c in default_candidates())]
     kernels = prepare_kernels()
     return {
@@ -97,7 +98,7 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
             "usable_cores": usable_cores(),
             "affinity_cores": affinity_cores(),
             "quota_cores": quota_cores(),
-            "local_ranks": local.count,
+            "local_ranks": here.count,
         },
         "numa": {
             "nodes": [asdict(node) for node in read_nodes()],
