@@ -3,8 +3,10 @@
 The CPU stands in for the device, over links whose copies are late.
 """
 
+import threading
 import weakref
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
@@ -190,6 +192,25 @@ def test_the_device_has_its_memory_back_when_a_gradient_is_down() -> None:
     assert landed.landed.tolist() == [1, 1]
     falls.let_go()
     assert alive() is None
+
+
+def test_who_asks_for_what_is_down_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of a backward that has raised may come while the next forward asks."""
+    falls = Falls(LateLink())
+    landed = falls.begin(torch.ones(2), Room(torch.empty(8, dtype=torch.uint8)))
+    assert landed.landed.tolist() == [1, 1]
+    asked = threading.Barrier(2)
+
+    def query(_: object) -> bool:
+        with suppress(threading.BrokenBarrierError):
+            asked.wait(0.2)  # for the other thread, which is not to be here
+        return True
+
+    monkeypatch.setattr(type(falls._under_way[0][0]), "query", query)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(falls.let_go) for _ in range(2)]:
+            done.result()
+    assert asked.broken
 
 
 def test_memory_that_gradients_pass_through_is_taken_again_when_nobody_uses_it() -> None:

@@ -155,6 +155,26 @@ def test_backward_of_two_models_in_two_threads(overlap: str, device: torch.devic
         got[1].close()
 
 
+def test_each_stream_that_reads_new_weights_is_behind_them(device: torch.device) -> None:
+    """The second stream's forward finds nothing under way: the first one's has waited."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(device)
+    optimizer = make(model, states="ram", overlap="forward")
+    x = torch.ones(4, 64, device=device)
+    sides = [torch.Stream(device=device) for _ in range(2)]
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        outs = []
+        for side in sides:
+            side.wait_stream(torch.accelerator.current_stream(device))
+            with side, torch.no_grad():
+                outs.append(model(x))
+        torch.accelerator.synchronize()
+        assert torch.equal(*outs)
+    optimizer.close()
+
+
 class FailedInHostMemoryError(Exception):
     """What a hook of a host parameter raises."""
 

@@ -1,5 +1,6 @@
 """How gradients leave the device once they are reduced: the hooks that take them down."""
 
+import threading
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -77,12 +78,17 @@ class Passage(Room):
 
 
 class Falls:
-    """Gradients on their way down, beside what the device computes next."""
+    """Gradients on their way down, beside what the device computes next.
+
+    One thread at a time: behind a backward that has raised, a hook may still come in the device's
+    thread while the caller is in the next forward ([Note: Hooks] in optim/calls.py).
+    """
 
     def __init__(self, link: Link) -> None:
         """Let none be under way over ``link``."""
         self._link = link
         self._under_way: deque[tuple[Mark, torch.Tensor]] = deque()
+        self._lock = threading.RLock()
 
     def begin(self, gradient: torch.Tensor, room: Room) -> HostGradient:
         """Return what ``gradient`` is to be in ``room``.
@@ -100,8 +106,9 @@ class Falls:
 
     def let_go(self) -> None:
         """Free the device's memory of those that are down."""
-        while self._under_way and self._under_way[0][0].query():
-            self._under_way.popleft()
+        with self._lock:
+            while self._under_way and self._under_way[0][0].query():
+                self._under_way.popleft()
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ any order, and finalizers run in either. So:
 * Inside, native code may be waited for: it needs neither the GIL nor the lock of a call. What waits
   for a gradient that is still to come waits for a hook, which waits for the call: never inside.
 * The current stream and the modes of autograd are the thread's. A gradient's mark is made in its
-  own hook. What another thread's stream is to wait for is joined by that thread.
+  own hook. What a stream waits for, no other one does: each joins, whoever was there before.
 * ``_current_graph_task_id`` is one for all hooks of a backward, whichever thread they are in, and
   -1 outside. Callbacks of ``queue_callback`` run in the thread that ends it, when all hooks are
   over; not at all where one has raised.
@@ -24,7 +24,7 @@ any order, and finalizers run in either. So:
 * Where a hook raises, backward raises at once, while a hook in the other thread may still be
   running or about to. It takes its turn behind what its caller does next; the number of its
   backward tells whether that is over (``BesideBackward.is_given_up``).
-* Finalizers take no lock that their thread may have: they leave word for the next call.
+* Finalizers run in any thread, inside hooks too: they take no lock but of what dies with them.
 """
 
 import os

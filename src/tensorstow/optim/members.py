@@ -267,6 +267,11 @@ class Members:
         if self.ferry is not None:
             self.ferry.finish(numbers)
 
+    def join(self) -> None:
+        """Let the caller's stream be behind the weights that have been sent up."""
+        if self.ferry is not None:
+            self.ferry.join()
+
     def uses(self, number: int) -> bool:
         """Return whether the gradient of a parameter is still needed."""
         if self._numbered[number].mirror is not None and self.ferry is not None:

@@ -205,10 +205,18 @@ class Ferry:
             ):
                 self._wait()
                 self._move_on()
-        if self._risen is not None:
-            self.link.join(self._risen)
+        self.join()
         if self._stage == _Stage.OVER:
             self._targets.clear()  # whoever gets the memory next gets it behind the copies up
+
+    def join(self) -> None:
+        """Let the caller's stream be behind the weights that have been sent up.
+
+        Whoever waited for them before may have done so in another stream.
+        """
+        risen = self._risen
+        if risen is not None:
+            self.link.join(risen)
 
     # --- inside ---
 

@@ -193,6 +193,7 @@ class BesideForward:
 
     def wait(self, kept: Members, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
+        kept.join()  # also where another stream has waited for the same weights
         wanted = None if ids is None else list(ids)
         under_way = self._under_way.keys()
         if not under_way or (wanted is not None and under_way.isdisjoint(wanted)):
