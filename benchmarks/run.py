@@ -18,6 +18,7 @@ SUBJECTS = {
     "overlap": "updates beside backward and beside the next forward",
     "engine": "whole models through stow",
     "gpu": "a model on an accelerator, where there is one: ours, no offload, and peers",
+    "accelerator_model": "every plan on the simulated accelerator: a step against its bound",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listing = "\n".join(f"  {name:13} {what}" for name, what in SUBJECTS.items())
+    listing = "\n".join(f"  {name:17} {what}" for name, what in SUBJECTS.items())
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\n\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -94,6 +94,22 @@ def test_without_an_accelerator_nothing_is_measured_on_one(tmp_path: Path) -> No
     assert "no device" in figure["detail"]["why"]
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_every_plan_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    run_benchmarks(tmp_path, "accelerator_model")
+    document = json.loads((tmp_path / "accelerator_model.json").read_text())
+    check_document(document, "accelerator_model")
+    assert len(document["figures"]) == 6
+    for figure in document["figures"]:
+        alone = figure["detail"]["alone_seconds"]
+        assert alone.keys() == {"compute", "link down", "link up", "host DRAM", "disk"}
+        assert alone["compute"] > 0
+        assert alone["link down"] > 0
+        assert (alone["disk"] > 0) == ("DISK" in figure["name"])
+        # Nothing is faster than what bounds it, but for what the timed steps leave to the next.
+        assert figure["measured"] > 0.8
+
+
 def test_what_is_saved_does_not_name_the_machine(tmp_path: Path) -> None:
     run_benchmarks(tmp_path, "optimizer")
     saved = (tmp_path / "optimizer.json").read_text()

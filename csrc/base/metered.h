@@ -18,14 +18,13 @@ class Metered {
   // 0: as fast as the machine.
   void set(double units_per_s) { units_per_s_.store(units_per_s, std::memory_order_release); }
 
-  // Takes the lane for work that begins now; returns when it may be over.
-  Clock::time_point take(std::int64_t units) {
-    const Clock::time_point now = Clock::now();
+  // Takes the lane for work that could have begun at `ready`; returns when it may be over.
+  Clock::time_point take(std::int64_t units, Clock::time_point ready) {
     const double rate = units_per_s_.load(std::memory_order_acquire);
-    if (rate <= 0) return now;
+    if (rate <= 0) return ready;
     const std::chrono::duration<double> takes(static_cast<double>(units) / rate);
     std::lock_guard lock(mutex_);
-    over_ = std::max(over_, now) + std::chrono::duration_cast<Clock::duration>(takes);
+    over_ = std::max(over_, ready) + std::chrono::duration_cast<Clock::duration>(takes);
     return over_;
   }
 

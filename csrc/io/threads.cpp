@@ -16,7 +16,9 @@ namespace {
 
 std::int64_t attempt(const Block& block, const FaultEffect& fault) {
   if (fault.delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(fault.delay_us));
-  if (disk_lane.is_on()) std::this_thread::sleep_until(disk_lane.take(block.length));
+  if (disk_lane.is_on()) {
+    std::this_thread::sleep_until(disk_lane.take(block.length, Metered::Clock::now()));
+  }
   if (fault.error != 0) return -fault.error;
   std::int64_t length = block.length - block.settled;
   if (fault.max_bytes > 0) length = std::min(length, fault.max_bytes);

@@ -53,6 +53,7 @@ struct Pipeline::Chunk {
   Transfer transfers[kMaxParts];
   double started = 0;  // of the read or write in flight
   std::int64_t moving = 0;
+  Metered::Clock::time_point ready;  // all that it waits for was there
 
   bool at_home() const { return spec.resident[0] != nullptr; }
   bool blank() const { return state == ChunkState::blank; }
@@ -275,6 +276,7 @@ void Pipeline::drop(Chunk& chunk) {
 
 // All gradients that the chunk will get are there.
 void Pipeline::complete(Chunk& chunk) {
+  chunk.ready = Metered::Clock::now();
   if (chunk.stage == Stage::waiting) {
     if (step_.open) hot_.push(chunk.number);
   } else if (chunk.state == ChunkState::ready) {
@@ -623,7 +625,8 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
   updating_ = true;
   lock.unlock();
   const bool slow = update_lane.is_on() && half == Half::both && !idle_chunk;
-  const auto over = slow ? update_lane.take(chunk.spec.elements) : Metered::Clock::time_point{};
+  const auto over =
+      slow ? update_lane.take(chunk.spec.elements, chunk.ready) : Metered::Clock::time_point{};
   const std::int64_t damaged = update_chunk(task, parameters_, hypers_, isa_, threads);
   if (slow) std::this_thread::sleep_until(over);
   if (half != Half::before) {

@@ -1,0 +1,144 @@
+"""Every plan on the simulated accelerator, whose time is counted: a step against what bounds it.
+
+Link, host memory, disk and compute have the ratios of a machine with a link of 25 GB/s, memory of
+100 GB/s and disks of 14 GB/s, a thousand times slower, so that what the host needs itself is little
+beside it: threads that sleep do the waiting. Compute is such that break-even is met: the time that
+a schedule lets updates run beside (forward: a third of it; backward: two thirds; the disk works
+beside all of it) is as long as the slowest of the others. So a step takes as long as compute where
+nothing serialises. With overlap "none" updates run beside nothing, by what it promises.
+
+    python benchmarks/run.py accelerator_model   # Chrome traces: build/accelerator_model/*.json
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.accelerator_child import DRAM_BYTES, Course
+from benchmarks.gpu_bounds import COMPUTE, DISK, DOWN, DRAM, UP, Bound
+from benchmarks.measure import Figure, Settings, at_most, not_available
+from tensorstow.base.plan import Overlap, Plan
+from tensorstow.base.tiers import Tier
+
+_ROOT = Path(__file__).resolve().parent.parent
+_TRACES = _ROOT / "build" / "accelerator_model"
+_RATES = {"link": 25e6, "dram": 100e6, "disk": 14e6}
+_WINDOW = {"none": 1.0, "forward": 3.0, "backward": 1.5}
+"""Compute over the part of it that updates run beside."""
+_STATE_BYTES = 20
+"""Of a bf16 parameter, read and written."""
+_WEIGHT_BYTES = 8
+"""Of one on disk: read for forward and backward, and for the update; written."""
+_LIMITS = {Tier.DEVICE: 1.05, Tier.HOST: 1.10, Tier.DISK: 1.15}
+_LONGEST = 1200
+
+
+def figures(settings: Settings) -> Iterator[Figure]:
+    """Train by every plan; compare a step with its bound."""
+    if torch.accelerator.is_available():
+        why = "there is an accelerator here, on which `gpu` measures"
+        yield not_available("a step on the simulated accelerator / its bound", None, why)
+        return
+    courses = [_course(plan, quick=settings.quick) for plan in _plans(quick=settings.quick)]
+    command = [sys.executable, "-m", "benchmarks.accelerator_child", str(settings.scratch(1 << 30))]
+    given = json.dumps({"courses": [asdict(course) for course in courses]})
+    done = subprocess.run(
+        command,
+        cwd=_ROOT,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=_LONGEST,
+        check=False,
+    )
+    if done.returncode:
+        message = f"A training on the simulated accelerator failed: {done.stderr[-2000:]}"
+        raise RuntimeError(message)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    for course, line in zip(courses, lines, strict=True):
+        found = json.loads(line)
+        if not settings.quick:
+            _save_trace(_name_of(course), found["spans"])
+        yield _figure(course, found)
+
+
+def _plans(*, quick: bool) -> Iterator[Plan]:
+    overlaps: tuple[Overlap, ...] = ("none", "forward", "backward")
+    for parameters in (Tier.DEVICE, Tier.HOST, Tier.DISK):
+        for states in (Tier.HOST, Tier.DISK):
+            for overlap in overlaps[-1:] if quick else overlaps:
+                if parameters != Tier.DISK or overlap != "forward":  # which is refused
+                    yield Plan(parameters=parameters, states=states, overlap=overlap)
+
+
+def _course(plan: Plan, *, quick: bool) -> Course:
+    on_disk = Tier.DISK in {plan.parameters, plan.states}
+    size = {"layers": 2, "width": 32} if quick else {"layers": 20, "width": 72 if on_disk else 112}
+    rates = {name: rate * (1000 if quick else 1) for name, rate in _RATES.items()}
+    course = Course(
+        plan.to_json(), **size, chunk=1 << 14, compute=0.0, **rates, steps=3 if on_disk else 4
+    )
+    elements = course.elements
+    up = 2 if plan.parameters == Tier.DEVICE else 4  # new weights; or what both passes gather
+    link = max(2, up) * elements / course.link
+    nbytes = _STATE_BYTES * (plan.states == Tier.DISK) + _WEIGHT_BYTES * (
+        plan.parameters == Tier.DISK
+    )
+    beside = _WINDOW[plan.overlap] * DRAM_BYTES * elements / course.dram
+    compute = max(link, beside, nbytes * elements / course.disk)
+    return Course(**{**asdict(course), "compute": compute})
+
+
+def _name_of(course: Course) -> str:
+    plan = Plan.from_json(course.plan)
+    return f"parameters {plan.parameters.name}, states {plan.states.name}, {plan.overlap}"
+
+
+def _figure(course: Course, found: Mapping[str, Any]) -> Figure:
+    plan = Plan.from_json(course.plan)
+    moved = found["moved"]
+    bound = Bound(
+        {
+            COMPUTE: found["compute"],
+            DOWN: moved["down"] / course.link,
+            UP: moved["up"] / course.link,
+            DRAM: DRAM_BYTES * course.elements / course.dram,
+            DISK: (moved["read"] + moved["written"]) / course.disk,
+        }
+    )
+    step = statistics.median(found["seconds"])
+    detail = {
+        "seconds": found["seconds"],
+        "bound_by": bound.name,
+        "alone_seconds": dict(bound.seconds),
+        "note": f"{step:.2f} s; "
+        + ", ".join(f"{lane} {alone:.2f}" for lane, alone in bound.seconds.items()),
+    }
+    limit = None if plan.overlap == "none" else at_most(_LIMITS[plan.parameters])
+    return Figure(f"{_name_of(course)}: step / its bound", limit, step / bound.most, detail=detail)
+
+
+def _save_trace(name: str, spans: list[dict[str, Any]]) -> None:
+    """Write what was when in Chrome's trace format, a track per lane."""
+    lanes = list(dict.fromkeys(span["lane"] for span in spans))
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": lane}}
+        for i, lane in enumerate(lanes)
+    ]
+    for number, span in enumerate(spans):
+        event = {"name": span["name"], "cat": span["lane"], "pid": 0}
+        event |= {"tid": lanes.index(span["lane"]), "ts": 1e6 * span["start"], "id": number}
+        if span["lane"] in {"read", "write"}:  # several at once
+            events += [{**event, "ph": "b"}, {**event, "ph": "e", "ts": 1e6 * span["stop"]}]
+        else:
+            events.append({**event, "ph": "X", "dur": 1e6 * (span["stop"] - span["start"])})
+    _TRACES.mkdir(parents=True, exist_ok=True)
+    path = _TRACES / f"{name.replace(', ', '-').replace(' ', '_')}.json"
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
