@@ -128,6 +128,53 @@ def test_what_was_copied_ahead_of_a_change_is_forgotten(how: str) -> None:
     assert gather(uploads, cells[1]).eq(5).all()
 
 
+class Numbered(PlainLink):
+    """A link whose copies are over when somebody waits for them, as far as the host knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = self.over = 0
+
+    def up(self, pairs: Pairs, after: Iterable[Mark] = ()) -> Mark:
+        super().up(pairs, after)
+        self.given += 1
+        return Later(self, self.given)
+
+
+class Later:
+    """Behind the copies of a link up to a number."""
+
+    def __init__(self, link: Numbered, number: int) -> None:
+        self.link, self.number = link, number
+
+    def query(self) -> bool:
+        return self.link.over >= self.number
+
+    def synchronize(self) -> None:
+        self.link.over = max(self.link.over, self.number)
+
+
+@pytest.mark.parametrize("how", ["step", "write"])
+def test_a_copy_that_gave_way_to_another_is_waited_for_too(how: str) -> None:
+    link = Numbered()
+    uploads, cells = made(4, link=link)
+    for _ in range(2):
+        for cell in cells:
+            gather(uploads, cell)
+        uploads.forget()
+    uploads.take(cells[0], torch.float32)  # and 1 ahead, whose buffer 3 gets
+    copied = link.given
+    uploads.take(cells[3], torch.float32)
+    assert link.given == copied + 1
+    assert link.over < copied
+    if how == "step":
+        uploads.forget()
+    else:
+        with cells[1].opened(to_change=True):
+            pass
+    assert link.over >= copied
+
+
 def test_what_a_step_is_followed_by_is_copied_at_its_end() -> None:
     link = Counted()
     uploads, cells = made(3, link=link)

@@ -105,6 +105,8 @@ class Uploads:
         self._buffers: list[_Buffer] | None = None
         self._here: PinnedBlock | None = None
         self._under_way: dict[_Unit, _Upload] = {}
+        self._copied: Mark | None = None
+        """Behind the last copy up, and so behind all: they are on one stream."""
         self._last: tuple[_Unit | None, _Unit | None] = (None, None)
         self._next: dict[tuple[_Unit | None, _Unit | None], _Unit] = {}
         self._in_backward = False
@@ -196,8 +198,9 @@ class Uploads:
 
     def forget(self) -> None:
         """Return when no copy reads host memory; what was uploaded is old. Before a step."""
-        for unit in list(self._under_way):
-            self._forget(unit)
+        self._wait_for_copies()
+        for upload in list(self._under_way.values()):
+            self._end(upload)
         self._last = (None, None)
         self._gathered.clear()
         for unit in self._units:
@@ -216,10 +219,16 @@ class Uploads:
         self.begin()
 
     def _forget(self, unit: _Unit) -> None:
+        self._wait_for_copies()
         upload = self._under_way.get(unit)
         if upload is not None:
-            upload.copied.synchronize()
             self._end(upload)
+
+    def _wait_for_copies(self) -> None:
+        """Return when no copy reads host memory, also of a unit that gave way to another one."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
     # --- inside ---
 
@@ -297,7 +306,7 @@ class Uploads:
             unit.shelf.lease()
         try:
             shards, pairs = self._cut(unit, buffer)
-            copied = self.link.up(pairs, [buffer.ready])
+            self._copied = copied = self.link.up(pairs, [buffer.ready])
             if buffer.here is None and any(unit.staged):
                 copied.synchronize()  # of pageable memory, which is not ours to keep
         finally:
