@@ -1,5 +1,6 @@
 """Trainings on the simulated accelerator, timed: what `accelerator_model` runs in a process."""
 
+import importlib
 import json
 import sys
 import tempfile
@@ -167,7 +168,7 @@ def _steps(
         optimizer.zero_grad()
         moments.append(time.monotonic())
         names = ("forward", "backward", "step")
-        yield [Span("host", n, *moments[i : i + 2]) for i, n in enumerate(names)]
+        yield [Span("host", n, moments[i], moments[i + 1]) for i, n in enumerate(names)]
 
 
 def _slow_down(simulated: Any, course: Course) -> None:  # noqa: ANN401
@@ -203,8 +204,7 @@ def _on_disk(model: nn.Module, optimizer: StowedAdam) -> tuple[int, int]:
 def main() -> None:
     """Read courses as JSON, print what was seen of each: a line, or why it failed."""
     sys.path.insert(0, str(_TESTS))
-    import simulated  # noqa: PLC0415  # registers the device
-
+    simulated = importlib.import_module("simulated")  # which registers the device
     torch.set_num_threads(1)
     for given in json.load(sys.stdin)["courses"]:
         with tempfile.TemporaryDirectory(dir=sys.argv[1]) as directory:

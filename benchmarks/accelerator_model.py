@@ -80,11 +80,10 @@ def _plans(*, quick: bool) -> Iterator[Plan]:
 
 def _course(plan: Plan, *, quick: bool) -> Course:
     on_disk = Tier.DISK in {plan.parameters, plan.states}
-    size = {"layers": 2, "width": 32} if quick else {"layers": 20, "width": 72 if on_disk else 112}
+    layers, width = (2, 32) if quick else (20, 72 if on_disk else 112)
     rates = {name: rate * (1000 if quick else 1) for name, rate in _RATES.items()}
-    course = Course(
-        plan.to_json(), **size, chunk=1 << 14, compute=0.0, **rates, steps=3 if on_disk else 4
-    )
+    steps = 3 if on_disk else 4
+    course = Course(plan.to_json(), layers, width, chunk=1 << 14, compute=0.0, steps=steps, **rates)
     elements = course.elements
     up = 2 if plan.parameters == Tier.DEVICE else 4  # new weights; or what both passes gather
     link = max(2, up) * elements / course.link

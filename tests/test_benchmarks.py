@@ -94,6 +94,8 @@ def test_without_an_accelerator_nothing_is_measured_on_one(tmp_path: Path) -> No
     assert "no device" in figure["detail"]["why"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # the accelerator is built, where that was not done yet
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_every_plan_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
     run_benchmarks(tmp_path, "accelerator_model")
