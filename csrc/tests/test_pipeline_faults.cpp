@@ -268,7 +268,7 @@ void test_a_wrong_checksum_from_before_is_damage(Make make) {
     Rig rig(make({4, 4096}), durable(2, Order::given, {}));
     CHECK(rig.step(1, -1, kCapture).error == 0);
     CHECK(rig.pipeline().quiesce().error == 0);
-    Pipeline other(rig.engine(), best_isa(), Order::given, 1);
+    Pipeline other(rig.engine(), best_isa(), Order::given, {1, 1});
     std::vector<char> memory(1 << 20);
     other.set_ring({reinterpret_cast<char*>(
                         (reinterpret_cast<std::uintptr_t>(memory.data()) + 4095) / 4096 * 4096),
