@@ -192,6 +192,7 @@ def test_div_scale_has_no_keyword_here_and_several_ranks_are_refused(
     optimizer = optimizer_for(model, tmp_path, "backward")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     with pytest.raises(OptionError, match="several ranks"):
         backward(model)  # begun after the optimizer was made
     with pytest.raises(OptionError, match="several ranks"):
@@ -504,6 +505,16 @@ def test_a_backward_that_does_not_end_is_left_by_resume(
     assert optimizer.resume() == 2
     assert all(p.grad is None for p in model.parameters())
     train(optimizer, model, range(2, 5))
+    assert same(weights(model), want)
+    optimizer.close()
+
+
+def test_resume_to_look_at_a_model_alone(tmp_path: Path) -> None:
+    """It asks for the number of a backward, and in this mode torch records none."""
+    want = in_ram(blocks(), range(2))
+    model, optimizer = broken_off(tmp_path, RuntimeError)
+    with torch.inference_mode():
+        assert optimizer.resume() == 2
     assert same(weights(model), want)
     optimizer.close()
 

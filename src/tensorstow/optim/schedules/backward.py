@@ -20,6 +20,7 @@ _WORTH_ASKING = 1 << 20
 """So many bytes of gradients, before it is asked which are still needed."""
 
 
+@torch.inference_mode(mode=False)
 @torch.enable_grad()
 def newest_backward() -> int:
     """Return the number of a backward that begins now: those before it have lower ones."""
