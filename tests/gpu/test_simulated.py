@@ -62,9 +62,29 @@ def test_memory_that_is_freed_while_another_stream_uses_it(
         if is_recorded:
             away.record_stream(side)
         del away
+        after = torch.empty(1, device=device)  # its stream goes on
         found = simulated.take_hazards()
         assert is_recorded != any("without record_stream" in text for text in found)
         torch.accelerator.synchronize()
+        del after
+
+
+def test_memory_that_is_freed_before_its_stream_waits_for_who_uses_it(
+    simulated: ModuleType, device: torch.device
+) -> None:
+    """As FSDP2 does: CUDA too gives it away no sooner than in that stream's next work."""
+    away = torch.zeros(COUNT, device=device)
+    side = torch.Stream(device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        simulated.busy(0.02)
+        more = away + 1
+    del away
+    torch.accelerator.current_stream().wait_stream(side)
+    after = torch.empty(COUNT, device=device)
+    assert simulated.take_hazards() == []
+    assert torch.equal(more.cpu(), torch.ones(COUNT))
+    del after
 
 
 def test_freed_memory_is_poison(simulated: ModuleType, device: torch.device) -> None:

@@ -47,6 +47,12 @@ struct Block {
   std::vector<Access> seen;
 };
 
+// Memory that its stream may use again, and who was at work on it when it was freed.
+struct Freed {
+  Block* block;
+  std::vector<Access> users;
+};
+
 struct Task {
   std::string name;
   std::function<void()> work;
@@ -55,6 +61,7 @@ struct Task {
 
 struct Queue {
   std::deque<Task> tasks;
+  std::vector<Freed> freed;
   std::condition_variable more;
   bool started = false;
   uint64_t given = 0, done = 0;
@@ -197,9 +204,12 @@ void give(State& s, int64_t id, const std::string& name, std::function<void()> w
   queue.more.notify_one();
 }
 
+void take_back(State& s, int64_t id);
+
 void submit_locked(State& s, int64_t id, const std::string& name, const std::vector<Touch>& touched,
                    std::function<void()> work) {
   auto& queue = s.queues[id];
+  take_back(s, id);
   join(queue.clock, s.host);
   ++queue.clock[id];
   for (const auto& touch : touched) look(s, id, name, touch);
@@ -227,11 +237,29 @@ void poison(State& s, Block* block) {
   submit_locked(s, block->stream, "reuse of memory", {}, [at, size] { memset(at, 0xFF, size); });
 }
 
+// Poisons what was freed, before the stream is given anything else: who of other streams is still
+// at work on it had a record_stream to make, unless this stream has waited for them by now.
+void take_back(State& s, int64_t id) {
+  auto& queue = s.queues[id];
+  join(queue.clock, s.host);
+  for (const auto& [block, users] : std::exchange(queue.freed, {})) {
+    for (const auto& old : users)
+      if (queue.clock[old.stream] < old.tick)
+        add_hazard(s, "memory of " + named(id) + " is freed while " + old.name +
+                          (old.writes ? " writes" : " reads") + " it on " + named(old.stream) +
+                          ", without record_stream");
+    poison(s, block);
+  }
+}
+
 void release(State& s, Block* block) {
+  std::vector<Access> users;
+  for (auto& old : block->seen)
+    if (!block->used_by.count(old.stream)) users.push_back(std::move(old));
   block->used_by.clear();
   block->until.clear();
   block->seen.clear();
-  poison(s, block);  // at once: any later moment would be luck
+  s.queues[block->stream].freed.push_back({block, std::move(users)});
   s.free[{block->stream, block->size}].push_back(block);
 }
 
@@ -268,13 +296,6 @@ void free_device(void* context) {
   Lock lock(s.mutex);
   block->live = false;
   count(s, -static_cast<int64_t>(block->size));
-  Clock clock = s.queues[block->stream].clock;
-  join(clock, s.host);
-  for (const auto& old : block->seen)
-    if (clock[old.stream] < old.tick && !block->used_by.count(old.stream))
-      add_hazard(s, "memory of " + named(block->stream) + " is freed while " + old.name +
-                        (old.writes ? " writes" : " reads") + " it on " + named(old.stream) +
-                        ", without record_stream");
   for (int64_t id : block->used_by)
     if (id != block->stream) block->until.push_back(record_locked(s, id));
   if (block->until.empty()) {
@@ -295,6 +316,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     empty_limbo(s);
     const size_t size = rounded(asked);
     const int64_t stream = current_stream();
+    take_back(s, stream);
     auto& free = s.free[{stream, size}];
     Block* block = nullptr;
     auto& held = s.stats.allocated_bytes[0];
