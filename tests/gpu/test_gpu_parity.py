@@ -10,6 +10,7 @@ from training import CPU, SMALL, STEPS, Net, make, same_states, same_weights, tr
 
 from stopped import stop
 from tensorstow import Adam, AdamW
+from tensorstow.base.errors import OptionError
 from tensorstow.optim.stowed import StowedAdam
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -202,6 +203,21 @@ def test_a_grad_scaler_scales_and_skips(overlap: str, device: torch.device) -> N
     scale = scaled(want, make(want), "cpu")
     assert scaled(got, make(got, overlap=overlap), device.type) == scale
     assert same_weights(got, want)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_grad_scaler_is_refused_where_not_all_gradients_are_with_its_scale(
+    device: torch.device,
+    on_host: bool,  # noqa: FBT001
+) -> None:
+    """Torch's own copies between them, and the host reads before the copies are over."""
+    both = nn.ModuleList([Net(torch.float32), Net(torch.float32, seed=3).to(device)])
+    optimizer = make(both)
+    scaler = torch.amp.GradScaler("cpu" if on_host else device.type)
+    loss = both[0](0).to(device) + both[1](0)
+    torch.autograd.backward(scaler.scale(loss.cpu() if on_host else loss))
+    with pytest.raises(OptionError, match="Scale a loss that is where all gradients are"):
+        scaler.step(optimizer)
 
 
 def test_host_and_device_in_one_optimizer(device: torch.device) -> None:

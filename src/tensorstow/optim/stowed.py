@@ -34,7 +34,6 @@ from tensorstow.optim.schedules.backward import LandedGradients
 from tensorstow.optim.schedules.legal import LEGAL, Call, Phase, refuse, require
 from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideForward
 from tensorstow.optim.shards import (
-    anywhere,
     gradient_of,
     gradient_on_its_way,
     in_order,
@@ -47,7 +46,7 @@ from tensorstow.optim.states.memory import StateMemory
 from tensorstow.optim.states.pipeline import TraceEvent, Traffic
 from tensorstow.optim.states.state_store import StateStore
 from tensorstow.optim.states.stowage import Stowage
-from tensorstow.optim.unscaling import unscale, unscaled
+from tensorstow.optim.unscaling import is_skipped, unscale, unscaled
 from tensorstow.optim.updates import (
     Due,
     Turn,
@@ -599,9 +598,7 @@ class StowedAdam(Optimizer):
         if isinstance(self._schedule, BesideBackward):
             options.refuse_scaling(found_inf, factor / scale)
             self._end_open_step(self._schedule)
-        elif found_inf is None or not anywhere(
-            list(self._parameters()), here=bool(found_inf.item())
-        ):
+        elif found_inf is None or not is_skipped(found_inf, list(self._parameters())):
             self._settle_step()
             self._take_step(self._schedule, factor, scale)
         else:

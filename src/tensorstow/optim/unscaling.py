@@ -6,15 +6,38 @@ it is, before its update, which reads the product: the bits of an update that mu
 scale's reciprocal itself. A 16-bit one would lose what the scale is there to keep, so its update
 reads a copy that is still scaled. The multiplication is before the update under every schedule:
 beside the next forward ``.grad`` would change under who reads it.
+
+[Note: Scaling on two devices] The scale is where the first loss was that was scaled. torch copies
+it to the other devices that have gradients, and what it found not finite back to it, and the host
+reads what comes from an accelerator without waiting for it: gradients are multiplied by whatever is
+there, and steps are skipped or not by chance. ``step()`` cannot mend that, and refuses.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
-from tensorstow.optim.shards import gradient_of
+from tensorstow.base.errors import OptionError
+from tensorstow.optim.shards import anywhere, gradient_of
 from tensorstow.optim.updates import Due
+
+
+def is_skipped(found_inf: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether a GradScaler has found on any rank what is not finite.
+
+    Raises OptionError where that is chance: see [Note: Scaling on two devices].
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    apart = [g for g in gradients if g.is_cpu != found_inf.is_cpu]
+    if apart:
+        message = (
+            f"A GradScaler whose scale is on {found_inf.device} was used with a gradient on"
+            f" {apart[0].device}: torch reads what it copies between them before it has come."
+            " Scale a loss that is where all gradients are, or use bfloat16 without a GradScaler."
+        )
+        raise OptionError(message)
+    return anywhere(parameters, here=bool(found_inf.item()))
 
 
 def unscale(parameters: Iterable[torch.Tensor], scale: float) -> None:
