@@ -38,7 +38,7 @@ soak: $(DONE)/test mutations ## That, and attack files and system calls, kill tr
 	TENSORSTOW_ROUNDS=200 $(BIN)/python -m pytest --timeout 3600 tests/test_given_back.py
 
 gpu-test: $(DONE)/test ## Run what needs an accelerator (skipped without one)
-	$(BIN)/python -m pytest tests/gpu tests/test_device_parity.py
+	$(BIN)/python -m pytest tests/gpu
 
 check: lint sanitize ## Run formatters, linters, types, layers and the native tests' sanitizers
 

@@ -1,4 +1,4 @@
-"""What crosses the link, when, and through how much memory. Bits are test_device_parity's."""
+"""What crosses the link, when, and through how much memory. Bits are those of tests/gpu."""
 
 import gc
 import weakref

@@ -1,6 +1,6 @@
 """What streams through the device, through how much memory, and that every copy is waited for.
 
-Bits over all options are test_device_parity's.
+Bits over all options are those of tests/gpu.
 """
 
 import gc

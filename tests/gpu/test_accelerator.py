@@ -1,8 +1,4 @@
-"""Parameters on a real accelerator: the bits of the CPU, through streams that are really late.
-
-`make gpu-test`. Skipped where there is no accelerator; tests/test_device_parity.py runs the same
-code with DEVICE = CPU.
-"""
+"""Parameters on an accelerator: the bits of the CPU, through streams that are really late."""
 
 from pathlib import Path
 from typing import Any

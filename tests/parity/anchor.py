@@ -58,7 +58,7 @@ class Trainer:
             for parameter in self.parameters.values():
                 parameter.grad_dtype = DTYPES[recipe.grad_dtype]
 
-    def train(self, step: int) -> float:
+    def train(self, step: int) -> Tensor:
         """Take one step; return its loss."""
         gradients, loss = self.gradients(step)
         factor = 1.0 / DIV_SCALE if self.recipe.scaling == "div_scale" else 1.0
@@ -85,20 +85,20 @@ class Trainer:
                 self.good_steps = 0
         return loss
 
-    def gradients(self, step: int) -> tuple[Gradients, float]:
+    def gradients(self, step: int) -> tuple[Gradients, Tensor]:
         """Add up the gradients of the micro-batches, one ``torch.autograd.grad`` each."""
         trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         total: Gradients = {}
-        loss_sum = 0.0
+        losses = []
         for micro in range(self.recipe.accumulation):
             loss = self.model.loss(step, micro) / self.recipe.accumulation
-            loss_sum += loss.item()
+            losses.append(loss.detach())
             scaled = loss * torch.tensor(self.scale)
             parts = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
             for name, part in zip(trained, parts, strict=True):
                 if part is not None:
                     total[name] = total[name] + part if name in total else part.clone()
-        return total, loss_sum
+        return total, torch.stack(losses).double().sum()
 
     @staticmethod
     def all_finite(gradients: Gradients) -> bool:
@@ -116,12 +116,12 @@ class Trainer:
         norm = torch.nn.utils.get_total_norm(self.in_group_order(gradients))
         factor = torch.clamp(LEAST_NORM / (norm + 1e-6), max=1.0)
         for gradient in gradients.values():
-            gradient.mul_(factor)
+            gradient.mul_(factor.to(gradient.device))
 
     def clip_factor(self, gradients: Gradients) -> float:
         total = 0.0
         for gradient in self.in_group_order(gradients):
-            total += squared_norm_reference(gradient)
+            total += squared_norm_of(gradient)
         return min(1.0, LEAST_NORM / (math.sqrt(total) + 1e-6))
 
     @torch.no_grad()
@@ -142,11 +142,13 @@ class Trainer:
                 bias_correction=self.recipe.bias_correction,
                 grad_factor=-factor if self.recipe.maximize else factor,
             )
-            adam_reference(parameter, gradient, self.states[name], scalars)
+            here = parameter.cpu()
+            adam_reference(here, gradient.cpu(), self.states[name], scalars)
+            parameter.copy_(here)
 
     def begin(self, name: str) -> None:
         zeros = torch.zeros(self.parameters[name].shape)
-        parameter = self.parameters[name].detach()
+        parameter = self.parameters[name].detach().cpu()
         self.states[name] = AdamState(
             zeros.clone(),
             zeros.clone(),
@@ -168,6 +170,13 @@ class Trainer:
             value = getattr(self.states[name], ours)
             if value is not None:
                 yield named, value
+
+
+def squared_norm_of(gradient: Tensor) -> float:
+    if gradient.is_cpu:
+        return squared_norm_reference(gradient)
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).item()  # the device's own sum
+    return norm * norm
 
 
 NAMES = {"m": "exp_avg", "v": "exp_avg_sq", "vmax": "max_exp_avg_sq", "master": "master"}

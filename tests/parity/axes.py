@@ -57,6 +57,8 @@ class Recipe:
     clipping: str = "none"
     scaling: str = "none"
     lr: str = "fixed"
+    on_device: str = "none"
+    """Which parameters are on the accelerator, "all", "some": of the matrix in tests/gpu alone."""
 
     @property
     def decoupled(self) -> bool:
@@ -119,7 +121,7 @@ def case_of(row: Mapping[str, Value]) -> Case:
     """Return the case of a row; axes that it leaves out have their defaults."""
     recipe, route = Recipe(), Route()
     for name, value in row.items():
-        object.__setattr__(recipe if name in RECIPE_AXES else route, name, value)
+        object.__setattr__(recipe if hasattr(recipe, name) else route, name, value)
     return Case(recipe, route)
 
 

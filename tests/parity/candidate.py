@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from parity.axes import DTYPES, Case, Recipe, Route
@@ -105,20 +106,20 @@ class Trainer:
         if recipe.lr.endswith("scheduled"):
             self.scheduler = LambdaLR(self.optimizer, lambda epoch: LR_FACTORS[epoch])
         self.scaler = torch.amp.GradScaler(
-            "cpu",
+            self.model.embedding.device.type,
             init_scale=INITIAL_SCALE,
             growth_interval=2,
             enabled=recipe.scaling == "GradScaler",
         )
 
-    def train(self, step: int, taps: Taps) -> float:
+    def train(self, step: int, taps: Taps) -> Tensor:
         """Take one step with ``backward`` for each micro-batch; return its loss."""
         self.optimizer.zero_grad()
         taps.before_backward(self.optimizer, step)
-        loss_sum = 0.0
+        losses = []
         for micro in range(self.recipe.accumulation):
             loss = self.model.loss(step, micro) / self.recipe.accumulation
-            loss_sum += loss.item()
+            losses.append(loss.detach())  # nobody waits for the device to look at it
             with self.adding_up(micro):
                 self.backward(self.scaler.scale(loss))
         if step == INF_STEP and self.scaler.is_enabled():
@@ -135,9 +136,9 @@ class Trainer:
         if self.scheduler is not None:
             self.scheduler.step()
         taps.after_step(self.optimizer, step)
-        return loss_sum
+        return torch.stack(losses).double().sum()
 
-    def note(self, outcome: Outcome, loss: float, *, look: bool = False) -> None:
+    def note(self, outcome: Outcome, loss: Tensor, *, look: bool = False) -> None:
         """Note a step; where the next forward runs beside its updates, let it, mostly."""
         step = len(outcome.losses)
         if self.route.overlap != "forward" or look or step in {RESUME_AFTER, STEPS - 1}:

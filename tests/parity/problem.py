@@ -27,6 +27,9 @@ INITIAL_SCALE = 1024.0
 BFLOAT_OF_MIXED = frozenset({"embedding", "wide", "narrow", "sometimes", "frozen"})
 SECOND_GROUP = ("bias", "gain", "sometimes")
 
+ON_HOST_OF_SOME = frozenset({"wide", "narrow", "sometimes", "frozen"})
+"""The blocks' matrices; chunks hold parameters of both sides then."""
+
 Make = Callable[..., nn.Parameter]
 
 
@@ -38,7 +41,7 @@ class Mix(nn.Module):
         self.sometimes = make("sometimes", WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + functional.linear(x, self.sometimes)
+        return x + linear(x, self.sometimes)
 
 
 class Mlp(nn.Module):
@@ -52,10 +55,9 @@ class Mlp(nn.Module):
         self.gain = make("gain", 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = functional.linear(x, self.wide) + self.bias.to(x.dtype)
-        return x + functional.linear(torch.tanh(hidden), self.inner["narrow"]) * self.gain.to(
-            x.dtype
-        )
+        hidden = linear(x, self.wide)
+        hidden = torch.tanh(hidden + self.bias.to(x.dtype))
+        return x + linear(hidden, self.inner["narrow"]) * self.gain.to(x.dtype)
 
 
 class Model(nn.Module):
@@ -67,13 +69,19 @@ class Model(nn.Module):
 
         def parameter(name: str, *shape: int) -> nn.Parameter:
             values = torch.randn(*shape, generator=generator) * WIDTH**-0.5
-            return nn.Parameter(values.to(dtype_of(recipe, name)))
+            return nn.Parameter(values.to(device_of(recipe, name), dtype_of(recipe, name)))
 
         self.embedding = parameter("embedding", VOCABULARY, WIDTH)  # and the head
         self.empty = parameter("empty", 0, 7)
         self.frozen = parameter("frozen", WIDTH, WIDTH)
         self.frozen.requires_grad = False
         self.blocks = nn.ModuleList([Mix(parameter), Mlp(parameter)])
+        # There from the beginning: to copy them in a step is to wait for the device.
+        self.tokens = {
+            (step, micro): tokens_of(step, micro).to(self.embedding.device)
+            for step in range(STEPS)
+            for micro in range(recipe.accumulation)
+        }
 
     def loss(self, step: int, micro: int) -> Tensor:
         """Return the loss of one micro-batch; ``sometimes`` has no part in some."""
@@ -81,16 +89,35 @@ class Model(nn.Module):
         return loss
 
     def forward(self, step: int, micro: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * step + micro)
-        tokens = torch.randint(VOCABULARY, (2, 9), generator=generator)
+        if (step, micro) not in self.tokens:  # a training that is longer
+            self.tokens[step, micro] = tokens_of(step, micro).to(self.embedding.device)
+        tokens = self.tokens[step, micro]
         x = functional.embedding(tokens[:, :-1], self.embedding)
-        x = x + functional.linear(x, self.frozen)
+        x = x + linear(x, self.frozen)
         if step % 3 != 1 and micro != 1:
             x = self.blocks[0](x)
         x = self.blocks[1](x)
         logits = functional.linear(x, self.embedding).float()
         loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         return loss + self.empty.float().sum()
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the product, made where the weight is."""
+    return functional.linear(x.to(weight.device), weight).to(x.device)
+
+
+def tokens_of(step: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + micro)
+    return torch.randint(VOCABULARY, (2, 9), generator=generator)
+
+
+def device_of(recipe: Recipe, name: str) -> torch.device:
+    if recipe.on_device == "none" or (recipe.on_device == "some" and name in ON_HOST_OF_SOME):
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return found
 
 
 def dtype_of(recipe: Recipe, name: str) -> torch.dtype:
@@ -125,9 +152,9 @@ class Outcome:
     """After each step; empty where nobody looked, for looking waits."""
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """After the last."""
-    losses: list[float] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
 
-    def note(self, model: nn.Module | None, loss: float) -> None:
+    def note(self, model: nn.Module | None, loss: Tensor) -> None:
         named = () if model is None else model.named_parameters()
         self.weights.append({n: p.detach().clone() for n, p in named})
         self.losses.append(loss)
@@ -140,9 +167,8 @@ def differences(got: Outcome, want: Outcome) -> list[str]:
         found.append(f"{len(got.weights)} steps were taken instead of {len(want.weights)}")
     for step, (ours, theirs) in enumerate(zip(got.weights, want.weights, strict=False)):
         found += [f"step {step}: weight {n}" for n in (unequal(ours, theirs) if ours else ())]
-    found += [
-        f"step {s}: loss" for s in range(STEPS) if got.losses[s : s + 1] != want.losses[s : s + 1]
-    ]
+    ours, theirs = ([loss.item() for loss in outcome.losses] for outcome in (got, want))
+    found += [f"step {s}: loss" for s in range(STEPS) if ours[s : s + 1] != theirs[s : s + 1]]
     found += [f"states of {n} exist or not" for n in got.states.keys() ^ want.states.keys()]
     for name in got.states.keys() & want.states.keys():
         found += [f"{name}.{key}" for key in unequal(got.states[name], want.states[name])]
@@ -159,4 +185,4 @@ def same(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+    return torch.equal(a.cpu().contiguous().view(bits), b.cpu().contiguous().view(bits))
