@@ -43,7 +43,7 @@ def test_stowed_training_has_the_bits_of_training_alone(
         assert all_equal(got, want)
 
 
-MATRIX = courses()
+MATRIX = courses(AXES)
 
 
 @pytest.mark.parametrize(("course", "world"), MATRIX, ids=[f"{c}-world{w}" for c, w in MATRIX])

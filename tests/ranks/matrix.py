@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from parity.cover import Row, Value, all_pairs
+from parity.cover import Axes, Row, Value, all_pairs
 from ranks.stowed import Course
 from tensorstow import Plan
 
@@ -21,27 +21,43 @@ AXES: dict[str, tuple[Value, ...]] = {
     "resume": ("none", "asked", "due"),
     "world": (1, 2, 4),
 }
+ON_DEVICE: dict[str, tuple[Value, ...]] = {
+    **AXES,
+    "parameters": ("device", "host", "disk", "host and device", "everywhere"),
+    "update_on": ("host", "device", 0.4),
+}
+"""Where ranks have an accelerator."""
+UNITS = {
+    "host and device": {"blocks.1": "device"},
+    "everywhere": {"blocks.1": "device", "blocks.2": "disk"},
+}
 
 
 def allowed(row: Mapping[str, Value]) -> bool:
     """Return whether a plan and its optimizer take this."""
-    on_disk = row.get("parameters") == "disk"
+    on_disk = row.get("parameters") in {"disk", "everywhere"}
+    by_device = row.get("update_on", "host") != "host"
     return not (
-        (on_disk and (row.get("stage", 3) != 3 or row.get("overlap") == "forward"))
+        (by_device and row.get("parameters", "device") != "device")
+        or (by_device and row.get("overlap", "none") != "none")
+        or (on_disk and (row.get("stage", 3) != 3 or row.get("overlap") == "forward"))
         or (row.get("overlap") == "backward" and row.get("clip", "none") != "none")
         # A sum of several ranks in bf16, or torch's norm in fp32, is another arithmetic.
         or (row.get("clip") == "torch" and row.get("dtype", "float32") != "float32")
     )
 
 
-def courses() -> list[tuple[Course, int]]:
+def courses(axes: Axes) -> list[tuple[Course, int]]:
     """Return (course, ranks) of every row of the cover."""
-    return [(_course(row), int(row["world"])) for row in all_pairs(AXES, allowed)]
+    return [(_course(row), int(row["world"])) for row in all_pairs(axes, allowed)]
 
 
 def _course(row: Row) -> Course:
+    units = UNITS.get(str(row["parameters"]), {})
     plan = Plan(
-        parameters=row["parameters"],
+        parameters="host" if units else row["parameters"],
+        units=units,
+        update_on=row.get("update_on"),
         states=row["states"],
         stage=row["stage"],
         overlap=row["overlap"],

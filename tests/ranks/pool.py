@@ -18,9 +18,9 @@ class RankError(Exception):
 
 
 class Ranks:
-    """``world`` processes with a gloo group among them."""
+    """``world`` processes with a group among them, of ``device``'s collectives and of gloo's."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, device: str = "cpu") -> None:
         """Start them: forked from a process that has loaded torch once, and has no threads."""
         self.world = world
         context = multiprocessing.get_context("forkserver")
@@ -31,7 +31,7 @@ class Ranks:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world, meeting))
+            process = context.Process(target=_serve, args=(theirs, rank, world, meeting, device))
             process.start()
             theirs.close()
             self._ends.append(ours)
@@ -59,21 +59,40 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(end: Connection, rank: int, world: int, meeting: str) -> None:
+def _serve(end: Connection, rank: int, world: int, meeting: str, device: str) -> None:
     import torch  # noqa: PLC0415  # in the child alone
     import torch.distributed as dist  # noqa: PLC0415
 
     torch.set_num_threads(1)
+    check = _join_device(device, rank)
     store = dist.FileStore(meeting, world)
     patience = timedelta(seconds=40)  # a rank that waits for one that failed says so, in time
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+    backend = "gloo"
+    if device != "cpu":
+        backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
     while True:
         try:
             task, given = end.recv()
         except EOFError:
             break
         try:
-            end.send((True, task(*given)))
+            answer = task(*given)
+            check()
+            end.send((True, answer))
         except BaseException:  # noqa: BLE001  # the parent raises it
             end.send((False, traceback.format_exc()))
     dist.destroy_process_group()
+
+
+def _join_device(device: str, rank: int) -> Callable[[], None]:
+    """Take the rank's accelerator; return what says whether a task's work on it was in order."""
+    import torch  # noqa: PLC0415
+
+    if device == "simulated":
+        import simulated  # noqa: PLC0415  # registers the device, in a process of its own
+
+        return simulated.check_order
+    if device != "cpu":
+        torch.accelerator.set_device_index(rank)
+    return lambda: None

@@ -15,7 +15,9 @@ from torch.nn import functional
 import tensorstow
 from ranks.twin import mesh_here
 from tensorstow import Plan
+from tensorstow.engine.mesh import device_here
 
+CPU = torch.device("cpu")
 WIDTH = 12
 STEPS = 3
 FROZEN = ("blocks.0.down.weight", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.weight")
@@ -44,7 +46,9 @@ class Course:
     def __str__(self) -> str:
         """Name what differs from the default."""
         p = self.plan
-        parts = [f"z{p.stage}", p.parameters, p.states, p.overlap, f"acc{p.accumulation_steps}"]
+        parts = [f"z{p.stage}", p.parameters, *(f"{n}={t}" for n, t in p.units.items())]
+        parts += [p.states, p.overlap, f"acc{p.accumulation_steps}"]
+        parts += [f"on-{p.update_on}" if p.update_on else ""]
         parts += [str(self.dtype)[6:], str(self.compute_dtype)[6:] if self.compute_dtype else ""]
         parts += [f"x{p.replicas}", "clip" * (self.clip is not None), "torch" * self.torch_clips]
         parts += ["frozen" * self.frozen, self.resume.removeprefix("none"), "whole" * self.whole]
@@ -127,10 +131,15 @@ def model_for(course: Course) -> Model:
     return model
 
 
-def loss_of(model: nn.Module, rank: int, step: int, micro: int) -> torch.Tensor:
-    """Return the loss of what a rank sees."""
+def loss_of(
+    model: nn.Module, rank: int, step: int, micro: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return the loss of what a rank sees, on ``device``."""
     generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
     tokens = torch.randint(11, (2, 5), generator=generator)
+    if device is not None and device.type != "cpu":
+        # From pageable memory the host would wait for the device, and hide who else is to.
+        tokens = tokens.pin_memory().to(device, non_blocking=True)
     logits = model(tokens[:, :-1]).float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -164,7 +173,7 @@ class Life:
         course, model, optimizer = self.course, self.model, self.optimizer
         for step in steps:
             for micro in range(course.plan.accumulation_steps):
-                loss_of(model, dist.get_rank(), step, micro).backward()
+                loss_of(model, dist.get_rank(), step, micro, device_here()).backward()
             if course.clip is not None and course.torch_clips:
                 nn.utils.clip_grad_norm_(model.parameters(), course.clip)
             elif course.clip is not None:
@@ -205,22 +214,25 @@ def finish(model: nn.Module, optimizer: tensorstow.AdamW) -> list[torch.Tensor]:
     """Return whole weights; end the optimizer."""
     optimizer.wait()
     weights = [
-        (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone().cpu()
         for p in model.parameters()
     ]
     optimizer.close()
     return weights
 
 
-def alone(course: Course, world: int) -> list[torch.Tensor]:
-    """Train in this process on what ``world`` ranks would see, everything in RAM."""
+def alone(course: Course, world: int, device: torch.device = CPU) -> list[torch.Tensor]:
+    """Train in this process on what ``world`` ranks would see, everything in RAM.
+
+    ``device``: what computes gradients.
+    """
     master = model_for(course)
     optimizer = groups_of(list(master.named_parameters()))
     trained = [p for p in master.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad_dtype = None
     for step in range(STEPS):
-        summed = _summed(course, master, step, world)
+        summed = _summed(course, master, step, world, device)
         for parameter, gradient in zip(trained, summed, strict=True):
             parameter.grad = gradient
         if course.clip is not None:
@@ -230,34 +242,36 @@ def alone(course: Course, world: int) -> list[torch.Tensor]:
     return finish(master, optimizer)
 
 
-def _summed(course: Course, master: nn.Module, step: int, world: int) -> list[torch.Tensor]:
+def _summed(
+    course: Course, master: nn.Module, step: int, world: int, device: torch.device
+) -> list[torch.Tensor]:
     """Return gradients over ranks and micro-batches, summed in the order that the stage has."""
     steps = course.plan.accumulation_steps
     at_once = course.plan.stage != 1
     total: list[torch.Tensor] = []
     if at_once:
         for micro in range(steps):
-            each = [_gradients(course, master, r, step, micro) for r in range(world)]
+            each = [_gradients(course, master, (r, step, micro), device) for r in range(world)]
             total = _plus(total, _mean(each, course.dtype), wide=True)
         return total
     sums = []
     for rank in range(world):
         own: list[torch.Tensor] = []
         for micro in range(steps):
-            own = _plus(own, _gradients(course, master, rank, step, micro), wide=False)
+            own = _plus(own, _gradients(course, master, (rank, step, micro), device), wide=False)
         sums.append(own)
     return _mean(sums, course.dtype)
 
 
 def _gradients(
-    course: Course, master: nn.Module, rank: int, step: int, micro: int
+    course: Course, master: nn.Module, batch: tuple[int, int, int], device: torch.device
 ) -> list[torch.Tensor]:
     """Return those of the parameters that are trained."""
     working = model_for(course)
     working.load_state_dict(master.state_dict())
-    working.to(course.compute_dtype or course.dtype)
-    loss_of(working, rank, step, micro).backward()
-    return [p.grad for p in working.parameters() if p.grad is not None]
+    working.to(device, course.compute_dtype or course.dtype)
+    loss_of(working, *batch, device).backward()
+    return [p.grad.cpu() for p in working.parameters() if p.grad is not None]
 
 
 def _plus(a: list[torch.Tensor], b: list[torch.Tensor], *, wide: bool) -> list[torch.Tensor]:

@@ -79,6 +79,14 @@ class _Runtime:
     cudaHostUnregister = staticmethod(native.unregister_host)  # noqa: N815
 
 
+def check_order() -> None:
+    """Wait for all work; raise AssertionError if any since the last take_hazards() was wrong."""
+    native.synchronize()
+    found = take_hazards()
+    first = "\n".join(sorted(set(found))[:6])
+    assert not found, f"{len(found)} hazards, first:\n{first}"
+
+
 class _Device(types.ModuleType):
     """``torch.simulated``: what torch asks of the module of a device."""
 

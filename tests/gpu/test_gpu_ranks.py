@@ -1,0 +1,38 @@
+"""Whole models over ranks with an accelerator each: the bits of training alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from parity.cover import feasible_pairs
+from ranks.matrix import ON_DEVICE, allowed, courses
+from ranks.pool import Ranks
+from ranks.stowed import Course, alone, stowed
+
+MATRIX = courses(ON_DEVICE)
+
+
+@pytest.mark.parametrize(("course", "world"), MATRIX, ids=[f"{c}-world{w}" for c, w in MATRIX])
+def test_any_two_values_of_two_axes_are_right_together(
+    tmp_path: Path,
+    device: torch.device,
+    device_ranks: Callable[[int], Ranks],
+    course: Course,
+    world: int,
+) -> None:
+    want = alone(course, world, device)
+    close = course.torch_clips  # torch's norm is fp32 and summed in another order
+    for got in device_ranks(world).run(stowed, course, tmp_path / "run"):
+        for a, b in zip(got, want, strict=True):
+            if close:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(a, b)
+
+
+def test_the_matrix_is_as_large_as_it_says() -> None:
+    # A change of these numbers is a change of what is proved: make it on purpose.
+    assert len(feasible_pairs(ON_DEVICE, allowed)) == 502
+    assert len(MATRIX) == 29
