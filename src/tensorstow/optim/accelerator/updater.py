@@ -147,6 +147,8 @@ class Updater:
         trip.fallen.synchronize()
         self._pipeline.outside_done(trip.chunk)
         self._free.append(trip.slot)
+        if self.is_over:
+            self._works = {}  # else the device holds the gradients until the next step
 
     def take_one(self) -> None:
         """Wait for a chunk, and start it; raises what failed in the pipeline.
