@@ -306,9 +306,8 @@ class Uploads:
             unit.shelf.lease()
         try:
             shards, pairs = self._cut(unit, buffer)
+            # Where some of it is pageable, that has been read when this returns.
             self._copied = copied = self.link.up(pairs, [buffer.ready])
-            if buffer.here is None and any(unit.staged):
-                copied.synchronize()  # of pageable memory, which is not ours to keep
         finally:
             if unit.shelf is not None:
                 unit.shelf.release()
