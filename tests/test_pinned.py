@@ -57,6 +57,7 @@ def test_views_share_the_block_and_begin_at_zero() -> None:
     assert not block.tensor(0, 128, torch.float32).any()
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_memory_is_registered_once_and_let_go_when_copies_are_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,17 +5,22 @@ stream is busy where something must wait for it. Some tests look at the order of
 simulated accelerator alone knows; on others they look at the bits.
 """
 
+import gc
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from training import Net, make, same_weights, spin, train
 
 from compare import all_equal
 from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed.progress import Progress
 from tensorstow.engine import leaving
+from tensorstow.engine.cells import Cell
+from tensorstow.engine.uploads import Uploads
+from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.accelerator import updater as updater_module
 from tensorstow.optim.accelerator.device import Mark, StreamLink
 from tensorstow.optim.accelerator.mirrors import Mirror, deliver, make_mirrors, refresh
@@ -166,7 +171,8 @@ def gone_through(net: Net, optimizer: AdamW, device: torch.device) -> list[torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("overlap", "update_on"), [*((o, "host") for o in OVERLAPS), ("none", "device")]
+    ("overlap", "update_on"),
+    [*((o, "host") for o in OVERLAPS), ("none", "device"), ("none", "hybrid")],
 )
 def test_steps_whose_gradients_are_late(
     overlap: str, update_on: str, dtype: str, device: torch.device
@@ -203,18 +209,42 @@ def late_steps(model: nn.Module, optimizer: AdamW, device: torch.device) -> list
         y.backward()
         optimizer.step()
     optimizer.wait()
-    weights = [p.detach().cpu() for p in model.parameters()]
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    weights = [p.detach().cpu().clone() for p in local]
     optimizer.close()
     return weights
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward"])
-def test_gradients_of_a_stowed_model_that_are_late(overlap: str, device: torch.device) -> None:
+STOWED = {
+    "device": Plan(parameters="device"),
+    "device-forward": Plan(parameters="device", overlap="forward"),
+    "host": Plan(parameters="host"),
+    "host-backward": Plan(parameters="host", overlap="backward"),
+}
+
+
+@pytest.mark.parametrize("plan", STOWED)
+def test_gradients_of_a_stowed_model_that_are_late(plan: str, device: torch.device) -> None:
     plain = layers().to(device)
     want = late_steps(plain, AdamW(plain.parameters(), lr=1e-2), device)
-    plan = Plan(parameters="device", overlap=overlap)
-    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=plan)
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=STOWED[plan])
     assert all_equal(late_steps(model, optimizer, device), want)
+
+
+@pytest.mark.parametrize("plan", STOWED)
+def test_backward_returns_while_the_device_is_busy(plan: str, device: torch.device) -> None:
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=STOWED[plan])
+    x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
+    for _ in range(3):
+        optimizer.zero_grad()
+        y = model(x).float().square().sum()
+        spin(device, 3 * LATE)
+        mark = torch.accelerator.current_stream().record_event()
+        y.backward()
+        is_busy = not mark.query()
+        optimizer.step()
+    assert is_busy
+    optimizer.close()
 
 
 def test_few_gradients_of_a_stowed_model_are_on_their_way(
@@ -305,6 +335,97 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
         optimizer.step()
     assert len(marks) > 1
     assert all(mark.query() for mark in marks)
+
+
+# --- weights of a stowed model on their way up ---
+
+
+def units(link: StreamLink, *, ahead: int = 0, cast: bool = False) -> tuple[Uploads, list[Cell]]:
+    """Return uploads of units of one cell, whose values are their numbers."""
+    uploads = Uploads(link, ahead=ahead, beside_forward=False)
+    cells = []
+    for number in range(4):
+        block = PinnedBlock(4 * COUNT, link.device, link.settle)
+        cells.append(Cell(block.tensor(0, COUNT, torch.float32), COUNT, block))
+        cells[-1].home.fill_(number)
+        uploads.add(cells[-1:], [dtype_of(cast=cast)], None)
+    return uploads, cells
+
+
+def dtype_of(*, cast: bool) -> torch.dtype:
+    return torch.bfloat16 if cast else torch.float32
+
+
+def gathered(uploads: Uploads, cell: Cell, *, cast: bool = False, late: float = 0) -> torch.Tensor:
+    """Do what FSDP2 does; late: when the caller's stream comes to it."""
+    shard = uploads.take(cell, dtype_of(cast=cast))
+    spin(shard.device, late)
+    got = shard.clone()
+    uploads.used(cell)
+    return got
+
+
+def hold_up(link: StreamLink, seconds: float = LATE) -> Mark:
+    """Let copies up be late; return a mark before them."""
+    with link._up:
+        spin(link.device, seconds)
+        return link.mark()
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_what_is_gathered_has_gone_up_before(link: StreamLink, *, cast: bool) -> None:
+    """Its memory, on the device or pinned, is filled again when nobody uses it any more."""
+    uploads, cells = units(link, cast=cast)
+    hold_up(link)
+    got = [gathered(uploads, cell, cast=cast, late=LATE / 4) for cell in cells]
+    for number, one in enumerate(got):
+        assert one.eq(number).all()
+
+
+def test_buffers_are_made_of_memory_that_is_in_use_still(link: StreamLink) -> None:
+    uploads, cells = units(link)
+    used = [torch.ones(4 * COUNT, dtype=torch.uint8, device=link.device) for _ in range(2)]
+    spin(link.device, LATE)
+    for memory in used:
+        memory.fill_(7)
+    del memory, used
+    assert gathered(uploads, cells[1]).eq(1).all()
+
+
+def test_host_memory_that_is_uploaded_changes_behind_that(link: StreamLink) -> None:
+    uploads, cells = units(link)
+    hold_up(link)
+    shard = uploads.take(cells[1], torch.float32)
+    uploads.forget()
+    cells[1].home.fill_(9)
+    assert shard.clone().eq(1).all()
+
+
+def test_nothing_is_waited_for_to_go_ahead(link: StreamLink) -> None:
+    uploads, cells = units(link, ahead=1, cast=True)
+    for _ in range(2):
+        for cell in cells:
+            gathered(uploads, cell, cast=True)
+    uploads.forget()
+    link.settle()
+    mark = hold_up(link, 5 * LATE)
+    for cell in cells[:2]:
+        gathered(uploads, cell, cast=True)
+    assert not mark.query()
+
+
+def test_what_is_gathered_on_another_stream_outlives_its_buffer(link: StreamLink) -> None:
+    uploads, cells = units(link)
+    gathered(uploads, cells[0])
+    side = torch.Stream(link.device)
+    with side:
+        got = gathered(uploads, cells[1], late=LATE)
+    del uploads, cells
+    gc.collect()
+    other = [torch.zeros(COUNT, device=link.device) for _ in range(2)]
+    side.synchronize()
+    assert got.eq(1).all()
+    assert all(o.eq(0).all() for o in other)
 
 
 # --- others who ask the device ---

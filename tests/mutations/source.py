@@ -14,8 +14,19 @@ _OF_LINKS = frozenset({"join", "settle"})  # strings join too, and stores settle
 _KEYWORDS = frozenset({"non_blocking", "pin_memory"})
 # Here `synchronize` and `query` are an optimizer's, a writer's or SQLite's.
 _ELSEWHERE = ("cli/", "tensornvme/", "store/", "optim/piecewise/")
-# Its memory is pageable: a copy holds its caller up whatever it is told.
-_PAGEABLE = ("engine/stowed_parameter.py",)
+
+WITHOUT = frozenset(
+    {
+        # Waits for time alone: what is measured, and what goes on sooner.
+        ("optim/accelerator/sides.py", "made.synchronize()"),
+        ("optim/accelerator/updater.py", "while self._trips and self._trips[0].fallen.query():"),
+        # No shard in host memory has an order of its own yet.
+        ("optim/schedules/backward.py", "fall.synchronize()"),
+        # A step is given up by a store that is closed behind it.
+        ("optim/members.py", "self._link.settle()"),
+    }
+)
+"""Calls that no test misses."""
 
 
 def mutated(mutation: Mutation) -> str:
@@ -37,13 +48,16 @@ def waits() -> Iterator[tuple[str, int]]:
     """Yield the path and line of each call that orders a device's work."""
     for file in sorted(SOURCE.rglob("*.py")):
         path = file.relative_to(SOURCE).as_posix()
-        if path.startswith((*_ELSEWHERE, *_PAGEABLE)):
+        if path.startswith(_ELSEWHERE):
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and _orders(node):
                 line = node.func.end_lineno
                 assert line is not None
-                yield path, line
+                said = text.splitlines()[line - 1].partition("  # ")[0].strip()
+                if (path, said) not in WITHOUT:
+                    yield path, line
 
 
 def _orders(call: ast.Call) -> bool:

@@ -9,11 +9,13 @@ _UPDATER = "optim/accelerator/updater.py"
 _SCHEDULE = "optim/schedules/schedule.py"
 _LEAVING = "engine/leaving.py"
 _GRADIENTS = "engine/gradients.py"
+_UPLOADS = "engine/uploads.py"
 
 _WAITS = "gpu/test_waits.py"
 _LINK = "gpu/test_gpu_link.py"
 _COUNTS = "gpu/test_counts.py"
 _STEPS = f"{_WAITS}::test_steps_whose_gradients_are_late"
+_BUSY = f"{_WAITS}::test_backward_returns_while_the_device_is_busy"
 _FALLS = f"{_WAITS}::test_gradients_of_a_stowed_model_that_are_late"
 
 
@@ -130,7 +132,7 @@ MUTATIONS = (
         "pass  # what went up",
         f"{_WAITS}::test_a_step_by_gradients_that_have_landed_already",
     ),
-    Mutation(_FERRY, "self.link.join(self._risen)", "pass", _STEPS),
+    Mutation(_FERRY, "self.link.join(risen)", "pass", _STEPS),
     Mutation(
         _FERRY,
         "while self._falling and self._falling[0].fallen.query():",
@@ -177,8 +179,14 @@ MUTATIONS = (
     ),
     Mutation(_UPDATER, "trip.fallen.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"),
     Mutation(
-        _UPDATER,
-        "self.link.settle()",
+        "optim/accelerator/sides.py",
+        "made = self.link.mark()",
+        "made = self.link.up([])",
+        f"{_STEPS}[none-hybrid-bf16]",
+    ),
+    Mutation(
+        "optim/schedules/outside.py",
+        "sides.link.settle()",
         "pass",
         f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
     ),
@@ -207,11 +215,63 @@ MUTATIONS = (
         "while self._under_way:",
         _FALLS,
     ),
+    Mutation(_SCHEDULE, "return self.mark is None or self.mark.query()", "return True", _BUSY),
+    Mutation(_SCHEDULE, "falling.mark.synchronize()", "pass", f"{_FALLS}[host-backward]"),
+    Mutation(
+        "optim/shards.py",
+        "if mark is not None and not mark.query():",
+        "if mark is None and gradient is None:",
+        _BUSY,
+    ),
+    # --- weights of a stowed model ---
+    Mutation(
+        _UPLOADS,
+        "self.link.join(upload.copied)",
+        "pass",
+        f"{_WAITS}::test_what_is_gathered_has_gone_up_before[False]",
+    ),
+    Mutation(
+        _UPLOADS,
+        "shard.record_stream(torch.accelerator.current_stream(self.link.device))",
+        "pass",
+        f"{_WAITS}::test_what_is_gathered_on_another_stream_outlives_its_buffer",
+    ),
+    Mutation(
+        _UPLOADS,
+        "self._copied.synchronize()",
+        "pass",
+        f"{_WAITS}::test_host_memory_that_is_uploaded_changes_behind_that",
+    ),
+    Mutation(
+        _UPLOADS,
+        "any(unit.staged) and buffer.copied and not buffer.copied.query()",
+        "False",
+        f"{_WAITS}::test_nothing_is_waited_for_to_go_ahead",
+    ),
+    Mutation(
+        _UPLOADS,
+        "upload.buffer.ready = self.link.mark()",
+        "upload.buffer.ready = torch.Event(self.link.device)",
+        f"{_WAITS}::test_what_is_gathered_has_gone_up_before[False]",
+    ),
+    Mutation(
+        _UPLOADS,
+        "if any(unit.staged) and buffer.copied is not None and not buffer.copied.query():\n"
+        "            buffer.copied.synchronize()",
+        "if False:\n            pass",
+        f"{_WAITS}::test_what_is_gathered_has_gone_up_before[True]",
+    ),
+    Mutation(
+        _UPLOADS,
+        "made.append(_Buffer(memory, staged, self.link.mark()))",
+        "made.append(_Buffer(memory, staged, torch.Event(self.link.device)))",
+        f"{_WAITS}::test_buffers_are_made_of_memory_that_is_in_use_still",
+    ),
     # --- the host's own ---
     Mutation(
         "io/pinned.py",
-        "    settle()\n",
-        "",
+        "        settle()\n",
+        "        pass\n",
         "test_pinned.py::test_memory_is_registered_once_and_let_go_when_copies_are_over",
     ),
     Mutation(
