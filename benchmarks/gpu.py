@@ -5,170 +5,168 @@ before the next is made, so that none needs memory beside another. Beside the ti
 bounds each: compute, the link, host memory and the disk are measured alone in the same turns. The
 batch is as large as it must be for compute to take longer than all that ours moves.
 
-    python benchmarks/run.py gpu                           # on an accelerator
-    python benchmarks/run.py gpu --cpu-as-device --quick   # whether it runs, not how fast
+    python benchmarks/run.py gpu --size 1B                 # on an accelerator; 3B and 8B too
+    python benchmarks/run.py gpu --simulated --quick       # whether it runs, not how fast
+    python benchmarks/run.py gpu --cpu-as-device --quick   # the same without a second memory
+    python benchmarks/run.py gpu --journal FOLDER          # a second call goes on from the first
 """
 
 import copy
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import repeat
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import gpu_figures
-from benchmarks.crossings import Crossings
 from benchmarks.gpu_bounds import DOWN, DRAM, UP, Rates, rates_of
 from benchmarks.gpu_peers import PEERS
-from benchmarks.gpu_ways import COMPUTE, OURS, WHOLE, Moved, Site, Training, Way, let_go
-from benchmarks.measure import Figure, Sample, Settings, interleave, not_available, use_all_cores
+from benchmarks.gpu_rounds import Outcome, Rounds, batches_of, outcomes_of
+from benchmarks.gpu_ways import COMPUTE, OURS, WHOLE, Site, Way, let_go
+from benchmarks.journal import Journal
+from benchmarks.measure import (
+    Figure,
+    Sample,
+    Settings,
+    accelerator,
+    interleave,
+    not_available,
+    use_all_cores,
+)
 from benchmarks.place import Place, accelerator_here, cpu_as_device
-from benchmarks.transformer import BILLION, TINY, Decoder, elements_of
+from benchmarks.transformer import SHAPES, TINY, Decoder, elements_of, made_by
+from tensorstow.base.errors import DirectoryError
 
-_WARM_UP = 2  # the first step fetches weights and makes states
-_STEPS = 4  # of a run, which is timed as a whole: what runs behind its last step too
-_RUNS = 2  # of a turn
 _RATE_BYTES = 512 << 20
-_DISK_BYTES = 16  # per parameter: states and parameters of one training
 _MARGIN = 1.25
 """Of compute over all that is to be hidden behind it."""
 _MOST_SEQUENCES = 64
-
-
-@dataclass
-class Outcome:
-    """What was seen of one way."""
-
-    way: Way
-    seconds: list[float] = field(default_factory=list)
-    """A step's, of each run."""
-    losses: list[list[float]] = field(default_factory=list)
-    """Of each turn."""
-    moved: Moved = field(default_factory=Moved)
-    """A step's."""
-    crossed: tuple[int, int] | None = None
-    """Bytes of a step down and up that torch copied; None: they could not be counted."""
-    device_bytes: int = 0
-    """The most that the device held at once."""
-    why: str = ""
-    """Why it does not run here; empty: it does."""
+_ALONE = 3
+"""How often each thing is measured alone before the batch is chosen by it."""
 
 
 def figures(settings: Settings) -> Iterator[Figure]:
-    """Train a model of a billion parameters in every way; compare times, bytes and losses."""
-    with ExitStack() as held:
-        place = held.enter_context(cpu_as_device()) if settings.cpu_as_device else None
-        place = place or accelerator_here()
-        if place is None:
-            why = "torch.accelerator has no device here"
-            yield not_available("a model on an accelerator", None, why)
-            return
-        use_all_cores()
-        held.enter_context(_same_bits())
-        held.enter_context(_own_group())
-        yield from _figures(settings, place)
+    """Train a model in every way, unless there is but to judge; compare times, bytes, losses."""
+    journal = Journal(settings.journal and settings.journal / f"gpu-{_size(settings)}.jsonl")
+    if not settings.judge_only:
+        with ExitStack() as held:
+            place = held.enter_context(cpu_as_device()) if settings.cpu_as_device else None
+            place = place or accelerator_here()
+            if place is None:
+                why = "torch.accelerator has no device here"
+                yield not_available("a model on an accelerator", None, why)
+                return
+            use_all_cores()
+            held.enter_context(same_bits())
+            held.enter_context(own_group())
+            _measure(settings, place, journal)
+    yield from _judged(settings, journal)
+    failed = [o for o in _outcomes(settings, journal) if o.has_failed and not o.way.may_fail]
+    if failed and not settings.judge_only:
+        message = "; ".join(f"{outcome.way.name}: {outcome.why}" for outcome in failed)
+        raise RuntimeError(message)
 
 
-def _figures(settings: Settings, place: Place) -> Iterator[Figure]:
-    shape = TINY if settings.quick else BILLION
-    first = Decoder(shape)
+def _outcomes(settings: Settings, journal: Journal) -> list[Outcome]:
+    return outcomes_of(ways_of(_size(settings)), journal)
+
+
+def ways_of(size: str) -> tuple[Way, ...]:
+    """Return what is measured, the most needed first; the disk with the smallest model alone."""
+    ways = sorted((COMPUTE, WHOLE, *OURS, *PEERS), key=_need)
+    return tuple(way for way in ways if size in {"1B", "tiny"} or not way.disk_bytes)
+
+
+def _need(way: Way) -> int:
+    if way in PEERS:
+        return 2
+    return {COMPUTE: 0, WHOLE: 0, OURS[0]: 1}.get(way, 3 if way.on_device else 4)
+
+
+def _size(settings: Settings) -> str:
+    return "tiny" if settings.quick else settings.size
+
+
+def _measure(settings: Settings, place: Place, journal: Journal) -> None:
+    size = _size(settings)
+    ways = ways_of(size)
+    shape = TINY if settings.quick else SHAPES[size]
+    first = made_by(place.device, shape)
     elements = elements_of(first)
-    directory = settings.scratch(_DISK_BYTES * elements)
     nbytes = 4 << 20 if settings.quick else _RATE_BYTES
+    directory = _scratch(settings, max(way.disk_bytes for way in ways) * elements, nbytes)
     with Rates(place, directory, nbytes) as alone:
         contenders = {name: rate.run for name, rate in alone.each.items()}
-        rates = rates_of(interleave(contenders, 3), alone.each)
-        moving = max(2 * elements / rates[DOWN], 2 * elements / rates[UP])
-        hidden = max(moving, OURS[0].dram_bytes * elements / rates[DRAM])
-        most = 2 if settings.quick else _MOST_SEQUENCES
-        site = site_for(Site(place, directory, 2), first, _MARGIN * hidden, most)
-        batches = _batches(site, first)
-        outcomes = [Outcome(way) for way in (COMPUTE, WHOLE, *OURS, *PEERS)]
-        raw: dict[str, list[float]] = {name: [] for name in contenders}
-        for turn in range(max(1, settings.pairs // 2)):
-            for name, sample in interleave(contenders, 1, warm_up=0).items():
-                raw[name] += sample.seconds
-            for outcome in outcomes[:: -1 if turn % 2 else 1]:
-                _take_turn(outcome, site, first, batches)
-        rates = rates_of({name: Sample(tuple(s)) for name, s in raw.items()}, alone.each)
-    tokens = site.sequences * shape.length
-    yield from gpu_figures.of(outcomes, rates, elements, tokens)
+
+        def measure_alone(times: int) -> Mapping[str, Sample]:
+            samples = interleave(contenders, times, warm_up=times // _ALONE)
+            seconds = {name: sample.seconds for name, sample in samples.items()}
+            sizes = {name: rate.nbytes for name, rate in alone.each.items()}
+            journal.add("alone", seconds=seconds, nbytes=sizes)
+            return samples
+
+        rates = rates_of(measure_alone(_ALONE), alone.each)
+        site = Site(place, directory, 2)
+        sequences = _agreed(journal, settings)
+        if sequences is None:
+            moving = max(2 * elements / rates[DOWN], 2 * elements / rates[UP])
+            hidden = max(moving, OURS[0].dram_bytes * elements / rates[DRAM])
+            most = 2 if settings.quick else _MOST_SEQUENCES
+            site = site_for(site, first, _MARGIN * hidden, most)
+            sequences = site.sequences
+            journal.add(
+                "site",
+                on=_device_name(settings),
+                elements=elements,
+                sequences=sequences,
+                tokens=sequences * shape.length,
+            )
+        site = replace(site, sequences=sequences)
+        rounds = Rounds(ways, site, first, journal, settings.way_seconds)
+        rounds.take(max(1, settings.pairs // 2), lambda: measure_alone(1))
 
 
-def _take_turn(
-    outcome: Outcome, site: Site, first: Decoder, batches: Sequence[torch.Tensor]
-) -> None:
-    """Make a way's training, take its steps, and let go of it; a peer that cannot says why."""
-    if outcome.why:
+def _scratch(settings: Settings, nbytes: int, least: int) -> Path:
+    try:
+        return settings.scratch(nbytes)
+    except DirectoryError:  # no directory has room for states: those ways say so
+        return settings.scratch(least)
+
+
+def _device_name(settings: Settings) -> str:
+    return "the CPU in its place" if settings.cpu_as_device else accelerator()
+
+
+def _agreed(journal: Journal, settings: Settings) -> int | None:
+    """Return how many sequences earlier processes took; refuse what another device measured."""
+    for entry in journal.of("site"):
+        here = _device_name(settings)
+        if entry["on"] != here:
+            message = (
+                f"What is to be gone on with was measured on {entry['on']}, this is {here}: "
+                "name another folder."
+            )
+            raise ValueError(message)
+        return int(entry["sequences"])
+    return None
+
+
+def _judged(settings: Settings, journal: Journal) -> Iterator[Figure]:
+    outcomes = _outcomes(settings, journal)
+    if not any(o.way is COMPUTE and o.seconds for o in outcomes):
+        yield not_available("a model on an accelerator", None, "nothing was measured yet")
         return
-    try:
-        site.place.forget_peak()
-        training = outcome.way.make(site, copy.deepcopy(first))
-        try:
-            _train(outcome, training, site.place, batches)
-        finally:
-            training.close()
-            del training
-    except Exception as error:  # whatever a peer's import, compiler or allocator raises
-        if not outcome.way.may_fail:
-            raise
-        outcome.why = f"{type(error).__name__}: {error}".splitlines()[0]
-        outcome.seconds.clear()
-    let_go(site.place)
-
-
-def _train(
-    outcome: Outcome, training: Training, place: Place, batches: Sequence[torch.Tensor]
-) -> None:
-    ids = iter(batches)
-    losses = [training.step(next(ids)) for _ in range(_WARM_UP)]
-    training.finish()
-    before = _moved(training)
-    for _ in range(_RUNS):
-        start = time.perf_counter()
-        losses += [training.step(next(ids)) for _ in range(_STEPS)]
-        training.finish()
-        outcome.seconds.append((time.perf_counter() - start) / _STEPS)
-    outcome.moved = _moved(training).since(before).each(_RUNS * _STEPS)
-    outcome.device_bytes = place.peak()
-    if not outcome.losses:
-        outcome.crossed = _crossed(training, next(ids), may_fail=outcome.way.may_fail)
-    if training.moved is None and outcome.crossed is not None:
-        down, up = outcome.crossed
-        outcome.moved = replace(outcome.moved, down=down, up=up)
-    outcome.losses.append([loss.item() for loss in losses])
-
-
-def _crossed(training: Training, ids: torch.Tensor, *, may_fail: bool) -> tuple[int, int] | None:
-    """Take a last step, which is slow; return the bytes down and up that torch copies in it."""
-    try:
-        with Crossings() as seen:
-            training.step(ids)
-            training.finish()
-    except Exception:  # not every project's code takes a mode; its times are good all the same
-        if not may_fail:
-            raise
-        return None
-    return seen.down, seen.up
-
-
-def _moved(training: Training) -> Moved:
-    return Moved() if training.moved is None else training.moved()
-
-
-def _batches(site: Site, first: Decoder) -> list[torch.Tensor]:
-    """Return ids of every step of a turn, on the device."""
-    generator = torch.Generator().manual_seed(1)
-    vocabulary, length = first.embedding.num_embeddings, first.positions.num_embeddings
-    shape = (site.sequences, length)
-    return [
-        torch.randint(vocabulary, shape, generator=generator).to(site.place.device)
-        for _ in repeat(None, _WARM_UP + _RUNS * _STEPS + 1)
-    ]
+    site = journal.of("site")[0]
+    rates: dict[str, float] = {}
+    alone = journal.of("alone")
+    for name, nbytes in alone[0]["nbytes"].items():
+        seconds = [s for entry in alone for s in entry["seconds"][name]]
+        rates[name] = nbytes / Sample(tuple(seconds)).median
+    yield from gpu_figures.of(outcomes, rates, site["elements"], site["tokens"])
 
 
 # --- how many tokens ---
@@ -177,25 +175,35 @@ def _batches(site: Site, first: Decoder) -> list[torch.Tensor]:
 def site_for(site: Site, first: Decoder, seconds: float, most: int) -> Site:
     """Return a site whose batches take ``seconds`` to compute, or as many as there is room for.
 
-    ``most``: sequences, at most.
+    ``most``: sequences, at most. Where no offload has no room at all, offloads may have.
     """
+    for way in (WHOLE, COMPUTE):
+        found = _site_with(way, site, first, seconds, most)
+        if found is not None:
+            return found
+    return replace(site, sequences=1)
+
+
+def _site_with(way: Way, site: Site, first: Decoder, seconds: float, most: int) -> Site | None:
+    least = site.sequences
     while True:
-        took = seconds_of(site, first)
+        took = seconds_of(site, first, way)
         if took is None:
             let_go(site.place)
-            return replace(site, sequences=max(1, site.sequences // 2))
+            fewer = site.sequences // 2
+            return replace(site, sequences=fewer) if site.sequences > least else None
         if took >= seconds or site.sequences >= most:
             return site
         wanted = -(-site.sequences * seconds // took)
         site = replace(site, sequences=min(most, max(site.sequences + 1, int(wanted))))
 
 
-def seconds_of(site: Site, first: Decoder) -> float | None:
-    """Return the seconds of a step with nothing offloaded; None where the device has no room."""
+def seconds_of(site: Site, first: Decoder, way: Way) -> float | None:
+    """Return the seconds of a way's step; None where the device has no room."""
     seconds = []
     try:
-        training = WHOLE.make(site, copy.deepcopy(first))
-        batch = _batches(site, first)[0]
+        training = way.make(site, copy.deepcopy(first))
+        batch = batches_of(site, first)[0]
         for _ in range(3):
             start = time.perf_counter()
             training.step(batch)
@@ -208,8 +216,11 @@ def seconds_of(site: Site, first: Decoder) -> float | None:
     return min(seconds)
 
 
+# --- what holds for all trainings ---
+
+
 @contextmanager
-def _own_group() -> Iterator[None]:
+def own_group() -> Iterator[None]:
     """Let the first who needs ranks start a group for the device: one of the CPU may be there."""
     _leave()
     try:
@@ -224,7 +235,7 @@ def _leave() -> None:
 
 
 @contextmanager
-def _same_bits() -> Iterator[None]:
+def same_bits() -> Iterator[None]:
     """Let the device compute the same bits each time: attention's backward else adds in any order.
 
     Not to warn only, with which attention stays as it is.

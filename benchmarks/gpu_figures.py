@@ -19,6 +19,7 @@ from benchmarks.measure import (
     ratio,
 )
 
+_OF_NO_OFFLOAD = 0.95  # of its throughput, where compute is the slowest
 _FORWARD_AND_BACKWARD = 6  # operations per parameter and token, attention left out
 
 
@@ -47,7 +48,7 @@ def of(
     detail = {"parameters": elements, "seconds": compute}
     yield Figure("compute alone: forward and backward", None, flops, "TFLOP/s", detail)
     bounds = {n: bound_of(o.way, o.moved, elements, compute, rates) for n, o in ran.items()}
-    yield _break_even(bounds[OURS[0].name], tokens)
+    yield from (_break_even(bounds[way.name], tokens) for way in _best_first(ran)[:1])
     for outcome in outcomes:
         if outcome.way.name in bounds and outcome.way is not COMPUTE_WAY:
             yield _bound(outcome, bounds[outcome.way.name], samples, elements)
@@ -55,6 +56,12 @@ def of(
     yield from _against_whole(outcomes, samples, bounds)
     yield from _against_peers(outcomes, samples)
     yield from _losses(ran)
+
+
+def _best_first(ran: Mapping[str, Outcome]) -> list[Way]:
+    """Return those of ours that the targets are about, as far as they ran, the fastest first."""
+    ways = [way for way in OURS if way.on_device and way.name in ran]
+    return sorted(ways, key=lambda way: statistics.median(ran[way.name].seconds))
 
 
 def _break_even(bound: Bound, tokens: int) -> Figure:
@@ -99,7 +106,7 @@ def _bound(outcome: Outcome, bound: Bound, samples: Mapping[str, Sample], elemen
 
 def _bytes(ran: Mapping[str, Outcome], elements: int) -> Iterator[Figure]:
     for way in OURS:
-        if way.on_device:
+        if way.on_device and way.name in ran:
             moved = ran[way.name].moved
             for word, nbytes in (("down", moved.down), ("up", moved.up)):
                 name = f"{way.name}: link bytes per bf16 parameter and step, {word}"
@@ -116,25 +123,34 @@ def _against_whole(
         title = f"{way.name}: throughput / no offload"
         if WHOLE.name not in samples or way.name not in samples:
             why = outcome.why or "nothing runs without offload here"
-            yield not_available(title, at_least(0.9) if way.on_device else None, why)
+            yield not_available(title, at_least(_OF_NO_OFFLOAD) if way.on_device else None, why)
             continue
         passed = bounds[way.name].name == COMPUTE
-        limit = at_least(0.9) if way.on_device and passed else None
-        figure = ratio(title, limit, samples, WHOLE.name, way.name)
+        limit = at_least(_OF_NO_OFFLOAD) if way.on_device and passed else None
+        pair = _even(samples, WHOLE.name, way.name)
+        figure = ratio(title, limit, pair, WHOLE.name, way.name)
         if way.on_device and not passed:
             figure.detail["note"] = f"below break-even: {bounds[way.name].name} takes longer"
         yield figure
 
 
+def _even(samples: Mapping[str, Sample], a: str, b: str) -> dict[str, Sample]:
+    """Return two samples of one length: of a round that was cut off one has fewer."""
+    length = min(len(samples[name].seconds) for name in (a, b))
+    return {name: Sample(samples[name].seconds[:length]) for name in (a, b)}
+
+
 def _against_peers(outcomes: Sequence[Outcome], samples: Mapping[str, Sample]) -> Iterator[Figure]:
-    best = fastest(samples, [way.name for way in OURS if way.on_device])
+    ours = [way.name for way in OURS if way.on_device and way.name in samples]
     whys = {o.way.name: o.why for o in outcomes}
     for peer in PEERS:
         title = f"the fastest of ours, states HOST, parameters DEVICE: throughput / {peer.name}"
-        if peer.name not in samples:
-            yield not_available(title, at_least(1.0), whys[peer.name])
+        if peer.name not in samples or not ours:
+            why = whys[peer.name] or "none of ours ran"
+            yield not_available(title, at_least(1.0), why)
             continue
-        figure = ratio(title, at_least(1.0), samples, peer.name, best)
+        best = fastest(samples, ours)
+        figure = ratio(title, at_least(1.0), _even(samples, peer.name, best), peer.name, best)
         figure.detail["note"] = best
         yield figure
 
@@ -144,12 +160,14 @@ def _losses(ran: Mapping[str, Outcome]) -> Iterator[Figure]:
 
     Only begins, for torch has no masters: its bf16 weights lose what changes them little.
     """
-    curves = {tuple(curve) for way in OURS for curve in ran[way.name].losses}
-    yield Figure("ours: different loss curves", exactly(1), len(curves), "")
-    if WHOLE.name not in ran:
+    curves = [curve for way in OURS if way.name in ran for curve in ran[way.name].losses]
+    length = min(map(len, curves), default=0)  # a slow way's turn has fewer steps
+    different = {tuple(curve[:length]) for curve in curves}
+    yield Figure("ours: different loss curves", exactly(1), len(different), "")
+    if WHOLE.name not in ran or not curves:
         return
-    mine, whole = (ran[name].losses[0] for name in (OURS[0].name, WHOLE.name))
-    apart = [abs(a - b) / b for a, b in zip(mine, whole, strict=True)]
+    mine, whole = curves[0], ran[WHOLE.name].losses[0]
+    apart = [abs(a - b) / b for a, b in zip(mine, whole, strict=False)]
     yield Figure(
         "ours: loss after one update, apart from no offload's",
         at_most(1e-3),

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,8 +64,15 @@ def _deepspeed(site: Site, model: nn.Module) -> Training:
     return Training(step, site.place.wait, engine.destroy)
 
 
+def _peer(
+    name: str, make: Callable[[Site, nn.Module], Training], dram_bytes: int, host_bytes: int
+) -> Way:
+    """Return a way; ``host_bytes``: pinned memory of torch's is rounded up to powers of two."""
+    return Way(name, make, dram_bytes, may_fail=True, host_bytes=host_bytes)
+
+
 PEERS = (
-    Way("FSDP2 CPUOffloadPolicy", _fsdp, _HALVES_DRAM, may_fail=True),
-    Way("torchao CPUOffloadOptimizer", _torchao, _HALVES_DRAM, may_fail=True),
-    Way("DeepSpeed ZeRO-2, optimizer on the CPU", _deepspeed, _WHOLE_DRAM, may_fail=True),
+    _peer("FSDP2 CPUOffloadPolicy", _fsdp, _HALVES_DRAM, host_bytes=12),
+    _peer("torchao CPUOffloadOptimizer", _torchao, _HALVES_DRAM, host_bytes=12),
+    _peer("DeepSpeed ZeRO-2, optimizer on the CPU", _deepspeed, _WHOLE_DRAM, host_bytes=20),
 )

@@ -17,6 +17,7 @@ from tensorstow.engine.mesh import mesh_of
 from tensorstow.engine.report import parameter_bytes
 from tensorstow.engine.stow import stow
 from tensorstow.optim.adam import AdamW
+from tensorstow.optim.states.pipeline import TraceEvent
 from tensorstow.optim.stowed import StowedAdam
 
 LR = 1e-4
@@ -25,6 +26,8 @@ _OURS_DRAM = 26
 read."""
 _STREAMED_DRAM = 22
 """The same where the device updates: the copies read 10 and write 12."""
+_PARAMETER, _STATES = 2, 10
+"""Bytes: of a bf16 weight or gradient, and of its moments and the low half of its master."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class Training:
     close: Callable[[], None]
     moved: Callable[[], Moved] | None = None
     """By our counters; None: nobody counts."""
+    trace: Callable[[], list[TraceEvent]] | None = None
+    """What our pipeline did in the last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,10 @@ class Way:
     """Whether the others go on without it, where it is not installed or has no room."""
     on_device: bool = False
     """Ours, parameters on DEVICE and states on HOST: what the targets are about."""
+    host_bytes: int = 2
+    """Per parameter, of host memory, that a training needs at most."""
+    disk_bytes: int = 0
+    """Per parameter, on the disk."""
 
 
 def nothing() -> None:
@@ -172,7 +181,7 @@ def _ours(site: Site, model: nn.Module, optimizer: StowedAdam) -> Training:
             states.bytes_written + weights.bytes_written,
         )
 
-    return Training(trained(model, optimizer), finish, optimizer.close, moved)
+    return Training(trained(model, optimizer), finish, optimizer.close, moved, optimizer.trace)
 
 
 def _stow_way(parameters: Tier, states: Tier, overlap: Overlap) -> Way:
@@ -182,6 +191,9 @@ def _stow_way(parameters: Tier, states: Tier, overlap: Overlap) -> Way:
         _OURS_DRAM,
         is_ours=True,
         on_device=parameters == Tier.DEVICE and states == Tier.HOST,
+        host_bytes=_PARAMETER * (1 + 2 * (parameters == Tier.HOST))
+        + _STATES * (states == Tier.HOST),
+        disk_bytes=_PARAMETER * (parameters == Tier.DISK) + _STATES * (states == Tier.DISK),
     )
 
 
@@ -190,6 +202,7 @@ _UPDATED_THERE = Way(
     partial(_alone, update_on="device"),
     _STREAMED_DRAM,
     is_ours=True,
+    host_bytes=_PARAMETER + _STATES,
 )
 
 OURS = (
@@ -199,6 +212,7 @@ OURS = (
         _OURS_DRAM,
         is_ours=True,
         on_device=True,
+        host_bytes=_PARAMETER + _STATES,
     ),
     _stow_way(Tier.DEVICE, Tier.HOST, "backward"),
     _stow_way(Tier.DEVICE, Tier.HOST, "forward"),

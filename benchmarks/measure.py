@@ -46,6 +46,19 @@ class Settings:
     """For scratch files; None takes the first real disk with room."""
     cpu_as_device: bool = False
     """Whether what needs an accelerator runs on the CPU in its place."""
+    size: str = "1B"
+    """Of a model on an accelerator: a key of ``transformer.SHAPES``."""
+    journal: Path | None = None
+    """Folder that keeps what was measured on an accelerator, for a second call to go on from."""
+    judge_only: bool = False
+    """Whether to judge what the journal has and measure nothing."""
+    way_seconds: float | None = None
+    """After which a way's turn on an accelerator hangs."""
+
+    def saved_as(self, subject: str) -> str:
+        """Return the name under which figures of a subject are saved."""
+        has_size = subject == "gpu" and not self.quick and self.size != "1B"
+        return f"{subject}-{self.size}" if has_size else subject
 
     def scratch(self, nbytes: int) -> Path:
         """Return a directory with room for ``nbytes``."""
@@ -200,7 +213,7 @@ def machine_facts(directory: Path | None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "accelerator": _accelerator(),
+        "accelerator": accelerator(),
         "isa": _native.best_isa(),
         "io_backend": str(choose_backend()),
         "filesystem": inspect_directory(directory or choose_directory().path).filesystem,
@@ -212,10 +225,10 @@ def save(
 ) -> Path:
     """Write the figures of one subject to ``out/<subject>.json``; return that path."""
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{subject}.json"
+    path = out / f"{settings.saved_as(subject)}.json"
     document = {
         "schema": SCHEMA,
-        "subject": subject,
+        "subject": settings.saved_as(subject),
         "pairs": settings.pairs,
         "quick": settings.quick,
         "machine": dict(facts),
@@ -275,7 +288,8 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _accelerator() -> str:
+def accelerator() -> str:
+    """Return the name of this machine's, for people."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return "none"

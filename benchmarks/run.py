@@ -27,10 +27,20 @@ SUBJECTS = {
 def main(arguments: list[str] | None = None) -> None:
     """Measure the subjects asked for, save each when it is done, print everything at the end."""
     options = _parser().parse_args(arguments)
+    if options.simulated:
+        sys.path.append(str(Path(sys.path[0], "tests")))
+        simulated = importlib.import_module("simulated")
     measure = importlib.import_module("benchmarks.measure")
     pairs = options.pairs or (2 if options.quick else measure.LEAST_PAIRS)
     settings = measure.Settings(
-        pairs, options.quick, options.directory, cpu_as_device=options.cpu_as_device
+        pairs,
+        options.quick,
+        options.directory,
+        cpu_as_device=options.cpu_as_device,
+        size=options.size,
+        journal=options.journal,
+        judge_only=options.judge_only,
+        way_seconds=options.way_seconds,
     )
     facts = measure.machine_facts(options.directory)
     if settings.cpu_as_device:
@@ -40,14 +50,18 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.names or SUBJECTS:
         print(f"\n{name}: {SUBJECTS[name]}", flush=True)
         figures = []
-        for figure in importlib.import_module(f"benchmarks.{name}").figures(settings):
-            print(f"  {figure.name}  {figure.found}  {figure.verdict}", flush=True)
-            figures.append(figure)
-        measure.save(options.out, name, settings, facts, figures)
+        try:
+            for figure in importlib.import_module(f"benchmarks.{name}").figures(settings):
+                print(f"  {figure.name}  {figure.found}  {figure.verdict}", flush=True)
+                figures.append(figure)
+        finally:  # what was measured is kept
+            measure.save(options.out, name, settings, facts, figures)
         everything += figures
     print()
     measure.print_table(everything)
     print(f"\nSaved beside the JSON: {measure.save_table(options.out)}")
+    if options.simulated and (hazards := simulated.take_hazards()):
+        sys.exit(f"{len(hazards)} hazards, first:\n" + "\n".join(sorted(set(hazards))[:6]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,6 +80,21 @@ def _parser() -> argparse.ArgumentParser:
         "--cpu-as-device",
         action="store_true",
         help="gpu: the CPU in an accelerator's place: does it run?",
+    )
+    parser.add_argument(
+        "--simulated", action="store_true", help="gpu: the simulated accelerator of the tests"
+    )
+    parser.add_argument(
+        "--size", choices=["1B", "3B", "8B"], default="1B", help="gpu: parameters (default 1B)"
+    )
+    parser.add_argument(
+        "--journal", type=Path, help="gpu: folder that keeps each measurement, to go on from"
+    )
+    parser.add_argument(
+        "--judge-only", action="store_true", help="gpu: measure nothing, judge what --journal has"
+    )
+    parser.add_argument(
+        "--way-seconds", type=float, help="gpu: end the process, with status 75, in a longer turn"
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all?")
     return parser

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +18,16 @@ class Shape:
     vocabulary: int
     length: int
     """Tokens of a sequence."""
+    recomputes: bool = False
+    """Whether backward computes each block's activations again instead of keeping them."""
 
 
-BILLION = Shape(layers=18, width=2048, heads=16, vocabulary=32_000, length=1024)
-"""1.04 billion parameters."""
+SHAPES = {
+    "1B": Shape(layers=18, width=2048, heads=16, vocabulary=32_000, length=1024),
+    "3B": Shape(layers=36, width=2560, heads=20, vocabulary=32_000, length=1024, recomputes=True),
+    "8B": Shape(layers=38, width=4096, heads=32, vocabulary=32_000, length=1024, recomputes=True),
+}
+"""1.04, 3.0 and 7.9 billion parameters."""
 TINY = Shape(layers=3, width=64, heads=2, vocabulary=256, length=16)
 
 
@@ -57,6 +64,7 @@ class Decoder(nn.Module):
         """Make the blocks, the same at each call."""
         super().__init__()
         torch.manual_seed(0)
+        self.recomputes = shape.recomputes
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.length, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -71,10 +79,24 @@ class Decoder(nn.Module):
         places = torch.arange(ids.shape[1], device=ids.device)
         x = self.embedding(ids) + self.positions(places)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         logits = self.head(self.norm(x))[:, :-1].flatten(0, 1)
         loss: torch.Tensor = functional.cross_entropy(logits.float(), ids[:, 1:].flatten())
         return loss
+
+
+def made_by(device: torch.device, shape: Shape) -> Decoder:
+    """Return a model in host memory; ``device`` draws its numbers, which takes the CPU minutes."""
+    with torch.device("meta"):
+        model = Decoder(shape)
+    model.to_empty(device=device)
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.Linear | nn.LayerNorm):
+            module.reset_parameters()
+    return model.to("cpu")
 
 
 def elements_of(model: nn.Module) -> int:

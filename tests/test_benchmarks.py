@@ -244,7 +244,7 @@ def test_batches_grow_until_they_compute_long_enough(
     tried: list[int] = []
 
     def sequences(seconds: float, room: int = 64) -> int:
-        def seconds_of(site: Any, _: object) -> float | None:  # noqa: ANN401  # a benchmark's
+        def seconds_of(site: Any, *_: object) -> float | None:  # noqa: ANN401  # a benchmark's
             tried.append(site.sequences)
             return 1.0 + site.sequences if site.sequences <= room else None
 
@@ -257,3 +257,109 @@ def test_batches_grow_until_they_compute_long_enough(
     assert tried[1:] == [2, 6, 8]
     assert sequences(1e9) == 64
     assert sequences(1e9, room=40) == 32
+
+
+# --- rounds on an accelerator, kept in a journal ---
+
+
+class Taken:
+    """Trainings that take no time, and who took them."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.rounds = importlib.import_module("benchmarks.gpu_rounds")
+        self.ways = importlib.import_module("benchmarks.gpu_ways")
+        self.journals = importlib.import_module("benchmarks.journal")
+        place = importlib.import_module("benchmarks.place").Place(torch.device("cpu"))
+        transformer = importlib.import_module("benchmarks.transformer")
+        self.site = self.ways.Site(place, tmp_path, 2)
+        self.first = transformer.Decoder(transformer.TINY)
+        self.path = tmp_path / "journal.jsonl"
+        self.order: list[str] = []
+
+    def way(self, name: str, error: Exception | None = None, **facts: Any) -> Any:  # noqa: ANN401  # a benchmark's
+        def make(*_: object) -> object:
+            self.order.append(name)
+            if error is not None:
+                raise error
+            step = lambda _: torch.ones(())  # noqa: E731
+            return self.ways.Training(step, self.ways.nothing, self.ways.nothing)
+
+        return self.ways.Way(name, make, **facts)
+
+    def take(self, ways: list[Any], rounds: int) -> list[Any]:
+        journal = self.journals.Journal(self.path)
+        taking = self.rounds.Rounds(ways, self.site, self.first, journal, None)
+        taking.take(rounds, lambda: None)
+        found: list[Any] = self.rounds.outcomes_of(ways, self.journals.Journal(self.path))
+        return found
+
+
+@pytest.fixture
+def taken(measure: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Taken:
+    del measure
+    found = Taken(tmp_path)
+    monkeypatch.setattr(found.rounds, "COMPUTE", found.way("compute"))
+    return found
+
+
+def test_rounds_go_on_where_an_earlier_process_ended(taken: Taken) -> None:
+    a, b = taken.way("a"), taken.way("b")
+    taken.take([taken.rounds.COMPUTE, a, b], 1)
+    assert taken.order == ["compute", "compute", "a", "b"]
+    taken.order.clear()
+    lines = taken.path.read_text().splitlines()
+    taken.path.write_text("\n".join([*lines[:-1], lines[-1][:20]]))  # a crash cut off b's end
+    outcomes = taken.take([taken.rounds.COMPUTE, a, b], 2)
+    assert taken.order == ["compute", "b", "b", "a", "compute"]
+    assert [len(outcome.seconds) for outcome in outcomes] == [8, 4, 4]
+    taken.order.clear()
+    taken.take([taken.rounds.COMPUTE, a, b], 2)
+    assert taken.order == []
+
+
+def test_a_way_that_fails_says_why_and_the_others_go_on(taken: Taken) -> None:
+    peer = taken.way("peer", ImportError("no such peer"), may_fail=True)
+    ours = taken.way("ours", RuntimeError("illegal address\nand more"), is_ours=True)
+    large = taken.way("large", host_bytes=1 << 50)
+    good = taken.way("good")
+    found = taken.take([taken.rounds.COMPUTE, peer, ours, large, good], 2)
+    assert taken.order == ["compute", "compute", "peer", "ours", "good", "good", "compute"]
+    whys = {outcome.way.name: outcome.why for outcome in found}
+    assert whys["peer"] == "ImportError: no such peer"
+    assert whys["ours"] == "RuntimeError: illegal address"
+    assert "GiB of host memory are needed" in whys["large"]
+    assert whys["good"] == ""
+    assert {o.way.name for o in found if o.has_failed} == {"peer", "ours"}
+
+
+def test_a_way_in_which_processes_end_is_given_up(taken: Taken) -> None:
+    bad = taken.way("bad")
+    for _ in range(2):
+        taken.journals.Journal(taken.path).add("begin", way="bad", turn=0)
+    found = taken.take([taken.rounds.COMPUTE, bad], 1)
+    assert "bad" not in taken.order
+    assert found[1].why == "the process ended in it, 2 times"
+    assert found[1].has_failed
+
+
+def test_processes_are_compared_by_their_anchor(taken: Taken) -> None:
+    facts = {"turn": 0, "why": "", "losses": [[1.0]], "moved": {}, "crossed": None}
+    facts["device_bytes"] = 0
+    for speed in (1.0, 3.0):
+        journal = taken.journals.Journal(taken.path)
+        journal.add("end", way="compute", seconds=[2.0 * speed], **facts)
+        journal.add("end", way="a", seconds=[5.0 * speed], **facts)
+    ways = [taken.rounds.COMPUTE, taken.way("a")]
+    compute, a = taken.rounds.outcomes_of(ways, taken.journals.Journal(taken.path))
+    assert compute.seconds == [4.0, 4.0]
+    assert a.seconds == [10.0, 10.0]
+
+
+def test_a_turn_that_hangs_ends_the_process(tmp_path: Path) -> None:
+    journal = tmp_path / "gpu-tiny.jsonl"
+    command = [sys.executable, "benchmarks/run.py", "gpu", "--cpu-as-device", "--quick"]
+    command += ["--journal", str(tmp_path), "--out", str(tmp_path), "--way-seconds", "0.001"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr
+    last = json.loads(journal.read_text().splitlines()[-1])
+    assert last["why"] == "did not end in 0.001 s"

@@ -1,0 +1,59 @@
+"""Measurements that outlive their process: lines of JSON, on the disk before the next begins.
+
+[Note: Processes] A machine's speed differs from one process's time to another's, and a process may
+end at any moment: its time is up, or what it measures crashes. So each begins with the same anchor,
+and what it measured is compared with others' by that (``gpu.outcomes_of``).
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Entry = dict[str, Any]
+
+
+class Journal:
+    """Entries in order; without a path they live as long as this object."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Read what is there; its last line may have been cut off."""
+        self._path = path
+        self._entries: list[Entry] = []
+        if path is not None and path.exists():
+            self._entries = list(_read(path))
+        self.process = 1 + max((entry["process"] for entry in self._entries), default=0)
+        """The number of this process among those that wrote here."""
+
+    def add(self, kind: str, **values: Any) -> Entry:  # noqa: ANN401  # whatever JSON takes
+        """Write one line; return when it is on the disk."""
+        entry = {"kind": kind, "process": self.process, **values}
+        self._entries.append(entry)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                # First a new line: the last one may have been cut off.
+                file.write(f"\n{json.dumps(entry)}\n")
+                file.flush()
+                os.fsync(file.fileno())
+        return entry
+
+    def of(self, kind: str, **values: Any) -> list[Entry]:  # noqa: ANN401
+        """Return the entries of a kind that have these values."""
+        wanted = {"kind": kind, **values}.items()
+        return [entry for entry in self._entries if wanted <= _plain(entry).items()]
+
+
+def _plain(entry: Entry) -> Entry:
+    """Leave out what cannot be compared as a member of a set."""
+    return {k: v for k, v in entry.items() if not isinstance(v, list | dict)}
+
+
+def _read(path: Path) -> Iterator[Entry]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        yield entry
