@@ -2,7 +2,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test gpu-test mutations soak check bench stub format lint native-tests sanitize clean
+.PHONY: help demo test gpu-test mutations soak accelerator check bench stub format lint native-tests sanitize clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,6 +39,9 @@ soak: $(DONE)/test mutations ## That, and attack files and system calls, kill tr
 
 gpu-test: $(DONE)/test ## Run what needs an accelerator (skipped without one)
 	$(BIN)/python -m pytest tests/gpu
+
+accelerator: ## Run all that a real accelerator is for, from source, and keep what is measured
+	tools/accelerator.sh
 
 check: lint sanitize ## Run formatters, linters, types, layers and the native tests' sanitizers
 

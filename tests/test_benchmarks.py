@@ -65,6 +65,7 @@ def test_quick_run_saves_and_prints_every_figure(tmp_path: Path) -> None:
             assert f"| {figure['name']} |" in table
 
 
+@pytest.mark.timeout(300)  # eleven trainings
 def test_a_model_on_an_accelerator_runs_with_the_cpu_in_its_place(tmp_path: Path) -> None:
     run_benchmarks(tmp_path, "gpu", "--cpu-as-device")
     document = json.loads((tmp_path / "gpu.json").read_text())

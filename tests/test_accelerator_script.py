@@ -1,0 +1,170 @@
+"""tools/accelerator.sh, rehearsed on the simulated accelerator; what it does on a real one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "tools" / "accelerator.sh"
+REHEARSED = ["build", "tests", "parity", "bench-1B", "sanitize"]
+SELECTED = "-k 'copies_there_and_back or goes_from_device_to_host'"
+
+
+def call(
+    folder: Path, *stages: str, path: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    given = {
+        "SIMULATED": "1",
+        "ACCELERATOR_STATE": str(folder / "state"),
+        "ACCELERATOR_PYTHON": sys.executable,
+        "OUT": str(folder / "out"),
+        "TEST_PROCESSES": "0",
+        "PYTEST_ADDOPTS": SELECTED,
+        "SIMULATED_COPY_US": "50",
+    }
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    environment["PATH"] = f"{path}{environment['PATH']}"
+    return subprocess.run(
+        [SCRIPT, *stages],
+        env={**environment, **given, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def results(folder: Path) -> dict[str, str]:
+    saved = json.loads((folder / "out" / "stages.json").read_text())
+    return {stage["stage"]: stage["result"] for stage in saved["stages"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rehearsal_leaves_figures_and_is_not_repeated(tmp_path: Path) -> None:
+    sanitizer = tmp_path / "bin" / "compute-sanitizer"
+    sanitizer.parent.mkdir()
+    sanitizer.write_text('#!/bin/sh\nshift 4\nexec "$@"\n')  # its options, then the command
+    sanitizer.chmod(0o755)
+    done = call(tmp_path, *REHEARSED, path=f"{sanitizer.parent}:")
+    assert done.returncode == 0, done.stderr
+    assert results(tmp_path) == dict.fromkeys(REHEARSED, "done")
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert found == {"stages.json", "table.md", "gpu.json", "results.tar.gz"}
+    figures = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert figures["machine"]["accelerator"] == "simulated"
+    measured = {figure["name"]: figure["measured"] for figure in figures["figures"]}
+    asked = [value for name, value in measured.items() if "throughput / no offload" in name]
+    assert sum(value is not None for value in asked) >= 8  # seven of ours, FSDP2
+    assert "| bench-1B | done |" in (tmp_path / "out" / "table.md").read_text()
+    tests = (tmp_path / "state").glob("tests-*.jsonl")
+    (passed,) = [json.loads(line) for path in tests for line in path.read_text().split("\n")[1::2]]
+    assert passed["outcome"] == "passed"
+    # The second call has a Python that can do nothing.
+    done = call(tmp_path, *REHEARSED, ACCELERATOR_PYTHON="/bin/false")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("done before") == len(REHEARSED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trace_of_each_way_is_made_once(tmp_path: Path) -> None:
+    done = call(tmp_path, "traces")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "traces.tar").stat().st_size > 0
+    (folder,) = (tmp_path / "state").glob("traces-*")
+    made = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json.gz")}
+    assert len(made) >= 7  # compute alone, no offload, four of ours, FSDP2
+    (tmp_path / "state" / "traces.done").unlink()
+    gone = folder / next(iter(made))
+    gone.unlink()
+    done = call(tmp_path, "traces")
+    assert done.returncode == 0, done.stderr
+    again = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json.gz")}
+    assert again.keys() == made.keys()
+    assert {name for name in made if made[name] != again[name]} == {gone.name}
+
+
+def test_a_failure_is_said_and_the_next_stage_runs(tmp_path: Path) -> None:
+    done = call(tmp_path, "tests", "bench-8B", "sanitize", ACCELERATOR_PYTHON="/bin/false")
+    assert done.returncode == 1
+    assert "not done: tests bench-8B" in done.stderr
+    assert results(tmp_path) == {
+        "tests": "failed, status 1",
+        "bench-8B": "failed, status 1",
+        "sanitize": "not here",
+    }
+
+
+def test_a_stage_that_takes_too_long_is_cut_off_and_later_ones_have_no_time(
+    tmp_path: Path,
+) -> None:
+    endless = tmp_path / "python"
+    endless.write_text("#!/bin/sh\nsleep 600\n")
+    endless.chmod(0o755)
+    python = {"ACCELERATOR_PYTHON": str(endless), "ACCELERATOR_SECONDS": "11"}
+    done = call(tmp_path, "tests", "parity", **python)
+    assert done.returncode == 1
+    found = results(tmp_path)
+    assert found["tests"].startswith("cut off after 1")
+    assert found["parity"] == "no time left"
+
+
+def test_a_stage_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    done = call(tmp_path, "test")
+    assert done.returncode == 2
+    assert "no stage test; there are: build tests" in done.stderr
+
+
+# --- the plugin that keeps results ---
+
+TESTS = """
+import os
+import pytest
+
+@pytest.mark.parametrize("i", range(4))
+def test_good(i): pass
+
+def test_bad(): assert "MENDED" in os.environ
+
+@pytest.fixture
+def late():
+    yield
+    assert "MENDED" in os.environ
+
+def test_ends_badly(late): pass
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_what_has_passed_is_not_run_again(tmp_path: Path, processes: str) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    kept = tmp_path / "kept.jsonl"
+
+    def run(**variables: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "resumed", "-n", processes]
+        command += ["--results", str(kept), "-c", "/dev/null", "--rootdir", str(tmp_path)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+        done = subprocess.run(
+            [*command, str(tmp_path / "test_some.py")],
+            env={**environment, "PYTHONPATH": str(ROOT / "tests"), **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    status, printed = run()
+    assert status == 1, printed
+    assert "5 passed" in printed
+    with kept.open("a") as file:
+        file.write('\n{"test": "cut o')
+    status, printed = run(MENDED="1")
+    assert status == 0, printed
+    assert "2 passed" in printed
+    status, printed = run()
+    assert status == 0, printed
+    assert "passed" not in printed
