@@ -147,14 +147,17 @@ def test_bytes_of_a_stowed_model_are_those_that_it_says(
 def test_forward_and_backward_of_a_stowed_model_do_not_wait_for_the_device(
     plan: Plan, simulated: ModuleType, device: torch.device
 ) -> None:
+    """But where updates run beside the forward: for late gradients, once a chunk."""
     model, optimizer = stowed(plan)
+    late = len(optimizer._kept().store.chunks) if plan.overlap == "forward" else 0
     x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
     for step in range(3):
         optimizer.zero_grad()
         simulated.take_counts()
-        model(x).float().sum().backward()
-        waits = simulated.take_counts()["host_waits"]
-        assert step == 0 or waits == 0
+        loss = model(x).float().sum()
+        assert step == 0 or simulated.take_counts()["host_waits"] <= late
+        loss.backward()
+        assert step == 0 or simulated.take_counts()["host_waits"] == 0
         optimizer.step()
     optimizer.close()
 
