@@ -18,9 +18,12 @@ from tensorstow.deepspeed.estimators import (
 from tensorstow.engine.auto import RING_BYTES, Sizes, bytes_of
 from tensorstow.engine.leaving import MOST_UNDER_WAY
 from tensorstow.engine.units import units_of
+from tensorstow.engine.uploads import buffers_of
 from tensorstow.io.files import ALIGN
 
 P, LARGEST = 8_000_000, 1_000_000
+UP = buffers_of(Plan().prefetch) * LARGEST / 4
+"""Elements of a rank's shares of units that go up ahead of their gathers."""
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -33,21 +36,33 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     [
         (Plan(Tier.DEVICE, Tier.HOST, stage=2), "bf16", 2 * P + P / 4 * 4, P / 4 * (2 + 2 + 10), 0),
         (Plan(Tier.DEVICE, Tier.HOST, stage=2), "fp32", 4 * P + P / 4 * 8, P / 4 * (4 + 4 + 8), 0),
-        (Plan(Tier.HOST, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 2, P / 4 * (2 + 2 + 10), 0),
+        (
+            Plan(Tier.HOST, Tier.HOST),
+            "bf16",
+            4 * LARGEST + P / 4 * 2 + UP * 2,
+            P / 4 * (2 + 2 + 10),
+            0,
+        ),
         (Plan(Tier.DEVICE, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 4, P / 4 * 14, 0),
-        (Plan(Tier.HOST, Tier.HOST), "fp32", 8 * LARGEST + P / 4 * 4, P / 4 * (4 + 4 + 8), 0),
+        (
+            Plan(Tier.HOST, Tier.HOST),
+            "fp32",
+            8 * LARGEST + P / 4 * 4 + UP * 4,
+            P / 4 * (4 + 4 + 8),
+            0,
+        ),
         (
             Plan(Tier.HOST, Tier.DISK),
             "bf16",
-            4 * LARGEST + P / 4 * 2,
+            4 * LARGEST + P / 4 * 2 + UP * 2,
             P / 4 * 4 + RING_BYTES,
             P / 4 * 10,
         ),
         (
             Plan(Tier.DISK, Tier.DISK),
             "bf16",
-            4 * LARGEST + P / 4 * 2,
-            P / 4 * 2 + RING_BYTES + 3 * (LARGEST / 4 * 2 + ALIGN),
+            4 * LARGEST + P / 4 * 2 + UP * 2,
+            P / 4 * 2 + UP * 2 + RING_BYTES + 3 * (LARGEST / 4 * 2 + ALIGN),
             P / 4 * 12,
         ),
     ],
