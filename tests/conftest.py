@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ranks.pool import Ranks
 
@@ -15,6 +16,14 @@ def _share_of_the_cores() -> None:
     """Let torch's threads, which spin while they wait, leave other processes of tests theirs."""
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """Leave no process group to the next file: which file that is differs from run to run."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ def group() -> Iterator[Callable[..., None]]:
     def join(rank: int, world: int, store: dist.Store | None = None) -> None:
         dist.init_process_group("fake", store=store or FakeStore(), rank=rank, world_size=world)
 
+    if dist.is_initialized():  # of an earlier test: a model that was stowed leaves one
+        dist.destroy_process_group()
     yield join
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -42,6 +44,11 @@ def test_without_its_number_a_rank_asks_the_group(group: Callable[..., None]) ->
     assert local_ranks({"LOCAL_WORLD_SIZE": "4"}) == LocalRanks(4, None)
     group(6, 8)
     assert local_ranks({"LOCAL_WORLD_SIZE": "4"}) == LocalRanks(4, 2)
+
+
+def test_a_group_of_fewer_ranks_says_nothing(group: Callable[..., None]) -> None:
+    group(0, 1)
+    assert local_ranks({"LOCAL_WORLD_SIZE": "4"}) == LocalRanks(4, None)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> LocalRanks:
         return _of_group()
     count = _number(environ, "LOCAL_WORLD_SIZE", least=1)
     if "LOCAL_RANK" not in environ:
-        joined = dist.is_available() and dist.is_initialized()
-        return LocalRanks(count, 0 if count == 1 else dist.get_rank() % count if joined else None)
+        return LocalRanks(count, 0 if count == 1 else _among(count))
     rank = _number(environ, "LOCAL_RANK", least=0)
     if rank >= count:
         message = (
@@ -33,6 +32,17 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> LocalRanks:
         )
         raise OptionError(message)
     return LocalRanks(count, rank)
+
+
+def _among(count: int) -> int | None:
+    """Return this rank's number among ``count`` on its machine; None where no group says it.
+
+    A group of fewer ranks is not the one that ``count`` speaks of: ``stow`` makes one of this
+    process alone where there is none.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < count:
+        return None
+    return dist.get_rank() % count
 
 
 def _number(environ: Mapping[str, str], name: str, *, least: int) -> int:
