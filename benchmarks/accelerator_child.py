@@ -18,12 +18,12 @@ from benchmarks.gpu_ways import Moved
 from tensorstow import _native
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.engine.mesh import mesh_of
-from tensorstow.engine.report import parameter_bytes
-from tensorstow.engine.stow import stow
+from tensorstow.fsdp.mesh import mesh_of
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
-from tensorstow.optim.states.policy import PipelinePolicy
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.policy import PipelinePolicy
 
 DRAM_BYTES = 26
 """Per bf16 parameter: m, v and the master's low half read and written, the weight too, the gradient

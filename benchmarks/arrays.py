@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tensorstow import _native
+from tensorstow.formats.reference import adam_scalars
 from tensorstow.io.arena import Arena
-from tensorstow.optim.reference import adam_scalars
 
 LR, BETA1, BETA2, EPS, DECAY, STEP = 1e-3, 0.9, 0.999, 1e-8, 0.01, 10
 # Streams a power of two apart lose up to two thirds of the bandwidth: this is between them.

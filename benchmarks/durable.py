@@ -22,7 +22,7 @@ from benchmarks.raw import RawFile, alternate, cut
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.optim.adam import AdamW
-from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.states.policy import PipelinePolicy
 
 _COMMITTED = 128 << 20  # parameters of the run that commits every step
 _LARGE = 1_000_000_000

@@ -32,10 +32,10 @@ from benchmarks.place import on_cpu
 from benchmarks.raw import RawFile, alternate, cut
 from tensorstow.base.allocator import give_back_large_blocks
 from tensorstow.base.plan import Plan
-from tensorstow.engine.mesh import mesh_of
-from tensorstow.engine.report import ParameterBytes, parameter_bytes
-from tensorstow.engine.stow import stow
-from tensorstow.engine.units import units_of
+from tensorstow.fsdp.mesh import mesh_of
+from tensorstow.fsdp.report import ParameterBytes, parameter_bytes
+from tensorstow.fsdp.stow import stow
+from tensorstow.fsdp.units import units_of
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.optim.adam import AdamW

@@ -18,10 +18,10 @@ from benchmarks.gpu_ways import Moved, Way
 from benchmarks.measure import Contender, Sample
 from benchmarks.place import Place
 from benchmarks.raw import RawFile, alternate, cut
+from tensorstow.io.device_link import Link, open_link
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.optim.accelerator.device import Link, open_link
 
 COMPUTE, DOWN, UP, DRAM, DISK = "compute", "link down", "link up", "host DRAM", "disk"
 _PIECES = 16

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from benchmarks.gpu_ways import LR, Site, Training, Way, nothing, trained
-from tensorstow.engine.mesh import mesh_of
+from tensorstow.fsdp.mesh import mesh_of
 
 _HALVES_DRAM = 14
 """bf16 weight, m and v read and written, the gradient read."""

@@ -27,7 +27,7 @@ from benchmarks.gpu_ways import Site, Training, Way, let_go
 from benchmarks.measure import Settings
 from benchmarks.place import accelerator_here
 from benchmarks.transformer import SHAPES, TINY, Decoder, made_by
-from tensorstow.optim.states.pipeline import TraceEvent
+from tensorstow.states.native_pipeline import TraceEvent
 
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
 _WARM_UP = 2

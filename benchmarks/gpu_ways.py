@@ -13,12 +13,12 @@ from torch import nn
 from benchmarks.place import Place
 from tensorstow.base.plan import Overlap, Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.engine.mesh import mesh_of
-from tensorstow.engine.report import parameter_bytes
-from tensorstow.engine.stow import stow
+from tensorstow.fsdp.mesh import mesh_of
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
-from tensorstow.optim.states.pipeline import TraceEvent
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.native_pipeline import TraceEvent
 
 LR = 1e-4
 _OURS_DRAM = 26

@@ -12,11 +12,11 @@ from benchmarks.place import Place, cpu_as_device
 from benchmarks.transformer import TINY, Decoder, elements_of
 from tensorstow.base.plan import Overlap, Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.engine.mesh import mesh_of
-from tensorstow.engine.report import parameter_bytes
-from tensorstow.engine.stow import stow
+from tensorstow.fsdp.mesh import mesh_of
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
 
 _STEPS = 3
 _WARM_UP = 2  # the first step fetches the weights too

@@ -18,8 +18,8 @@ from benchmarks.raw import RawFile, alternate, cut
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.optim.adam import AdamW
-from tensorstow.optim.states.layout import Family
-from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.states.layout import Family
+from tensorstow.states.policy import PipelinePolicy
 
 _PARAMETERS = 256 << 20
 _TENSORS = 16  # matrices of 16M elements: a large model's

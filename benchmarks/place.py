@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tensorstow.engine.sharding import Sharding
-from tensorstow.optim.accelerator import device as links
-from tensorstow.optim.accelerator.device import PlainLink
+from tensorstow.fsdp.sharding import Sharding
+from tensorstow.io import device_link as links
+from tensorstow.io.device_link import PlainLink
 
-_STOW = "tensorstow.engine.stow"
+_STOW = "tensorstow.fsdp.stow"
 
 
 class Place:

@@ -38,10 +38,10 @@ from benchmarks.measure import (
     use_all_cores,
 )
 from tensorstow.optim.adam import AdamW
-from tensorstow.optim.states.layout import Family
-from tensorstow.optim.states.memory import predict_memory
-from tensorstow.optim.states.policy import PipelinePolicy
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.layout import Family
+from tensorstow.states.memory import predict_memory
+from tensorstow.states.policy import PipelinePolicy
 
 _STEPS = 3
 _BATCH = (4, 128)

@@ -20,8 +20,8 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.plans import plan_of
-from tensorstow.engine.auto import Sizes, bytes_of
-from tensorstow.engine.units import units_of
+from tensorstow.fsdp.auto import Sizes, bytes_of
+from tensorstow.fsdp.units import units_of
 
 CONFIG = Path(__file__).with_suffix(".json")
 

@@ -7,7 +7,7 @@ from tensorstow.cli.demo.result import COMPUTE, OPTIMIZER, Distance, RowResult, 
 from tensorstow.cli.demo.rows import ANCHOR, ROWS, Row
 from tensorstow.cli.demo.turns import turns_of
 from tensorstow.cli.demo.verdict import Verdict, judge
-from tensorstow.optim.states.memory import StateMemory
+from tensorstow.states.memory import StateMemory
 
 PARTS = (("forward", 0.0, 1.0), ("backward", 1.0, 3.0), (OPTIMIZER, 3.0, 3.5))
 STEP_SECONDS = 4.0

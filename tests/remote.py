@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tensorstow.optim.accelerator import device
-from tensorstow.optim.accelerator.device import Link, Mark, Pairs
+from tensorstow.io import device_link
+from tensorstow.io.device_link import Link, Mark, Pairs
 
 
 class Later:
@@ -186,6 +186,6 @@ def make_remote(
         opened.append(link())
         return opened[-1]
 
-    patch.setattr(device, "is_remote", is_remote)
-    patch.setattr(device, "open_link", open_link)
+    patch.setattr(device_link, "is_remote", is_remote)
+    patch.setattr(device_link, "open_link", open_link)
     return opened

@@ -1,7 +1,7 @@
 """An optimizer of a run that stops without an end: nothing is committed any more."""
 
-from tensorstow.optim.run import Interval
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.checkpoint.run import Interval
+from tensorstow.optim.stowed_adam import StowedAdam
 
 
 def stop(optimizer: StowedAdam) -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import DTypeError, OptionError
-from tensorstow.optim.piecewise import admission
-from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.optim.generic import validation
+from tensorstow.states.policy import PipelinePolicy
 
 
 class Wrapped(torch.Tensor):
@@ -14,8 +14,8 @@ class Wrapped(torch.Tensor):
 
 
 def test_options_that_say_nothing_pass() -> None:
-    admission.refuse_keywords({"foreach": False, "fused": None, "lr": 0.1})
-    assert admission.accept_policy(None) == PipelinePolicy()
+    validation.refuse_keywords({"foreach": False, "fused": None, "lr": 0.1})
+    assert validation.accept_policy(None) == PipelinePolicy()
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_options_that_say_nothing_pass() -> None:
 )
 def test_parameters_that_cannot_be_stepped_here(parameter: torch.Tensor, words: str) -> None:
     with pytest.raises(DTypeError, match=words):
-        admission.check_parameter(parameter, "it")
+        validation.check_parameter(parameter, "it")
 
 
 def test_a_gradient_of_another_shape() -> None:
@@ -36,7 +36,7 @@ def test_a_gradient_of_another_shape() -> None:
     parameter.grad = torch.ones(3)
     parameter.data = torch.ones(4)
     with pytest.raises(DTypeError, match="exchanged"):
-        admission.check_gradient(parameter, None, "it")
+        validation.check_gradient(parameter, None, "it")
 
 
 @pytest.mark.parametrize(
@@ -48,25 +48,25 @@ def test_a_gradient_of_another_shape() -> None:
 )
 def test_saved_states_that_do_not_fit(entry: dict[str, torch.Tensor], words: str) -> None:
     expected = {"step": torch.tensor(0.0), "x": torch.empty(3, device="meta")}
-    admission.check_saved({}, expected, torch.ones(3), "it", chunked=False)
+    validation.check_saved({}, expected, torch.ones(3), "it", chunked=False)
     with pytest.raises(OptionError, match=words):
-        admission.check_saved(entry, expected, torch.ones(3), "it", chunked=False)
+        validation.check_saved(entry, expected, torch.ones(3), "it", chunked=False)
 
 
 def test_chunks_need_states_as_long_as_the_parameter() -> None:
     for chunked in (False, True):
         entry = {"x": torch.ones(2), "n": 3}
         if not chunked:
-            admission.check_saved(entry, {}, torch.ones(3), "it", chunked=chunked)
+            validation.check_saved(entry, {}, torch.ones(3), "it", chunked=chunked)
             continue
         with pytest.raises(OptionError, match="different models"):
-            admission.check_saved(entry, {}, torch.ones(3), "it", chunked=chunked)
+            validation.check_saved(entry, {}, torch.ones(3), "it", chunked=chunked)
 
 
 def test_states_take_the_dtype_and_order_that_the_class_keeps() -> None:
     expected = {"x": torch.empty(3, 2, dtype=torch.bfloat16, device="meta").t()}
     entry = {"x": torch.randn(2, 3), "y": torch.ones(1, dtype=torch.float64), "n": 3}
-    cast = admission.cast_as_kept(entry, expected)
+    cast = validation.cast_as_kept(entry, expected)
     assert cast["x"].dtype == torch.bfloat16
     assert cast["x"].stride() == (1, 2)
     assert torch.equal(cast["x"], entry["x"].to(torch.bfloat16))

@@ -11,9 +11,9 @@ import pytest
 from powerloss.contents import make_content
 from ranks.threads import boards, each
 from tensorstow.base.errors import CommitError, OptionError, RankError
+from tensorstow.checkpoint.agreement import COMMIT, FIRST, choose, pin, snapshots, unpin
+from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.io.engine import open_engine
-from tensorstow.optim.checkpoints.agreement import COMMIT, FIRST, choose, pin, snapshots, unpin
-from tensorstow.optim.ranks import Ranks
 from tensorstow.store.store import Store
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
-from tensorstow.engine.asked import check_asked, check_mesh
+from tensorstow.fsdp.validation import check_asked, check_mesh
 
 CPU = torch.device("cpu")
 

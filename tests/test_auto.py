@@ -9,14 +9,14 @@ from torch import nn
 
 from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base.errors import BudgetError
-from tensorstow.engine import auto
-from tensorstow.engine.auto import RING_BYTES, Sizes, auto_plan, bytes_of
-from tensorstow.engine.leaving import MOST_UNDER_WAY
-from tensorstow.engine.report import parameter_bytes
-from tensorstow.engine.units import units_of
+from tensorstow.fsdp import auto
+from tensorstow.fsdp.auto import RING_BYTES, Sizes, auto_plan, bytes_of
+from tensorstow.fsdp.gradient_offload import MOST_UNDER_WAY
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.units import units_of
 from tensorstow.io.files import ALIGN
-from tensorstow.optim.schedules import schedule
-from tensorstow.optim.schedules.pace import WINDOW_BYTES
+from tensorstow.step import schedules as schedule
+from tensorstow.step.backpressure import WINDOW_BYTES
 
 G = 1 << 30
 SIZES = Sizes(100 * G, gradients=100 * G, states=200 * G, largest_unit=10 * G, largest_share=10 * G)

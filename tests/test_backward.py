@@ -28,10 +28,10 @@ from parity.beside import (
 )
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError, TransferError
-from tensorstow.optim import options
-from tensorstow.optim.landed import LandedGradient
-from tensorstow.optim.schedules.backward import LandedGradients
-from tensorstow.optim.states.policy import Overlap
+from tensorstow.states.policy import Overlap
+from tensorstow.step import validation
+from tensorstow.step.backward_overlap import LandedGradients
+from tensorstow.tensors.consumed_gradient import LandedGradient
 
 
 def backward(model: nn.Module, step: int = 0) -> None:
@@ -187,7 +187,7 @@ def test_div_scale_has_no_keyword_here_and_several_ranks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(OptionError, match="div_scale"):
-        options.refuse_scaling(None, 0.5)
+        validation.refuse_scaling(None, 0.5)
     model = blocks()
     optimizer = optimizer_for(model, tmp_path, "backward")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

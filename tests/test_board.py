@@ -7,7 +7,7 @@ import pytest
 
 from ranks.threads import boards, each
 from tensorstow.base.errors import RankError
-from tensorstow.optim.board import Board
+from tensorstow.checkpoint.coordinator import Board
 
 
 def test_everybody_hears_everybody() -> None:

@@ -15,7 +15,7 @@ from interrupts import at_event, by_signal, handler
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import CommitError, OptionError, PoisonedError, StowError
 from tensorstow.base.signals import SignalsDeferred
-from tensorstow.optim.calls import Calls
+from tensorstow.step.calls import Calls
 
 POLICY = PipelinePolicy(chunk_elements=64, backend="threads", depth=2)
 OVERLAPS = ["none", "forward", "backward"]

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorstow.engine.cells import Cell, ShelvedCell
-from tensorstow.engine.prefetch import Prefetcher
-from tensorstow.io.shelves import Shelves
+from tensorstow.fsdp.prefetch import Prefetcher
+from tensorstow.fsdp.shard_storage import Cell, ShelvedCell
+from tensorstow.io.buffer_pool import Shelves
 
 MIB = 1 << 20
 

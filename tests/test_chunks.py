@@ -1,8 +1,8 @@
 import torch
 
 from tensorstow.io.arena import Arena
-from tensorstow.optim.states.chunks import Chunk, Ring, own_memory, place_in_ram
-from tensorstow.optim.states.layout import (
+from tensorstow.states.chunks import Chunk, Ring, own_memory, place_in_ram
+from tensorstow.states.layout import (
     RESIDENT_CAPACITY,
     ChunkPlan,
     Family,
@@ -13,7 +13,7 @@ from tensorstow.optim.states.layout import (
     lay_out,
     slot_bytes,
 )
-from tensorstow.optim.states.memory import chunk_state_bytes
+from tensorstow.states.memory import chunk_state_bytes
 
 FAMILY = Family(torch.bfloat16, amsgrad=False)
 

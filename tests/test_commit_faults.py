@@ -23,7 +23,7 @@ from tensorstow.base.errors import (
     TransferError,
 )
 from tensorstow.io.files import File
-from tensorstow.optim.states.policy import Overlap
+from tensorstow.states.policy import Overlap
 from tensorstow.store.barriers import SystemDisk
 from tensorstow.store.records import ChunkShape, StreamShape, TensorRecord
 from tensorstow.store.store import Store

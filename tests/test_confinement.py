@@ -20,7 +20,7 @@ from tensorstow.io import confinement, local_share
 from tensorstow.io.arena import Arena
 from tensorstow.io.confinement import confine
 from tensorstow.io.engine import DEPTH, open_engine, probe_backend
-from tensorstow.optim.states.kernels import prepare_kernels
+from tensorstow.states.kernels import prepare_kernels
 from topology import make_nodes
 
 CORES = sorted(os.sched_getaffinity(0))

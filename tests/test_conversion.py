@@ -11,7 +11,7 @@ from torch import nn
 import tensorstow
 from tensorstow import Plan
 from tensorstow.base.errors import StoreFormatError
-from tensorstow.engine.conversion import is_of_transformers, origins_of
+from tensorstow.fsdp.key_conversion import is_of_transformers, origins_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.optim.states.state_store import _KEPT
+from tensorstow.states.state_store import _KEPT
 
 WIDTH = 64
 POLICY = PipelinePolicy(chunk_elements=1024)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorstow.optim.piecewise.cuts import GRAINS, VECTOR, Cut, can_cut, cut
+from tensorstow.optim.generic.partition import GRAINS, VECTOR, Cut, can_cut, cut
 
 
 def shares(numel: int, grain: int, threads: int) -> list[tuple[int, int]]:

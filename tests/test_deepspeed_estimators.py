@@ -15,10 +15,10 @@ from tensorstow.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from tensorstow.engine.auto import RING_BYTES, Sizes, bytes_of
-from tensorstow.engine.leaving import MOST_UNDER_WAY
-from tensorstow.engine.units import units_of
-from tensorstow.engine.uploads import buffers_of
+from tensorstow.fsdp.auto import RING_BYTES, Sizes, bytes_of
+from tensorstow.fsdp.gradient_offload import MOST_UNDER_WAY
+from tensorstow.fsdp.units import units_of
+from tensorstow.fsdp.uploads import buffers_of
 from tensorstow.io.files import ALIGN
 
 P, LARGEST = 8_000_000, 1_000_000

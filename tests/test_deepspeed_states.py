@@ -5,7 +5,7 @@ from torch import nn
 
 import tensorstow
 from tensorstow.deepspeed.states import forget_masters, owned_names, put_states, states_of
-from tensorstow.optim.updates import as_step
+from tensorstow.step.step_plan import as_step
 
 
 def stepped() -> tuple[nn.Module, tensorstow.AdamW]:

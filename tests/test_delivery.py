@@ -1,11 +1,11 @@
 import torch
 
-from tensorstow.optim.members import Member
-from tensorstow.optim.schedules.delivery import deliver, hide, shadow
-from tensorstow.optim.states.layout import Family
-from tensorstow.optim.states.pipeline import StepRow
-from tensorstow.optim.updates import Due, Turn
-from tensorstow.optim.updates import Turn as Step  # one step of the optimizer
+from tensorstow.states.layout import Family
+from tensorstow.states.native_pipeline import StepRow
+from tensorstow.step.param_table import Member
+from tensorstow.step.publish import deliver, hide, shadow
+from tensorstow.step.step_plan import Due, Turn
+from tensorstow.step.step_plan import Turn as Step  # one step of the optimizer
 
 
 def member_of(values: torch.Tensor, number: int = 0) -> Member:

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from tensorstow.optim.accelerator import device
-from tensorstow.optim.accelerator.device import PlainLink, StreamLink, is_remote, open_link
+from tensorstow.io import device_link
+from tensorstow.io.device_link import PlainLink, StreamLink, is_remote, open_link
 
 
 def test_without_an_accelerator_nothing_is_remote() -> None:
@@ -13,7 +13,9 @@ def test_without_an_accelerator_nothing_is_remote() -> None:
 
 
 def test_what_the_current_accelerator_has_is_remote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_accelerator", lambda: "meta")  # any device that is not the CPU
+    monkeypatch.setattr(
+        device_link, "_accelerator", lambda: "meta"
+    )  # any device that is not the CPU
     assert is_remote(torch.zeros(3, device="meta"))
     assert not is_remote(torch.zeros(3))
 

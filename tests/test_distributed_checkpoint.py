@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.optim.checkpoints import gathering
+from tensorstow.checkpoint import full_state
 
 # In one process there is no group, which torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -28,7 +28,7 @@ OVERLAPS = ["none", "forward", "backward"]
 
 @pytest.fixture(autouse=True)
 def _mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "RAM_BYTES", -1)
+    monkeypatch.setattr(full_state, "RAM_BYTES", -1)
 
 
 def model(dtype: torch.dtype) -> nn.Sequential:

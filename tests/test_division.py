@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tensorstow.base.update_on import UpdateOn, is_update_on, reaches_device, told
-from tensorstow.optim.accelerator.division import Division, Took, chunks_of_device, elements_of
-from tensorstow.optim.states.chunks import Chunk
-from tensorstow.optim.states.layout import ChunkPlan, Family, Run
+from tensorstow.states.chunks import Chunk
+from tensorstow.states.layout import ChunkPlan, Family, Run
+from tensorstow.step.division import Division, Took, chunks_of_device, elements_of
 
 FP32 = Family(torch.float32, amsgrad=False)
 

@@ -8,7 +8,7 @@ from tensorstow.base import cores, nodes
 from tensorstow.cli import doctor
 from tensorstow.cli.main import main
 from tensorstow.io import engine
-from tensorstow.optim.states.kernels import KernelFacts
+from tensorstow.states.kernels import KernelFacts
 from topology import make_nodes
 
 SHM = Path("/dev/shm")

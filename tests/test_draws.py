@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from tensorstow.optim.formats.draws import draws
+from tensorstow.formats.stochastic_rounding import draws
 
 COUNT = 1 << 20
 KEYS = (0, 1, 2, 1 << 32, (5 << 32) | 7, 2**64 - 1)

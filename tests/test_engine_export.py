@@ -18,8 +18,8 @@ from ranks.stowed import Model, loss_of, model_of
 from ranks.twin import ADAMW, FETCHED, Twins, mesh_here, whole
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError, StoreFormatError, StowError
-from tensorstow.engine import export
-from tensorstow.engine.export import save_safetensors
+from tensorstow.fsdp import export
+from tensorstow.fsdp.export import save_safetensors
 
 Pool = Callable[[int], Ranks]
 

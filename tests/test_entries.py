@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
-from tensorstow.optim.piecewise.entries import (
+from tensorstow.optim.generic.packing import (
     LARGE_BYTES,
     Placed,
     cloned,

@@ -18,8 +18,8 @@ from torch import nn
 from compare import all_equal
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.checkpoint.optimizer_export import state_dict_of
 from tensorstow.colossalai import HybridAdam
-from tensorstow.optim.checkpoints.export import state_dict_of
 
 SMALL = PipelinePolicy(chunk_elements=4096)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from tensorstow import AdamW
 from tensorstow.base.errors import DTypeError
-from tensorstow.optim.checkpoints.extras import put_together, take_apart
+from tensorstow.checkpoint.serialize import put_together, take_apart
 
 KEPT: dict[str, Any] = {
     "numbers": [0, -1, 1 << 80, 0.1, -0.0, 1e-320, float("inf")],

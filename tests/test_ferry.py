@@ -13,11 +13,11 @@ from remote import LateLink, make_remote
 from tensorstow import Adam, AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError
 from tensorstow.colossalai import CPUAdam
-from tensorstow.optim import options
-from tensorstow.optim.accelerator.ferry import Ferry
-from tensorstow.optim.states import memory
-from tensorstow.optim.states.memory import StagingPlan, plan_staging
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states import memory
+from tensorstow.states.memory import StagingPlan, plan_staging
+from tensorstow.step import validation
+from tensorstow.step.device_feed import Ferry
 
 CHUNK = 1024
 SMALL = PipelinePolicy(chunk_elements=CHUNK)
@@ -353,9 +353,9 @@ def test_gradient_and_parameter_are_on_one_device(monkeypatch: pytest.MonkeyPatc
     make_remote(monkeypatch)
     parameter = nn.Parameter(torch.ones(3))
     wrong = torch.ones(3, device="meta")  # torch itself would not let it through
-    assert not options.fits(parameter, wrong)
+    assert not validation.fits(parameter, wrong)
     with pytest.raises(DTypeError, match="is on meta and the parameter on cpu"):
-        options.check_gradient(parameter, wrong, "Parameter 0 of group 0")
+        validation.check_gradient(parameter, wrong, "Parameter 0 of group 0")
 
 
 class Branches(nn.Module):

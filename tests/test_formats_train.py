@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tensorstow.optim.formats.reference_in_format import Kept, adam_reference_in_format
-from tensorstow.optim.formats.state_format import StateFormat, streams_of
-from tensorstow.optim.reference import adam_scalars
+from tensorstow.formats.reference import adam_scalars
+from tensorstow.formats.reference_in_format import Kept, adam_reference_in_format
+from tensorstow.formats.state_format import StateFormat, streams_of
 
 STEPS = 200
 

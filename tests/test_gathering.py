@@ -15,7 +15,7 @@ import torch
 
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DirectoryError, OptionError, TransferError
-from tensorstow.optim.checkpoints import gathering
+from tensorstow.checkpoint import full_state
 
 MIB = 1 << 20
 SIZES = [5000, 3, 0, 70_000, 16, 9001]
@@ -24,7 +24,7 @@ SIZES = [5000, 3, 0, 70_000, 16, 9001]
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Map states of any size."""
-    monkeypatch.setattr(gathering, "RAM_BYTES", -1)
+    monkeypatch.setattr(full_state, "RAM_BYTES", -1)
 
 
 def trained(directory: Path, dtype: torch.dtype, steps: int = 2, **options: object) -> AdamW:
@@ -77,7 +77,7 @@ def test_the_mapped_states_are_those_in_ram(
 ) -> None:
     optimizer = trained(tmp_path, dtype, **options)
     in_ram = copy.deepcopy(optimizer.state_dict())
-    monkeypatch.setattr(gathering, "RAM_BYTES", -1)
+    monkeypatch.setattr(full_state, "RAM_BYTES", -1)
     opened = open_files()
     mapped = optimizer.state_dict()
     assert open_files() == opened + 1
@@ -145,14 +145,14 @@ def test_too_little_room_is_said_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = trained(tmp_path, torch.float32)
-    found = gathering.inspect_directory(tmp_path)
+    found = full_state.inspect_directory(tmp_path)
 
     class Full:
         path, free_bytes = found.path, 1000
 
     optimizer.synchronize()
     read = optimizer.traffic().bytes_read
-    monkeypatch.setattr(gathering, "inspect_directory", lambda _: Full)
+    monkeypatch.setattr(full_state, "inspect_directory", lambda _: Full)
     with pytest.raises(DirectoryError, match=r"656\.\d KiB.*1000 B free.*snapshot"):
         optimizer.state_dict()
     assert optimizer.traffic().bytes_read == read

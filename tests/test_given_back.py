@@ -15,7 +15,7 @@ from torch import nn
 import tensorstow
 from tensorstow import AdamW, Plan, StowedOptimizer
 from tensorstow.colossalai import HybridAdam
-from tensorstow.optim.states.state_store import _KEPT
+from tensorstow.states.state_store import _KEPT
 from tensorstow.tensornvme import DiskOffloader
 
 pytestmark = pytest.mark.usefixtures("garbage_apart")  # it makes the collector quick, too

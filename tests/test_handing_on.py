@@ -10,7 +10,7 @@ from torch import nn, optim
 from parity.piecewise import MATRICES, Pair, pair
 from tensorstow import StowedOptimizer
 from tensorstow.base.errors import OptimizerError, OptionError, PoisonedError
-from tensorstow.optim.piecewise.turn import Values, copied, options_of
+from tensorstow.optim.generic.shared_values import Values, copied, options_of
 
 SHAPES = ((130, 200), (70, 90), (8, 8), (5,))
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.engine.initialising import initialise, initialise_buffers
-from tensorstow.engine.units import Unit, units_of
+from tensorstow.fsdp.initialising import initialise, initialise_buffers
+from tensorstow.fsdp.units import Unit, units_of
 
 
 def unit_of(model: nn.Module) -> Unit:

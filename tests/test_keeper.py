@@ -7,11 +7,11 @@ import torch
 from torch import nn, optim
 
 from tensorstow.base.errors import OptionError, PoisonedError
-from tensorstow.optim.piecewise.keeper import Keeper
-from tensorstow.optim.piecewise.stepper import Stepper
-from tensorstow.optim.piecewise.visit import Job
-from tensorstow.optim.states.policy import PipelinePolicy
-from tensorstow.optim.states.state_store import Placement
+from tensorstow.optim.generic.piece_step import Job
+from tensorstow.optim.generic.state_manager import Keeper
+from tensorstow.optim.generic.stepper import Stepper
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.state_store import Placement
 
 LARGE = 40_000
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tensorstow import _native
-from tensorstow.optim.reference import (
+from tensorstow.formats.reference import (
     NORM_BLOCK,
     AdamScalars,
     AdamState,

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.landed import LandedGradient, refuse
+from tensorstow.tensors.consumed_gradient import LandedGradient, refuse
 
 
 def stand_in() -> LandedGradient:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Shard
 from ranks.pool import Ranks
 from remote import LateLink
 from tensorstow.base.errors import OptionError
-from tensorstow.engine.gradients import HostGradient
-from tensorstow.engine.landing import Landing, move_buffers
+from tensorstow.fsdp.gradient_hooks import Landing, move_buffers
+from tensorstow.fsdp.gradients import HostGradient
 
 
 def _sharded(values: torch.Tensor) -> DTensor:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstow.base.errors import BudgetError, DTypeError, OptionError
-from tensorstow.optim.states.layout import (
+from tensorstow.states.layout import (
     DEFAULT_RING_BYTES,
     LANE,
     Family,
@@ -19,7 +19,7 @@ from tensorstow.optim.states.layout import (
     space_elements,
     split,
 )
-from tensorstow.optim.states.memory import predict_memory
+from tensorstow.states.memory import predict_memory
 
 SIZES = st.lists(st.integers(0, 5000), max_size=30)
 CAPACITY = st.integers(1, 200).map(lambda n: n * LANE)

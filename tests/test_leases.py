@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.schedules.leases import Leases, Numbers, lend
-from tensorstow.optim.states.layout import Run
-from tensorstow.optim.states.pipeline import StepRow
+from tensorstow.states.layout import Run
+from tensorstow.states.native_pipeline import StepRow
+from tensorstow.step.disk_feed import Leases, Numbers, lend
 
 GRADIENT = torch.ones(8)
 

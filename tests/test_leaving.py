@@ -18,15 +18,15 @@ from compare import all_equal
 from ranks.pool import Ranks
 from remote import LateLink, every, make_remote
 from tensorstow.base.plan import Plan
-from tensorstow.engine import sharding as sharding_module
-from tensorstow.engine import stow as stow_module
-from tensorstow.engine.gradients import HostGradient
-from tensorstow.engine.leaving import Falls, Passage, Room
-from tensorstow.engine.report import parameter_bytes
-from tensorstow.engine.stow import stow
-from tensorstow.optim.accelerator.device import PlainLink
+from tensorstow.fsdp import sharding as sharding_module
+from tensorstow.fsdp import stow as stow_module
+from tensorstow.fsdp.gradient_offload import Falls, Passage, Room
+from tensorstow.fsdp.gradients import HostGradient
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.stow import stow
+from tensorstow.io.device_link import PlainLink
 from tensorstow.optim.adam import AdamW
-from tensorstow.optim.shards import shard_of
+from tensorstow.tensors.dtensor import shard_of
 
 WIDTH = 16
 Course = dict[str, object]

@@ -14,8 +14,8 @@ from torch import nn
 
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError, PoisonedError
-from tensorstow.optim.reference import AdamState, adam_reference, adam_scalars
-from tensorstow.optim.schedules.legal import LEGAL, Call, Phase
+from tensorstow.formats.reference import AdamState, adam_reference, adam_scalars
+from tensorstow.step.legal_calls import LEGAL, Call, Phase
 
 POLICY = PipelinePolicy(chunk_elements=64, backend="threads", depth=2)
 

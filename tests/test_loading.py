@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tensorstow.base.errors import OptionError, StoreFormatError
-from tensorstow.engine.loading import Files, Sources, of_tensor
-from tensorstow.engine.units import aliases_of, units_of
+from tensorstow.fsdp.loading import Files, Sources, of_tensor
+from tensorstow.fsdp.units import aliases_of, units_of
 
 
 def values(*shape: int) -> torch.Tensor:

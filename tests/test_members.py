@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tensorstow.optim.members import Members
-from tensorstow.optim.states.policy import PipelinePolicy
-from tensorstow.optim.states.state_store import Placement
-from tensorstow.optim.states.stowage import Stowage
+from tensorstow.states.offload_policy import Stowage
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.state_store import Placement
+from tensorstow.step.param_table import Members
 
 SMALL = PipelinePolicy(chunk_elements=4096)
 

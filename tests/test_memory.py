@@ -15,9 +15,9 @@ import torch
 from parity.scratch import scratch_files
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.optim.options import Durability
-from tensorstow.optim.states import layout
-from tensorstow.optim.states.layout import DEFAULT_RING_BYTES, Family, slot_bytes
-from tensorstow.optim.states.memory import predict_memory
+from tensorstow.states import layout
+from tensorstow.states.layout import DEFAULT_RING_BYTES, Family, slot_bytes
+from tensorstow.states.memory import predict_memory
 
 CHUNK = 4096
 SMALL = PipelinePolicy(chunk_elements=CHUNK)

@@ -14,7 +14,7 @@ from remote import make_remote
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.plan import Overlap
-from tensorstow.optim.shards import in_order, order_of, out_of_order
+from tensorstow.tensors.dtensor import in_order, order_of, out_of_order
 
 SMALL = PipelinePolicy(chunk_elements=4096)
 LAST = torch.channels_last

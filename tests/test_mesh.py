@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ranks.pool import Ranks
 from tensorstow.base.errors import OptionError
-from tensorstow.engine.mesh import _backend, device_here, host_group, mesh_of, world_here
+from tensorstow.fsdp.mesh import _backend, device_here, host_group, mesh_of, world_here
 
 Pool = Callable[[int], Ranks]
 CPU = torch.device("cpu")

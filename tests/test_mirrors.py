@@ -6,7 +6,7 @@ from torch import nn
 
 from remote import LateLink
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.optim.accelerator.mirrors import (
+from tensorstow.step.host_weight import (
     Mirror,
     deliver,
     flat,
@@ -48,7 +48,7 @@ def test_those_that_nobody_looks_at_are_not_pinned(monkeypatch: pytest.MonkeyPat
             devices.append(device)
             super().__init__(nbytes, torch.device("cpu"), settle)
 
-    monkeypatch.setattr("tensorstow.optim.accelerator.mirrors.PinnedBlock", Watched)
+    monkeypatch.setattr("tensorstow.step.host_weight.PinnedBlock", Watched)
     link = LateLink()
     link.device = torch.device("cuda", 3)
     given = parameters()

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorstow.optim.formats.draws import draws
-from tensorstow.optim.formats.moments import (
+from tensorstow.formats.quantize import (
     GROUP,
     from_bytes,
     from_unsigned_bytes,
@@ -15,6 +14,7 @@ from tensorstow.optim.formats.moments import (
     to_half,
     to_unsigned_bytes,
 )
+from tensorstow.formats.stochastic_rounding import draws
 
 KEYS = 2000
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tensorstow.base.errors import BudgetError
-from tensorstow.optim.piecewise.entries import place, restore
-from tensorstow.optim.piecewise.mover import Mover, wanted_bytes
-from tensorstow.optim.piecewise.pieces import Motion, Piece
-from tensorstow.optim.piecewise.places import ScratchPlaces
-from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.optim.generic.packing import place, restore
+from tensorstow.optim.generic.pieces import Motion, Piece
+from tensorstow.optim.generic.places import ScratchPlaces
+from tensorstow.optim.generic.transfers import Mover, wanted_bytes
+from tensorstow.states.policy import PipelinePolicy
 
 BLOCK = 4096
 

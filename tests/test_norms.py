@@ -2,7 +2,7 @@
 
 import torch
 
-from tensorstow.optim.norms import squared_norms
+from tensorstow.step.norms import squared_norms
 
 
 def test_each_gradient_has_its_own() -> None:

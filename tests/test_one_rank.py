@@ -9,10 +9,10 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
-from tensorstow.engine.cells import Cell
-from tensorstow.engine.one_rank import ReduceInPlace, Tenure
-from tensorstow.engine.report import parameter_bytes
-from tensorstow.engine.stow import stow
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.shard_storage import Cell
+from tensorstow.fsdp.single_rank import ReduceInPlace, Tenure
+from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.run import DEFAULT_EVERY, Interval, Run
+from tensorstow.checkpoint.run import DEFAULT_EVERY, Interval, Run
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import tensorstow
 from remote import make_remote
 from tensorstow import Budget, Plan, Tier
 from tensorstow.base.errors import BudgetError, OptionError
-from tensorstow.optim.shards import shard_of
+from tensorstow.tensors.dtensor import shard_of
 
 
 def _model() -> nn.Module:

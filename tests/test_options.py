@@ -8,7 +8,8 @@ import torch
 from tensorstow import AdamW
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.optim import options
-from tensorstow.optim.states.policy import Overlap
+from tensorstow.states.policy import Overlap
+from tensorstow.step import validation
 
 GOOD = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
@@ -57,7 +58,7 @@ def test_directories_and_budget_are_read() -> None:
 )
 def test_hyper_parameters_out_of_range_are_named(key: str, value: object) -> None:
     with pytest.raises(OptionError, match=key):
-        options.check_hyper({**GOOD, key: value})
+        validation.check_hyper({**GOOD, key: value})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -81,20 +82,20 @@ def test_a_beta_out_of_range_is_told_the_range(beta: float) -> None:
 
 
 def test_numbers_of_numpys_are_numbers() -> None:
-    options.check_hyper({**GOOD, "lr": np.float32(1e-3), "weight_decay": np.int64(0)})
+    validation.check_hyper({**GOOD, "lr": np.float32(1e-3), "weight_decay": np.int64(0)})
 
 
 @pytest.mark.parametrize("key", ["foreach", "capturable", "differentiable"])
 def test_torch_keywords_that_cannot_hold_are_refused_by_name(key: str) -> None:
     with pytest.raises(OptionError, match=key):
-        options.refuse_torch_keywords({key: True})
-    options.refuse_torch_keywords({key: False})
+        validation.refuse_torch_keywords({key: True})
+    validation.refuse_torch_keywords({key: False})
 
 
 @pytest.mark.parametrize("fused", [False, True, None])
 def test_fused_means_nothing_here(*, fused: bool | None) -> None:
     off = {"foreach": False, "capturable": False, "differentiable": False}
-    options.refuse_torch_keywords({**off, "fused": fused})
+    validation.refuse_torch_keywords({**off, "fused": fused})
 
 
 @pytest.mark.parametrize(
@@ -108,28 +109,28 @@ def test_fused_means_nothing_here(*, fused: bool | None) -> None:
 )
 def test_parameters_that_cannot_be_updated(parameter: torch.Tensor, words: str) -> None:
     with pytest.raises(DTypeError, match=words):
-        options.check_parameter(parameter, "Parameter 0")
+        validation.check_parameter(parameter, "Parameter 0")
 
 
 def test_gradients_that_cannot_be_read() -> None:
     parameter = torch.zeros(2, 2)
     with pytest.raises(DTypeError, match="sparse"):
-        options.check_gradient(parameter, parameter.to_sparse(), "w")
+        validation.check_gradient(parameter, parameter.to_sparse(), "w")
     with pytest.raises(DTypeError, match="float64"):
-        options.check_gradient(parameter, parameter.double(), "w")
+        validation.check_gradient(parameter, parameter.double(), "w")
     with pytest.raises(DTypeError, match="meta"):
-        options.check_gradient(parameter, torch.zeros(2, 2, device="meta"), "w")
+        validation.check_gradient(parameter, torch.zeros(2, 2, device="meta"), "w")
 
 
 def test_fp32_parameters_take_16_bit_gradients_once_named() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    options.accept_grad_dtype([parameter], torch.float16)
+    validation.accept_grad_dtype([parameter], torch.float16)
     (parameter * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert parameter.grad is not None
     assert parameter.grad.dtype == torch.float16
     assert parameter.grad.tolist() == [1.0, 2.0, 3.0]
     with pytest.raises(DTypeError, match="grad_dtype"):
-        options.accept_grad_dtype([parameter], torch.int8)
+        validation.accept_grad_dtype([parameter], torch.int8)
 
 
 @pytest.mark.parametrize("given", [{"extra": 5}, {"module": 5}, {"extra": {"a": 1}}])

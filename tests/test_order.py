@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from tensorstow.optim.schedules.order import by_first, by_last
-from tensorstow.optim.states.chunks import Chunk
-from tensorstow.optim.states.layout import ChunkPlan, Family, Run
+from tensorstow.states.chunks import Chunk
+from tensorstow.states.layout import ChunkPlan, Family, Run
+from tensorstow.step.chunk_order import by_first, by_last
 
 FP32 = Family(torch.float32, amsgrad=False)
 

@@ -9,10 +9,10 @@ from torch import nn
 from remote import make_remote
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.reference import AdamScalars
-from tensorstow.optim.schedules.outside import works_of
-from tensorstow.optim.stowed import StowedAdam
-from tensorstow.optim.updates import Turn
+from tensorstow.formats.reference import AdamScalars
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.step.outside import works_of
+from tensorstow.step.step_plan import Turn
 
 SMALL = PipelinePolicy(chunk_elements=1024)
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.optim.states import state_store
-from tensorstow.optim.states.layout import Family, slot_bytes
-from tensorstow.optim.states.pipeline import TraceEvent, UpdatePipeline
+from tensorstow.states import state_store
+from tensorstow.states.layout import Family, slot_bytes
+from tensorstow.states.native_pipeline import TraceEvent, UpdatePipeline
 
 CHUNK = 4096
 CHUNKS = 8

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tensorstow.optim.adam import AdamW
-from tensorstow.optim.schedules import schedule
-from tensorstow.optim.schedules.pace import Pace
+from tensorstow.step import schedules
+from tensorstow.step.backpressure import Pace
 
 WIDTH = 512
 NBYTES = WIDTH * WIDTH * 4
@@ -69,7 +69,7 @@ def trained(directory: Path, *, last: bool = True) -> AdamW:
 def test_waiting_gradients_are_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, last: bool
 ) -> None:
-    monkeypatch.setattr(schedule, "WINDOW_BYTES", 3 * NBYTES)
+    monkeypatch.setattr(schedules, "WINDOW_BYTES", 3 * NBYTES)
     optimizer = trained(tmp_path, last=last)
     # What waits for another's gradient stays: one chunk's worth.
     assert optimizer.memory().gradient_bytes <= (3 + 1 + (0 if last else 1)) * NBYTES
@@ -79,7 +79,7 @@ def test_waiting_gradients_are_few(
 def test_without_a_window_they_would_be_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule, "WINDOW_BYTES", 1 << 40)
+    monkeypatch.setattr(schedules, "WINDOW_BYTES", 1 << 40)
     optimizer = trained(tmp_path)
     assert optimizer.memory().gradient_bytes > 4 * NBYTES
     optimizer.close()

@@ -10,7 +10,7 @@ from torch import Tensor
 from parity.axes import case_of
 from parity.problem import Model, one_torch_thread
 from tensorstow import Adam, AdamW, PipelinePolicy
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
 from test_reference import M_SPACINGS, P_SPACINGS, V_SPACINGS, spacings
 
 STEPS = 20

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from tensorstow import StowedOptimizer
-from tensorstow.optim.piecewise.known import PER_PARAMETER
-from tensorstow.optim.piecewise.turn import same, same_bits
+from tensorstow.optim.generic.known_classes import PER_PARAMETER
+from tensorstow.optim.generic.shared_values import same, same_bits
 
 WHERE = {"bitsandbytes": "bitsandbytes.optim"}
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tensorstow.optim.piecewise.pieces import Member, Piece, cut_up, expect, plan_of
-from tensorstow.optim.piecewise.stepper import Stepper
+from tensorstow.optim.generic.pieces import Member, Piece, cut_up, expect, plan_of
+from tensorstow.optim.generic.stepper import Stepper
 
 
 def how(parameter: torch.Tensor, *, elementwise: bool = True, threads: int = 1) -> list[Piece]:

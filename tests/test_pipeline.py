@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from parity.scratch import read_scratch, write_scratch
 from tensorstow import _native
 from tensorstow.base.errors import DamageError, PoisonedError, TransferError
-from tensorstow.optim.reference import AdamState, adam_reference, adam_scalars
-from tensorstow.optim.states.chunks import Ring
-from tensorstow.optim.states.layout import Family, RingPlan, parts_of, slot_bytes
-from tensorstow.optim.states.pipeline import StepKind, StepRow, UpdatePipeline
-from tensorstow.optim.states.policy import PipelinePolicy
-from tensorstow.optim.states.state_store import Placement, StateStore
+from tensorstow.formats.reference import AdamState, adam_reference, adam_scalars
+from tensorstow.states.chunks import Ring
+from tensorstow.states.layout import Family, RingPlan, parts_of, slot_bytes
+from tensorstow.states.native_pipeline import StepKind, StepRow, UpdatePipeline
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.state_store import Placement, StateStore
 
 FP32 = Family(torch.float32, amsgrad=False)
 

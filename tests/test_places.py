@@ -7,8 +7,8 @@ import torch
 
 from tensorstow import _native
 from tensorstow.base.errors import DirectoryError
-from tensorstow.optim.piecewise.places import ScratchPlaces
-from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.optim.generic.places import ScratchPlaces
+from tensorstow.states.policy import PipelinePolicy
 
 BLOCK = 4096
 

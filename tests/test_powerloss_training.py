@@ -16,9 +16,9 @@ from powerloss.training import (
     crash_training,
     record_training,
 )
-from tensorstow.optim.checkpoints.commits import Commits
-from tensorstow.optim.members import Members
-from tensorstow.optim.states.pipeline import UpdatePipeline
+from tensorstow.checkpoint.commits import Commits
+from tensorstow.states.native_pipeline import UpdatePipeline
+from tensorstow.step.param_table import Members
 
 CASES = [
     Case("none", "split", commit_every=2, pin_every=4),

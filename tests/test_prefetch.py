@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tensorstow.engine.prefetch import Prefetcher
-from tensorstow.io.shelves import Shelf, Shelves
+from tensorstow.fsdp.prefetch import Prefetcher
+from tensorstow.io.buffer_pool import Shelf, Shelves
 
 SIZE = 1 << 16
 

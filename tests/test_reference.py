@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.reference import (
+from tensorstow.formats.reference import (
     AdamState,
     adam_reference,
     adam_scalars,

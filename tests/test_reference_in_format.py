@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tensorstow import _native
-from tensorstow.optim.formats.reference_in_format import Kept, adam_reference_in_format
-from tensorstow.optim.formats.state_format import StateFormat, decode, streams_of
-from tensorstow.optim.reference import AdamScalars, AdamState, adam_reference, adam_scalars
+from tensorstow.formats.reference import AdamScalars, AdamState, adam_reference, adam_scalars
+from tensorstow.formats.reference_in_format import Kept, adam_reference_in_format
+from tensorstow.formats.state_format import StateFormat, decode, streams_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ISAS = _native.supported_isas()

@@ -26,9 +26,9 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
-from tensorstow.optim.states.layout import Family
-from tensorstow.optim.states.pipeline import StepKind, StepRow
-from tensorstow.optim.states.state_store import Placement, StateStore
+from tensorstow.states.layout import Family
+from tensorstow.states.native_pipeline import StepKind, StepRow
+from tensorstow.states.state_store import Placement, StateStore
 from tensorstow.tensornvme import AsyncFileWriter, DiskOffloader
 
 PLAIN = PipelinePolicy(chunk_elements=1024, backend="threads", depth=1)

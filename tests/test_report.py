@@ -11,7 +11,7 @@ import tensorstow
 from ranks.pool import Ranks
 from ranks.twin import ADAMW, mesh_here
 from tensorstow import Plan
-from tensorstow.engine.report import ParameterBytes, parameter_bytes
+from tensorstow.fsdp.report import ParameterBytes, parameter_bytes
 
 Pool = Callable[[int], Ranks]
 PAGE = 4096

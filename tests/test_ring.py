@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorstow.optim.piecewise.ring import Lease, Ring
+from tensorstow.optim.generic.ring import Lease, Ring
 
 CAPACITY = 1 << 16
 

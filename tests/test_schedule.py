@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from compare import all_equal
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.schedules.backward import LandedGradients
-from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward
-from tensorstow.optim.states import layout
-from tensorstow.optim.states.layout import Family, slot_bytes
-from tensorstow.optim.states.policy import Overlap
+from tensorstow.states import layout
+from tensorstow.states.layout import Family, slot_bytes
+from tensorstow.states.policy import Overlap
+from tensorstow.step.backward_overlap import LandedGradients
+from tensorstow.step.schedules import AtOnce, BesideBackward
 
 CHUNK = 4096
 CHUNKS = 6

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.engine.shardable import check_shardable
-from tensorstow.engine.units import units_of
+from tensorstow.fsdp.shardable import check_shardable
+from tensorstow.fsdp.units import units_of
 
 
 def model_with(**parameters: nn.Parameter) -> nn.Module:

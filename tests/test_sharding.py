@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tensorstow.engine.sharding import Sharding, exchange, shelf_bytes
-from tensorstow.engine.units import units_of
+from tensorstow.fsdp.sharding import Sharding, exchange, shelf_bytes
+from tensorstow.fsdp.units import units_of
 
 
 @dataclass

@@ -6,7 +6,7 @@ import torch
 from compare import all_equal
 from ranks.pool import Ranks
 from ranks.sharded import Training, alone, sharded
-from tensorstow.optim.shards import lent
+from tensorstow.tensors.dtensor import lent
 
 CASES = [
     Training(),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tensorstow.base.errors import DamageError, DirectoryError, PoisonedError
-from tensorstow.io.shelves import Shelf, Shelves
+from tensorstow.io.buffer_pool import Shelf, Shelves
 
 SIZE = 1 << 20
 

@@ -12,10 +12,10 @@ from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.base.update_on import UpdateOn
-from tensorstow.optim.accelerator.ferry import Ferry
-from tensorstow.optim.accelerator.updater import Updater
-from tensorstow.optim.states.chunks import Chunk
-from tensorstow.optim.states.pipeline import UpdatePipeline
+from tensorstow.states.chunks import Chunk
+from tensorstow.states.native_pipeline import UpdatePipeline
+from tensorstow.step.device_feed import Ferry
+from tensorstow.step.device_update import Updater
 
 CHUNK = 1024
 SIZES = (3000, 10, 500, 1, 5000, 700)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.stand_ins import StandIn
+from tensorstow.tensors.placeholder import StandIn
 
 
 def test_it_is_like_what_it_stands_for() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorstow import _native
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.formats.state_format import (
+from tensorstow.formats.state_format import (
     StateFormat,
     StreamSpec,
     decode,

@@ -14,12 +14,12 @@ from tensorstow.base.errors import (
     PoisonedError,
     TransferError,
 )
-from tensorstow.optim.reference import adam_scalars
-from tensorstow.optim.states.layout import Family
-from tensorstow.optim.states.memory import predict_memory
-from tensorstow.optim.states.pipeline import StepRow
-from tensorstow.optim.states.policy import PipelinePolicy
-from tensorstow.optim.states.state_store import Placement, StateStore
+from tensorstow.formats.reference import adam_scalars
+from tensorstow.states.layout import Family
+from tensorstow.states.memory import predict_memory
+from tensorstow.states.native_pipeline import StepRow
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.state_store import Placement, StateStore
 
 FP32 = Family(torch.float32, amsgrad=False)
 BF16 = Family(torch.bfloat16, amsgrad=False)

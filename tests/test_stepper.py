@@ -6,7 +6,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.piecewise.stepper import Run, Stepper, listed
+from tensorstow.optim.generic.stepper import Run, Stepper, listed
 
 
 def weight(*shape: int) -> nn.Parameter:

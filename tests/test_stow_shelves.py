@@ -14,7 +14,7 @@ import tensorstow
 from ranks.pool import Ranks
 from ranks.stowed import finish, groups_of
 from tensorstow import PipelinePolicy, Plan
-from tensorstow.engine.report import ParameterBytes, parameter_bytes
+from tensorstow.fsdp.report import ParameterBytes, parameter_bytes
 
 WIDTH = 64
 BLOCKS = 8

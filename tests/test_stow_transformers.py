@@ -17,7 +17,7 @@ from ranks.pool import Ranks
 from ranks.twin import ADAMW, FETCHED, Twins, mesh_here, whole
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
-from tensorstow.engine.export import save_safetensors
+from tensorstow.fsdp.export import save_safetensors
 
 Pool = Callable[[int], Ranks]
 WORDS, LENGTH = 32, 8

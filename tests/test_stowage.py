@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorstow.optim.formats.state_format import StateFormat
-from tensorstow.optim.states.state_store import Placement
-from tensorstow.optim.states.stowage import Stowage
+from tensorstow.formats.state_format import StateFormat
+from tensorstow.states.offload_policy import Stowage
+from tensorstow.states.state_store import Placement
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 WHERE = (Path(),)

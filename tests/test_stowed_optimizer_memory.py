@@ -13,7 +13,7 @@ from torch import nn, optim
 from parity.piecewise import CHUNK, MATRICES, SHAPES, SMALL, pair, parameters
 from tensorstow import StowedOptimizer
 from tensorstow.base.errors import BudgetError
-from tensorstow.optim.states.layout import round_up
+from tensorstow.states.layout import round_up
 
 MIB = 1 << 20
 PIECE = 8 * CHUNK
@@ -75,7 +75,7 @@ def test_a_budget_below_the_largest_piece_is_refused_with_its_size(tmp_path: Pat
 def test_without_a_budget_a_larger_piece_runs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensorstow.optim.piecewise.mover.DEFAULT_RING_BYTES", 120 << 10)
+    monkeypatch.setattr("tensorstow.optim.generic.transfers.DEFAULT_RING_BYTES", 120 << 10)
     both = pair(tmp_path, optim.Muon, shapes=((200, 300), (130, 200), (100, 200)))
     both.step(3)
     both.assert_same()

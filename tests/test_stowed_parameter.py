@@ -15,8 +15,8 @@ from ranks.stowed import loss_of, model_of
 from ranks.twin import Twins
 from tensorstow import PipelinePolicy, Plan
 from tensorstow.base.errors import PoisonedError
-from tensorstow.engine.cells import Cell
-from tensorstow.engine.stowed_parameter import Slot, StowedParameter
+from tensorstow.fsdp.shard_storage import Cell
+from tensorstow.fsdp.stowed_parameter import Slot, StowedParameter
 
 Pool = Callable[[int], Ranks]
 POISONED = partial(tensorstow.AdamW, lr=1e-2, policy=PipelinePolicy(poison=True))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ranks.pool import Ranks
 from ranks.twin import Twins
 from tensorstow.base.plan import Plan
-from tensorstow.engine.stow import stow
+from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
 
 Pool = Callable[[int], Ranks]

@@ -9,8 +9,8 @@ from torch import nn, optim
 
 from tensorstow import StowedOptimizer
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.piecewise.known import ELEMENTWISE, WHOLE, refuse_class
-from tensorstow.optim.piecewise.trial import try_out
+from tensorstow.optim.generic.known_classes import ELEMENTWISE, WHOLE, refuse_class
+from tensorstow.optim.generic.probe import try_out
 
 KNOWN = sorted([*ELEMENTWISE, *WHOLE], key=lambda c: c.__name__)
 

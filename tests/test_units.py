@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.engine.units import aliases_of, units_of
+from tensorstow.fsdp.units import aliases_of, units_of
 
 
 class Model(nn.Module):

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from parity.beside import blocks, in_ram, mean_square, optimizer_for, same, slow, train, weights
 from tensorstow import AdamW
 from tensorstow.base.errors import TransferError
-from tensorstow.optim.schedules.unpublished import Unpublished
+from tensorstow.step.unpublished import Unpublished
 
 
 def _lerped(p: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DamageError, OptionError, PoisonedError
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.optim.accelerator.updater import MOST_SLOTS, Updater
-from tensorstow.optim.states.layout import parts_of
-from tensorstow.optim.states.pipeline import UpdatePipeline
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.layout import parts_of
+from tensorstow.states.native_pipeline import UpdatePipeline
+from tensorstow.step.device_update import MOST_SLOTS, Updater
 
 CHUNK = 1024
 SMALL = PipelinePolicy(chunk_elements=CHUNK)
@@ -193,7 +193,7 @@ def test_states_are_where_the_accelerator_copies_from(monkeypatch: pytest.Monkey
             super().__init__(nbytes, *given)
 
     make_remote(monkeypatch)
-    monkeypatch.setattr("tensorstow.optim.members.PinnedBlock", Counted)
+    monkeypatch.setattr("tensorstow.step.param_table.PinnedBlock", Counted)
     optimizer = make_there(Net(), states=0.5)
     held = optimizer.memory()
     assert held.ring_bytes in taken

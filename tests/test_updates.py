@@ -10,11 +10,11 @@ from torch import nn
 from parity.beside import blocks, same, weights
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError
-from tensorstow.optim import updates
-from tensorstow.optim.checkpoints import commits
-from tensorstow.optim.members import Members
-from tensorstow.optim.states.policy import Overlap
-from tensorstow.optim.updates import Due, account, as_step, collect, make_turn, must_seed, name_of
+from tensorstow.checkpoint import commits
+from tensorstow.states.policy import Overlap
+from tensorstow.step import step_plan
+from tensorstow.step.param_table import Members
+from tensorstow.step.step_plan import Due, account, as_step, collect, make_turn, must_seed, name_of
 
 
 def all_of(_: torch.Tensor) -> bool:
@@ -118,7 +118,7 @@ def test_accounting_counts_and_tells_autograd() -> None:
     assert p._version > before
     assert kept.get(p).begun
     assert not kept.get(p).written_by_others
-    account(updates.Turn([], [], [], turn.scalars), optimizer.state)
+    account(step_plan.Turn([], [], [], turn.scalars), optimizer.state)
 
 
 def test_seeds_are_taken_where_others_wrote_other_bits(tmp_path: Path) -> None:
@@ -216,6 +216,6 @@ def test_seeds_that_are_ignored_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: Overlap
 ) -> None:
     want = undisturbed()
-    for module in (updates, commits):
+    for module in (step_plan, commits):
         monkeypatch.setattr(module, "must_seed", lambda *_: False)
     assert not same(resumed_twice(tmp_path, overlap, "fp32"), want)

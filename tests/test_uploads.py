@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorstow.engine.cells import Cell, ShelvedCell
-from tensorstow.engine.prefetch import Prefetcher
-from tensorstow.engine.uploads import Uploads
+from tensorstow.fsdp.prefetch import Prefetcher
+from tensorstow.fsdp.shard_storage import Cell, ShelvedCell
+from tensorstow.fsdp.uploads import Uploads
+from tensorstow.io.buffer_pool import Shelves
+from tensorstow.io.device_link import Mark, Pairs, PlainLink
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.io.shelves import Shelves
-from tensorstow.optim.accelerator.device import Mark, Pairs, PlainLink
 
 CPU = torch.device("cpu")
 ROWS = 8

@@ -5,10 +5,10 @@ import torch
 from torch import nn, optim
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.piecewise.cuts import Cut
-from tensorstow.optim.piecewise.pieces import Expected, Member, Piece
-from tensorstow.optim.piecewise.stepper import Stepper
-from tensorstow.optim.piecewise.visit import Job, sliced_entry, slices, step_piece
+from tensorstow.optim.generic.partition import Cut
+from tensorstow.optim.generic.piece_step import Job, sliced_entry, slices, step_piece
+from tensorstow.optim.generic.pieces import Expected, Member, Piece
+from tensorstow.optim.generic.stepper import Stepper
 
 NOTHING = Expected({}, 0, 0, ())
 

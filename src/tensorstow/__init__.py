@@ -9,12 +9,12 @@ from tensorstow.base.first_calls import make_first_calls
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.optim.adam import Adam, AdamW
-from tensorstow.optim.piecewise.stowed_optimizer import StowedOptimizer
-from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
+from tensorstow.states.policy import PipelinePolicy
 
 if TYPE_CHECKING:
-    from tensorstow.engine.export import save_safetensors
-    from tensorstow.engine.stow import stow
+    from tensorstow.fsdp.export import save_safetensors
+    from tensorstow.fsdp.stow import stow
 
 __all__ = [
     "Adam",
@@ -38,11 +38,11 @@ make_first_calls()
 def __getattr__(name: str) -> object:
     """Import the engine when it is asked for: FSDP2 takes a second, and optimizers need it not."""
     if name == "stow":
-        from tensorstow.engine.stow import stow  # noqa: PLC0415
+        from tensorstow.fsdp.stow import stow  # noqa: PLC0415
 
         return stow
     if name == "save_safetensors":
-        from tensorstow.engine.export import save_safetensors  # noqa: PLC0415
+        from tensorstow.fsdp.export import save_safetensors  # noqa: PLC0415
 
         return save_safetensors
     message = f"module {__name__!r} has no attribute {name!r}"

@@ -11,7 +11,7 @@ import torch
 from attacks.faults import Faults
 from tensorstow import AdamW
 from tensorstow.base.errors import StowError
-from tensorstow.io.shelves import Shelves
+from tensorstow.io.buffer_pool import Shelves
 from tensorstow.store.by_rank import stores_in
 from tensorstow.store.cleaning import hold_dead_run
 from tensorstow.store.recovery import hold_recovery

@@ -12,7 +12,7 @@ from tensorstow import AdamW
 from tensorstow.base.errors import StowError
 from tensorstow.base.plan import Plan
 from tensorstow.deepspeed.config.json_text import parse
-from tensorstow.engine.loading import Files
+from tensorstow.fsdp.loading import Files
 from tensorstow.io.safetensors import read_table
 
 NESTED = ("[" * 200_000, '{"a":' * 200_000)

@@ -5,8 +5,9 @@ import os
 import signal
 from typing import Any
 
-from tensorstow.optim.checkpoints import commits, resuming
-from tensorstow.optim.states import state_store, stored
+from tensorstow.checkpoint import commits
+from tensorstow.checkpoint import resume as resuming
+from tensorstow.states import state_store, stored
 from tensorstow.store import barriers, manifest, space, store
 
 MOMENTS: dict[str, tuple[Any, str, str]] = {

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.optim.states.policy import Overlap
+from tensorstow.states.policy import Overlap
 
 WIDTH, WORDS, LENGTH, BATCH, MICRO = 40, 32, 8, 4, 2
 

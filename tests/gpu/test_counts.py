@@ -10,9 +10,9 @@ from training import Net, make, spin, train
 
 from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed import checkpointing
-from tensorstow.engine import leaving
-from tensorstow.engine.report import parameter_bytes
-from tensorstow.engine.uploads import uploads_of
+from tensorstow.fsdp import gradient_offload
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.uploads import uploads_of
 
 OVERLAPS = ("none", "forward", "backward")
 
@@ -197,7 +197,7 @@ def test_the_device_holds_weights_and_gradients_on_their_way(
     overlap: str, under_way: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the bound are one that has just begun to fall, and one that backward makes."""
-    monkeypatch.setattr(leaving, "MOST_UNDER_WAY", under_way)
+    monkeypatch.setattr(gradient_offload, "MOST_UNDER_WAY", under_way)
     most, slots = most_held(Plan(parameters="device", overlap=overlap), device)
     gradients = min(LAYERS * WEIGHT, under_way + 2 * WEIGHT)
     assert slots == 0
@@ -225,7 +225,7 @@ def test_the_device_holds_two_gathered_units_where_parameters_are_elsewhere(
     parameters: str, under_way: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a gradient before it is reduced, and those on their way."""
-    monkeypatch.setattr(leaving, "MOST_UNDER_WAY", under_way)
+    monkeypatch.setattr(gradient_offload, "MOST_UNDER_WAY", under_way)
     most, slots = most_held(Plan(parameters=parameters), device)  # type: ignore[arg-type]  # text
     gradients = min(LAYERS * WEIGHT, under_way + 2 * WEIGHT)
     assert slots + 2 * WEIGHT < most <= slots + 3 * WEIGHT + gradients + ACTIVATIONS

@@ -8,9 +8,9 @@ import torch
 from benchmarks import gpu_bounds
 from training import SIZES, SMALL, Net, make, spin, train
 
+from tensorstow.io.device_link import StreamLink, is_remote
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.optim.accelerator.device import StreamLink, is_remote
-from tensorstow.optim.states.memory import plan_staging
+from tensorstow.states.memory import plan_staging
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OVERLAPS = ("none", "forward", "backward")

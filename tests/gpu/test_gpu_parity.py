@@ -11,7 +11,7 @@ from training import CPU, SMALL, STEPS, Net, make, same_states, same_weights, tr
 from stopped import stop
 from tensorstow import Adam, AdamW
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OVERLAPS = ("none", "forward", "backward")

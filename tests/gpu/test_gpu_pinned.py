@@ -14,10 +14,10 @@ from torch import nn
 import tensorstow
 from compare import all_equal
 from tensorstow import Plan
-from tensorstow.engine.report import parameter_bytes
-from tensorstow.engine.uploads import uploads_of
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.uploads import uploads_of
 from tensorstow.io import pinned
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
 
 WIDTH, BLOCKS = 256, 6
 BLOCK_BYTES = 4 * WIDTH * WIDTH

@@ -9,9 +9,9 @@ from training import Net, make, same_states, same_weights, train
 
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.update_on import UpdateOn
-from tensorstow.optim.accelerator import device as links
-from tensorstow.optim.accelerator import updater
-from tensorstow.optim.accelerator.device import Pairs
+from tensorstow.io import device_link as links
+from tensorstow.io.device_link import Pairs
+from tensorstow.step import device_update
 
 COUNT = 10
 """Chunks of states."""
@@ -44,7 +44,7 @@ def test_states_go_up_while_others_come_down(
     slots: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one slot nothing can be under way beside another, which shows what is counted."""
-    monkeypatch.setattr(updater, "MOST_SLOTS", slots)
+    monkeypatch.setattr(device_update, "MOST_SLOTS", slots)
     if device.type == "simulated":
         import simulated  # noqa: PLC0415  # registers the device
 
@@ -93,7 +93,7 @@ def test_a_step_holds_no_more_of_the_device_than_its_slots_and_one_update(
     for _ in range(2):
         optimizer.step()
     held = optimizer.memory().device_bytes
-    assert held == updater.MOST_SLOTS * 2 * chunk
+    assert held == device_update.MOST_SLOTS * 2 * chunk
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated(device)
     assert before >= held + 2 * len(weights) * chunk

@@ -17,13 +17,13 @@ from training import Net, make, same_weights, spin, train
 from compare import all_equal
 from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed.progress import Progress
-from tensorstow.engine import leaving
-from tensorstow.engine.cells import Cell
-from tensorstow.engine.uploads import Uploads
+from tensorstow.fsdp import gradient_offload
+from tensorstow.fsdp.shard_storage import Cell
+from tensorstow.fsdp.uploads import Uploads
+from tensorstow.io.device_link import Mark, StreamLink
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.optim.accelerator import updater as updater_module
-from tensorstow.optim.accelerator.device import Mark, StreamLink
-from tensorstow.optim.accelerator.mirrors import Mirror, deliver, make_mirrors, refresh
+from tensorstow.step import device_update as updater_module
+from tensorstow.step.host_weight import Mirror, deliver, make_mirrors, refresh
 
 COUNT = 1 << 16
 LATE = 0.1
@@ -252,7 +252,7 @@ def test_few_gradients_of_a_stowed_model_are_on_their_way(
 ) -> None:
     """Backward waits for the first of them, and for no other."""
     one = WIDTH * WIDTH * 2
-    monkeypatch.setattr(leaving, "MOST_UNDER_WAY", one)
+    monkeypatch.setattr(gradient_offload, "MOST_UNDER_WAY", one)
     plain = layers().to(device)
     want = late_steps(plain, AdamW(plain.parameters(), lr=1e-2), device)
     model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=Plan(parameters="device"))

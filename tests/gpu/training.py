@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
 
 SIZES = (70_000, 96, 3, 40_000, 1, 5_000, 30_000)
 CPU = torch.device("cpu")

@@ -13,17 +13,17 @@ _CALLS = frozenset(
 _OF_LINKS = frozenset({"join", "settle"})  # strings join too, and stores settle
 _KEYWORDS = frozenset({"non_blocking", "pin_memory"})
 # Here `synchronize` and `query` are an optimizer's, a writer's or SQLite's.
-_ELSEWHERE = ("cli/", "tensornvme/", "store/", "optim/piecewise/")
+_ELSEWHERE = ("cli/", "tensornvme/", "store/", "optim/generic/")
 
 WITHOUT = frozenset(
     {
         # Waits for time alone: what is measured, and what goes on sooner.
-        ("optim/accelerator/sides.py", "made.synchronize()"),
-        ("optim/accelerator/updater.py", "while self._trips and self._trips[0].fallen.query():"),
+        ("step/sides.py", "made.synchronize()"),
+        ("step/device_update.py", "while self._trips and self._trips[0].fallen.query():"),
         # No shard in host memory has an order of its own yet.
-        ("optim/schedules/backward.py", "fall.synchronize()"),
+        ("step/backward_overlap.py", "fall.synchronize()"),
         # A step is given up by a store that is closed behind it.
-        ("optim/members.py", "self._link.settle()"),
+        ("step/param_table.py", "self._link.settle()"),
     }
 )
 """Calls that no test misses."""

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-_DEVICE = "optim/accelerator/device.py"
-_FERRY = "optim/accelerator/ferry.py"
-_MIRRORS = "optim/accelerator/mirrors.py"
-_UPDATER = "optim/accelerator/updater.py"
-_SCHEDULE = "optim/schedules/schedule.py"
-_LEAVING = "engine/leaving.py"
-_GRADIENTS = "engine/gradients.py"
-_UPLOADS = "engine/uploads.py"
+_DEVICE = "io/device_link.py"
+_FERRY = "step/device_feed.py"
+_MIRRORS = "step/host_weight.py"
+_UPDATER = "step/device_update.py"
+_SCHEDULE = "step/schedules.py"
+_LEAVING = "fsdp/gradient_offload.py"
+_GRADIENTS = "fsdp/gradients.py"
+_UPLOADS = "fsdp/uploads.py"
 
 _WAITS = "gpu/test_waits.py"
 _LINK = "gpu/test_gpu_link.py"
@@ -179,13 +179,13 @@ MUTATIONS = (
     ),
     Mutation(_UPDATER, "trip.fallen.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"),
     Mutation(
-        "optim/accelerator/sides.py",
+        "step/sides.py",
         "made = self.link.mark()",
         "made = self.link.up([])",
         f"{_STEPS}[none-hybrid-bf16]",
     ),
     Mutation(
-        "optim/schedules/outside.py",
+        "step/outside.py",
         "sides.link.settle()",
         "pass",
         f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
@@ -218,7 +218,7 @@ MUTATIONS = (
     Mutation(_SCHEDULE, "return self.mark is None or self.mark.query()", "return True", _BUSY),
     Mutation(_SCHEDULE, "falling.mark.synchronize()", "pass", f"{_FALLS}[host-backward]"),
     Mutation(
-        "optim/shards.py",
+        "tensors/dtensor.py",
         "if mark is not None and not mark.query():",
         "if mark is None and gradient is None:",
         _BUSY,

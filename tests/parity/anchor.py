@@ -22,7 +22,7 @@ from parity.problem import (
     group_names,
     one_torch_thread,
 )
-from tensorstow.optim.reference import (
+from tensorstow.formats.reference import (
     AdamState,
     adam_reference,
     adam_scalars,

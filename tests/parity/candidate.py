@@ -30,11 +30,11 @@ from parity.problem import (
 from stopped import stop
 from tensorstow import Adam, AdamW, PipelinePolicy, _native
 from tensorstow.colossalai import CPUAdam, HybridAdam
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.io.engine import probe_backend
-from tensorstow.optim.formats.state_format import StateFormat
-from tensorstow.optim.states import layout
-from tensorstow.optim.states.layout import Family, slot_bytes
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states import layout
+from tensorstow.states.layout import Family, slot_bytes
 
 ELSEWHERE = {"ram": "disk", "split": "ram", "disk": "split"}
 """Where a resumed run puts the states."""

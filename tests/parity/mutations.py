@@ -15,13 +15,13 @@ from parity.candidate import NO_TAPS, Taps
 from parity.cover import Value
 from parity.scratch import read_scratch, write_scratch
 from tensorstow import _native
-from tensorstow.optim import options, updates
-from tensorstow.optim.reference import AdamScalars, adam_scalars
-from tensorstow.optim.states import pipeline
-from tensorstow.optim.states.layout import RingPlan, plan_ring
-from tensorstow.optim.states.pipeline import Place, UpdatePipeline
-from tensorstow.optim.states.scratch import ScratchSpace
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.formats.reference import AdamScalars, adam_scalars
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states import native_pipeline
+from tensorstow.states.layout import RingPlan, plan_ring
+from tensorstow.states.native_pipeline import Place, UpdatePipeline
+from tensorstow.states.scratch import ScratchSpace
+from tensorstow.step import step_plan, validation
 
 Break = Callable[[pytest.MonkeyPatch, Path], Taps | None]
 ONE_CHUNK = 2 * 4 * 4096
@@ -69,9 +69,9 @@ def in_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Break:
     """Compute the scalars from a changed group."""
 
     def apply(patch: pytest.MonkeyPatch, _: Path) -> None:
-        row = updates._scalar_row
+        row = step_plan._scalar_row
         patch.setattr(
-            updates, "_scalar_row", lambda group, *rest: row({**group, **change(group)}, *rest)
+            step_plan, "_scalar_row", lambda group, *rest: row({**group, **change(group)}, *rest)
         )
 
     return apply
@@ -79,7 +79,7 @@ def in_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Break:
 
 def in_scalars(change: Callable[[AdamScalars], AdamScalars]) -> Break:
     def apply(patch: pytest.MonkeyPatch, _: Path) -> None:
-        target = "tensorstow.optim.updates.adam_scalars"
+        target = "tensorstow.step.step_plan.adam_scalars"
         patch.setattr(target, lambda **given: change(adam_scalars(**given)))
 
     return apply
@@ -141,12 +141,12 @@ def last_micro_batch_alone(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 
 def grad_dtype_ignored(patch: pytest.MonkeyPatch, _: Path) -> None:
-    patch.setattr(options, "accept_grad_dtype", lambda *_: None)
+    patch.setattr(validation, "accept_grad_dtype", lambda *_: None)
 
 
 def halves_confused(patch: pytest.MonkeyPatch, _: Path) -> None:
-    patch.setitem(pipeline.DTYPE_CODES, torch.bfloat16, 2)
-    patch.setitem(pipeline.DTYPE_CODES, torch.float16, 1)
+    patch.setitem(native_pipeline.DTYPE_CODES, torch.bfloat16, 2)
+    patch.setitem(native_pipeline.DTYPE_CODES, torch.float16, 1)
 
 
 # --- states on the way in ---
@@ -282,7 +282,7 @@ def slots_overlap(patch: pytest.MonkeyPatch, _: Path) -> None:
         plan = plan_ring(slot, chunks, **given)
         return replace(plan, slot_bytes=plan.slot_bytes // 2 // 4096 * 4096)
 
-    patch.setattr("tensorstow.optim.states.memory.plan_ring", overlapping)
+    patch.setattr("tensorstow.states.memory.plan_ring", overlapping)
 
 
 def one_element_skipped(_: pytest.MonkeyPatch, __: Path) -> Taps:

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from parity.candidate import NO_TAPS, Taps
-from tensorstow.optim.checkpoints import commits, resuming
-from tensorstow.optim.checkpoints.commits import Commits
-from tensorstow.optim.members import Member
-from tensorstow.optim.schedules import forward, schedule
-from tensorstow.optim.schedules.backward import LandedGradients
-from tensorstow.optim.states.chunks import Chunk
-from tensorstow.optim.states.state_store import StateStore
-from tensorstow.optim.states.stored import StoredSpace
-from tensorstow.optim.stowed import StowedAdam
-from tensorstow.optim.updates import Turn
+from tensorstow.checkpoint import commits, resume
+from tensorstow.checkpoint.commits import Commits
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.chunks import Chunk
+from tensorstow.states.state_store import StateStore
+from tensorstow.states.stored import StoredSpace
+from tensorstow.step import forward_overlap, schedules
+from tensorstow.step.backward_overlap import LandedGradients
+from tensorstow.step.param_table import Member
+from tensorstow.step.step_plan import Turn
 from tensorstow.store.records import ChunkRecord
 
 Land = Callable[[torch.Tensor], None]
@@ -27,30 +27,32 @@ Land = Callable[[torch.Tensor], None]
 
 def parameters_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let those who read a parameter itself have what is there."""
-    patch.setattr(schedule, "withhold", lambda *_: None)
+    patch.setattr(schedules, "withhold", lambda *_: None)
 
 
 def nobody_waits(patch: pytest.MonkeyPatch, _: Path) -> None:
     parameters_wait_for_nothing(patch)
-    patch.setattr(forward.ForwardWaits, "_before", lambda *_: None)
+    patch.setattr(forward_overlap.ForwardWaits, "_before", lambda *_: None)
 
 
 def blocks_wait_for_nothing(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Let the root wait for what is outside of blocks, and nobody for the rest."""
     parameters_wait_for_nothing(patch)
-    needs = forward.ForwardWaits._needs
+    needs = forward_overlap.ForwardWaits._needs
 
-    def none_of_blocks(self: forward.ForwardWaits, module: torch.nn.Module) -> frozenset[int]:
+    def none_of_blocks(
+        self: forward_overlap.ForwardWaits, module: torch.nn.Module
+    ) -> frozenset[int]:
         return frozenset() if id(module) in self._inside else needs(self, module)
 
-    patch.setattr(forward.ForwardWaits, "_needs", none_of_blocks)
+    patch.setattr(forward_overlap.ForwardWaits, "_needs", none_of_blocks)
 
 
 def weights_not_delivered(patch: pytest.MonkeyPatch, _: Path) -> None:
     def forget(member: Member) -> None:
         member.host = None
 
-    patch.setattr(schedule, "deliver", forget)
+    patch.setattr(schedules, "deliver", forget)
 
 
 def another_gradient(patch: pytest.MonkeyPatch, _: Path) -> None:
@@ -153,7 +155,7 @@ def commit_without_its_weights(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 def commit_of_weights_before_the_step(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Let resume take the weights of the model as it is for those of the commit."""
-    patch.setattr(resuming, "_load_weights", lambda *_: None)
+    patch.setattr(resume, "_load_weights", lambda *_: None)
 
 
 def step_counts_not_committed(patch: pytest.MonkeyPatch, _: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from tensorstow import AdamW, PipelinePolicy, _native
-from tensorstow.optim.states.layout import Family, slot_bytes
+from tensorstow.states.layout import Family, slot_bytes
 
 CHUNK = 4096
 STREAM = 4 * CHUNK  # bytes

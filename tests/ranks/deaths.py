@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from crash.aims import MOMENTS, arm_at
 from ranks.durable import Life
-from tensorstow.optim.board import Board
-from tensorstow.optim.checkpoints import agreement
+from tensorstow.checkpoint import agreement
+from tensorstow.checkpoint.coordinator import Board
 from tensorstow.store.store import Store
 
 WORLD = 2

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import tensorstow
 from stopped import stop
 from tensorstow.base.errors import CommitError, RankError, StowError
-from tensorstow.optim.checkpoints.commits import Commits
+from tensorstow.checkpoint.commits import Commits
 from tensorstow.store.records import Content, Generation
 from tensorstow.store.store import Store
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import tensorstow
 from tensorstow import Plan
-from tensorstow.engine.report import parameter_bytes
+from tensorstow.fsdp.report import parameter_bytes
 
 WIDTH = 1024
 UNITS = 16

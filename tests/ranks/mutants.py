@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from ranks.stowed import Course, stowed
-from tensorstow.engine import gradients, sharding
-from tensorstow.engine.cells import Cell
-from tensorstow.engine.micro_batches import MicroBatches
-from tensorstow.optim import stowed as stowed_adam
-from tensorstow.optim.checkpoints import resuming
-from tensorstow.optim.schedules.leases import Leases
+from tensorstow.checkpoint import resume
+from tensorstow.fsdp import gradients, sharding
+from tensorstow.fsdp.micro_batches import MicroBatches
+from tensorstow.fsdp.shard_storage import Cell
+from tensorstow.optim import stowed_adam
+from tensorstow.step.disk_feed import Leases
 
 Mutant = Callable[[ExitStack], None]
 
@@ -104,12 +104,12 @@ def thawed(patches: ExitStack) -> None:
 
 def frozen_not_resumed(patches: ExitStack) -> None:
     """Leave weights that nobody trains out of what a commit brings back."""
-    patches.enter_context(patch.object(resuming, "_load_module", lambda *_: None))
+    patches.enter_context(patch.object(resume, "_load_module", lambda *_: None))
 
 
 def weights_not_resumed(patches: ExitStack) -> None:
     """Leave weights as they are when a run goes on."""
-    patches.enter_context(patch.object(resuming, "_load_weights", lambda *_: None))
+    patches.enter_context(patch.object(resume, "_load_weights", lambda *_: None))
 
 
 MUTANTS: dict[str, Mutant] = {

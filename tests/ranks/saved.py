@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tensorstow import AdamW, PipelinePolicy, StowError
-from tensorstow.optim.checkpoints import gathering
+from tensorstow.checkpoint import full_state
 
 Facts = dict[str, torch.Tensor]
 SMALL = PipelinePolicy(chunk_elements=1024, backend="threads", depth=4)
@@ -44,7 +44,7 @@ def make_model(dtype: torch.dtype, *, sharded: bool) -> nn.Module:
 
 def make_optimizer(model: nn.Module, states: str) -> AdamW:
     """Return ours; what is on disk is gathered into a mapped file."""
-    gathering.RAM_BYTES = -1
+    full_state.RAM_BYTES = -1
     return AdamW(model.parameters(), lr=0.01, states=states, policy=SMALL)  # type: ignore[arg-type]
 
 

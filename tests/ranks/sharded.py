@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tensorstow
-from tensorstow.engine.gradients import widen
+from tensorstow.fsdp.gradients import widen
 
 WIDTH = 12
 STEPS = 4

@@ -15,7 +15,7 @@ from torch.nn import functional
 import tensorstow
 from ranks.twin import mesh_here
 from tensorstow import Plan
-from tensorstow.engine.mesh import device_here
+from tensorstow.fsdp.mesh import device_here
 
 CPU = torch.device("cpu")
 WIDTH = 12

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tensorstow
-from tensorstow.optim.shards import anywhere, part_of
+from tensorstow.tensors.dtensor import anywhere, part_of
 
 WIDTH = 8
 STEPS = 3

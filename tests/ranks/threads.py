@@ -9,15 +9,15 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from tensorstow.optim import board
-from tensorstow.optim.board import Board
+from tensorstow.checkpoint import coordinator
+from tensorstow.checkpoint.coordinator import Board
 
 
 def boards(world: int, seconds: float = 20.0) -> list[Board]:
     """Return one board for each rank, all over one store."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=seconds))
-    with patch.object(board, "_boards", itertools.repeat(0)):
+    with patch.object(coordinator, "_boards", itertools.repeat(0)):
         return [Board(store, rank, world) for rank in range(world)]
 
 

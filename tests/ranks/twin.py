@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import tensorstow
 from tensorstow import Plan
-from tensorstow.engine.mesh import device_here
+from tensorstow.fsdp.mesh import device_here
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 """The loss of a model on what a rank sees in a micro-batch."""

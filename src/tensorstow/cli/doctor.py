@@ -25,7 +25,7 @@ from tensorstow.io.engine import BACKENDS, DEPTH, choose_backend, probe_backend
 from tensorstow.io.files import accepts_direct
 from tensorstow.io.local_ranks import local_ranks
 from tensorstow.io.local_share import share_here, usable_cores
-from tensorstow.optim.states.kernels import prepare_kernels
+from tensorstow.states.kernels import prepare_kernels
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LABEL_COLUMNS = 16

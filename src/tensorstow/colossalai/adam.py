@@ -13,11 +13,12 @@ from torch.optim.optimizer import ParamsT
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.optim import options
 from tensorstow.optim.options import Directory
-from tensorstow.optim.states.kernels import prepare_kernels
-from tensorstow.optim.states.policy import PipelinePolicy
-from tensorstow.optim.states.state_store import Placement
-from tensorstow.optim.states.stowage import Stowage
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.kernels import prepare_kernels
+from tensorstow.states.offload_policy import Stowage
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.state_store import Placement
+from tensorstow.step import validation
 
 logger = logging.getLogger("tensorstow")
 
@@ -79,7 +80,7 @@ class CPUAdam(StowedAdam):
         )
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
-        options.refuse_accelerator(parameter, name)
+        validation.refuse_accelerator(parameter, name)
         super()._check(parameter, name)
 
     def step(  # type: ignore[override]  # upstream's signature

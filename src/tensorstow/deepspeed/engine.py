@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError
+from tensorstow.checkpoint.serialize import put_together, take_apart
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.placed import Placed, note
 from tensorstow.deepspeed.plans import world_of
@@ -27,9 +28,8 @@ from tensorstow.deepspeed.saving import (
 from tensorstow.deepspeed.spread import at_rest
 from tensorstow.deepspeed.states import forget_masters, watch_loads
 from tensorstow.deepspeed.updating import Scale, Updating
-from tensorstow.engine.mesh import device_here
-from tensorstow.optim.checkpoints.extras import put_together, take_apart
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.fsdp.mesh import device_here
+from tensorstow.optim.stowed_adam import StowedAdam
 
 _COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 

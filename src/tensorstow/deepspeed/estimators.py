@@ -27,8 +27,8 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
-from tensorstow.engine.auto import Sizes, bytes_of
-from tensorstow.engine.units import units_of
+from tensorstow.fsdp.auto import Sizes, bytes_of
+from tensorstow.fsdp.units import units_of
 
 _BYTES = {"bf16": (2, 2, 10), "fp32": (4, 4, 8)}
 _DEVICES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}

@@ -21,9 +21,9 @@ from tensorstow.deepspeed.optimizers import Make, maker_of
 from tensorstow.deepspeed.plans import directory_of, dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.ranks import init_distributed
 from tensorstow.deepspeed.rates.schedulers import make_scheduler
-from tensorstow.engine.mesh import world_here
-from tensorstow.engine.stow import stow
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.fsdp.mesh import world_here
+from tensorstow.fsdp.stow import stow
+from tensorstow.optim.stowed_adam import StowedAdam
 
 Config = str | PathLike[str] | Mapping[str, Any] | None
 Started = tuple[DeepSpeedEngine, StowedAdam, DataLoader[Any] | None, Any]

@@ -11,9 +11,9 @@ from torch import nn
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.settings import Named
 from tensorstow.deepspeed.ops.adam import correct
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.optim.adam import Adam, AdamW
-from tensorstow.optim.formats.state_format import StateFormat
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
 
 Make = Callable[..., StowedAdam]
 Groups = list[dict[str, Any]]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)

@@ -9,7 +9,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Overlap, Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.settings import Device, Settings
-from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.states.policy import PipelinePolicy
 
 _PARAMETERS: Mapping[Device, Tier] = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _STATES: Mapping[Device, Tier] = {"none": Tier.HOST, "cpu": Tier.HOST, "nvme": Tier.DISK}

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from tensorstow.engine.mesh import device_here
+from tensorstow.fsdp.mesh import device_here
 
 
 def rank_here() -> int:

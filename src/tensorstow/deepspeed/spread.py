@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tensorstow.optim.shards import shard_of
+from tensorstow.tensors.dtensor import shard_of
 
 
 def at_rest(module: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.spread import at_rest
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
 
 States = dict[str, dict[str, torch.Tensor]]
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
 
 logger = logging.getLogger("tensorstow")
 

@@ -9,11 +9,11 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.placed import optimizer_of
 from tensorstow.deepspeed.spread import joined, own_of, rows_of
-from tensorstow.optim.landed import LandedGradient
-from tensorstow.optim.members import in_shape_of
-from tensorstow.optim.shards import gradient_of, shard_of
-from tensorstow.optim.states.on_disk import StateOnDisk
-from tensorstow.optim.updates import as_step
+from tensorstow.step.param_table import in_shape_of
+from tensorstow.step.step_plan import as_step
+from tensorstow.tensors.consumed_gradient import LandedGradient
+from tensorstow.tensors.dtensor import gradient_of, shard_of
+from tensorstow.tensors.on_disk import StateOnDisk
 
 _FP32 = "fp32"
 _MASTER = "master"

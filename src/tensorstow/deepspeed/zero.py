@@ -19,7 +19,7 @@ from tensorstow.deepspeed.estimators import (
 )
 from tensorstow.deepspeed.placed import holders_of
 from tensorstow.deepspeed.spread import put_whole, whole_of
-from tensorstow.optim.shards import shard_of
+from tensorstow.tensors.dtensor import shard_of
 
 __all__ = [
     "GatheredParameters",

@@ -1,1 +1,1 @@
-"""Optimizers whose states are stowed: layout, kernels' rule, pipeline, and torch's interface."""
+"""Optimizers with torch's interface whose states are on any tier."""

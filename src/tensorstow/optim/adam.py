@@ -7,11 +7,11 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.update_on import UpdateOn
+from tensorstow.checkpoint.run import DEFAULT_EVERY, Extra
 from tensorstow.optim import options
 from tensorstow.optim.options import Directory, Durability, States
-from tensorstow.optim.run import DEFAULT_EVERY, Extra
-from tensorstow.optim.states.policy import Overlap, PipelinePolicy
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.policy import Overlap, PipelinePolicy
 
 
 class AdamW(StowedAdam):

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.calls import Calls
-from tensorstow.optim.checkpoints.commits import Commits
-from tensorstow.optim.checkpoints.extras import check_extra
-from tensorstow.optim.members import Members
-from tensorstow.optim.ranks import Ranks
-from tensorstow.optim.run import Extra, Run
-from tensorstow.optim.schedules.backward import LandedGradients
-from tensorstow.optim.schedules.forward import ForwardWaits
-from tensorstow.optim.schedules.schedule import AtOnce, BesideBackward, BesideForward
-from tensorstow.optim.states.stowage import Stowage
-from tensorstow.optim.updates import Groups, States
+from tensorstow.checkpoint.commits import Commits
+from tensorstow.checkpoint.ranks import Ranks
+from tensorstow.checkpoint.run import Extra, Run
+from tensorstow.checkpoint.serialize import check_extra
+from tensorstow.states.offload_policy import Stowage
+from tensorstow.step.backward_overlap import LandedGradients
+from tensorstow.step.calls import Calls
+from tensorstow.step.forward_overlap import ForwardWaits
+from tensorstow.step.param_table import Members
+from tensorstow.step.schedules import AtOnce, BesideBackward, BesideForward
+from tensorstow.step.step_plan import Groups, States
 
 logger = logging.getLogger("tensorstow")
 

@@ -32,10 +32,10 @@ from tensorstow.cli.demo.training import (
     make_optimizer,
 )
 from tensorstow.io.local_share import usable_cores
-from tensorstow.optim.states.layout import Family
-from tensorstow.optim.states.memory import StateMemory, predict_memory
-from tensorstow.optim.states.pipeline import TraceEvent, Traffic
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.layout import Family
+from tensorstow.states.memory import StateMemory, predict_memory
+from tensorstow.states.native_pipeline import TraceEvent, Traffic
 
 
 def main(arguments: list[str] | None = None) -> None:

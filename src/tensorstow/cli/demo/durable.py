@@ -16,7 +16,7 @@ from tensorstow.cli.demo.child import add_arguments, say, teller
 from tensorstow.cli.demo.rows import FULL, SMALL
 from tensorstow.cli.demo.training import LEARNING_RATE, Clock, Training, checksum, make_model
 from tensorstow.io.local_share import usable_cores
-from tensorstow.optim.states.policy import PipelinePolicy
+from tensorstow.states.policy import PipelinePolicy
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Any, Self
 
-from tensorstow.optim.states.memory import StateMemory
+from tensorstow.states.memory import StateMemory
 
 COMPUTE = "compute"
 DISK_LANES = ("read", "update", "write")

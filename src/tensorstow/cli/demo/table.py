@@ -12,7 +12,7 @@ from rich.table import Table
 from tensorstow.cli.demo.result import RowResult, by_key, spread, steady
 from tensorstow.cli.demo.rows import ROWS, TURN_STEPS
 from tensorstow.cli.output import fits
-from tensorstow.optim.states.memory import StateMemory
+from tensorstow.states.memory import StateMemory
 
 NONE = "\N{EN DASH}"
 ROW_NUMBERS = range(len(ROWS))

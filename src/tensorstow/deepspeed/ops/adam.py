@@ -6,7 +6,7 @@ from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.adam import Adam
-from tensorstow.optim.stowed import StowedAdam
+from tensorstow.optim.stowed_adam import StowedAdam
 
 
 class DeepSpeedCPUAdam(Adam):

@@ -1,0 +1,54 @@
+"""A run goes on committing in another directory, where all that a resume needs is written first."""
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.checkpoint.commits import Commits
+from tensorstow.checkpoint.resume import resume
+from tensorstow.checkpoint.run import Extra
+from tensorstow.states.stored import StoredSpace
+from tensorstow.step.param_table import Members
+from tensorstow.step.step_plan import Groups
+
+
+def move_run(
+    directories: Sequence[Path],
+    kept: Members,
+    commits: Commits,
+    groups: Groups,
+    states: MutableMapping[torch.Tensor, dict[str, Any]],
+    extra: Extra | None,
+) -> None:
+    """Commit the run of now in ``directories``, and take states from there from now on.
+
+    The store before is read through the files that are open, wherever they are by now, and closed.
+    Raises OptionError where a run is there; until the commit is durable nothing is changed.
+    """
+    placement = replace(kept.stowage.placement, directories=tuple(directories))
+    stowage = commits.ranks.own(replace(kept.stowage, placement=placement))
+    space = StoredSpace(stowage.placement.directories, stowage.policy)
+    try:
+        _refuse_run(space)
+        generation = commits.commit_in(space, kept, groups, states, extra)
+    except BaseException:
+        space.close()
+        raise
+    kept.move_to(space, stowage)
+    commits.forget_records()
+    resume(generation, kept, groups, states, commits.module)
+    commits.resumed(generation, kept)
+    commits.was_given_extra |= extra is not None
+
+
+def _refuse_run(space: StoredSpace) -> None:
+    if space.store.generation() is not None:
+        message = (
+            f"A run was asked to go on in {space.directories[0]}, and a run is committed there."
+            " Name another directory (`tensorstow clean` removes a dead run)."
+        )
+        raise OptionError(message)

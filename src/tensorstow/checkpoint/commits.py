@@ -1,0 +1,502 @@
+"""Commits: when one is due, what goes into it, and how it becomes durable behind the next forward.
+
+[Note: A commit] Whether a step commits is decided before it begins, so that its update also puts
+the new weights into the ring beside the states. What is small (buffers, hyper-parameters, the
+caller's extra) is written before ``step()`` returns. Waiting for the writes, the sync of the files
+and the transaction happen on a thread behind it; the next step begins by waiting for that, for
+until then no chunk has a second extent that may be overwritten.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import tensorstow._native as _native
+from tensorstow.base.errors import ForkError, OptionError, UnlinkedError
+from tensorstow.base.signals import SignalsDeferred
+from tensorstow.checkpoint.agreement import COMMIT, FIRST
+from tensorstow.checkpoint.ranks import Ranks
+from tensorstow.checkpoint.run import Extra, Interval
+from tensorstow.checkpoint.serialize import check_extra, extra_of, take_apart
+from tensorstow.states.chunks import Chunk
+from tensorstow.states.layout import parts_of
+from tensorstow.states.native_pipeline import NOWHERE, Place, StepKind, StepRow
+from tensorstow.states.state_store import StateStore
+from tensorstow.states.stored import StoredSpace
+from tensorstow.step.disk_feed import Leases, lend
+from tensorstow.step.param_table import Member, Members
+from tensorstow.step.step_plan import Groups, States, must_seed
+from tensorstow.store.records import (
+    ChunkRecord,
+    ChunkShape,
+    Content,
+    Generation,
+    StreamShape,
+    TensorRecord,
+)
+from tensorstow.tensors.dtensor import lent, shard_of
+
+logger = logging.getLogger("tensorstow")
+
+_FEW = 5
+
+
+class Commits:
+    """The commits of one optimizer over one store."""
+
+    def __init__(
+        self,
+        every: Interval,
+        *,
+        module: torch.nn.Module | None,
+        extra: Callable[[], Extra] | None,
+        extra_checked: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Take names and buffers from ``module``, and from ``extra`` what the caller keeps.
+
+        ``ranks``: those that make each commit together.
+        """
+        self.every = every
+        self.ranks = ranks or Ranks()
+        self.module = module
+        self.extra_now = extra
+        self._extra_checked = extra_checked
+        self.was_given_extra = False
+        """A commit by hand got ``extra``, which another commit would lack."""
+        self.step = 0
+        """Steps taken since the run began, skipped ones too."""
+        self.committed: int | None = None
+        """The step of the generation that this run goes on from."""
+        self.generation: int | None = None
+        """Its number: after going back to a snapshot, not the newest one's."""
+        self.requested = False
+        """A commit was asked for by ``request_commit()`` and is not made yet."""
+        self.prompt = False
+        """The step commits because that was asked for: it is durable when ``step()`` returns."""
+        self._last = time.monotonic()
+        self._owner = os.getpid()
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[Generation] | None = None
+        self._places: dict[Chunk, Place] = {}
+        self._kept: dict[tuple[str, str], tuple[tuple[int, int], TensorRecord]] = {}
+        self._temporary: list[TensorRecord] = []
+        self._told_left_out = False
+        self._told_foreign = False
+
+    def refuse_strange(self, kept: Members) -> None:
+        """Raise OptionError where the directory holds a run that this one would bury."""
+        if not kept.stowage.placement.durable or self.committed is not None:
+            return
+        newest = space_of(kept).store.generation()
+        if newest is not None:
+            message = (
+                f"{kept.store.directories[0]} holds a run, committed at step {newest.step}. Call"
+                " resume() first to go on with it, or name another directory for a new one"
+                " (`tensorstow clean` removes a dead run)."
+            )
+            raise OptionError(message)
+
+    def check_extra(self) -> None:
+        """Raise at the first step for what ``extra`` returns and no commit could keep.
+
+        Where its result was not checked before, because what it speaks of was not made yet.
+        """
+        if not self._extra_checked and self.extra_now is not None:
+            check_extra(self.extra_now())
+        self._extra_checked = True
+
+    def due(self) -> bool:
+        """Return whether the step that is about to be taken commits."""
+        self.prompt, self.requested = self.requested, False  # one asked for later is another one
+        due = self.ranks.decide(self.step + 1, self._is_time, asks=self.prompt)
+        if self.prompt and not due:
+            self.requested, self.prompt = True, False  # rank 0 has not heard of it yet
+        return due
+
+    def _is_time(self) -> bool:
+        if self.prompt:
+            return True
+        if self.every.steps is not None:
+            return (self.step + 1) % self.every.steps == 0
+        return (
+            self.every.seconds is not None and time.monotonic() - self._last >= self.every.seconds
+        )
+
+    def telling(self, *, commits: bool) -> AbstractContextManager[None]:
+        """Tell other ranks of what fails inside, where they will wait for this step's commit."""
+        if not commits:
+            return nullcontext()
+        return self.ranks.telling(f"the commit of step {self.step + 1}")
+
+    def join(self, kept: Members) -> None:
+        """Wait until the commit under way, if any, is durable; raise what failed in it."""
+        if self._pending is None:
+            return
+        if self._owner != os.getpid():
+            message = "A commit was waited for in a forked process: it is the parent's."
+            raise ForkError(message)
+        wait([self._pending])  # an interrupt leaves it under way, to be waited for by the next call
+        with SignalsDeferred():
+            self._join(kept)
+
+    def _join(self, kept: Members) -> None:
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            unlinked: UnlinkedError | None = None
+            try:
+                generation: object = pending.result()
+            except UnlinkedError as error:
+                generation, unlinked = error.committed, error
+            if isinstance(generation, Generation):
+                self._settle_on(generation, kept)
+        except BaseException as error:
+            kept.store.pipeline.check_alive()  # the caller may have been told already
+            kept.store.pipeline.poison(error)
+            raise
+        if unlinked is not None:
+            # States and weights are as good as before: the run may go on in another directory.
+            raise unlinked
+
+    def _settle_on(self, generation: Generation, kept: Members) -> None:
+        self._retarget(kept.store, space_of(kept))
+        self.committed, self.generation = generation.step, generation.number
+
+    def abandon(self) -> None:
+        """Wait until the commit under way, if any, is over, whatever became of it.
+
+        For whoever loads what is committed behind a failure that was raised.
+        """
+        if self._pending is not None:
+            wait([self._pending])
+        self._pending = None
+
+    def prepare(self, kept: Members) -> None:
+        """Before a step that commits: find weights that others wrote since the last one."""
+        for member in kept.all():
+            if member.written_by_others:
+                kept.store.pipeline.forget_capture(member.number)
+
+    def start(self, kept: Members, groups: Groups, states: States, extra: Extra | None) -> None:
+        """Make the step that was just taken, with capture, a generation; return before it is one.
+
+        ``extra`` None: what the caller's function returns now.
+        """
+        what = f"the commit of step {self.step}"
+        self.was_given_extra |= extra is not None
+        with self.ranks.telling(what):
+            gathered = self._gather(kept, groups, states, extra)
+        store, before = space_of(kept).store, None if self.ranks.alone else self.generation
+
+        def finish_together() -> Generation:
+            generation = self.ranks.together(what, lambda: store.commit(gathered(), keep=before))
+            if not self.ranks.alone:
+                store.drop_older()
+            return generation
+
+        with SignalsDeferred():  # what was submitted must be known to be under way
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensorstow-commit")
+            try:
+                self._pending = self._executor.submit(finish_together)
+            except RuntimeError:  # the interpreter ends, and no thread works any more
+                self._pending = Future()
+                self._pending.set_result(finish_together())
+            self._last = time.monotonic()
+
+    def _gather(
+        self, kept: Members, groups: Groups, states: States, extra: Extra | None
+    ) -> Callable[[], Content]:
+        """Write what is small; return what waits for the states and says all that there is."""
+        space = space_of(kept)
+        given: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
+        plain, tensors = take_apart(extra_of(given), "extra")
+        hyper, numbers = take_apart(self._hyper(kept, groups, states), "a parameter group")
+        records = [
+            *self._write_all("extra", tensors, space),
+            *self._write_all("hyper", numbers, space),
+            *self._write_module(kept, space),
+        ]
+        hyper |= {COMMIT: self.ranks.next_id(), FIRST: self.committed is None}
+        layout = layout_of(kept, names_of(groups, self.module))
+        self._tell_foreign(states)
+        step = self.step
+
+        def finish() -> Content:
+            with kept.store.pipeline.lock:
+                kept.store.pipeline.wait_written()
+                chunks = [_record(chunk, kept.store, space) for chunk in kept.store.chunks]
+            return Content(step, layout, hyper, plain, chunks, records)
+
+        return finish
+
+    def _tell_foreign(self, states: States) -> None:
+        """Warn once of what users keep in ``optimizer.state`` under keys that are no parameters."""
+        keys: Iterable[object] = states.keys()
+        foreign = [key for key in keys if not isinstance(key, torch.Tensor)]
+        if foreign and not self._told_foreign:
+            self._told_foreign = True
+            logger.warning(
+                "Commits do not keep %s of optimizer.state, under keys that are no parameters:"
+                " return it from extra=, which resume() gives back",
+                ", ".join(map(repr, foreign[:_FEW])) + (" ..." if len(foreign) > _FEW else ""),
+            )
+
+    def commit_in(
+        self,
+        target: StoredSpace,
+        kept: Members,
+        groups: Groups,
+        states: States,
+        extra: Extra | None,
+    ) -> Generation:
+        """Make the run of now a generation of another store; what is here stays as it is."""
+        what = f"the commit of step {self.step} in another directory"
+        with self.ranks.telling(what):
+            self.capture(kept)
+            content = self._gather(kept, groups, states, extra)()
+            content = target.store.copy(space_of(kept).store, content)
+        try:
+            return self.ranks.together(what, lambda: target.store.commit(content))
+        finally:
+            for extent in content.extents():
+                target.store.release(extent)
+
+    def forget_records(self) -> None:
+        """Forget what is held in a store that is left for another one."""
+        self._kept.clear()
+        self._temporary.clear()
+        self._places.clear()
+
+    def capture(self, kept: Members) -> None:
+        """Write to disk what it has not got of the states and weights of now."""
+        with self.ranks.telling(f"the commit of step {self.step}"):
+            kept.refresh()
+            self.prepare(kept)
+            rows = [StepRow(weight=member.weight) for member in kept.all()]
+            none = np.zeros((0, 9), dtype=np.float32)
+            leases = lend(kept, rows, captures=True)
+            kind = StepKind(open=leases is not None, capture=True)
+            kept.store.pipeline.step(rows, none, kind)
+            if leases is not None:
+                with SignalsDeferred():
+                    _lend_to(kept, leases)
+
+    def resumed(self, generation: Generation, kept: Members) -> None:
+        """Go on behind a generation that was just loaded."""
+        self.step = self.committed = generation.step
+        self.generation = generation.number
+        self._last = time.monotonic()
+        for record in (*self._temporary, *(record for _, record in self._kept.values())):
+            space_of(kept).store.release(record.extent)
+        self._kept.clear()
+        self._temporary.clear()
+        self._places = {c: kept.store.pipeline.place(c) for c in kept.store.chunks}
+
+    def close(self) -> None:
+        """Let the thread go. Idempotent."""
+        if self._executor is not None and self._owner == os.getpid():
+            self._executor.shutdown(wait=True)
+            self._executor = None
+
+    def _retarget(self, store: StateStore, space: StoredSpace) -> None:
+        """Give every chunk whose extent is committed now another one to be written to."""
+        for record in self._temporary:
+            space.store.release(record.extent)
+        self._temporary.clear()
+        for chunk in store.chunks:
+            place = store.pipeline.place(chunk)
+            if place != store.pipeline.target_of(chunk):
+                continue  # not written since the commit before: its other extent is still free
+            before = self._places.get(chunk, NOWHERE)
+            if before not in {NOWHERE, place}:
+                space.release(before)
+            self._places[chunk] = place
+            (free,) = space.reserve([chunk.file_bytes])
+            store.pipeline.target(chunk, free)
+
+    def _hyper(self, kept: Members, groups: Groups, states: States) -> dict[str, Any]:
+        saved = [
+            {k: v for k, v in group.items() if k not in {"params", "param_names"}}
+            for group in groups
+        ]
+        members = [[_number(kept.find(p)) for p in group["params"]] for group in groups]
+        counts = {
+            str(m.number): float(states[m.owner]["step"])
+            for m in kept.all()
+            if "step" in states.get(m.owner, {})
+        }
+        reseed = [m.number for m in kept.all() if must_seed(m, kept.store)]
+        return {
+            "groups": saved,
+            "members": members,
+            "steps": counts,
+            "reseed": reseed,
+            "update_on": kept.stowage.update_on or "host",
+        }
+
+    def _write_all(
+        self, kind: str, tensors: Sequence[torch.Tensor], space: StoredSpace
+    ) -> list[TensorRecord]:
+        """Write tensors that belong to this commit alone."""
+        records = []
+        for i, tensor in enumerate(tensors):
+            written = space.store.write_tensor(kind, str(i), tensor.detach().cpu().contiguous())
+            self._temporary.append(written)  # at once: the next one may fail
+            records.append(written)
+        return records
+
+    def _write_module(self, kept: Members, space: StoredSpace) -> list[TensorRecord]:
+        """Write buffers and parameters that no optimizer updates, where they changed."""
+        if self.module is None:
+            return []
+        members = {id(m.owner) for m in kept.all()}
+        records = []
+        left_out = []
+        for name, tensor in module_tensors(self.module):
+            if id(tensor) in members or is_lazy(tensor):  # which has no values yet
+                continue
+            if not _has_bytes(tensor):
+                left_out.append(name)
+                continue
+            key = ("module", name)
+            with lent(tensor):
+                records.append(self._write_changed(key, tensor, space))
+        if left_out and not self._told_left_out:
+            self._told_left_out = True
+            logger.warning(
+                "Commits do not keep %s: no bytes of their own (meta, sparse, expanded or"
+                " quantised tensors that no optimizer updates). Load them before resume()",
+                ", ".join(left_out[:_FEW]) + (" ..." if len(left_out) > _FEW else ""),
+            )
+        return records
+
+    def _write_changed(
+        self, key: tuple[str, str], tensor: torch.Tensor, space: StoredSpace
+    ) -> TensorRecord:
+        """Write a tensor, whose bytes are in memory, unless they are what a commit has of it."""
+        held = shard_of(tensor).detach().cpu().contiguous()
+        nbytes = held.numel() * held.element_size()
+        # Both: batch_norm writes its statistics without telling the version counter.
+        mark = (tensor._version, _native.checksum(held.data_ptr(), nbytes))  # noqa: SLF001
+        before = self._kept.get(key)
+        if before is None or before[0] != mark:
+            self._kept[key] = (mark, space.store.write_tensor(*key, held))
+            if before is not None:
+                self._temporary.append(before[1])
+        return self._kept[key][1]
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether all there is of a frozen parameter or a buffer are the bytes of its elements.
+
+    A tensor made of others (quantised weights are) is put together by code that no commit keeps.
+    """
+    shard = shard_of(tensor)
+    if shard.layout != torch.strided or shard.is_meta or shard.is_quantized:
+        return False
+    expanded = 0 in shard.stride() and shard.numel() > 1
+    return not expanded and not is_traceable_wrapper_subclass(shard)
+
+
+def _lend_to(kept: Members, leases: Leases) -> None:
+    """Let the open step of a commit have weights that are on disk, a few units at a time."""
+    pipeline = kept.store.pipeline
+    try:
+        leases.close()
+        pipeline.close_step()
+        pipeline.wait_published()
+    except BaseException as error:
+        pipeline.poison(error)
+        raise
+    finally:
+        leases.end_all()
+
+
+def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers by the names that ``state_dict`` has for them.
+
+    Not by ``state_dict`` itself: that waits for updates which run behind the step.
+    """
+    yield from module.named_parameters()
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in part._non_persistent_buffers_set:  # noqa: SLF001
+                yield name, buffer
+
+
+def space_of(kept: Members, asked: str = "A commit") -> StoredSpace:
+    """Return the durable space; raise OptionError, naming ``asked``, where states are scratch."""
+    space = kept.store.space
+    if isinstance(space, StoredSpace):
+        return space
+    message = (
+        f"{asked} was asked for, and the states are scratch: nothing of them outlives the process."
+        ' Make the optimizer with dir="..." and durability="commit", which is the default there.'
+    )
+    raise OptionError(message)
+
+
+def names_of(groups: Groups, module: torch.nn.Module | None) -> dict[int, str]:
+    """Return names of parameters by their id: the module's, else those that a group gives."""
+    by_id: dict[int, str] = {}
+    for group in groups:
+        given = group.get("param_names") or ()
+        by_id |= {id(p): n for p, n in zip(group["params"], given, strict=False)}
+    if module is not None:
+        by_id |= {id(p): name for name, p in module.named_parameters()}
+    return by_id
+
+
+def layout_of(kept: Members, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return how the states lie in chunks, as JSON."""
+    return {
+        "parameters": [
+            {
+                "name": names.get(id(m.owner)),
+                "shape": list(m.shard.shape),
+                **({} if m.order is None else {"order": list(m.order)}),
+                "dtype": str(m.family.dtype).removeprefix("torch."),
+                "amsgrad": m.family.amsgrad,
+                "format": str(m.family.format),
+            }
+            for m in kept.all()
+        ],
+        "chunks": [_chunk_entry(chunk) for chunk in kept.store.chunks],
+    }
+
+
+def _chunk_entry(chunk: Chunk) -> dict[str, Any]:
+    *streams, weight = (
+        StreamShape(part.width, part.per) for part in parts_of(chunk.family, chunk.plan.elements)
+    )
+    shape = ChunkShape(chunk.plan.elements, _native.UPDATE_BLOCK, tuple(streams), weight)
+    runs = [[r.parameter, r.start, r.count, r.position] for r in chunk.plan.runs]
+    return {**asdict(shape), "runs": runs}
+
+
+def _record(chunk: Chunk, store: StateStore, space: StoredSpace) -> ChunkRecord:
+    states, weights = store.pipeline.checksums(chunk)
+    return ChunkRecord(
+        chunk=chunk.number,
+        extent=space.extent(store.pipeline.place(chunk)),
+        blank=store.pipeline.state(chunk) == "blank",
+        checksums=states,
+        weight_checksums=weights,
+    )
+
+
+def _number(member: Member | None) -> int | None:
+    return None if member is None else member.number

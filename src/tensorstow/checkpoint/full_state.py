@@ -1,0 +1,108 @@
+"""Whole states of parameters from chunks: in RAM where they are few, else in a mapped file."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorstow.base.directories import inspect_directory
+from tensorstow.base.errors import DirectoryError
+from tensorstow.base.sizes import format_bytes
+from tensorstow.io.mapped import ALIGN, scratch_pieces
+from tensorstow.states.layout import round_up
+from tensorstow.states.state_store import StateStore
+from tensorstow.step.param_table import Member, Members, in_shape_of
+from tensorstow.tensors.dtensor import is_sharded, sharded_like
+from tensorstow.tensors.on_disk import StateOnDisk
+
+RAM_BYTES = 64 << 20
+"""States up to this size are gathered in RAM: a file would be slower and spare nothing."""
+_WIDTH = torch.float32.itemsize
+
+
+def gather(store: StateStore, numbers: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the states of the parameters with these ``numbers``, 1-D and fp32, by name.
+
+    What is more than RAM_BYTES of states on disk comes as memory that is a file without a name
+    beside them (ADR 0014): the system may take its pages back, and it is gone with the last of the
+    tensors. Raises DirectoryError where no directory has room for it.
+    """
+    names = [(n, name) for n in numbers for name in store.families[n].states]
+    nbytes = sum(_WIDTH * store.sizes[n] for n, _ in names)
+    if nbytes <= RAM_BYTES or not store.directories:
+        return store.read(numbers)
+    places: dict[tuple[int, str], int] = {}
+    end = 0
+    for key in names:
+        places[key] = end
+        end = round_up(end + _WIDTH * store.sizes[key[0]], ALIGN)
+    directory = _roomiest(store.directories, end)
+    with scratch_pieces(directory, end) as file, closing(store.pieces(numbers)) as pieces:
+        for piece in pieces:
+            for name, values in piece.states.items():
+                file.write(values, places[piece.parameter, name] + _WIDTH * piece.start)
+        mapped = file.map()
+    out: dict[int, dict[str, torch.Tensor]] = {n: {} for n in numbers}
+    for (number, name), place in places.items():
+        out[number][name] = mapped.tensor(place, (store.sizes[number],), torch.float32)
+    return out
+
+
+def complete(entries: dict[Any, Any], parameters: Sequence[torch.Tensor], kept: Members) -> None:
+    """Add the states that live on disk to what torch gathered for a state dict."""
+    kept.store.settle()
+    # By parameter: users keep entries under keys of their own, which go as they are, as in torch.
+    found = {
+        i: member
+        for i, parameter in enumerate(parameters)
+        if isinstance(entries.get(i), dict) and (member := kept.find(parameter)) is not None
+    }
+    missing = {
+        member.number: (i, member.shard)
+        for i, member in found.items()
+        if is_elsewhere(entries[i], member)
+    }
+    for number, tensors in gather(kept.store, list(missing)).items():
+        index, parameter = missing[number]
+        entry = entries[index]
+        shaped = in_shape_of(parameter, tensors)
+        # The moments are copies, so the step count is one too: all of the same moment. What
+        # somebody put in meanwhile, for the next step to take, is kept.
+        entries[index] = {**entry, **shaped, **placed(entry)}
+        entries[index]["step"] = entry["step"].clone()
+    for i, member in found.items():
+        if is_sharded(member.owner):
+            entries[i] = _as_sharded(entries[i], member)
+
+
+def is_elsewhere(entry: Mapping[str, Any], member: Member) -> bool:
+    """Return whether what ``optimizer.state`` has of a member lacks its states."""
+    # Without a step count somebody only asked for a state that does not exist yet.
+    return "step" in entry and not placed(entry).keys() >= set(member.family.states)
+
+
+def placed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is there of an entry of ``optimizer.state``, without what stands in."""
+    return {name: value for name, value in entry.items() if not isinstance(value, StateOnDisk)}
+
+
+def _as_sharded(entry: Mapping[str, Any], member: Member) -> dict[str, Any]:
+    """Return an entry whose states are DTensors, as torch's optimizers have them."""
+    shards = {k: v for k, v in placed(entry).items() if k in member.family.states}
+    whole = {k: v if is_sharded(v) else sharded_like(member.owner, v) for k, v in shards.items()}
+    return {**entry, **whole}
+
+
+def _roomiest(directories: Sequence[Path], nbytes: int) -> Path:
+    facts = max(map(inspect_directory, directories), key=lambda found: found.free_bytes)
+    if facts.free_bytes < nbytes:
+        free, needed = format_bytes(facts.free_bytes), format_bytes(nbytes)
+        message = (
+            f"All states were asked for in one piece: that is a scratch file of {needed} beside"
+            f" them, and {facts.path} has {free} free. Free some space there, or keep a"
+            " snapshot (optimizer.snapshot), which copies nothing."
+        )
+        raise DirectoryError(message)
+    return facts.path

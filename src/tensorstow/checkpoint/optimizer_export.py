@@ -1,0 +1,269 @@
+"""Optimizer states to a safetensors file and back, a piece at a time.
+
+A tensor is called ``<parameter>.<state>``; parameters go by name where all have one, else by their
+place in the groups, as in ``state_dict``. Hyper-parameters are JSON in the file's metadata.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.base.sizes import format_count
+from tensorstow.checkpoint.commits import names_of
+from tensorstow.checkpoint.full_state import is_elsewhere, placed
+from tensorstow.checkpoint.serialize import put_together, take_apart
+from tensorstow.io.mapped import Mapped, replacing
+from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
+from tensorstow.step.param_table import Members, in_shape_of
+from tensorstow.step.step_plan import Groups, States, as_step
+from tensorstow.tensors.dtensor import groups_of
+
+_VERSION = "1"
+_OURS = "tensorstow"
+_HYPER = "param_groups"
+_KEYED_BY = "keyed_by"
+_NOT_HYPER = frozenset({"params", "param_names"})
+_FEW = 5
+"""Names that a message lists."""
+
+
+@dataclass(slots=True)
+class _Contents:
+    """What goes into a file."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Those that are in memory."""
+    elsewhere: dict[int, str] = field(default_factory=dict)
+    """Members whose states are to be gathered, and what they are called."""
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor that is in memory."""
+        self.tensors[name] = tensor
+        self.entries[name] = Entry(tensor.dtype, tuple(tensor.shape))
+
+
+def save(
+    path: Path,
+    kept: Members,
+    groups: Groups,
+    states: States,
+    module: torch.nn.Module | None,
+) -> None:
+    """Write all states and hyper-parameters to ``path``, durably; a crash leaves the old file.
+
+    Memory stays bounded: states on disk go from one file to the other in pieces. Raises
+    DirectoryError where there is no room, OptionError for a state that is no tensor, and where
+    parameters are sharded over several ranks.
+    """
+    _refuse_shards(groups)
+    contents = _Contents()
+    plain: list[dict[str, Any]] = []
+    named, names = _names(groups, module)
+    for group, called in zip(groups, names, strict=True):
+        for parameter, name in zip(group["params"], called, strict=True):
+            _add_states(contents, name, states.get(parameter) or {}, kept, parameter)
+        plain.append({k: v for k, v in group.items() if k not in _NOT_HYPER})
+    hyper, numbers = take_apart(plain, "a parameter group")
+    for index, number in enumerate(numbers):
+        contents.add(f"{_HYPER}.{index}", number)
+    for group, called in zip(hyper, names, strict=True):
+        group["params"] = called
+    # "pt" is what readers of model files look for.
+    metadata = {
+        "format": "pt",
+        _OURS: _VERSION,
+        _KEYED_BY: "name" if named else "place",
+        _HYPER: json.dumps(hyper),
+    }
+    _write(path, lay_out(contents.entries, metadata), contents, kept)
+
+
+def _refuse_shards(groups: Groups) -> None:
+    if any(groups_of(p) for group in groups for p in group["params"]):
+        message = (
+            "save_safetensors() was called with parameters that are sharded over several ranks: it"
+            " writes one file, and no rank has it all. Save by torch.distributed.checkpoint"
+            " (get_optimizer_state_dict, dcp.save), which any number of ranks loads; or gather the"
+            " states by get_optimizer_state_dict with full_state_dict=True."
+        )
+        raise OptionError(message)
+
+
+def state_dict_of(
+    path: Path, groups: Groups, module: torch.nn.Module | None = None
+) -> dict[str, Any]:
+    """Return what ``save`` wrote as a ``state_dict`` for an optimizer of ``groups``.
+
+    For torch's own optimizers too. The tensors are the file's own memory: nothing is read before
+    it is used. Parameters are matched by name where the file and ``groups`` (or ``module``) have
+    them, else by place. Raises OptionError where they are not the same.
+    """
+    table = read_table(path)
+    if table.metadata.get(_OURS) != _VERSION:
+        message = (
+            f"{path} was to be read as optimizer states: its metadata says"
+            f" {table.metadata.get(_OURS)!r} for {_OURS!r} and {_VERSION!r} is needed. It is"
+            " another kind of file, or a newer version's."
+        )
+        raise OptionError(message)
+    mapped = Mapped.read(path)
+    tensors = {n: mapped.tensor(e.offset, e.shape, e.dtype) for n, e in table.entries.items()}
+    saved = _saved_groups(path, table, tensors)
+    by_owner = _by_owner(tensors)
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    named, names = _names(groups, module)
+    by_name = named and table.metadata[_KEYED_BY] == "name"
+    places = _match(path, [g.pop("params") for g in saved], names, by_name=by_name)
+    parameters = [p for group in groups for p in group["params"]]
+    for index, (name, parameter) in enumerate(zip(places, parameters, strict=True)):
+        if name in by_owner:
+            _check_shapes(path, name, by_owner[name], parameter)
+            state[index] = {**by_owner[name], "step": by_owner[name]["step"].clone()}
+    numbers = iter(range(len(parameters)))
+    for group, target in zip(saved, groups, strict=True):
+        group["params"] = [next(numbers) for _ in target["params"]]
+    return {"state": state, "param_groups": saved}
+
+
+def _saved_groups(
+    path: Path, table: Table, tensors: dict[str, torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Return the groups of a file; numbers that are tensors are taken out of ``tensors``."""
+    try:
+        plain = json.loads(table.metadata[_HYPER])
+        saved: list[dict[str, Any]] = put_together(
+            plain, lambda i: tensors.pop(f"{_HYPER}.{i}").clone()
+        )
+        return [{**group, "params": list(group["params"])} for group in saved]
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        message = (
+            f"The parameter groups in {path} cannot be read ({error!r}): something else wrote its"
+            " metadata. Take the original."
+        )
+        raise OptionError(message) from error
+
+
+def _names(groups: Groups, module: torch.nn.Module | None) -> tuple[bool, list[list[str]]]:
+    """Return what parameters are called, group by group, and whether those are names."""
+    by_id = names_of(groups, module)
+    parameters = [p for group in groups for p in group["params"]]
+    named = [by_id[id(p)] for p in parameters if id(p) in by_id]
+    are_names = len(set(named)) == len(parameters)
+    if not are_names:
+        by_id = {id(p): str(i) for i, p in enumerate(parameters)}
+    return are_names, [[by_id[id(p)] for p in group["params"]] for group in groups]
+
+
+def _add_states(
+    contents: _Contents,
+    name: str,
+    entry: Mapping[str, Any],
+    kept: Members,
+    parameter: torch.Tensor,
+) -> None:
+    member = kept.find(parameter)
+    for key, value in placed(entry).items():
+        if key == "step":
+            contents.add(f"{name}.{key}", as_step(value))
+        elif isinstance(value, torch.Tensor):
+            contents.add(f"{name}.{key}", value.detach())
+        else:
+            message = (
+                f"The state {key!r} of {name} is a {type(value).__name__}: safetensors holds"
+                " tensors only. Save the state_dict by torch.save."
+            )
+            raise OptionError(message)
+    if member is None or not is_elsewhere(entry, member):
+        return
+    if member.order is not None:  # its pieces are not those of its shape, one after the other
+        whole = in_shape_of(member.shard, kept.store.read([member.number])[member.number])
+        for key, state in whole.items():
+            if f"{name}.{key}" not in contents.entries:
+                contents.add(f"{name}.{key}", state.contiguous())
+        return
+    contents.elsewhere[member.number] = name
+    for key in member.family.states:
+        shape = tuple(parameter.shape)
+        contents.entries.setdefault(f"{name}.{key}", Entry(torch.float32, shape))
+
+
+def _write(path: Path, table: Table, contents: _Contents, kept: Members) -> None:
+    elsewhere = contents.elsewhere
+    with replacing(path, table.nbytes) as file, closing(kept.store.pieces(elsewhere)) as pieces:
+        header = torch.frombuffer(bytearray(table.header), dtype=torch.uint8)
+        file.write(header, 0)
+        for name, tensor in contents.tensors.items():
+            file.write(tensor.cpu(), table.entries[name].offset)
+        for piece in pieces:
+            for key, values in piece.states.items():
+                name = f"{elsewhere[piece.parameter]}.{key}"
+                if name not in contents.tensors:
+                    start = piece.start * values.element_size()
+                    file.write(values, table.entries[name].offset + start)
+
+
+def _by_owner(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    owners: dict[str, dict[str, torch.Tensor]] = {}
+    for full, tensor in tensors.items():
+        owner, _, state = full.rpartition(".")
+        owners.setdefault(owner, {})[state] = tensor
+    return owners
+
+
+def _match(
+    path: Path, saved: Sequence[Sequence[str]], here: Sequence[Sequence[str]], *, by_name: bool
+) -> list[str]:
+    """Return, for each parameter here in order, what the file calls it."""
+    if len(saved) != len(here):
+        message = (
+            f"{path} has {len(saved)} parameter groups and this optimizer {len(here)}. Make the"
+            " same groups in the same order."
+        )
+        raise OptionError(message)
+    for number, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
+        if by_name and set(theirs) != set(ours):
+            raise OptionError(_difference(path, number, theirs, ours))
+        if len(theirs) != len(ours):
+            count = format_count(len(theirs), "parameter")
+            message = (
+                f"{path} has {count} in group {number} and this optimizer"
+                f" {len(ours)}: they are of different models, or grouped otherwise."
+            )
+            raise OptionError(message)
+    return [name for group in (here if by_name else saved) for name in group]
+
+
+def _difference(path: Path, number: int, theirs: Sequence[str], ours: Sequence[str]) -> str:
+    def some(names: Iterator[str]) -> str:
+        listed = list(names)
+        more = f" and {len(listed) - _FEW} more" if len(listed) > _FEW else ""
+        return ", ".join(listed[:_FEW]) + more if listed else "nothing"
+
+    return (
+        f"Group {number} of {path} and of this optimizer are not of the same parameters: only the"
+        f" file has {some(n for n in theirs if n not in set(ours))}; only the optimizer has"
+        f" {some(n for n in ours if n not in set(theirs))}. Give it the same model in the same"
+        " groups."
+    )
+
+
+def _check_shapes(
+    path: Path, name: str, entry: Mapping[str, torch.Tensor], parameter: torch.Tensor
+) -> None:
+    if "step" not in entry:
+        message = f"{path} has no step count for {name}: something else wrote it."
+        raise OptionError(message)
+    for key, tensor in entry.items():
+        if key != "step" and tensor.shape != parameter.shape:
+            message = (
+                f"{name}.{key} in {path} is {tuple(tensor.shape)}, and the parameter here is"
+                f" {tuple(parameter.shape)}: they are of different models."
+            )
+            raise OptionError(message)

@@ -1,0 +1,1 @@
+"""State formats: the streams of each, their roundings, and the update rules in plain torch."""

@@ -1,0 +1,250 @@
+"""How the optimizer states of a parameter are kept: streams of numbers, and what they mean.
+
+[Note: State formats] in csrc/kernels/kernels.h says what each format is; here are the same streams
+by name, and the way to and from fp32 tensors.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from tensorstow.base.errors import OptionError
+from tensorstow.formats.masters import join_bytes, join_halves, split_bytes, split_halves
+from tensorstow.formats.quantize import (
+    GROUP,
+    from_bytes,
+    from_unsigned_bytes,
+    to_bytes,
+    to_half,
+    to_unsigned_bytes,
+)
+from tensorstow.formats.stochastic_rounding import draws
+
+_PIECE = 1 << 19
+"""Elements converted at a time: a few MiB of temporaries; a multiple of GROUP."""
+
+
+class StateFormat(StrEnum):
+    """What states take on their way; kernels.h knows the same names."""
+
+    FP32 = "fp32"
+    SPLIT = "split"
+    """The same bits as fp32; of a bf16 parameter's master only the low half is kept."""
+    BF16 = "bf16"
+    """Moments in bf16, rounded by chance."""
+    INT8 = "int8"
+    """Moments in a byte each, with a scale for every GROUP of them."""
+
+    @property
+    def exact(self) -> bool:
+        """Return whether an update gives the same bits as with fp32 states."""
+        return self in {StateFormat.FP32, StateFormat.SPLIT}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpec:
+    """One element of ``dtype`` for every ``per`` elements of the parameter."""
+
+    name: str
+    dtype: torch.dtype
+    per: int
+
+
+def state_names(dtype: torch.dtype, *, amsgrad: bool) -> tuple[str, ...]:
+    """Return the names of the fp32 states that users see of a parameter of ``dtype``."""
+    names = ["exp_avg", "exp_avg_sq"]
+    if amsgrad:
+        names.append("max_exp_avg_sq")
+    if dtype != torch.float32:
+        names.append("master")
+    return tuple(names)
+
+
+def streams_of(dtype: torch.dtype, format: StateFormat, *, amsgrad: bool) -> tuple[StreamSpec, ...]:
+    """Return the streams of a parameter of ``dtype``, in the order in which they are stored.
+
+    Raises OptionError for amsgrad with an inexact format.
+    """
+    if amsgrad and not format.exact:
+        message = (
+            f"amsgrad was asked for with states in {format}: its running maximum needs an exact"
+            " format. Use fp32 or split, or amsgrad=False."
+        )
+        raise OptionError(message)
+    m, v = _MOMENT_DTYPES[format]
+    dtypes = {
+        "exp_avg": m,
+        "exp_avg_sq": v,
+        "max_exp_avg_sq": torch.float32,
+        "master": _LOW_DTYPES[format] if dtype == torch.bfloat16 else torch.float32,
+    }
+    specs = [StreamSpec(name, dtypes[name], 1) for name in state_names(dtype, amsgrad=amsgrad)]
+    if format == StateFormat.INT8:
+        specs += [
+            StreamSpec(name, torch.bfloat16, GROUP)
+            for name in ("exp_avg_scale", "exp_avg_sq_scale")
+        ]
+    return tuple(specs)
+
+
+def decode(
+    streams: Sequence[Tensor], weight: Tensor, format: StateFormat, *, amsgrad: bool
+) -> dict[str, Tensor]:
+    """Return the fp32 states by name.
+
+    ``streams`` are those of ``streams_of``, one dimension each, of whole groups but for the
+    parameter's last one; ``weight`` the parameter's elements that they belong to, on the same
+    device.
+    """
+    specs = streams_of(weight.dtype, format, amsgrad=amsgrad)
+    states = {
+        name: torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
+        for name in state_names(weight.dtype, amsgrad=amsgrad)
+    }
+    for begin, end in _pieces(weight.numel()):
+        kept = _cut(streams, specs, begin, end)
+        for name, values in _decode_piece(kept, weight[begin:end], format).items():
+            states[name][begin:end] = values
+    return states
+
+
+def encode(
+    states: Mapping[str, Tensor],
+    weight: Tensor,
+    out: Sequence[Tensor],
+    format: StateFormat,
+    *,
+    amsgrad: bool,
+    key: int | None = None,
+    first: int = 0,
+) -> None:
+    """Write fp32 ``states`` to the streams ``out``; the arguments are as in ``decode``.
+
+    bf16 and int8 moments are rounded to the nearest; with a ``key`` by chance, as the kernels do
+    it, ``first`` being the index in the parameter of the first element. Without one they come from
+    outside and are checked: raises OptionError for a negative second moment, and for a master that
+    does not round to the weight where the format keeps only what the weight does not say; ``out``
+    is then partly written. With one an update made them, and no device is waited for.
+    """
+    specs = streams_of(weight.dtype, format, amsgrad=amsgrad)
+    for begin, end in _pieces(weight.numel()):
+        piece = {name: state[begin:end] for name, state in states.items()}
+        chances: Chances = (None, None)
+        if key is None:
+            _check(piece, weight[begin:end], format)
+        elif not format.exact:
+            chances = draws(key, first + begin, end - begin, weight.device)
+        encoded = _encode_piece(piece, weight[begin:end], format, chances)
+        for name, stream in _cut(out, specs, begin, end).items():
+            stream.copy_(encoded[name])
+
+
+_MOMENT_DTYPES = {
+    StateFormat.FP32: (torch.float32, torch.float32),
+    StateFormat.SPLIT: (torch.float32, torch.float32),
+    StateFormat.BF16: (torch.bfloat16, torch.bfloat16),
+    StateFormat.INT8: (torch.int8, torch.uint8),
+}
+_LOW_DTYPES = {
+    StateFormat.FP32: torch.float32,
+    StateFormat.SPLIT: torch.int16,
+    StateFormat.BF16: torch.int16,
+    StateFormat.INT8: torch.int8,
+}
+Chances = tuple[Tensor | None, Tensor | None]
+
+
+def _pieces(count: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + _PIECE, count)) for begin in range(0, count, _PIECE)]
+
+
+def _cut(
+    streams: Sequence[Tensor], specs: Sequence[StreamSpec], begin: int, end: int
+) -> dict[str, Tensor]:
+    return {
+        spec.name: stream[begin // spec.per : -(-end // spec.per)]
+        for spec, stream in zip(specs, streams, strict=True)
+    }
+
+
+def _in_halves(dtype: torch.dtype, format: StateFormat) -> bool:
+    """Return whether masters are split, with signs of second moments telling how ties went."""
+    return dtype == torch.bfloat16 and format in {StateFormat.SPLIT, StateFormat.BF16}
+
+
+def _in_bytes(dtype: torch.dtype, format: StateFormat) -> bool:
+    return dtype == torch.bfloat16 and format == StateFormat.INT8
+
+
+def _decode_piece(
+    kept: dict[str, Tensor], weight: Tensor, format: StateFormat
+) -> dict[str, Tensor]:
+    m, v = kept["exp_avg"], kept["exp_avg_sq"]
+    states = dict(kept)
+    if format == StateFormat.INT8:
+        states["exp_avg"] = from_bytes(m, states.pop("exp_avg_scale"))
+        states["exp_avg_sq"] = from_unsigned_bytes(v, states.pop("exp_avg_sq_scale"))
+    elif format == StateFormat.BF16:
+        states["exp_avg"], states["exp_avg_sq"] = m.float(), v.float().abs()
+    if _in_halves(weight.dtype, format):
+        states["master"] = join_halves(weight, kept["master"], v.signbit())
+        states["exp_avg_sq"] = states["exp_avg_sq"].abs()
+    elif _in_bytes(weight.dtype, format):
+        states["master"] = join_bytes(weight, kept["master"])
+    return states
+
+
+def _encode_piece(
+    states: dict[str, Tensor], weight: Tensor, format: StateFormat, chances: Chances
+) -> dict[str, Tensor]:
+    encoded = dict(states)
+    m, v = states["exp_avg"], states["exp_avg_sq"]
+    halves, in_bytes = _in_halves(weight.dtype, format), _in_bytes(weight.dtype, format)
+    if halves or not format.exact:
+        v = v.abs()
+    if format == StateFormat.BF16:
+        m, v = to_half(m, chances[0]), to_half(v, chances[1])
+    elif format == StateFormat.INT8:
+        m, encoded["exp_avg_scale"] = to_bytes(m, chances[0])
+        v, encoded["exp_avg_sq_scale"] = to_unsigned_bytes(v, chances[1])
+    if halves:
+        encoded["master"], rounded_up = split_halves(states["master"])
+        v = torch.where(rounded_up, -v, v)
+    elif in_bytes:
+        encoded["master"] = split_bytes(states["master"])
+    encoded["exp_avg"], encoded["exp_avg_sq"] = m, v
+    return encoded
+
+
+def _check(states: Mapping[str, Tensor], weight: Tensor, format: StateFormat) -> None:
+    """Raise OptionError for states that the format cannot keep."""
+    halves, in_bytes = _in_halves(weight.dtype, format), _in_bytes(weight.dtype, format)
+    if halves or not format.exact:
+        _refuse_negative(states["exp_avg_sq"])
+    if halves or in_bytes:
+        _check_master(states["master"], weight, format)
+
+
+def _refuse_negative(v: Tensor) -> None:
+    if (v < 0.0).any():
+        message = (
+            f"A second moment of {v.min().item()} was given: it is a mean of squares and cannot be"
+            " negative. Check where these states come from."
+        )
+        raise OptionError(message)
+
+
+def _check_master(master: Tensor, weight: Tensor, format: StateFormat) -> None:
+    rounded = master.bfloat16()
+    same = rounded.view(torch.int16) == weight.view(torch.int16)
+    wrong = ~(same | (rounded.isnan() & weight.isnan()))
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        message = (
+            f"A master of {master[at].item()} was given for a weight of {weight[at].item()}: with"
+            f" states in {format} a master rounds to its weight. Take the weight for the master."
+        )
+        raise OptionError(message)

@@ -1,0 +1,169 @@
+"""``plan="auto"``: the simplest placement that a budget allows, by arithmetic over sizes."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tensorstow.base.budget import Budget
+from tensorstow.base.errors import BudgetError
+from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import format_bytes
+from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import reaches_device
+from tensorstow.fsdp.gradient_offload import MOST_UNDER_WAY
+from tensorstow.fsdp.sharding import SHELF_ALIGN
+from tensorstow.fsdp.units import Unit
+from tensorstow.fsdp.uploads import buffers_of
+from tensorstow.io.files import ALIGN
+from tensorstow.states.layout import round_up
+from tensorstow.step.backpressure import WINDOW_BYTES
+
+RING_BYTES = 48 << 20
+"""What states on disk pass through, whatever the model's size."""
+LEAST_SHELVED = 3
+"""Units on disk that are in memory at once, at least: one is computed with, others are updated."""
+_UNITS_AT_ONCE = 2
+_STATE_BYTES = {torch.float32: 8, torch.bfloat16: 10}
+_WIDEST_STATES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of one rank's share of a model."""
+
+    parameters: int
+    gradients: int
+    states: int
+    largest_unit: int
+    """Of all ranks together: what is gathered at once."""
+    largest_share: int
+    """Of the unit that has most of it here, rows that FSDP2 adds included."""
+
+    @classmethod
+    def of(cls, units: Iterable[Unit], ranks: int) -> "Sizes":
+        """Add up the trained and the frozen; states are Adam's in the format that loses nothing."""
+        units = list(units)
+        all_of = [p for unit in units for p in unit.parameters.values()]
+        trained = [p for p in all_of if p.requires_grad]
+        return cls(
+            sum(p.numel() * p.element_size() for p in all_of) // ranks,
+            sum(p.numel() * p.element_size() for p in trained) // ranks,
+            sum(p.numel() * _STATE_BYTES.get(p.dtype, _WIDEST_STATES) for p in trained) // ranks,
+            max((unit.nbytes for unit in units), default=0),
+            max((_share_of(unit, ranks) for unit in units), default=0),
+        )
+
+    @property
+    def shelved(self) -> int:
+        """Return the host memory that parameters on disk need at least while they are used."""
+        return LEAST_SHELVED * (self.largest_share + ALIGN)
+
+
+def auto_plan(
+    sizes: Sizes,
+    budget: Budget,
+    *,
+    device_is_host: bool,
+    states: Tier | None = None,
+    commits: bool = False,
+) -> Plan:
+    """Return the first placement that ``budget`` holds, per rank.
+
+    In this order:
+
+    1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
+    2. the same, states on DISK behind a ring of 48 MiB;
+    3. parameters on HOST, states on HOST; 4. the same, states on DISK;
+    5. parameters and states on DISK, three units at a time in memory, and as many more as are
+       fetched ahead where there is room (``shelf_bytes``);
+    6. the same with overlap="backward", where no more than a window of 64 MiB and one unit of
+       gradients wait for their update.
+
+    Gradients are on HOST, wherever they were made. A run that ``commits`` has weights and states on
+    DISK twice: the last commit, and the next. Raises BudgetError with what is short where none
+    fits.
+    """
+    short: dict[Tier, int] = {}
+    for plan in _candidates(device_is_host=device_is_host):
+        if states not in {None, plan.states}:
+            continue  # the user has said where they go
+        needed = bytes_of(plan, sizes, device_is_host=device_is_host, commits=commits)
+        missing = {t: n for t, n in _missing(needed, budget).items() if n > 0}
+        if not missing:
+            return _with_shelves(plan, sizes, budget, needed)
+        short = missing
+    told = " and ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in short.items())
+    message = (
+        f"The model does not fit: placed as low as may be, {told} more than the budget are"
+        " needed. Raise the budget, or train on more ranks."
+    )
+    raise BudgetError(message)
+
+
+def _candidates(*, device_is_host: bool) -> list[Plan]:
+    tiers = [Tier.HOST] if device_is_host else [Tier.DEVICE, Tier.HOST]
+    plans = [Plan(parameters=t, states=s) for t in tiers for s in (Tier.HOST, Tier.DISK)]
+    on_disk = Plan(parameters=Tier.DISK, states=Tier.DISK)
+    return [*plans, on_disk, on_disk.but(overlap="backward")]
+
+
+def bytes_of(
+    plan: Plan, sizes: Sizes, *, device_is_host: bool, commits: bool = False
+) -> Mapping[Tier, int]:
+    """Return what a plan holds on each tier of one rank."""
+    at_once = _UNITS_AT_ONCE * sizes.largest_unit
+    gradients = sizes.gradients
+    if plan.overlap == "backward":
+        gradients = min(gradients, WINDOW_BYTES + sizes.largest_share)
+    held = {Tier.DEVICE: at_once, Tier.HOST: 0, Tier.DISK: 0}
+    on_device = plan.parameters == Tier.DEVICE
+    if on_device and (plan.overlap == "backward" or reaches_device(plan.update_on)):
+        held[Tier.DEVICE] += gradients
+    else:
+        held[Tier.HOST] += gradients
+        if plan.overlap != "backward":
+            held[Tier.DEVICE] += min(gradients, MOST_UNDER_WAY)
+    if on_device:
+        held[Tier.HOST] += sizes.parameters  # the mirrors that updates write
+    else:
+        _add_gathers(held, plan, sizes, device_is_host=device_is_host)
+    held[plan.parameters] += sizes.parameters
+    if commits:
+        held[Tier.DISK] += 2 * (sizes.parameters + sizes.states)
+    if not (commits and plan.states == Tier.DISK):
+        held[plan.states] += sizes.states
+    if plan.states == Tier.DISK:
+        held[Tier.HOST] += RING_BYTES
+    if device_is_host:
+        held[Tier.DEVICE] = 0
+    return held
+
+
+def _add_gathers(held: dict[Tier, int], plan: Plan, sizes: Sizes, *, device_is_host: bool) -> None:
+    """Add what weights that are not on the device pass through on their way there."""
+    on_disk = plan.parameters == Tier.DISK
+    buffers = 0 if device_is_host else buffers_of(plan.prefetch) * sizes.largest_share
+    held[Tier.DEVICE] += buffers
+    held[Tier.HOST] += sizes.shelved + buffers if on_disk else 0
+
+
+def _with_shelves(plan: Plan, sizes: Sizes, budget: Budget, needed: Mapping[Tier, int]) -> Plan:
+    """Let parameters on disk have of HOST what is left of it, and no more than they ask for."""
+    limit = budget.bytes_of(Tier.HOST)
+    if plan.parameters != Tier.DISK or limit is None:
+        return plan
+    ahead = min(limit - needed[Tier.HOST], plan.prefetch * (sizes.largest_share + ALIGN))
+    return plan.but(shelf_bytes=sizes.shelved + ahead)
+
+
+def _share_of(unit: Unit, ranks: int) -> int:
+    shapes = [(p.shape or (1,), p.element_size()) for p in unit.parameters.values()]
+    rows = [(-(-shape[0] // ranks), math.prod(shape[1:]), size) for shape, size in shapes]
+    return sum(round_up(length * width * size, SHELF_ALIGN) for length, width, size in rows)
+
+
+def _missing(needed: Mapping[Tier, int], budget: Budget) -> dict[Tier, int]:
+    limits = {tier: budget.bytes_of(tier) for tier in Tier}
+    return {t: needed[t] - limit for t, limit in limits.items() if limit is not None}

@@ -1,0 +1,213 @@
+"""A stowed model as safetensors that others load: one set of files, a tensor at a time.
+
+Every rank takes part, for tensors are gathered; the first one writes, or each its own files. What
+is written is what ``stow(weights=...)`` and transformers' ``from_pretrained`` read: tied parameters
+are there once, by their first name, and an index says which file has what where there are several.
+The configuration of a model of transformers is written beside them.
+"""
+
+import copy
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorstow.base.errors import OptionError, StowError
+from tensorstow.fsdp.key_conversion import is_of_transformers
+from tensorstow.fsdp.mesh import host_group
+from tensorstow.io.mapped import replacing
+from tensorstow.io.safetensors import Entry, Table, lay_out
+
+_ONE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_METADATA = {"format": "pt"}
+"""What readers of model files look for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """One file."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    table: Table
+
+
+def save_safetensors(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 << 30,
+    by_rank: bool = False,
+) -> None:
+    """Write the weights and persistent buffers of ``model`` into the directory ``path``.
+
+    And config.json and generation_config.json of a model of transformers, so that its
+    ``from_pretrained`` reads the directory.
+
+    In files of at most ``max_shard_bytes`` (a larger tensor has its own), each of which replaces an
+    older one when it is whole. ``by_rank``: in as many files at least as there are ranks, each rank
+    writing its own, all at once, to a directory that all of them see; False: the first rank writes.
+    Call it on every rank: all return when all is durable, or raise what failed on one. Memory: two
+    whole tensors.
+    """
+    if isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
+        message = f"max_shard_bytes={max_shard_bytes!r} was given: it is a number of bytes above 0."
+        raise OptionError(message)
+    _settle(model)
+    group = host_group()
+    writers = dist.get_world_size(group) if by_rank and group is not None else 1
+    contents = dict(_contents(model))
+    share = -(-sum(t.numel() * t.element_size() for t in contents.values()) // writers)
+    shards = _shards(contents, min(max_shard_bytes, max(share, 1)) if by_rank else max_shard_bytes)
+    rank = 0 if group is None else dist.get_rank(group)
+    folder = Path(path)
+    failure = _prepare(folder) if rank < writers else None
+    for at in range(0, len(shards), writers):
+        failure = _write(shards[at : at + writers], rank, folder, failure)
+    _agree(failure, folder, group)
+    _agree(_finish(model, folder, shards) if rank == 0 else None, folder, group)
+
+
+def _prepare(folder: Path) -> Exception | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error
+    return None
+
+
+def _settle(model: nn.Module) -> None:
+    """Do what ``state_dict()`` does before it reads: wait for updates, let go of gathered ones."""
+    for module in model.modules():
+        for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001
+            hook(module, "", False)  # noqa: FBT003  # torch's own call
+
+
+def _contents(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:  # noqa: SLF001
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _shards(contents: Mapping[str, torch.Tensor], most: int) -> list[_Shard]:
+    """Return the files, in the order of the model."""
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    room = most
+    for name, tensor in contents.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes > room and parts[-1]:
+            parts.append({})
+            room = most
+        parts[-1][name] = tensor
+        room -= nbytes
+    count = len(parts)
+    shards = []
+    for number, part in enumerate(parts, 1):
+        name = _ONE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        entries = {n: Entry(t.dtype, tuple(t.shape)) for n, t in part.items()}
+        shards.append(_Shard(name, part, lay_out(entries, _METADATA)))
+    return shards
+
+
+@torch.no_grad()
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return full.cpu()
+
+
+def _write(
+    shards: Sequence[_Shard], rank: int, folder: Path, failure: Exception | None
+) -> Exception | None:
+    """Write as many files at once as there are writers, this rank the one of its number.
+
+    Returns what failed, for the other ranks wait for every tensor's gather.
+    """
+    own = shards[rank] if rank < len(shards) and failure is None else None
+    turns = deque(_in_turns(shards))
+    try:
+        with ExitStack() as opened:
+            file = None
+            if own is not None:
+                file = opened.enter_context(replacing(folder / own.name, own.table.nbytes))
+                file.write(torch.frombuffer(bytearray(own.table.header), dtype=torch.uint8), 0)
+            while turns:
+                shard, name = turns.popleft()
+                tensor = _whole(shard.tensors[name])
+                if file is not None and shard is own:
+                    file.write(tensor, own.table.entries[name].offset)
+    except (OSError, OptionError) as error:
+        failure = error
+    for shard, name in turns:
+        _whole(shard.tensors[name])
+    return failure
+
+
+def _in_turns(shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, str]]:
+    """Yield a tensor of each file, then the next of each: so that all writers are busy."""
+    for names in zip_longest(*(shard.tensors for shard in shards)):
+        yield from ((s, n) for s, n in zip(shards, names, strict=True) if n is not None)
+
+
+def _finish(model: nn.Module, folder: Path, shards: Sequence[_Shard]) -> Exception | None:
+    """Write the index where there are several files, and remove what an earlier set has more.
+
+    And the configuration, where the model has one.
+    """
+    names = {shard.name for shard in shards}
+    where = {name: shard.name for shard in shards for name in shard.tensors}
+    total = sum(e.nbytes for shard in shards for e in shard.table.entries.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    text = json.dumps(index, indent=2).encode()
+    try:
+        if len(shards) > 1:
+            with replacing(folder / _INDEX, len(text)) as file:
+                file.write(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
+        else:
+            (folder / _INDEX).unlink(missing_ok=True)
+        for old in (folder / _ONE, *folder.glob("model-*-of-*.safetensors")):
+            if old.name not in names:
+                old.unlink(missing_ok=True)
+        _write_configuration(model, folder)
+    except OSError as error:
+        return error
+    return None
+
+
+def _write_configuration(model: nn.Module, folder: Path) -> None:
+    """Write what ``save_pretrained`` of transformers writes beside weights."""
+    if not is_of_transformers(model):
+        return
+    given: Any = model
+    config = copy.deepcopy(given.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = str(given.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if given.can_generate() and given.generation_config is not None:
+        given.generation_config.save_pretrained(folder)
+
+
+def _agree(failure: Exception | None, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank what failed on one."""
+    told: list[str | None] = [None]
+    if group is not None:
+        told *= dist.get_world_size(group)
+        dist.all_gather_object(told, None if failure is None else repr(failure), group)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(told):
+        if text is not None:
+            message = f"Rank {rank} could not write the model to {folder}: {text}. See there."
+            raise StowError(message)

@@ -1,0 +1,149 @@
+"""``state_dict`` of a sharded model: plain tensors that anybody can save, and the way back.
+
+On one rank values are plain tensors, on several DTensors over plain shards: of parameters in host
+memory the memory itself, as torch's own state dicts have it, and of those on disk a copy, which is
+memory that is a file without a name (ADR 0014) unless it is small. What is loaded may be as
+sharded, or whole.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.stowed_parameter import StowedParameter
+from tensorstow.io.buffer_pool import Shelf
+from tensorstow.io.mapped import scratch_pieces
+
+SMALL_BYTES = 1 << 20
+"""A copy of this size is no file: it would be slower and spare nothing."""
+
+
+class SavedShard(DTensor):
+    """A rank's part of a weight, which tells those who would write it as a whole what to do."""
+
+    def storage(self) -> NoReturn:
+        """Raise OptionError: who asks wants to write what he gets."""
+        _refuse_whole()
+
+    def untyped_storage(self) -> NoReturn:
+        """Raise OptionError: who asks wants to write what he gets."""
+        _refuse_whole()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # torch's own signature
+        """Be saved as a DTensor of torch's own."""
+        own: Any = _of_torch(self._local_tensor, self)
+        return own.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """Be copied as a DTensor of torch's own."""
+        copy = memo[id(self)] = _of_torch(self._local_tensor.clone(), self)
+        return copy
+
+
+def _of_torch(local: torch.Tensor, like: DTensor) -> DTensor:
+    made: DTensor = DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    return made
+
+
+def _refuse_whole() -> NoReturn:
+    message = (
+        "The state_dict() of a stowed model over several ranks was to be written as if its tensors"
+        " were whole, and this rank has a shard of each: call tensorstow.save_safetensors(model,"
+        " directory) on every rank, which writes whole tensors one after the other; or"
+        " torch.distributed.checkpoint.save(state_dict)."
+    )
+    raise OptionError(message)
+
+
+def keep_plain(model: nn.Module) -> None:
+    """Let the state dicts of a sharded ``model``, and of modules in it, be plain, and load them."""
+    copies: dict[int, weakref.ref[torch.Tensor]] = {}
+    for module in model.modules():
+        own = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        if own:
+            _hook(module, own, copies)
+
+
+def _hook(
+    module: nn.Module,
+    own: Mapping[str, DTensor],
+    copies: dict[int, "weakref.ref[torch.Tensor]"],
+) -> None:
+    """Put the hooks on ``module``; ``copies``: the last ones, by parameter."""
+
+    def saved(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: object) -> None:
+        for name, parameter in own.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+                known = copies.get(id(parameter))
+                copy = None if known is None else known()
+                # Of a tied weight there is one copy under all of its names.
+                if copy is None or not any(v is copy for v in state_dict.values()):
+                    copy = plain(value)
+                    copies[id(parameter)] = weakref.ref(copy)
+                state_dict[prefix + name] = copy
+
+    def loading(
+        _: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        *__: object,
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            message = (
+                "load_state_dict(assign=True) was called on a stowed model, whose parameters the"
+                " optimizer and the engine hold: leave assign out, and the values are copied."
+            )
+            raise OptionError(message)
+        for name, parameter in own.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                state_dict[prefix + name] = _shard(value, parameter)
+
+    register: Any = module.register_state_dict_post_hook
+    register(saved)
+    before: Any = module.register_load_state_dict_pre_hook
+    before(loading)
+
+
+@torch.no_grad()
+def plain(value: DTensor) -> torch.Tensor:
+    """Return the same elements as a tensor of torch's own on one rank, else as a DTensor of one."""
+    local = value.to_local()
+    if isinstance(local, StowedParameter):
+        cell = local.slot.filled()
+        with cell.opened(to_change=False):
+            local = cell.home if cell.lessor is None else _copy(cell.home, cell.lessor)
+    if value.device_mesh.size() == 1:
+        return local
+    made: DTensor = SavedShard(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    return made
+
+
+def _copy(values: torch.Tensor, shelf: Shelf) -> torch.Tensor:
+    if values.nbytes <= SMALL_BYTES:
+        return values.clone()
+    with scratch_pieces(shelf.shelves.directory, values.nbytes) as file:
+        file.write(values, 0)
+        return file.map().tensor(0, values.shape, values.dtype)
+
+
+@torch.no_grad()
+def _shard(whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """Return this rank's rows of ``whole``, in the way of ``parameter``; itself if it is no such.
+
+    torch says that then, with the name.
+    """
+    if whole.shape != parameter.shape:
+        return whole
+    mesh = parameter.device_mesh
+    ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    length = -(-whole.shape[0] // ranks)
+    rows = whole.detach()[rank * length : (rank + 1) * length]
+    return _of_torch(rows, parameter)

@@ -1,0 +1,88 @@
+"""Units: the modules whose parameters are gathered and let go together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from tensorstow.base.errors import OptionError
+from tensorstow.step.forward_overlap import blocks_of
+
+ROOT = ""
+"""The name of the unit that has what is in no block: embeddings, the head, the last norm."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Unit:
+    """A module and the parameters that move with it."""
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """By the model's names; a tied one by its first."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all ranks' parameters together."""
+        return sum(p.numel() * p.element_size() for p in self.parameters.values())
+
+
+def units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> list[Unit]:
+    """Return the model's units in the order in which they are to be sharded: the root last.
+
+    A unit is a repeated block (a child of an outermost ``ModuleList`` or ``Sequential``), or one of
+    ``blocks``, where given; a block without parameters is none. A parameter that several blocks
+    share, or a block and the rest, belongs to the root. Raises OptionError where a given block is
+    not in the model, or in another one.
+    """
+    names = {id(m): name for name, m in model.named_modules()}
+    chosen = list(blocks) if blocks is not None else blocks_of(model)
+    _check(chosen, names)
+    owners: dict[int, set[str]] = {}
+    for block in chosen:
+        for parameter in block.parameters():
+            owners.setdefault(id(parameter), set()).add(names[id(block)])
+    inside = {id(m) for block in chosen for m in block.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), set()).add(ROOT)
+    shared = [owner for owner in owners.values() if len(owner) > 1]
+    tied = {name for owner in shared for name in owner} - {ROOT}
+    units = []
+    named = dict(model.named_parameters())
+    for block in chosen:
+        name = names[id(block)]
+        mine = {n: p for n, p in named.items() if owners[id(p)] == {name}}
+        if mine and name not in tied:
+            units.append(Unit(name, block, mine))
+    taken = {id(p) for unit in units for p in unit.parameters.values()}
+    rest = {n: p for n, p in named.items() if id(p) not in taken}
+    return [*units, Unit(ROOT, model, rest)]
+
+
+def aliases_of(model: nn.Module) -> dict[str, list[str]]:
+    """Return the further names of tied parameters, by their first."""
+    first: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            aliases.setdefault(known, []).append(name)
+    return aliases
+
+
+def _check(blocks: Sequence[nn.Module], names: dict[int, str]) -> None:
+    inside: dict[int, str] = {}
+    for block in blocks:
+        if id(block) not in names or names[id(block)] == ROOT:
+            message = f"A unit ({type(block).__name__}) was given that is not inside the model."
+            raise OptionError(message)
+        for part in block.modules():
+            if id(part) in inside:
+                message = (
+                    f"{names[id(block)]} and {inside[id(part)]} were given as units, and one is"
+                    " inside the other: a parameter moves with one unit."
+                )
+                raise OptionError(message)
+            inside[id(part)] = names[id(block)]

@@ -1,0 +1,187 @@
+"""Gathered weights: made where training can use them, and let go of before they are old.
+
+[Note: Gathered weights] FSDP2 makes the memory of a gathered weight at the first forward and uses
+it ever after, and it gathers nothing that is still gathered. Three things follow that are mended
+here, by hooks and what FSDP2 offers its users:
+
+* Under inference_mode that memory could never be trained with, nor the views of shards that FSDP2
+  takes before: such a forward does both outside of it.
+* A unit's dtypes are those of what was trained at its first forward: a unit that was all frozen
+  then is asked again once something in it is trained.
+* A forward or a backward that an exception ends leaves weights gathered and FSDP2 in the middle of
+  it: it is told that the iteration is lost, at once behind a forward, and behind a backward when
+  the next forward, step or resume begins. A step by gradients of half a backward is refused.
+* Below stage 3 weights stay gathered behind a forward. Behind one without gradients they would be
+  the model's parameters from then on (which have no gradients to clip or drop), and behind any they
+  would outlive an update.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.fsdp.outputs import watch_outputs
+from tensorstow.fsdp.units import Unit
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.tensors.consumed_gradient import LandedGradient
+
+_HALF = (
+    "behind a backward that did not end: some parameters have their gradients and others lost them."
+)
+_UNSEEN = (
+    "behind a backward that went through units which FSDP2 was not told of, and gradients were not"
+    " reduced: a unit returned a tensor where none can be found (by a closure, a generator or a"
+    " global name), or a graph was gone through twice. Return tensors in tuples, dicts or objects."
+)
+
+
+class Gathered:
+    """Watches the gathered weights of a model that FSDP2 has sharded."""
+
+    def __init__(self, model: nn.Module, units: Iterable[Unit], forget: Callable[[], None]) -> None:
+        """Take ``units`` of ``model`` before they are sharded.
+
+        ``forget`` is called behind a reduction of gradients that may not have ended.
+        """
+        self._root = model
+        self._forget = forget
+        self._names = {id(unit.module): list(unit.parameters) for unit in units}
+        self._modules: list[FSDPModule] = []
+        self._frozen: dict[int, list[nn.Parameter]] = {}
+        self._let_go_after_forward = False
+        self._lost = ""
+        """Which gradients were lost, of those that the next step would take; empty: none."""
+
+    def watch(self, optimizer: StowedAdam, *, stage: int) -> None:
+        """Put the hooks in place, now that the model is sharded."""
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                self._modules.append(module)
+                own = [self._root.get_parameter(n) for n in self._names.get(id(module), ())]
+                if not any(p.requires_grad for p in own):
+                    self._frozen[id(module)] = own
+                module.register_forward_pre_hook(self._before_forward, prepend=True)
+                watch_outputs(module)
+        self._root.register_forward_hook(self._after_forward, always_call=True)
+        self._let_go_after_forward = stage < 3
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_resume_hook(self._before_resume)
+
+    # A graph would take what is asked here for constants.
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def _before_forward(self, module: nn.Module, _: Any) -> None:  # noqa: ANN401  # torch's own
+        if not isinstance(module, FSDPModule):
+            return
+        if module is self._root and (self._recover() or self._lost):
+            # What is in .grad is its owner's to drop, unless updates by it have begun.
+            begun = any(isinstance(p.grad, LandedGradient) for p in self._root.parameters())
+            self._lost = _HALF if begun else ""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False), torch.no_grad():
+                if module is self._root:
+                    self._root._get_fsdp_state()._lazy_init()  # noqa: SLF001  # nothing public does
+                module.unshard()
+        elif any(p.requires_grad for p in self._frozen.get(id(module), ())):
+            del self._frozen[id(module)]
+            module.unshard()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def _after_forward(self, *_: Any) -> None:  # noqa: ANN401
+        if self._is_in_forward():  # FSDP2's own hook was not called: an exception ends it
+            self._reset()
+        elif self._let_go_after_forward and not torch.is_grad_enabled():
+            self._let_go()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401
+        if self._recover():
+            self._lost = _HALF
+        unseen = self._drop_whole_gradients(which_are_to_be_reduced=True)
+        if unseen:
+            self._lost = _UNSEEN
+        if self._lost:
+            given = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            if unseen or any(gradient is not None for gradient in given):
+                message = f"step() was called {self._lost} {_way_out(given)}"
+                raise OptionError(message)
+            self._lost = ""
+        self._let_go()
+
+    def _before_resume(self) -> None:
+        self._lost = ""
+        self._recover()
+        self._let_go()
+
+    def _is_in_forward(self) -> bool:
+        return self._context().iter_forward_root is not None
+
+    def _context(self) -> Any:  # noqa: ANN401  # torch's own, which nothing public tells
+        root: Any = self._root
+        return root._get_fsdp_state()._state_ctx  # noqa: SLF001
+
+    def _recover(self) -> bool:
+        """Let FSDP2 forget an iteration that did not end; return whether its backward had begun."""
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # a checkpoint's forward
+            return False
+        begun = bool(self._context().post_backward_final_callback_queued)
+        if begun:
+            self._drop_whole_gradients()
+        if begun or self._is_in_forward():
+            self._reset()
+        return begun
+
+    def _reset(self) -> None:
+        reset: Callable[[], None] | None = getattr(self._root, "reset_iter_state", None)
+        if reset is None:
+            message = (
+                "A forward or a backward was ended by an exception, and this version of torch"
+                f" ({torch.__version__}) cannot let FSDP2 go on behind it; 2.13 can. Make the"
+                " model anew, and resume() the last commit."
+            )
+            raise PoisonedError(message)
+        reset()
+        self._let_go_of_each()
+        self._forget()
+
+    def _let_go_of_each(self) -> None:
+        """Let go of weights that FSDP2 was about to gather, or to let go of, unit by unit.
+
+        An interrupt may come when it has done so with some of a unit's and counts none of them.
+        """
+        for module in self._modules:
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                for sharded in group.fsdp_params:
+                    sharded.to_sharded()
+
+    def _drop_whole_gradients(self, *, which_are_to_be_reduced: bool = False) -> bool:
+        """Drop gradients that are left at gathered weights, unreduced; return whether any was.
+
+        ``which_are_to_be_reduced``: only those; others wait for the last micro-batch's.
+        """
+        found = False
+        for module in self._modules:
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                if which_are_to_be_reduced and not group.reduce_grads:
+                    continue
+                for sharded in group.fsdp_params:
+                    whole = getattr(sharded, "_unsharded_param", None)
+                    if whole is not None and whole.grad is not None:
+                        found, whole.grad = True, None
+                    sharded.unsharded_accumulated_grad = None
+        return found
+
+    def _let_go(self, *_: Any) -> None:  # noqa: ANN401
+        for module in self._modules:
+            module.reshard()
+
+
+def _way_out(gradients: Iterable[torch.Tensor | None]) -> str:
+    if any(isinstance(gradient, LandedGradient) for gradient in gradients):
+        return (
+            'With overlap="backward" updates by some have begun: call resume(), which goes back to'
+            " the last commit of a run that has dir=; a run without one begins anew."
+        )
+    return "Call zero_grad() and go on with the next batch."

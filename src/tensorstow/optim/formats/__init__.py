@@ -1,1 +1,0 @@
-"""Which bits a state has in memory: streams of each format, to fp32 and back."""

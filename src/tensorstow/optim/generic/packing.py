@@ -1,0 +1,202 @@
+"""What an optimizer keeps for a parameter, taken apart: large tensors for the disk, the rest not.
+
+An entry is ``optimizer.state[parameter]``: tensors, numbers, and containers of them, by name. A
+name whose value holds a large tensor goes to disk as a whole; what is small in it (a count beside
+a matrix) is remembered beside its place.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.io.files import ALIGN
+from tensorstow.states.layout import round_up
+
+LARGE_BYTES = 16 << 10
+"""A tensor of fewer bytes stays in RAM: turning to it would take a disk longer than moving it."""
+
+_TENSOR_ALIGN = 64  # as torch aligns its own
+_STAGGERED_BYTES = 1 << 20
+_STAGGER = 3 * 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor is in its piece's run of bytes, and what it is."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return its bytes, padding excluded."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+    def view(self, region: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, in the bytes of ``region``."""
+        flat = region[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+@dataclass(slots=True)
+class Placed:
+    """An entry taken apart."""
+
+    resident: dict[str, Any] = field(default_factory=dict)
+    """What stays in RAM, as it was."""
+    stowed: dict[str, Any] = field(default_factory=dict)
+    """What goes to disk: values with a Slot where each large tensor was."""
+    tensors: list[tuple[Slot, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Return the places, in order."""
+        return tuple(slot for slot, _ in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the run that the piece needs, whole blocks of a file."""
+        if not self.tensors:
+            return 0
+        last = self.tensors[-1][0]
+        return round_up(last.offset + last.nbytes, ALIGN)
+
+    def copied(self) -> "Placed":
+        """Return the same with tensors of its own."""
+        copies = [(slot, tensor.clone()) for slot, tensor in self.tensors]
+        return Placed(self.resident, self.stowed, copies)
+
+
+def place(entry: Mapping[str, Any], least: int = LARGE_BYTES) -> Placed:
+    """Take ``entry`` apart; tensors of ``least`` bytes and more get slots, one behind the other.
+
+    Raises DTypeError for a large tensor that is not one run of bytes in host memory.
+    """
+    placed = Placed()
+    end = 0
+
+    def put(leaf: object) -> object:
+        nonlocal end
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or _bytes(leaf) < least:
+            return leaf
+        _refuse_layout(leaf)
+        slot = Slot(end, leaf.dtype, tuple(leaf.shape), leaf.stride())
+        # Streams of one update must not sit a power of two apart, which large ones would.
+        end += round_up(slot.nbytes, _TENSOR_ALIGN)
+        end += _STAGGER if slot.nbytes >= _STAGGERED_BYTES else 0
+        placed.tensors.append((slot, leaf))
+        return slot
+
+    for name, value in entry.items():
+        before = len(placed.tensors)
+        changed = replace(value, put)
+        target = placed.resident if len(placed.tensors) == before else placed.stowed
+        target[name] = changed
+    return placed
+
+
+def restore(stowed: Mapping[str, Any], region: torch.Tensor) -> dict[str, Any]:
+    """Return what was stowed, its tensors views into ``region``."""
+
+    def find(leaf: object) -> object:
+        return leaf.view(region) if isinstance(leaf, Slot) else leaf
+
+    return {name: replace(value, find) for name, value in stowed.items()}
+
+
+def replace(value: Any, change: Callable[[object], object]) -> Any:  # noqa: ANN401
+    """Return ``value`` with ``change`` made to everything in it that is no container."""
+    if isinstance(value, dict):
+        return {key: replace(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(replace(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(replace(item, change) for item in value)
+    return change(value)
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """Return every tensor in ``value``, however deep in containers."""
+    found: list[torch.Tensor] = []
+
+    def note(leaf: object) -> object:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        return leaf
+
+    replace(value, note)
+    return found
+
+
+def cloned(value: Any) -> Any:  # noqa: ANN401
+    """Return ``value`` with a copy of each tensor in it."""
+    return replace(value, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def refuse_aliases(
+    tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor], name: str
+) -> None:
+    """Raise OptionError where two of ``tensors``, or one and one of ``others``, share memory.
+
+    On disk each would be a copy, and an update of one would not be seen in the other.
+    """
+    seen = {tensor.untyped_storage().data_ptr() for tensor in others}
+    for tensor in tensors:
+        address = tensor.untyped_storage().data_ptr()
+        if address in seen:
+            message = (
+                f"A state of {name} shares memory with another, or with the parameter or gradient"
+                " itself: copies on disk would part ways. Let the optimizer clone it, or keep"
+                ' states="host".'
+            )
+            raise OptionError(message)
+        seen.add(address)
+
+
+def refuse_unsliced(entry: Mapping[str, Any], numel: int) -> None:
+    """Raise OptionError unless each state of a slice is a number, or a tensor as long as it."""
+    for name, value in entry.items():
+        tensors = [tensor for tensor in tensors_in(value) if tensor.dim()]
+        if tensors and (tensors[0] is not value or tuple(value.shape) != (numel,)):
+            message = (
+                f"The state {name!r} of a slice of {numel} elements is not one tensor of as many:"
+                " the class is not elementwise. Leave elementwise out."
+            )
+            raise OptionError(message)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # nbytes is not for sparse ones
+
+
+def _refuse_layout(tensor: torch.Tensor) -> None:
+    if tensor.device.type not in {"cpu", "meta"} or tensor.layout != torch.strided:
+        found = f"{tensor.layout} on {tensor.device}"
+    elif _is_one_run(tensor):
+        return
+    else:
+        found = f"of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+    message = (
+        f"A state {found} was to go to disk: only tensors that fill one run of host memory can."
+        ' Let the optimizer keep a contiguous one, or keep states="host".'
+    )
+    raise DTypeError(message)
+
+
+def _is_one_run(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

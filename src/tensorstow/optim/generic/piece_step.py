@@ -1,0 +1,156 @@
+"""One piece's visit to memory: its states are handed to the class, what comes back is placed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorstow.optim.generic.packing import (
+    Placed,
+    cloned,
+    place,
+    refuse_aliases,
+    refuse_unsliced,
+    restore,
+    tensors_in,
+)
+from tensorstow.optim.generic.partition import Cut
+from tensorstow.optim.generic.pieces import Member, Piece
+from tensorstow.optim.generic.shared_values import Run
+from tensorstow.optim.generic.stepper import Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A parameter that a step is to update."""
+
+    group: Mapping[str, Any]
+    member: Member
+    resident: dict[str, Any]
+    """What of its states is in RAM, where users see it."""
+    name: str | None = None
+    """Of the parameter, where the group's have names."""
+
+
+def names_of(jobs: Sequence[Job]) -> list[str] | None:
+    """Return the names of the parameters of ``jobs``, of one group; None where they have none."""
+    names = [job.name for job in jobs if job.name is not None]
+    return names if len(names) == len(jobs) else None
+
+
+def step_piece(stepper: Stepper, job: Job, piece: Piece, region: torch.Tensor | None) -> Placed:
+    """Step ``piece``, its states being in ``region``; return its new states, taken apart.
+
+    They are in ``region`` still, unless the class made new tensors.
+    """
+    stowed = {} if region is None else restore(piece.stowed, region)
+    if piece.cut is None:
+        placed = _step_whole(stepper, job, piece, stowed)
+    else:
+        last = piece is job.member.pieces[-1]
+        placed = _step_slices(stepper, job, piece, stowed, last=last)
+        if not last:
+            return placed
+    job.resident.clear()
+    job.resident.update(placed.resident)
+    return placed
+
+
+def _step_whole(stepper: Stepper, job: Job, piece: Piece, stowed: dict[str, Any]) -> Placed:
+    parameter = job.member.parameter
+    entry = {**stowed, **job.resident}
+    made = stepper.run([Run(job.group, [(parameter, entry)], names_of([job]))])[0][0]
+    placed = place(made, piece.least_bytes)
+    if not piece.stepped:
+        _refuse_sharing(placed, stowed, parameter)
+    return placed
+
+
+def _step_slices(
+    stepper: Stepper, job: Job, piece: Piece, stowed: dict[str, Any], *, last: bool
+) -> Placed:
+    if piece.cut is None:
+        message = "A whole parameter has no slices."
+        raise AssertionError(message)
+    parameter = job.member.parameter
+    bounds = list(piece.cut.bounds)
+    entries = []
+    for (begin, end), leaf in zip(bounds, slices(parameter, piece.cut), strict=True):
+        # Each slice steps the numbers from where they were; the last one's are kept.
+        ours = last and end == piece.cut.numel
+        numbers = dict(job.resident) if ours else cloned(dict(job.resident))
+        entries.append((leaf, {**{k: v[begin:end] for k, v in stowed.items()}, **numbers}))
+    with _torch_threads(stepper.threads):
+        made = stepper.run([Run(job.group, entries, names_of([job] * len(entries)))])[0]
+    if not piece.stepped:
+        for entry, (leaf, _) in zip(made, entries, strict=True):
+            _refuse_sharing(place(entry, piece.least_bytes), stowed, leaf)
+    return place(_joined(made, stowed, bounds), piece.least_bytes)
+
+
+def slices(parameter: torch.Tensor, cut: Cut) -> Iterator[torch.Tensor]:
+    """Yield the slices of a cut as parameters of their own, with their gradients."""
+    flat = parameter.detach().view(-1)
+    gradient = parameter.grad
+    for begin, end in cut.bounds:
+        leaf = flat[cut.start + begin : cut.start + end].requires_grad_(parameter.requires_grad)
+        if gradient is not None:
+            leaf.grad = gradient.detach().view(-1)[cut.start + begin : cut.start + end]
+        yield leaf
+
+
+def _joined(
+    made: Sequence[Mapping[str, Any]],
+    stowed: Mapping[str, torch.Tensor],
+    bounds: Sequence[tuple[int, int]],
+) -> dict[str, Any]:
+    """Return the piece's entry: the tensors of its slices in one, the numbers of the last."""
+    for entry, (begin, end) in zip(made, bounds, strict=True):
+        refuse_unsliced(entry, end - begin)
+    joined: dict[str, Any] = {}
+    for name, value in made[-1].items():
+        parts = [entry[name] for entry in made]
+        if not any(tensor.dim() for tensor in tensors_in(value)):
+            joined[name] = value
+            continue
+        whole = stowed.get(name)
+        same = whole is not None and all(
+            part.data_ptr() == whole[begin:end].data_ptr()
+            for part, (begin, end) in zip(parts, bounds, strict=True)
+        )
+        joined[name] = whole if same else torch.cat(parts)
+    return joined
+
+
+def sliced_entry(entry: Mapping[str, Any], cut: Cut, numel: int) -> dict[str, Any]:
+    """Return what of a whole parameter's entry belongs to ``cut``, numbers left out."""
+    part = {}
+    for name, value in entry.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
+            part[name] = value.reshape(-1)[cut.start : cut.start + cut.numel]
+    return part
+
+
+def _refuse_sharing(placed: Placed, stowed: Mapping[str, Any], parameter: torch.Tensor) -> None:
+    """Refuse a state that is the gradient itself, say; those that were stowed share the ring."""
+    known = {tensor.data_ptr() for tensor in tensors_in(dict(stowed))}
+    fresh = [tensor for _, tensor in placed.tensors if tensor.data_ptr() not in known]
+    if fresh:
+        others = [parameter] if parameter.grad is None else [parameter, parameter.grad]
+        refuse_aliases(fresh, others, "a parameter")
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    """Let torch use ``count`` threads for a while."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

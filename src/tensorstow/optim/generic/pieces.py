@@ -1,0 +1,157 @@
+"""Pieces: what moves and is stepped as one, a whole parameter or a chunk of a large one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+
+from tensorstow.io.files import IoFuture
+from tensorstow.optim.generic.packing import LARGE_BYTES, Placed, Slot, place, tensors_in
+from tensorstow.optim.generic.partition import Cut, can_cut, cut
+from tensorstow.optim.generic.places import Place
+from tensorstow.optim.generic.ring import Lease
+from tensorstow.optim.generic.stepper import Stepper
+
+How = Literal["ram", "whole", "chunks"]
+
+_CUT_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+class Motion(Enum):
+    """Where a piece's states are.
+
+    AT_REST -> READING -> HERE -> WRITING -> AT_REST; a first step begins at HERE. All but AT_REST
+    hold a lease of the ring.
+    """
+
+    AT_REST = "on disk, or nowhere yet"
+    READING = "on their way into memory"
+    HERE = "in memory, the only place where they are right"
+    WRITING = "in memory, on their way to disk"
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A parameter, or a cut of it, and where its states are."""
+
+    cut: Cut | None = None
+    stowed: dict[str, Any] = field(default_factory=dict)
+    """What is on disk, by name, with a Slot in place of each tensor."""
+    slots: tuple[Slot, ...] = ()
+    place: Place | None = None
+    stepped: bool = False
+    """What the class keeps is known: without a place there is nothing to stow."""
+    motion: Motion = Motion.AT_REST
+    lease: Lease | None = None
+    transfer: IoFuture | None = None
+
+    @property
+    def least_bytes(self) -> int:
+        """Return from how many bytes on a tensor goes to disk: a chunk's all do."""
+        return LARGE_BYTES if self.cut is None else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that move."""
+        return self.place.nbytes if self.place is not None else 0
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A parameter whose states are kept, cut into pieces; none of them where all stay in RAM."""
+
+    parameter: torch.Tensor
+    numel: int
+    dtype: torch.dtype
+    pieces: list[Piece]
+    expected: "Expected"
+
+    @property
+    def how(self) -> How:
+        """Return how its states are kept."""
+        if not self.pieces:
+            return "ram"
+        return "whole" if self.pieces[0].cut is None else "chunks"
+
+    @property
+    def stows(self) -> bool:
+        """Return whether some of its states are on disk."""
+        return any(piece.place is not None for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a parameter's states will take, found out without memory before its first step."""
+
+    entry: Mapping[str, Any]
+    """The whole parameter's, tensors without memory; empty where the class does not tell."""
+    ram_bytes: int
+    disk_bytes: int
+    piece_bytes: tuple[int, ...]
+    """Of the files, per piece."""
+
+
+def cut_up(
+    parameter: torch.Tensor, *, elements: int, threads: int, elementwise: bool
+) -> list[Piece]:
+    """Return the pieces in which a parameter's states move.
+
+    Chunks need an elementwise class, a contiguous parameter of a floating dtype, and kernels that
+    all share it alike among threads: [Note: Cuts that change no bit].
+    """
+    if (
+        elementwise
+        and parameter.numel() > elements
+        and parameter.dtype in _CUT_DTYPES
+        and parameter.is_contiguous()
+        and can_cut(parameter.numel(), threads)
+    ):
+        return [Piece(c) for c in cut(parameter.numel(), elements, threads)]
+    return [Piece()]
+
+
+def expect(
+    stepper: Stepper, group: Mapping[str, Any], parameter: torch.Tensor, pieces: list[Piece]
+) -> Expected:
+    """Ask the class what it will keep for ``parameter``."""
+    entry = stepper.expected_entry(group, parameter)
+    if not pieces:
+        return Expected(entry, _bytes_of(entry), 0, ())
+    lengths = [None if piece.cut is None else piece.cut.numel for piece in pieces]
+    placed: dict[int | None, Placed] = {}
+    for numel, piece in zip(lengths, pieces, strict=True):
+        if numel not in placed:
+            shape = None if numel is None else (numel,)
+            kept = stepper.expected_entry(group, parameter, shape)
+            placed[numel] = place(kept, piece.least_bytes)
+    each = [placed[numel] for numel in lengths]
+    return Expected(
+        entry,
+        _bytes_of(each[-1].resident),
+        sum(slot.nbytes for p in each for slot in p.slots),
+        tuple(p.nbytes for p in each),
+    )
+
+
+def _bytes_of(entry: Mapping[str, Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(dict(entry)))
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """How the states of one parameter are kept."""
+
+    how: How
+    """``ram``: they stay in RAM. ``whole``: they move as one. ``chunks``: in several pieces."""
+    pieces: int
+    piece_bytes: int
+    """The largest piece on disk, as far as the class tells before its first step."""
+
+
+def plan_of(member: Member) -> ParameterPlan:
+    """Return how ``member``'s states are kept."""
+    largest = max((piece.nbytes for piece in member.pieces), default=0)
+    expected = max(member.expected.piece_bytes, default=0)
+    return ParameterPlan(member.how, len(member.pieces), max(largest, expected))

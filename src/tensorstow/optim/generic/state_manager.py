@@ -1,0 +1,302 @@
+"""The states of one optimizer's parameters: kept, stepped over, read and set."""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import tensorstow._native as _native
+from tensorstow.base.directories import make_directories
+from tensorstow.base.errors import ForkError, OptionError, PoisonedError, TransferError
+from tensorstow.optim.generic.packing import LARGE_BYTES, cloned, place, restore
+from tensorstow.optim.generic.piece_step import Job, names_of, sliced_entry, step_piece
+from tensorstow.optim.generic.pieces import Member, Piece, cut_up, expect
+from tensorstow.optim.generic.places import ScratchPlaces
+from tensorstow.optim.generic.shared_values import Run
+from tensorstow.optim.generic.stepper import Stepper
+from tensorstow.optim.generic.transfers import Mover, wanted_bytes
+from tensorstow.states.memory import StateMemory
+from tensorstow.states.native_pipeline import Traffic
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.state_store import Placement
+
+
+class Keeper:
+    """Members by parameter, and the way of their pieces through memory."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        placement: Placement,
+        policy: PipelinePolicy,
+        *,
+        elementwise: bool,
+    ) -> None:
+        """Check the placement; nothing is allocated before ``attach``."""
+        make_directories(placement.directories)
+        self._stepper = stepper
+        self._placement = placement
+        self._policy = policy
+        self._elementwise = elementwise
+        # By id: hashing a tensor is a call into Python. Members hold their parameters.
+        self._members: dict[int, Member] = {}
+        self._mover: Mover | None = None
+        self._places: list[ScratchPlaces] = []
+        self._owner = os.getpid()
+        self._poison: BaseException | None = None
+        self._finalizer = weakref.finalize(self, _release, self._places, self._owner)
+        self.lock = threading.RLock()
+        """Held by whoever uses the ring: a step, or reading and setting states."""
+
+    # --- who is kept ---
+
+    def find(self, parameter: torch.Tensor) -> Member | None:
+        """Return the member that ``parameter`` is, or None."""
+        return self._members.get(id(parameter))
+
+    def members(self) -> Sequence[Member]:
+        """Return every member, in the order in which they came."""
+        return list(self._members.values())
+
+    def attach(self, parameters: Sequence[tuple[Mapping[str, Any], torch.Tensor]]) -> None:
+        """Keep the states of (group, parameter) from now on; those that are kept stay as they are.
+
+        Raises BudgetError or DirectoryError before anything is changed.
+        """
+        self.live()
+        new = [(g, p) for g, p in parameters if id(p) not in self._members]
+        # As for the other optimizers here, the head stays in RAM: gradients that land last.
+        in_ram = sum(p.numel() for _, p in new) * (1 - self._placement.disk_fraction)
+        made, seen = [], 0
+        for group, parameter in new:
+            seen += parameter.numel()
+            small = parameter.nbytes < LARGE_BYTES
+            pieces = [] if small or seen <= in_ram else self._cut_up(parameter)
+            expected = expect(self._stepper, group, parameter, pieces)
+            made.append(Member(parameter, parameter.numel(), parameter.dtype, pieces, expected))
+        if any(member.pieces for member in made):
+            self._make_room([*self._members.values(), *made])
+        self._members.update({id(member.parameter): member for member in made})
+
+    def _cut_up(self, parameter: torch.Tensor) -> list[Piece]:
+        return cut_up(
+            parameter,
+            elements=self._policy.chunk_elements,
+            threads=self._stepper.threads,
+            elementwise=self._elementwise,
+        )
+
+    def _make_room(self, members: Sequence[Member]) -> None:
+        expected = [n for member in members for n in member.expected.piece_bytes]
+        largest, total = max(expected, default=0), sum(expected)
+        if self._mover is None:
+            wanted_bytes(total, largest, self._placement.ram_budget)
+            places = ScratchPlaces(self._placement.directories, total, self._policy)
+            self._places.append(places)
+            self._mover = Mover(places, self._placement.ram_budget)
+        self._mover.make_room(total, largest)
+
+    # --- a step ---
+
+    def take_turn(
+        self,
+        jobs: Sequence[Job],
+        groups: Sequence[dict[str, Any]],
+        state: MutableMapping[Any, Any],
+        method: str = "step",
+        closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Update the parameters of ``jobs`` by the class's ``method``; writes run on behind.
+
+        ``groups`` are all that there are, and ``state`` is where users see states. ``closure``
+        returns the loss that there is, to a class that looks at it.
+        """
+        with (
+            self.lock,
+            self._failing(BaseException),
+            self._stepper.turn(groups, state, method, closure),
+        ):
+            visits = [(job, piece) for job in jobs for piece in job.member.pieces]
+            ahead = self._read_ahead(visits, 0, 0)
+            self._step_residents([job for job in jobs if not job.member.pieces])
+            for index, (job, piece) in enumerate(visits):
+                region = self._arrive(piece)
+                if piece.stepped:
+                    ahead = self._read_ahead(visits, index + 1, ahead)
+                placed = step_piece(self._stepper, job, piece, region)
+                if placed.slots != piece.slots:
+                    for _, other in visits[index + 1 : ahead]:
+                        self._moving().drop(other)
+                    ahead = index + 1
+                self._moving().put(piece, placed)
+                if self._policy.schedule == "naive":
+                    self.settle()
+
+    def _read_ahead(self, visits: Sequence[tuple[Job, Piece]], index: int, ahead: int) -> int:
+        """Start reading from ``index`` on; return the first that was not."""
+        ahead = max(index, ahead)
+        while ahead < len(visits) and self._policy.schedule != "naive":
+            piece = visits[ahead][1]
+            # Behind a piece that is new nothing is read: it will want room, and comes first.
+            if not piece.stepped or (piece.place and not self._moving().read_ahead(piece)):
+                break
+            ahead += 1
+        return ahead
+
+    def _step_residents(self, jobs: Sequence[Job]) -> None:
+        groups: dict[int, list[Job]] = {}
+        for job in jobs:
+            groups.setdefault(id(job.group), []).append(job)
+        runs = [
+            Run(
+                same[0].group,
+                [(j.member.parameter, dict(j.resident)) for j in same],
+                names_of(same),
+            )
+            for same in groups.values()
+        ]
+        if runs:
+            for same, made in zip(groups.values(), self._stepper.run(runs), strict=True):
+                for job, entry in zip(same, made, strict=True):
+                    job.resident.clear()
+                    job.resident.update(entry)
+
+    def _arrive(self, piece: Piece) -> torch.Tensor | None:
+        return None if piece.place is None else self._moving().arrive(piece)
+
+    # --- reading and setting ---
+
+    def read(self, member: Member) -> dict[str, Any]:
+        """Return copies of what of ``member``'s states is on disk, in the parameter's shape."""
+        whole: dict[str, Any] = {}
+        with self.lock, self._failing(TransferError):
+            for piece in member.pieces:
+                if piece.place is None:
+                    continue
+                part = restore(piece.stowed, self._moving().arrive(piece))
+                try:
+                    if piece.cut is None:
+                        return {name: cloned(value) for name, value in part.items()}
+                    for name, tensor in part.items():
+                        if name not in whole:
+                            whole[name] = tensor.new_zeros(member.numel)
+                        begin = piece.cut.start
+                        whole[name][begin : begin + piece.cut.numel] = tensor
+                finally:
+                    self._moving().drop(piece)
+        return {name: flat.view(member.parameter.shape) for name, flat in whole.items()}
+
+    def put(self, member: Member, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Set ``member``'s states to ``entry``; return what of it stays in RAM, a copy."""
+        stowed: set[str] = set()
+        with self.lock, self._failing(BaseException):
+            for piece in member.pieces:
+                cut = piece.cut
+                part = entry if cut is None else sliced_entry(entry, cut, member.numel)
+                placed = place(part, piece.least_bytes)
+                self._moving().drop(piece)
+                self._moving().put(piece, placed)
+                stowed |= placed.stowed.keys()
+        return {name: cloned(value) for name, value in entry.items() if name not in stowed}
+
+    def forget(self, member: Member) -> None:
+        """Drop what of ``member``'s states is on disk: a user emptied its state."""
+        with self.lock, self._failing(BaseException):
+            for piece in member.pieces:
+                self._moving().forget(piece)
+
+    # --- the whole ---
+
+    def settle(self) -> None:
+        """Wait until every write has landed."""
+        with self.lock, self._failing(BaseException):
+            if self._mover is not None:
+                self._mover.settle()
+
+    def memory(self, ram_bytes: int) -> StateMemory:
+        """Return the bytes by place, ``ram_bytes`` of states being in RAM."""
+        slots = [s for m in self._members.values() for p in m.pieces for s in p.slots]
+        disk_bytes = sum(slot.nbytes for slot in slots)
+        return StateMemory(
+            logical_bytes=ram_bytes + disk_bytes,
+            ram_bytes=ram_bytes,
+            disk_bytes=disk_bytes,
+            file_bytes=sum(places.file_bytes for places in self._places),
+            ring_bytes=0 if self._mover is None else self._mover.capacity,
+        )
+
+    def predict(self) -> StateMemory:
+        """Return what ``memory`` will say once every member has been stepped."""
+        expected = [member.expected for member in self._members.values()]
+        pieces = [n for e in expected for n in e.piece_bytes]
+        ram_bytes = sum(e.ram_bytes for e in expected)
+        disk_bytes = sum(e.disk_bytes for e in expected)
+        return StateMemory(
+            logical_bytes=ram_bytes + disk_bytes,
+            ram_bytes=ram_bytes,
+            disk_bytes=disk_bytes,
+            file_bytes=sum(pieces),
+            ring_bytes=wanted_bytes(
+                sum(pieces), max(pieces, default=0), self._placement.ram_budget
+            ),
+        )
+
+    def traffic(self) -> Traffic:
+        """Return what moved so far."""
+        return Traffic(0, 0, 0, 0, 0.0) if self._mover is None else self._mover.traffic()
+
+    @property
+    def engine(self) -> _native.Engine | None:
+        """The I/O engine. Tests put faults in here."""
+        return self._places[0].engine if self._places else None
+
+    def close(self) -> None:
+        """Drop states, memory and files. Idempotent."""
+        with self.lock:
+            self._finalizer()
+            self._members, self._mover = {}, None
+            self._places = []
+
+    def live(self) -> None:
+        """Raise where nothing can be done any more: a fork, an earlier failure, a close."""
+        if self._owner != os.getpid():
+            message = (
+                "An optimizer was used in a forked process: its threads, buffers and files belong"
+                " to the parent. Make the optimizer in the process that steps it."
+            )
+            raise ForkError(message)
+        if self._poison is not None:
+            message = (
+                f"This optimizer failed before and its states are half updated: {self._poison}"
+                " Load a checkpoint into a new optimizer."
+            )
+            raise PoisonedError(message) from self._poison
+        if not self._finalizer.alive:
+            message = "This optimizer was closed: its states are gone. Make a new one."
+            raise PoisonedError(message)
+
+    def _moving(self) -> Mover:
+        if self._mover is None:
+            message = "No piece is on disk."
+            raise OptionError(message)
+        return self._mover
+
+    @contextmanager
+    def _failing(self, kind: type[BaseException]) -> Iterator[None]:
+        """Refuse everything after a ``kind`` of error: weights and states may not fit any more."""
+        self.live()
+        try:
+            yield
+        except kind as error:
+            self._poison = error
+            raise
+
+
+def _release(places: Sequence[ScratchPlaces], owner: int) -> None:
+    if owner == os.getpid():  # a forked child has neither the threads nor a right to the files
+        for each in places:
+            each.close()

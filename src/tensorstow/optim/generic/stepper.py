@@ -1,0 +1,325 @@
+"""An optimizer of the user's class, lent parameters, options and states for one call at a time."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from tensorstow.base.errors import OptimizerError, OptionError, StowError
+from tensorstow.optim.generic.known_classes import keeps_nothing_over_all
+from tensorstow.optim.generic.shared_values import (
+    PLAIN_LOOP,
+    Run,
+    Turn,
+    foreign,
+    lent_group,
+    options_of,
+)
+
+MODES = ("train", "eval")
+"""Methods of schedule-free classes that move parameters between two sets of values."""
+
+
+class Stepper:
+    """What torch's own step needs, and nothing that is large: it owns no parameter and no state.
+
+    The loop over tensors is taken (``foreach`` and ``fused`` off), for its results do not depend
+    on which tensors are stepped together.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Construct the class over parameters without memory, shaped as those of ``groups``.
+
+        Raises OptionError for whatever it finds wrong with ``options`` or the shapes.
+        """
+        self.optimizer_class = optimizer_class
+        self._options = dict(options)
+        stand_ins = [_stand_in(group) for group in groups]
+        with self._naming("was constructed", OptionError):
+            self.inner = optimizer_class(stand_ins, **options)
+            self._check_groups(stand_ins)
+            self._check_step()
+            self.defaults = self._without_flags(self.inner.defaults)
+            self.group_options = [
+                self._without_flags(options_of(group)) for group in self.inner.param_groups
+            ]
+            """What the class made of the options of each group."""
+            self.first_state = foreign(self.inner.state)
+            """What the constructor puts into ``state`` under keys that are no parameters."""
+            entries = (e for key, e in self.inner.state.items() if key not in self.first_state)
+            self.begins_with_states = any(entries)
+            """The class makes its states in its constructor, not in the first step."""
+            self._clear()
+        self.threads = torch.get_num_threads()
+        """Cuts are made for it, and results in 16 bits depend on it: for chunks it stays."""
+        self._call: Callable[..., Any] = _unhooked(optimizer_class.step)
+        self._hands_on = not keeps_nothing_over_all(optimizer_class)
+        self._turn: Turn | None = None
+        self._closure: Callable[[], Any] | None = None
+
+    @contextmanager
+    def turn(
+        self,
+        groups: Sequence[MutableMapping[str, Any]],
+        state: MutableMapping[Any, Any],
+        method: str = "step",
+        closure: Callable[[], Any] | None = None,
+    ) -> Iterator[Turn | None]:
+        """Let the runs inside be one call of ``method`` over all ``groups``.
+
+        Behind it ``groups``, and ``state`` under keys that are no parameters, have what the call
+        made of them. None for classes that are known to keep nothing there. ``closure`` is given
+        to every run, which may call it once, and is not to evaluate anything again.
+        """
+        with self._opened(groups, state, method) as turn:
+            if turn is not None:
+                self._closure = closure
+            yield turn
+            if turn is not None:
+                if not turn.has_run:
+                    self.run([])
+                turn.keep()
+
+    @contextmanager
+    def _opened(
+        self,
+        groups: Sequence[MutableMapping[str, Any]],
+        state: MutableMapping[Any, Any],
+        method: str,
+    ) -> Iterator[Turn | None]:
+        """Open a turn, of which nothing is left unless it is kept."""
+        if not self._hands_on:
+            yield None
+            return
+        outer, call = self._turn, self._call
+        self._turn = turn = Turn(self.inner, groups, state)
+        self._call = _unhooked(getattr(self.optimizer_class, method))
+        try:
+            yield turn
+        finally:
+            turn.close()
+            self._turn, self._call, self._closure = outer, call, None
+
+    def changes_mode(
+        self,
+        groups: Sequence[MutableMapping[str, Any]],
+        state: MutableMapping[Any, Any],
+        mode: str,
+    ) -> bool:
+        """Return whether going over to ``mode`` would change anything."""
+        with self._opened(groups, state, mode) as turn:
+            self.run([])
+            return turn is not None and turn.changes
+
+    def has_mode(self, mode: str) -> bool:
+        """Return whether the class has the method ``mode``."""
+        return callable(getattr(self.optimizer_class, mode, None))
+
+    def run(self, runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
+        """Step the parameters of ``runs`` by their gradients; return what is kept for them now."""
+        inner = self.inner
+        inner.state = defaultdict(dict, {p: entry for run in runs for p, entry in run.entries})
+        if self._turn is None:
+            inner.param_groups = [lent_group(run) for run in runs]
+        else:
+            self._turn.begin(runs)
+        try:
+            with self._naming("took a step", OptimizerError):
+                if self._closure is None:
+                    self._call(inner)
+                else:
+                    self._call(inner, self._called_once(self._closure))
+            if self._turn is not None:
+                self._turn.end()
+            return [[inner.state.get(p, {}) for p, _ in run.entries] for run in runs]
+        finally:
+            self._clear()
+
+    def _called_once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``closure``, which raises OptimizerError when it is called again."""
+        calls = iter((closure,))
+
+        def call() -> Any:  # noqa: ANN401
+            for first in calls:
+                return first()
+            message = (
+                f"{self.optimizer_class.__name__} calls its closure several times in a step, and"
+                " stowed it has been evaluated once, before the step. Use the class as it is,"
+                " un-stowed, or call step() without a closure."
+            )
+            raise OptimizerError(message)
+
+        return call
+
+    def first_entry(
+        self, group: Mapping[str, Any], parameter: torch.Tensor, name: str | None
+    ) -> dict[str, Any]:
+        """Return what the constructor keeps for ``parameter``."""
+        given = [parameter] if name is None else [(name, parameter)]
+        with self._naming("was constructed", OptionError):
+            made = self.optimizer_class([{**options_of(group), "params": given}], **self._options)
+        entry: dict[str, Any] = made.state.get(parameter, {})
+        return entry
+
+    def expected_entry(
+        self, group: Mapping[str, Any], parameter: torch.Tensor, shape: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """Return what the first step would keep for ``parameter``, tensors without memory.
+
+        Empty where the class does not say before it has numbers. ``shape`` is a slice's.
+        """
+        stand_in = _without_memory(parameter, shape)
+        stand_in.grad = torch.empty_like(stand_in)
+        # It fails where a number is asked of a tensor that has none: the states are made by then.
+        entry: dict[str, Any] = {}
+        alone = dict(group)
+        name = name_in(group, parameter)
+        run = Run(alone, [(stand_in, entry)], None if name is None else [name])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with self._opened([alone], {}, "step"):
+                    return self.run([run])[0][0]
+            except StowError:
+                return entry
+
+    def add_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Let the class check a new group; return the options that it makes of it."""
+        try:
+            with self._naming("was given a group", OptionError):
+                self.inner.add_param_group(_stand_in(group))
+                return self._without_flags(options_of(self.inner.param_groups[-1]))
+        finally:
+            self._clear()
+
+    def repair(
+        self, groups: list[dict[str, Any]], entries: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> None:
+        """Let the class complete groups and entries that an older version of it saved, in place."""
+        try:
+            with self._naming("was given a saved state", OptimizerError):
+                state = defaultdict(dict, entries)
+                self.inner.__setstate__({"state": state, "param_groups": groups})
+        finally:
+            self._clear()
+
+    def _without_flags(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options without the implementation that the class, unasked, would take."""
+        unasked = [name for name in PLAIN_LOOP if options.get(name) and not self._options.get(name)]
+        return {**options, **dict.fromkeys(unasked, False)}
+
+    def _check_groups(self, given: Sequence[Mapping[str, Any]]) -> None:
+        found = [[id(p) for p in group["params"]] for group in self.inner.param_groups]
+        wanted = [[id(p) for p in _tensors(group["params"])] for group in given]
+        if found != wanted:
+            message = (
+                f"{self.optimizer_class.__name__} sorts its parameters into groups of its own:"
+                " they could not be shared with yours. Give it the groups that it makes."
+            )
+            raise OptionError(message)
+
+    def _check_step(self) -> None:
+        hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        if "step" in vars(self.inner) or any(vars(self.inner).get(name) for name in hooks):
+            message = (
+                f"{self.optimizer_class.__name__} gives itself step hooks, or another step, in its"
+                " constructor: they would be called once per piece. Use it as it is, un-stowed."
+            )
+            raise OptionError(message)
+
+    @contextmanager
+    def _naming(self, when: str, kind: type[OptionError] | type[OptimizerError]) -> Iterator[None]:
+        """Raise a ``kind`` that names the class for what it raises itself."""
+        try:
+            yield
+        except StowError:
+            raise
+        except Exception as error:
+            message = (
+                f"{self.optimizer_class.__name__} {when}, and raised {type(error).__name__}:"
+                f" {str(error).rstrip('.')}. It is the class's own error: give it what it asks for,"
+                " or use it as it is, un-stowed, if it needs more than parameters and gradients."
+            )
+            raise kind(message) from error
+
+    def _clear(self) -> None:
+        self.inner.param_groups = []
+        self.inner.state = defaultdict(dict)
+
+
+def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the step without torch's wrapper: its global hooks are for the user's step, once."""
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def name_in(group: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
+    """Return the name that ``parameter`` has in its group, or None."""
+    names: Sequence[str] = group.get("param_names") or ()
+    if not names:
+        return None  # options alone, without the parameters, are a group without names too
+    pairs = zip(names, group["params"], strict=False)
+    return next((name for name, other in pairs if other is parameter), None)
+
+
+def _stand_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the group, as a user would give it, over parameters without memory."""
+    stand_ins: list[Any] = [_without_memory(p) for p in group["params"]]
+    if group.get("param_names"):
+        stand_ins = list(zip(group["param_names"], stand_ins, strict=True))
+    return {**options_of(group), "params": stand_ins}
+
+
+def _without_memory(
+    parameter: torch.Tensor, shape: Sequence[int] | None = None
+) -> torch.nn.Parameter:
+    if is_lazy(parameter):
+        message = (
+            "A parameter of a lazy module was given, which has no shape yet, and StowedOptimizer"
+            " tries the class out on shapes. Run a forward of the model before it is made."
+        )
+        raise OptionError(message)
+    if shape is None:
+        empty = torch.empty_like(parameter, device="meta")
+    else:
+        empty = torch.empty(tuple(shape), dtype=parameter.dtype, device="meta")
+    return torch.nn.Parameter(empty, requires_grad=empty.is_floating_point() or empty.is_complex())
+
+
+def listed(params: ParamsT) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Return what a user gave, to be read once more, and the same as groups of tensors.
+
+    In the groups names are under ``param_names``, as torch has them.
+    """
+    if isinstance(params, torch.Tensor):
+        message = "A tensor was given as params: give a list of tensors, or of groups."
+        raise OptionError(message)
+    given: list[Any] = list(params)
+    if given and isinstance(given[0], dict):
+        given = [{**group, "params": _items(group["params"])} for group in given]
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return given, [{**group, **_named(group["params"])} for group in groups]
+
+
+def _items(params: Any) -> list[Any]:  # noqa: ANN401
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _tensors(items: Sequence[Any]) -> list[torch.Tensor]:
+    return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def _named(items: Sequence[Any]) -> dict[str, Any]:
+    names = [item[0] for item in items if isinstance(item, tuple)]
+    named = {"param_names": names} if names and len(names) == len(items) else {}
+    return {"params": _tensors(items), **named}

@@ -1,0 +1,378 @@
+"""StowedOptimizer: any torch optimizer class, with its states in RAM, on disk, or shared."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, overload
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from tensorstow.base.errors import StowError
+from tensorstow.optim import options
+from tensorstow.optim.generic import validation
+from tensorstow.optim.generic.known_classes import (
+    ELEMENTWISE,
+    keeps_nothing_over_all,
+    refuse_class,
+    refuse_unknown,
+)
+from tensorstow.optim.generic.packing import cloned, tensors_in
+from tensorstow.optim.generic.piece_step import Job
+from tensorstow.optim.generic.pieces import Member, ParameterPlan, plan_of
+from tensorstow.optim.generic.probe import try_out
+from tensorstow.optim.generic.state_manager import Keeper
+from tensorstow.optim.generic.stepper import MODES, Stepper, listed, name_in
+from tensorstow.optim.options import Directory, States
+from tensorstow.states.memory import StateMemory
+from tensorstow.states.native_pipeline import Traffic
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.step.validation import is_to_be_trained, refuse_duplicates
+
+
+class StowedOptimizer(Optimizer):
+    """An optimizer of any class of torch's or your own, its states in RAM, on disk, or shared.
+
+    ``StowedOptimizer(torch.optim.Muon, params, lr=0.02, states="disk", dir="/nvme/run")`` steps
+    Muon itself, one parameter after the other; the results are, bit for bit, those of Muon with
+    ``foreach=False, fused=False``. The options are the class's own, and these:
+
+    ``states``: "disk", "host" (or "ram"), or the fraction of the elements whose states go to disk
+    (whole parameters, the first stay in RAM). Tensors below 16 KiB, and numbers, stay in RAM.
+    ``dir``: a directory for scratch files, or several; None picks a real disk and logs which.
+    ``ram_budget``: bytes ("512MiB") that states on disk pass through, 64 MiB without it; the
+    largest piece must fit, or may run alone where no budget was given.
+    ``elementwise``: says of a class of your own that an element's update depends on no other
+    element, so that large parameters may be stepped in chunks (``policy.chunk_elements``).
+
+    SGD, Adagrad, Adadelta, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop are known to
+    be elementwise: they go in chunks. Adafactor and Muon go by whole parameters, and so do those
+    of schedulefree, optimi, bitsandbytes and pytorch_optimizer that are known to step each
+    parameter by itself (``piecewise.known``). ``per_parameter=True`` says the same of another
+    class. All but torch's are tried out on small tensors first. What a class counts in its groups
+    or in itself is handed on from piece to piece; what it makes of several parameters' gradients
+    cannot be: LBFGS, SparseAdam and whatever clips or skips over all parameters is refused by name.
+
+    ``train()`` and ``eval()`` are there where the class has them (schedule-free ones).
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        params: ParamsT,
+        *,
+        states: States = "disk",
+        dir: Directory = None,  # noqa: A002
+        ram_budget: str | int | None = None,
+        elementwise: bool = False,
+        per_parameter: bool = False,
+        policy: PipelinePolicy | None = None,
+        **class_options: Any,  # noqa: ANN401
+    ) -> None:
+        """Make the optimizer; see the class."""
+        refuse_class(optimizer_class)
+        validation.refuse_keywords(class_options)
+        validation.refuse_adams_keywords(optimizer_class, class_options)
+        placement = options.placement(states, dir, ram_budget)
+        given, groups = listed(params)
+        refuse_unknown(optimizer_class, declared=per_parameter or elementwise)
+        self._stepper = Stepper(optimizer_class, groups, class_options)
+        known = optimizer_class in ELEMENTWISE
+        if not known and (elementwise or not keeps_nothing_over_all(optimizer_class)):
+            try_out(optimizer_class, groups, class_options, elementwise=elementwise)
+        self._keeper: Keeper | None = None  # until the groups are known
+        super().__init__(given, self._stepper.defaults)
+        for group, made in zip(self.param_groups, self._stepper.group_options, strict=True):
+            group.update(made)
+        self.state.update(self._stepper.first_state)
+        self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
+        policy = validation.accept_policy(policy)
+        self._keeper = Keeper(self._stepper, placement, policy, elementwise=known or elementwise)
+        everyone = self._stepper.begins_with_states
+        takes = is_to_be_trained
+        self._keeper.attach([(g, p) for g, p in self._all() if everyone or takes(p)])
+        if everyone:
+            for group, parameter in self._all():
+                name = name_in(group, parameter)
+                self._put(parameter, self._stepper.first_entry(group, parameter, name))
+
+    # --- torch.optim.Optimizer ---
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does; its states go where the others' go."""
+        given = param_group.get("params")
+        if isinstance(given, Iterable) and not isinstance(given, torch.Tensor):
+            param_group["params"] = given = list(given)
+            refuse_duplicates(given)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            validation.refuse_keywords(group)
+            for index, parameter in enumerate(group["params"]):
+                if is_to_be_trained(parameter) or self._stepper.begins_with_states:
+                    validation.check_parameter(parameter, self._name(group, index))
+            if self._keeper is not None:
+                group.update(self._stepper.add_group(group))
+                self._keeper.attach([(group, p) for p in group["params"] if is_to_be_trained(p)])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step of the class; return once every parameter has its new value.
+
+        A class that is not torch's own may read the loss that ``closure`` returned, which is called
+        once. Writes of states run on behind. Raises DTypeError for a gradient that cannot be used,
+        before anything is touched; TransferError where the disk failed, after which the optimizer
+        refuses every further step.
+        """
+        if closure is None:
+            self._update()
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        self._update(lambda: loss)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class or the stowed class itself saved.
+
+        States come in as the class keeps them: torch would cast all to the parameter's dtype.
+        Raises OptionError for states that do not fit, before anything is changed.
+        """
+        loaded: list[tuple[torch.Tensor, dict[str, Any]]] = []
+
+        def keep_states_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
+            keys = (key for group in full["param_groups"] for key in group["params"])
+            owner = dict(zip(keys, (p for _, p in self._all()), strict=False))
+            for key, entry in full["state"].items():
+                if key in owner:
+                    self._check_saved(entry, owner[key], f"Parameter {key}")
+                    loaded.append((owner[key], dict(entry)))
+            others = {k: v for k, v in full["state"].items() if k not in owner}
+            groups = options.with_own_flags(full["param_groups"], self.param_groups)
+            return {**full, "state": others, "param_groups": groups}
+
+        def put_states_in_place(_: Optimizer) -> None:
+            self._load(loaded)
+
+        # Ours is the last before and the first after, so users' hooks see whole state dicts.
+        before = self.register_load_state_dict_pre_hook(keep_states_back)
+        after = self.register_load_state_dict_post_hook(put_states_in_place, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse pickle and copy: files, threads and buffers cannot be carried."""
+        message = (
+            f"{type(self).__name__} was asked to be pickled or copied: its states are on disk and"
+            " its threads in this process. Save state_dict() instead."
+        )
+        raise StowError(message)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Return ``train`` and ``eval`` where the class has them: trainers ask for them so."""
+        stepper: Stepper | None = self.__dict__.get("_stepper")
+        if name in MODES and stepper is not None and stepper.has_mode(name):
+            return partial(self._change_mode, name)
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=self)
+
+    def __repr__(self) -> str:
+        """Name the class that is stowed."""
+        return f"{self._stepper.optimizer_class.__name__}, stowed: {super().__repr__()}"
+
+    # --- beyond torch ---
+
+    def synchronize(self) -> None:
+        """Wait until every write of states has landed; raise what failed behind ``step()``."""
+        self._kept().settle()
+
+    def memory(self) -> StateMemory:
+        """Return the bytes of states and of the memory that they pass through, by place."""
+        entries = (entry for entry in self.state.values() if isinstance(entry, dict))
+        return self._kept().memory(sum(t.nbytes for e in entries for t in tensors_in(e)))
+
+    def predict(self) -> StateMemory:
+        """Return what ``memory()`` will say once every parameter has been stepped.
+
+        Disk: each piece's tensors in whole blocks of 4 KiB. Memory: the sum of the pieces or the
+        budget, whichever is less, and the largest piece at least. A first step makes the states of
+        one piece more. A class that does not tell its states beforehand is predicted to have none.
+        """
+        return self._kept().predict()
+
+    def plan(self) -> list[ParameterPlan]:
+        """Return how the states of each parameter are kept, in the order of the groups."""
+        members = (self._kept().find(p) for _, p in self._all())
+        return [plan_of(member) for member in members if member is not None]
+
+    def traffic(self) -> Traffic:
+        """Return the bytes of states moved so far."""
+        return self._kept().traffic()
+
+    def close(self) -> None:
+        """Drop states, memory and files now rather than with the object. Idempotent."""
+        self._kept().close()
+        self.state.clear()
+
+    # --- what AdamW and Adam have, and scratch files cannot ---
+
+    def commit(self, extra: object = None) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        del extra
+        validation.refuse_commits("commit()")
+
+    def request_commit(self) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        validation.refuse_commits("request_commit()")
+
+    def resume(self, which: object = None) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        del which
+        validation.refuse_commits("resume()")
+
+    def snapshot(self, name: object = None, extra: object = None) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        del name, extra
+        validation.refuse_commits("snapshot()")
+
+    def snapshots(self) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        validation.refuse_commits("snapshots()")
+
+    def drop(self, name: object = None) -> NoReturn:
+        """Raise OptionError: states are scratch."""
+        del name
+        validation.refuse_commits("drop()")
+
+    # --- inside ---
+
+    def _kept(self) -> Keeper:
+        if self._keeper is None:
+            message = "The optimizer is not made yet."
+            raise StowError(message)
+        return self._keeper
+
+    def _all(self) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
+        return ((group, p) for group in self.param_groups for p in group["params"])
+
+    # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def _update(self, closure: Callable[[], float] | None = None) -> None:
+        kept = self._kept()
+        kept.live()
+        with kept.lock:
+            self._take_turn("step", self._due(), closure)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def _change_mode(self, mode: str) -> None:
+        """Call the class's ``mode`` over all parameters that have states."""
+        kept = self._kept()
+        kept.live()
+        with kept.lock:
+            if self._stepper.changes_mode(self.param_groups, self.state, mode):
+                self._take_turn(mode, [(g, p) for g, p in self._all() if p in self.state])
+
+    def _take_turn(
+        self,
+        method: str,
+        due: Sequence[tuple[dict[str, Any], torch.Tensor]],
+        closure: Callable[[], float] | None = None,
+    ) -> None:
+        kept = self._kept()
+        kept.attach(due)
+        names = {
+            id(parameter): name
+            for group in self.param_groups
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
+        jobs = []
+        for group, parameter in due:
+            if (member := kept.find(parameter)) is not None:
+                self._take_edits(member)
+                name = names.get(id(parameter))
+                jobs.append(Job(group, member, self.state.get(parameter, {}), name))
+        if jobs or not keeps_nothing_over_all(self._stepper.optimizer_class):
+            kept.take_turn(jobs, self.param_groups, self.state, method, closure)
+        for job in jobs:
+            if job.resident or job.member.stows:  # SGD without momentum keeps nothing at all
+                self.state[job.member.parameter] = job.resident
+
+    def _due(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
+        """Return (group, parameter) of this step, checked; nothing is changed before."""
+        due = []
+        for group in self.param_groups:
+            validation.refuse_keywords(group)
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is None:
+                    continue
+                member = self._kept().find(parameter)
+                validation.check_gradient(parameter, member, self._name(group, index))
+                due.append((group, parameter))
+        return due
+
+    def _take_edits(self, member: Member) -> None:
+        """See to it that the states are what users see: emptied (a reset), or replaced."""
+        parameter = member.parameter
+        if parameter not in self.state:
+            if member.stows:
+                self._kept().forget(member)
+        elif member.how == "chunks":
+            seen = self.state[parameter]
+            if any(tensor.dim() for tensor in tensors_in(seen)):
+                self._check_saved(seen, parameter, "A parameter")
+                self._put(parameter, {**self._kept().read(member), **seen})
+
+    def _put(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
+        member = self._kept().find(parameter)
+        if member is not None:
+            self.state[parameter] = self._kept().put(member, entry)
+
+    def _check_saved(self, entry: Mapping[str, Any], parameter: torch.Tensor, name: str) -> None:
+        member = self._kept().find(parameter)
+        expected = {} if member is None else member.expected.entry
+        chunked = member is not None and member.how == "chunks"
+        validation.check_saved(entry, expected, parameter, name, chunked=chunked)
+
+    def _load(self, loaded: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        kept = self._kept()
+        self._stepper.repair(self.param_groups, dict(loaded))
+        group_of = {id(p): group for group, p in self._all()}
+        kept.attach([(group_of[id(p)], p) for p, _ in loaded])
+        for each in kept.members():
+            kept.forget(each)
+        for parameter, entry in loaded:
+            member = kept.find(parameter)
+            expected = {} if member is None else member.expected.entry
+            self._put(parameter, validation.cast_as_kept(entry, expected))
+
+    def _name(self, group: Mapping[str, Any], index: int) -> str:
+        if group.get("param_names"):
+            return f"Parameter {group['param_names'][index]!r}"
+        number = next(i for i, other in enumerate(self.param_groups) if other is group)
+        return f"Parameter {index} of group {number}"
+
+
+def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Add the states that live on disk to what torch gathered."""
+    if not isinstance(optimizer, StowedOptimizer):
+        message = f"The hook of StowedOptimizer was called for a {type(optimizer).__name__}."
+        raise TypeError(message)
+    kept = optimizer._kept()  # noqa: SLF001
+    with kept.lock:
+        kept.settle()
+        for index, (_, parameter) in enumerate(optimizer._all()):  # noqa: SLF001
+            entry = state_dict["state"].get(index)
+            member = kept.find(parameter)
+            if isinstance(entry, dict) and member is not None and member.stows:
+                # What is read is a copy, so the numbers are one too: all of the same moment.
+                state_dict["state"][index] = {**cloned(entry), **kept.read(member)}
+    return state_dict

@@ -1,0 +1,194 @@
+"""Pieces between their places on disk and a bounded ring of memory."""
+
+import time
+from collections import deque
+
+import torch
+
+from tensorstow.base.errors import BudgetError
+from tensorstow.base.sizes import format_bytes
+from tensorstow.optim.generic.packing import Placed
+from tensorstow.optim.generic.pieces import Motion, Piece
+from tensorstow.optim.generic.places import ScratchPlaces
+from tensorstow.optim.generic.ring import Ring
+from tensorstow.states.native_pipeline import Traffic
+
+DEFAULT_RING_BYTES = 64 << 20
+
+
+class Mover:
+    """Reads and writes of pieces, in the order in which they are asked for."""
+
+    def __init__(self, places: ScratchPlaces, budget: int | None) -> None:
+        """Begin with no memory; ``budget`` bounds it, and None lets a larger piece run alone."""
+        self.places = places
+        self._budget = budget
+        self._ring = Ring(0)
+        self._writing: deque[Piece] = deque()
+        self._read = self._written = self._pieces = 0
+        self._high_water = 0
+        self._wait_seconds = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """Return the bytes of the ring."""
+        return self._ring.capacity
+
+    @property
+    def high_water(self) -> int:
+        """Return the most bytes of the ring that were in use at once."""
+        return max(self._high_water, self._ring.high_water)
+
+    def traffic(self) -> Traffic:
+        """Return what moved so far."""
+        return Traffic(self._read, self._written, self._pieces, self.high_water, self._wait_seconds)
+
+    def make_room(self, total: int, largest: int) -> None:
+        """Let the ring hold ``largest``, and of ``total`` as much as the budget allows.
+
+        Nothing may be read ahead. Raises BudgetError where ``largest`` is beyond the budget.
+        """
+        wanted = wanted_bytes(total, largest, self._budget)
+        if wanted > self.capacity:
+            self.settle()
+            self._high_water = self.high_water
+            self._ring = Ring(wanted)
+
+    def read_ahead(self, piece: Piece) -> bool:
+        """Start reading ``piece``; return False where there is no room for it now."""
+        if piece.motion is Motion.WRITING:
+            self._finish_until(piece)
+        if piece.motion is not Motion.AT_REST or piece.place is None:
+            return True
+        self._reap()
+        piece.lease = self._ring.lend(piece.nbytes)
+        if piece.lease is None:
+            return False
+        piece.motion = Motion.READING
+        piece.transfer = self.places.read(piece.place, piece.lease.region)
+        self._read += piece.nbytes
+        return True
+
+    def arrive(self, piece: Piece) -> torch.Tensor:
+        """Return the bytes of ``piece`` once they are in memory."""
+        began = time.monotonic()
+        while not self.read_ahead(piece):
+            self._finish_oldest()
+        if piece.transfer is not None:
+            piece.transfer.wait()
+        self._wait_seconds += time.monotonic() - began
+        piece.transfer = None
+        piece.motion = Motion.HERE
+        return _region(piece)
+
+    def begin(self, piece: Piece, nbytes: int) -> torch.Tensor:
+        """Return memory for a piece at rest whose states exist for the first time."""
+        while (lease := self._ring.lend(nbytes)) is None:
+            self._finish_oldest()
+        piece.lease, piece.motion = lease, Motion.HERE
+        return lease.region
+
+    def depart(self, piece: Piece) -> None:
+        """Start writing a piece that is here."""
+        if piece.place is None or piece.motion is not Motion.HERE:
+            return
+        piece.transfer = self.places.write(piece.place, _region(piece))
+        piece.motion = Motion.WRITING
+        self._writing.append(piece)
+        self._written += piece.nbytes
+        self._pieces += 1
+
+    def drop(self, piece: Piece) -> None:
+        """Forget what was read of ``piece``; on disk it is as it was."""
+        if piece.motion is Motion.WRITING:
+            self._finish_until(piece)
+        if piece.transfer is not None:
+            piece.transfer.wait()
+        self._rest(piece)
+
+    def put(self, piece: Piece, placed: Placed) -> None:
+        """Write what ``placed`` holds to the piece's place; find it another where it has changed.
+
+        In that case nothing may be read ahead.
+        """
+        if placed.slots == piece.slots and piece.lease is not None:
+            region = piece.lease.region
+        else:
+            if piece.lease is not None:
+                placed = placed.copied()  # it may lie in the memory that is given back now
+            self.drop(piece)
+            self._move_house(piece, placed)
+            if piece.place is None:
+                return
+            region = self.begin(piece, placed.nbytes)
+        for slot, tensor in placed.tensors:
+            if tensor.data_ptr() != region.data_ptr() + slot.offset:
+                slot.view(region).copy_(tensor)
+        piece.stowed = placed.stowed
+        self.depart(piece)
+
+    def forget(self, piece: Piece) -> None:
+        """Drop the states of ``piece``, on disk too: it is new again."""
+        self.drop(piece)
+        self._move_house(piece, Placed())
+        piece.stepped = False
+
+    def settle(self) -> None:
+        """Wait until every write has landed."""
+        while self._writing:
+            self._finish_oldest()
+
+    def _move_house(self, piece: Piece, placed: Placed) -> None:
+        """Give a piece at rest a place of the size that ``placed`` wants, or none."""
+        if piece.place is not None:
+            self.places.give_back(piece.place)
+        piece.place, piece.stowed, piece.slots = None, {}, ()
+        piece.stepped = True
+        if placed.nbytes:
+            self.make_room(placed.nbytes, placed.nbytes)
+            piece.place = self.places.take(placed.nbytes)
+            piece.slots = placed.slots
+
+    def _finish_until(self, piece: Piece) -> None:
+        while piece.motion is Motion.WRITING:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        if not self._writing:
+            message = f"Nothing in flight, and no room in a ring of {format_bytes(self.capacity)}."
+            raise BudgetError(message)
+        piece = self._writing.popleft()
+        began = time.monotonic()
+        if piece.transfer is not None:
+            piece.transfer.wait()
+        self._wait_seconds += time.monotonic() - began
+        self._rest(piece)
+
+    def _reap(self) -> None:
+        while self._writing and (first := self._writing[0].transfer) is not None and first.done():
+            self._finish_oldest()
+
+    def _rest(self, piece: Piece) -> None:
+        if piece.lease is not None:
+            self._ring.give_back(piece.lease)
+        piece.lease = piece.transfer = None
+        piece.motion = Motion.AT_REST
+
+
+def wanted_bytes(total: int, largest: int, budget: int | None) -> int:
+    """Return the bytes of a ring: ``total`` within the budget, and at least the largest piece."""
+    if budget is not None and largest > budget:
+        message = (
+            f"A RAM budget of {format_bytes(budget)} was given, and the states of the largest"
+            f" piece take {format_bytes(largest)}. Raise ram_budget, or make chunks smaller where"
+            " the class is elementwise (PipelinePolicy.chunk_elements)."
+        )
+        raise BudgetError(message)
+    return max(largest, min(DEFAULT_RING_BYTES if budget is None else budget, total))
+
+
+def _region(piece: Piece) -> torch.Tensor:
+    if piece.lease is None:
+        message = "A piece that is in motion holds a lease."
+        raise AssertionError(message)
+    return piece.lease.region

@@ -1,0 +1,187 @@
+"""What a stowed optimizer of any class is given: checked, and refused by name."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.optim.generic.pieces import Member
+from tensorstow.states.policy import PipelinePolicy
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_REFUSED = {
+    "foreach": "parameters are stepped one after the other, as their states arrive",
+    "fused": "its results differ from the loop over tensors, by which others are compared",
+    "capturable": "the step reads and writes files, outside any graph",
+    "differentiable": "states that went to disk and back are no part of a graph",
+}
+_BESIDE = "a stowed class steps in step(), never beside forward or backward"
+_SCRATCH = "a stowed class keeps its states in scratch files and makes no commits"
+_OF_ADAM = {
+    "overlap": _BESIDE,
+    "accumulation_steps": _BESIDE,
+    "module": "a stowed class needs no model, for it neither waits for weights nor commits",
+    "durability": _SCRATCH,
+    "commit_every": _SCRATCH,
+    "extra": _SCRATCH,
+    "state_format": "a stowed class's states are kept as the class makes them",
+    "grad_dtype": "a stowed class takes gradients of the parameter's dtype, as torch does",
+}
+
+
+def refuse_keywords(given: Mapping[str, Any]) -> None:
+    """Raise OptionError for the options of torch's classes that cannot be honoured."""
+    for name, reason in _REFUSED.items():
+        if given.get(name):
+            message = f"{name}=True was asked for: {reason}. Leave it out (or None)."
+            raise OptionError(message)
+
+
+def refuse_adams_keywords(optimizer_class: type, given: Mapping[str, Any]) -> None:
+    """Raise OptionError for what AdamW and Adam of tensorstow take and a stowed class does not.
+
+    A class that has an option of that name gets it.
+    """
+    taken = inspect.signature(optimizer_class).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return
+    for name, reason in _OF_ADAM.items():
+        if name in given and name not in taken:
+            message = (
+                f"{name}= was given for {optimizer_class.__name__}: {reason}. Leave it out, or use"
+                " tensorstow.AdamW or Adam, which take it."
+            )
+            raise OptionError(message)
+
+
+def refuse_commits(asked: str) -> NoReturn:
+    """Raise OptionError for ``asked``, a call that needs states which outlive the process."""
+    message = (
+        f"{asked} was asked for, and StowedOptimizer keeps its states in scratch files, which end"
+        ' with the process. Save state_dict(), or use tensorstow.AdamW or Adam with dir="...",'
+        " which commit."
+    )
+    raise OptionError(message)
+
+
+def accept_policy(policy: PipelinePolicy | None) -> PipelinePolicy:
+    """Return the policy; raise OptionError where it asks for kernels that are not used here."""
+    if policy is not None and policy.isa is not None:
+        message = (
+            f"PipelinePolicy(isa={policy.isa!r}) was given: torch's own step runs here, and torch"
+            " chooses its kernels (ATEN_CPU_CAPABILITY). Leave isa out."
+        )
+        raise OptionError(message)
+    if policy is not None and policy.threads is not None:
+        message = (
+            f"PipelinePolicy(threads={policy.threads}) was given: torch's own step runs here, on as"
+            " many threads as torch.set_num_threads() says. Leave threads out."
+        )
+        raise OptionError(message)
+    return policy or PipelinePolicy()
+
+
+def check_parameter(parameter: torch.Tensor, name: str) -> None:
+    """Raise DTypeError for a parameter whose states cannot be kept here."""
+    if parameter.device.type != "cpu":
+        message = (
+            f"{name} is on {parameter.device}: its states would be stepped on the CPU."
+            + (" Give it memory first: model.to_empty(device='cpu')." if parameter.is_meta else "")
+            + " Move it to the CPU, or leave it to torch.optim."
+        )
+        raise DTypeError(message)
+    if parameter.layout != torch.strided:
+        message = f"{name} has layout {parameter.layout}: only dense parameters are taken."
+        raise DTypeError(message)
+    if type(parameter) not in _PLAIN:
+        message = (
+            f"{name} is a {type(parameter).__name__}: tensor subclasses (DTensor among them) are"
+            " not taken yet."
+        )
+        raise DTypeError(message)
+
+
+def check_gradient(parameter: torch.Tensor, member: Member | None, name: str) -> None:
+    """Raise for a gradient, or a parameter, that is not what the states were made for."""
+    check_parameter(parameter, name)
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    if gradient.layout != torch.strided:
+        message = f"The gradient of {name} is sparse: use the optimizer itself, un-stowed, for it."
+        raise DTypeError(message)
+    if gradient.shape != parameter.shape:
+        message = (
+            f"The gradient of {name} has shape {tuple(gradient.shape)} and the parameter"
+            f" {tuple(parameter.shape)}: its data was exchanged since. Take the gradient anew."
+        )
+        raise DTypeError(message)
+    if member is None:
+        return
+    if parameter.numel() != member.numel or parameter.dtype != member.dtype:
+        message = (
+            f"{name} had {member.numel} elements of {member.dtype} when it was taken up, and has"
+            f" {parameter.numel()} of {parameter.dtype} now. Cast or exchange the model's weights"
+            " first, then make the optimizer."
+        )
+        raise OptionError(message)
+    if member.how == "chunks" and not (gradient.is_contiguous() and parameter.is_contiguous()):
+        message = (
+            f"{name} is stepped in chunks, and it or its gradient (strides {gradient.stride()}) is"
+            " not contiguous: a chunk would not be torch's own result. Assign"
+            " param.grad.contiguous()."
+        )
+        raise DTypeError(message)
+
+
+def check_saved(
+    entry: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    parameter: torch.Tensor,
+    name: str,
+    *,
+    chunked: bool,
+) -> None:
+    """Raise OptionError unless saved states have the shapes that the class keeps."""
+    for key, value in entry.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        wanted = expected.get(key)
+        if isinstance(wanted, torch.Tensor) and wanted.dim():
+            fits = value.shape == wanted.shape
+        else:
+            fits = not chunked or not value.dim() or value.numel() == parameter.numel()
+        if not fits:
+            message = (
+                f"The saved {key!r} of {name} is {tuple(value.shape)}, and the parameter is"
+                f" {tuple(parameter.shape)}: they are of different models."
+            )
+            raise OptionError(message)
+    missing = [k for k, v in expected.items() if isinstance(v, torch.Tensor) and k not in entry]
+    if entry and missing:
+        message = (
+            f"The saved state of {name} has no {missing[0]!r} (it has {sorted(entry)}): it is"
+            " another optimizer's. Load a state_dict of the same class and options."
+        )
+        raise OptionError(message)
+
+
+def cast_as_kept(entry: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``entry`` on the CPU, each state in the dtype and order in which the class keeps it.
+
+    What the class did not tell beforehand stays as it was saved.
+    """
+    cast = {}
+    for key, value in entry.items():
+        wanted = expected.get(key)
+        if isinstance(value, torch.Tensor):
+            dtype = wanted.dtype if isinstance(wanted, torch.Tensor) else value.dtype
+            cast[key] = value.detach().to("cpu", dtype)
+            if isinstance(wanted, torch.Tensor) and cast[key].stride() != wanted.stride():
+                ordered = torch.empty_strided(wanted.shape, wanted.stride(), dtype=dtype)
+                cast[key] = ordered.copy_(cast[key])
+        else:
+            cast[key] = value
+    return cast

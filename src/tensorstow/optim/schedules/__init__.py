@@ -1,1 +1,0 @@
-"""When updates run: at once, beside forward, beside backward."""

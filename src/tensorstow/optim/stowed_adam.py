@@ -1,0 +1,787 @@
+"""What every Adam here shares: torch's interface over stowed states."""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, overload
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from tensorstow.base.errors import OptionError, PoisonedError, StowError, UnlinkedError
+from tensorstow.base.sizes import format_count
+from tensorstow.checkpoint import agreement, optimizer_export
+from tensorstow.checkpoint.commit_to import move_run
+from tensorstow.checkpoint.commits import Commits, space_of
+from tensorstow.checkpoint.full_state import complete
+from tensorstow.checkpoint.ranks import Ranks
+from tensorstow.checkpoint.resume import resume
+from tensorstow.checkpoint.run import Extra, Run
+from tensorstow.checkpoint.serialize import check_extra, is_checked
+from tensorstow.optim import options
+from tensorstow.optim.core import Core
+from tensorstow.optim.group_keys import check_keys
+from tensorstow.states.memory import StateMemory
+from tensorstow.states.native_pipeline import TraceEvent, Traffic
+from tensorstow.states.offload_policy import Stowage
+from tensorstow.states.state_store import StateStore
+from tensorstow.step import validation
+from tensorstow.step.backward_overlap import LandedGradients
+from tensorstow.step.calls import Calls, a_call
+from tensorstow.step.legal_calls import LEGAL, Call, Phase, refuse, require
+from tensorstow.step.norms import squared_norms
+from tensorstow.step.param_table import Member, Members, in_order_of
+from tensorstow.step.schedules import AtOnce, BesideBackward, BesideForward
+from tensorstow.step.step_plan import (
+    Due,
+    Turn,
+    as_step,
+    check_due,
+    collect,
+    make_turn,
+    name_of,
+    step_of,
+)
+from tensorstow.step.unscaling import is_skipped, unscale, unscaled
+from tensorstow.store.records import Generation, Summary
+from tensorstow.tensors.consumed_gradient import LandedGradient
+from tensorstow.tensors.dtensor import (
+    gradient_of,
+    gradient_on_its_way,
+    in_order,
+    order_of,
+    part_of,
+    shard_of,
+    sum_over_shards,
+)
+
+
+class StowedAdam(Optimizer):
+    """What Adam, AdamW and the frontends' optimizers share; not made by users.
+
+    Every placement of the states gives bitwise the same parameters ([Note: The Adam rule] in
+    csrc/kernels/kernels.h; ``optim.reference`` is the same rule in plain torch).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        stowage: Stowage,
+        *,
+        run: Run | None = None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Check everything, then reserve memory and disk for the states of ``params``."""
+        validation.check_hyper(defaults)
+        validation.refuse_torch_keywords(defaults)
+        run = run or Run()
+        self._calls = Calls()
+        validation.check_overlap(stowage.overlap, run.module, run.accumulation_steps)
+        extra_checked = is_checked(run.extra)
+        self._isa = stowage.policy.isa
+        self._update_on = stowage.update_on
+        self._members: Members | None = None  # until the groups are known
+        self._half_loaded = False
+        self._before_resume: list[Callable[[], None]] = []
+        # torch.amp.GradScaler then hands its scale over instead of making a pass over the
+        # gradients; beside backward there are no gradients left to scale.
+        self._step_supports_amp_scaling = stowage.overlap != "backward"
+        super().__init__(params, defaults)
+        validation.refuse_foreign(run.module, list(self._parameters()))
+        if grad_dtype is not None:
+            validation.accept_grad_dtype(self._parameters(), grad_dtype)
+        self.register_state_dict_pre_hook(_wait_for_all)
+        self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
+        # Weakly: a parameter must not keep the optimizer that it was once given to.
+        on_gradient = weakref.WeakMethod(self._on_gradient)
+
+        def landed(parameter: torch.Tensor) -> None:
+            method = on_gradient()
+            if method is not None:
+                method(parameter)
+
+        self._ranks = Ranks.of(self._parameters(), stowage)
+        with self._ranks.telling("the making of the optimizer"):
+            self._members = Members(self._ranks.own(stowage), landed)
+        self._commits = Commits(
+            run.commit_every,
+            module=run.module,
+            extra=None if run.extra is None else self._calls.lending(run.extra),
+            extra_checked=extra_checked,
+            ranks=self._ranks,
+        )
+        self._core = Core(self._members, self._commits, self._ranks, stowage, run, self._calls)
+        self._core.optimizer = weakref.ref(self)
+        self._core.groups, self._core.states = self.param_groups, self.state
+        self._schedule = self._core.schedule
+        if stowage.overlap == "backward":
+            validation.refuse_ranks(run.module, self._parameters())
+        self._attach(filter(validation.is_to_be_trained, self._parameters()))
+
+    # --- torch.optim.Optimizer ---
+
+    @a_call("add_param_group")
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does; its states go where the others' go."""
+        check_keys(param_group, self.defaults)
+        given = param_group["params"]
+        if isinstance(given, Iterable) and not isinstance(given, torch.Tensor):
+            param_group["params"] = given = list(given)
+            validation.refuse_duplicates(given)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            validation.check_hyper(group)
+            validation.refuse_torch_keywords(group)
+            for index, parameter in enumerate(group["params"]):
+                if validation.is_to_be_trained(parameter):
+                    self._check(parameter, name_of(self.param_groups, group, index))
+            if self._members is not None:
+                self._attach(filter(validation.is_to_be_trained, group["params"]))
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step; return as ``overlap`` says.
+
+        Writes of states run on behind it. Raises DTypeError for a gradient that cannot be used,
+        before any state is touched; TransferError where the disk failed, after which the
+        optimizer refuses every further step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update(1.0)
+        return loss
+
+    @a_call("zero_grad")
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
+        """Drop the gradients, and the clip factor that was computed from them."""
+        self._require(Call.ZERO_GRAD)
+        self._drop_gradients(set_to_none=set_to_none)
+
+    def _drop_gradients(self, *, set_to_none: bool = True) -> None:
+        if isinstance(self._schedule, BesideBackward):
+            self._schedule.landed.restart()  # what came of earlier micro-batches is gone
+            for parameter in self._parameters() if not set_to_none else ():
+                if isinstance(parameter.grad, LandedGradient):  # it has no elements to be zeroed
+                    parameter.grad = torch.zeros_like(parameter)
+        if not set_to_none:
+            self._wait()  # updates may still read the gradients that are about to be zeroed
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
+            super().zero_grad(set_to_none)
+        self._core.clip_factor, self._core.clipped = 1.0, []
+
+    @a_call("state_dict")
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's would, with the states that are on disk."""
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
+
+        torch casts states to the parameter's dtype on the way in; here they stay fp32. What saved
+        groups say of ``foreach``, ``fused``, ``capturable`` and ``differentiable`` is left out.
+        Raises OptionError for states that do not fit their parameter, before anything is changed.
+        """
+        real = self._core.optimizer()
+        if isinstance(real, StowedAdam) and real is not self:
+            real.load_state_dict(state_dict)  # a wrapper would be given groups of its own
+            if "param_groups" in vars(self):
+                vars(self).update(param_groups=real.param_groups, state=real.state)
+        else:
+            self._load_state_dict(state_dict)
+
+    @a_call("load_state_dict")
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._settle_step()
+        self._half_loaded = False
+        loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+        def keep_tensors_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
+            saved = [(key, g) for g in full["param_groups"] for key in g["params"]]
+            owner = dict(zip((key for key, _ in saved), self._parameters(), strict=False))
+            amsgrad = {key: bool(g.get("amsgrad")) for key, g in saved}
+            light = dict(full["state"])
+            for key, entry in full["state"].items():
+                if entry and key in owner and self._takes(owner[key]):
+                    name = f"Parameter {key}"
+                    validation.check_saved(entry, owner[key], name, amsgrad=amsgrad[key])
+                    loaded[owner[key]] = entry
+                    light[key] = {"step": as_step(entry["step"])}
+            groups = options.with_own_flags(full["param_groups"], self.param_groups)
+            return {**full, "state": light, "param_groups": groups}
+
+        def put_tensors_in_place(_: Optimizer) -> None:
+            self._load_states(loaded)
+            self._half_loaded, self._calls.lends = False, True
+
+        # Ours is the last before and the first after, so users' hooks see whole state dicts.
+        before = self.register_load_state_dict_pre_hook(keep_tensors_back)
+        after = self.register_load_state_dict_post_hook(put_tensors_in_place, prepend=True)
+        try:
+            self._calls.lends = True  # to users' hooks
+            super().load_state_dict(state_dict)
+        except BaseException as error:
+            if self._half_loaded:  # an interrupt: step counts of one run, moments of another
+                self._states().pipeline.poison(error)
+            raise
+        finally:
+            self._calls.lends = False
+            before.remove()
+            after.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take groups saved by another version or by torch: keys they lack keep our defaults."""
+        self._half_loaded, self._calls.lends = True, False
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self._core.groups, self._core.states = self.param_groups, self.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse pickle and copy: files, threads and buffers cannot be carried."""
+        message = (
+            f"{type(self).__name__} was asked to be pickled or copied: its states are on disk and"
+            " its threads in this process. Save state_dict() instead."
+        )
+        raise StowError(message)
+
+    # --- beyond torch ---
+
+    @a_call("clip_grad_norm_")
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Clip the gradients of the next ``step()`` by their global 2-norm; return that norm.
+
+        The norm is the root of binary64 sums per parameter, added in parameter order. The factor
+        ``min(1, max_norm / (norm + 1e-6))`` is applied inside the update: ``.grad`` is not
+        changed and no pass over it is made. A scalar fp64 tensor is returned.
+        """
+        if not max_norm >= 0.0:
+            message = f"max_norm={max_norm} was given: it must not be negative."
+            raise OptionError(message)
+        if isinstance(self._schedule, BesideBackward):
+            message = (
+                'clip_grad_norm_ was called, and with overlap="backward" gradients are used'
+                ' before their norm is known. Use overlap="forward", which is exact under clipping.'
+            )
+            raise OptionError(message)
+        parameters = list(self._parameters())
+        gradients = []
+        for parameter in parameters:
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                validation.check_gradient(shard_of(parameter), gradient, "a parameter")
+            gradients.append(gradient)
+        squares = sum_over_shards(parameters, squared_norms(gradients, self._isa))
+        norm = torch.tensor(sum(squares), dtype=torch.float64).sqrt()
+        if error_if_nonfinite and not torch.isfinite(norm):
+            message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
+            raise RuntimeError(message)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
+        clipped = [(p, p.grad) for p in parameters if p.grad is not None]
+        self._core.clip_factor, self._core.clipped = factor, clipped
+        return norm
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a context in which backward only accumulates: its gradients are not final.
+
+        Where updates run beside backward (``overlap="backward"``); else it changes nothing.
+        """
+        if isinstance(self._schedule, BesideBackward):
+            return self._schedule.landed.accumulate()
+        return LandedGradients(1, lambda _: True).accumulate()
+
+    def wait(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Return once ``parameters``, or all, have their new values.
+
+        For whoever reads them outside of the forward of ``module``.
+        """
+        self._wait(None if parameters is None else [id(p) for p in parameters])
+
+    def _wait(self, ids: Iterable[int] | None = None) -> None:
+        with self._calls.alone():
+            self._schedule.wait(self._kept(), ids)
+
+    def updated(self) -> AbstractContextManager[None]:
+        """Wait as ``wait()`` does, and return a context in which all weights are new.
+
+        For what reads their memory and asks no operation of torch: NumPy arrays, extensions, graphs
+        of one's own. It holds until the next ``step()``.
+        """
+        self.wait()
+        return nullcontext()
+
+    @property
+    def stowage(self) -> Stowage:
+        """Where states live, in which format, and when they move."""
+        return self._kept().stowage
+
+    @property
+    def placement_of_states(self) -> str:
+        """Where states live: "host", "disk", or "shared" between the two."""
+        fraction = self._kept().stowage.placement.disk_fraction
+        return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
+
+    @a_call("synchronize")
+    def synchronize(self) -> None:
+        """Wait until updates and writes have landed; raise what failed behind ``step()``."""
+        self._settle_step()
+        self._states().settle()
+
+    @a_call("resume")
+    def resume(self, which: str | int | None = None) -> int | None:
+        """Go on from the newest commit, a snapshot by name, or a generation by number.
+
+        Weights, buffers (given ``module``), hyper-parameters, step counts and ``extra`` are what
+        they were; states stay on disk until they are needed. Returns how many steps had been taken,
+        or None where nothing was ever committed. Raises OptionError for other parameters than the
+        stored run's.
+
+        Ranks go on from what all of them have; RankError where that is nothing.
+
+        It is the way out of a failure, and of a backward that did not end: what was under way is
+        dropped, gradients too, for they are of weights that are gone.
+        """
+        kept = self._kept()
+        space = space_of(kept, "resume()")
+        self._settle_or_give_up()
+        for hook in self._before_resume:
+            hook()
+        generation = agreement.choose(space.store, which, self._ranks)
+        if generation is None:
+            return None
+        self._ranks.together("resume()", partial(self._go_on_from, generation))
+        return generation.step
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the caller kept with the commit that ``resume()`` loaded."""
+        return self._core.extra
+
+    def register_resume_hook(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` before ``resume()`` writes weights: for whoever has copies of them."""
+        self._before_resume.append(hook)
+
+    @a_call("commit")
+    def commit(self, extra: Mapping[str, Any] | None = None) -> int:
+        """Make the run of now durable; return the number of steps it has taken.
+
+        ``extra``: numbers, text, bytes, lists, tuples, sets, dicts, tensors and numpy's arrays that
+        ``resume()`` gives back; TypeError for anything else, before anything is done. CommitError
+        inside another call of the same thread, as from a signal handler: see ``request_commit()``.
+        """
+        return self._commit(extra)
+
+    def request_commit(self) -> None:
+        """Have a commit made when the step of now, or else the next one, is over.
+
+        For signal handlers: it sets a flag. The commit is durable when that ``step()`` returns.
+        Sharded over ranks, a step that all of them take together commits, whichever rank asks.
+        """
+        space_of(self._kept(), "request_commit()")
+        self._commits.requested = True
+
+    def _commit(self, extra: Mapping[str, Any] | None = None) -> int:
+        kept = self._kept()
+        space_of(kept, "commit()")
+        if extra is not None:
+            check_extra(extra)
+        self._settle_step()
+        self._commits.refuse_strange(self._kept())
+        self._commits.requested = False
+        self._commits.capture(kept)
+        self._commits.start(kept, self.param_groups, self.state, extra)
+        self._commits.join(kept)
+        return self._commits.step
+
+    @a_call("commit_to")
+    def commit_to(self, dir: options.Directory, extra: Extra | None = None) -> int:  # noqa: A002
+        """Commit the run of now in another directory, and go on there; return its steps.
+
+        Call it between steps. Snapshots stay where they are. ``extra`` as in ``commit()``. The way
+        on behind an UnlinkedError too: the states are still in the files that are open.
+        """
+        kept, before = self._kept(), self._states()
+        space_of(kept, "commit_to()")
+        with suppress(UnlinkedError):  # which is why it is called
+            self._settle_step()
+        self._commits.refuse_strange(self._kept())
+        self._core.refuse_lack_of_extra("commit_to()", extra)
+        try:
+            where = options.directories(dir)
+            move_run(where, kept, self._commits, self.param_groups, self.state, extra)
+        finally:
+            if kept.store is not before:
+                self._schedule.give_up()
+        return self._commits.step
+
+    @a_call("snapshot")
+    def snapshot(self, name: str, extra: Mapping[str, Any] | None = None) -> None:
+        """Keep the run of now under ``name`` until it is dropped; commits where needed.
+
+        Pinning a commit copies nothing; each kept one may hold as much disk again as states do.
+        """
+        space = space_of(self._kept(), "snapshot()")
+        self._settle_step()
+        self._commits.refuse_strange(self._kept())
+        if extra is not None or self._commits.committed != self._commits.step:
+            self._commit(extra)
+        agreement.pin(space.store, name, self._commits.generation, self._ranks)
+
+    @a_call("snapshots")
+    def snapshots(self) -> Sequence[Summary]:
+        """Return what is kept under a name (by all ranks), oldest first."""
+        space = space_of(self._kept(), "snapshots()")
+        if not self._ranks.alone:
+            self._commits.join(self._kept())  # one meeting at a time
+        return agreement.snapshots(space.store, self._ranks)
+
+    @a_call("drop")
+    def drop(self, name: str) -> None:
+        """Keep a snapshot no longer."""
+        space = space_of(self._kept(), "drop()")
+        self._commits.join(self._kept())
+        agreement.unpin(space.store, name, self._ranks)
+
+    @a_call("save_safetensors")
+    def save_safetensors(self, path: str | os.PathLike[str]) -> None:
+        """Write all states and hyper-parameters to one file, durably and in bounded memory.
+
+        Tensors are called ``<parameter>.<state>``, by the names that ``module`` or the parameter
+        groups give, else by place. The weights are the model's to save.
+        """
+        self._settle_step()
+        groups, module = self.param_groups, self._commits.module
+        optimizer_export.save(Path(path), self._kept(), groups, self.state, module)
+
+    def load_safetensors(self, path: str | os.PathLike[str]) -> None:
+        """Load what ``save_safetensors`` wrote, in any placement or format, in bounded memory."""
+        module = self._commits.module
+        self.load_state_dict(optimizer_export.state_dict_of(Path(path), self.param_groups, module))
+
+    def memory(self) -> StateMemory:
+        """Return the bytes of states and buffers, by place."""
+        schedule = self._schedule
+        held = schedule.landed.most_bytes if isinstance(schedule, BesideBackward) else 0
+        return replace(self._kept().memory(), gradient_bytes=held)
+
+    def traffic(self) -> Traffic:
+        """Return the bytes of states moved so far."""
+        return self._kept().traffic()
+
+    def start_trace(self) -> None:
+        """Begin the event log that ``trace()`` returns."""
+        self._states().pipeline.start_trace()
+
+    def trace(self) -> list[TraceEvent]:
+        """Return what each lane (read, update, write, wait) did since ``start_trace()``."""
+        return self._states().pipeline.trace()
+
+    @a_call("close")
+    def close(self) -> None:
+        """Drop states, buffers and files now rather than with the object. Idempotent.
+
+        Updates and a commit under way are waited for. Steps of a run with ``dir=`` that no commit
+        has are committed, on every rank, as by ``commit()``; with ``commit_every=None`` their
+        number is logged instead. Raises what failed, when all is closed.
+        """
+        try:
+            self._core.finish()
+        finally:
+            self.state.clear()
+
+    def __enter__(self) -> Self:
+        """Return the optimizer, which the end of the block closes."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; behind an exception, commit what a process alone can, and log what fails."""
+        if kind is None:
+            self.close()
+            return
+        self._core.finish_unasked()
+        self.state.clear()
+
+    # --- inside ---
+
+    def _go_on_from(self, generation: Generation) -> None:
+        kept, module = self._kept(), self._commits.module
+        before = kept.store
+        try:
+            self._core.extra = resume(generation, kept, self.param_groups, self.state, module)
+        finally:
+            if kept.store is not before:
+                self._schedule.give_up()
+        try:
+            self._commits.resumed(generation, kept)
+            self._drop_gradients()
+        except BaseException as error:
+            kept.store.pipeline.poison(error)
+            raise
+
+    def _takes(self, parameter: torch.Tensor) -> bool:
+        """Return whether the states of ``parameter`` are ours to keep."""
+        del parameter
+        return True
+
+    def _check(self, parameter: torch.Tensor, name: str) -> None:
+        """Raise unless this optimizer can update ``parameter``."""
+        shard = shard_of(parameter)
+        validation.check_parameter(in_order(shard, order_of(shard)), name)
+        validation.refuse_host(shard_of(parameter), name, self._update_on)
+
+    def _kept(self) -> Members:
+        if self._members is None:
+            message = "The optimizer is not made yet."
+            raise StowError(message)
+        return self._members
+
+    def _states(self) -> StateStore:
+        return self._kept().store
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        return (p for group in self.param_groups for p in group["params"])
+
+    def _attach(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give states to ``parameters`` that have none yet."""
+        self._settle_step()
+        self._kept().attach((p for p in parameters if self._takes(p)), self._amsgrad())
+
+    def _amsgrad(self) -> dict[int, bool]:
+        return {id(p): bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
+
+    def _settle_step(self) -> None:
+        """Wait for updates and a commit under way: what follows changes states or weights."""
+        self._require(Call.WHOLE)
+        self._wait()
+        self._commits.join(self._kept())
+
+    def _settle_or_give_up(self) -> None:
+        """Wait for what is under way, but for a step that is open: resume() replaces it all."""
+        is_open = isinstance(self._schedule, BesideBackward) and self._schedule.is_open
+        with suppress(PoisonedError):  # what failed was raised before: this is the way out of it
+            if not is_open:
+                self._settle_step()
+        self._commits.abandon()
+
+    def _require(self, call: Call) -> None:
+        """Raise OptionError where ``call`` is not legal now ([Note: Legal calls])."""
+        if call not in LEGAL[self._schedule.phase]:
+            self._states().pipeline.check_alive()
+            require(call, self._schedule)
+
+    # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    @a_call("step")
+    @torch.no_grad()
+    def _update(self, divisor: float) -> None:
+        """Update by the gradients divided by ``divisor``, by a GradScaler's scale, and clipped."""
+        self._states().pipeline.check_alive()  # also where there is no gradient to step by
+        found_inf = getattr(self, "found_inf", None)
+        given = getattr(self, "grad_scale", None)
+        scale = 1.0 if given is None else float(given)
+        factor = self._core.clip_factor_of_now() / (divisor * getattr(self, "_loss_scale", 1.0))
+        if isinstance(self._schedule, BesideBackward):
+            validation.refuse_scaling(found_inf, factor / scale)
+            self._end_open_step(self._schedule)
+        elif found_inf is None or not is_skipped(found_inf, list(self._parameters())):
+            self._settle_step()
+            self._take_step(self._schedule, factor, scale)
+        else:
+            unscale(self._parameters(), scale)
+            self._count_step()
+        if self._commits.requested and self._ranks.alone:
+            self._commit()
+
+    def _take_step(self, schedule: AtOnce | BesideForward, factor: float, scale: float) -> None:
+        dues = unscaled(self._collect(), scale)
+        commits = self._begin_step()
+        self._kept().refresh(whole=commits)
+        if not dues and commits:
+            self._commits.capture(self._kept())
+        turn = self._make_turn(dues, factor, commits=commits) if dues else None
+        pipeline = self._states().pipeline
+        with self._commits.telling(commits=commits), pipeline.whole_step(turn):
+            if turn is not None:
+                schedule.run(turn, self._kept(), self.state)
+            self._update_elsewhere(factor / scale)
+            self._count_step()
+        self._commit_step(commits=commits)
+
+    def _begin_step(self) -> bool:
+        """Return whether the step commits."""
+        kept = self._kept()
+        if not kept.stowage.placement.durable:
+            return False
+        self._commits.refuse_strange(self._kept())
+        self._commits.check_extra()
+        commits = self._commits.due()
+        if commits:
+            self._commits.prepare(kept)
+        return commits
+
+    def _count_step(self) -> None:
+        self._commits.step += 1
+        self._core.clip_factor, self._core.clipped = 1.0, []
+
+    def _commit_step(self, *, commits: bool) -> None:
+        """Make the step that was just taken durable, where it ``commits``."""
+        if commits:
+            self._commits.start(self._kept(), self.param_groups, self.state, None)
+        if self._commits.prompt:
+            self._commits.join(self._kept())
+
+    def _make_turn(self, dues: list[Due], factor: float, *, commits: bool) -> Turn:
+        turn = make_turn(dues, self._kept(), self.state, factor)
+        turn.commits = commits
+        return turn
+
+    def _collect(self) -> list[Due]:
+        """Return what this step updates, checked; nothing is changed before."""
+        kept = self._kept()
+        found, strangers = collect(self.param_groups, kept, self._takes)
+        # Parameters unfrozen, or exchanged for others, after the optimizer was made.
+        if strangers:
+            self._attach(strangers)
+        return [Due(group, kept.get(p), gradient) for group, p, gradient in found]
+
+    def _update_elsewhere(self, factor: float) -> None:
+        """Update the parameters that are not ours, by their gradients times ``factor``."""
+
+    # --- beside backward ---
+
+    @torch.no_grad()
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Take a gradient that autograd has just accumulated ([Note: Hooks] in calls)."""
+        if not isinstance(self._schedule, BesideBackward):
+            self._states().pipeline.prefetch()
+            return
+        self._land(self._schedule, parameter)
+
+    @a_call("backward")
+    def _land(self, schedule: BesideBackward, parameter: torch.Tensor) -> None:
+        kept = self._kept()
+        member = kept.find(parameter)
+        kept.store.pipeline.check_alive()
+        if schedule.is_given_up():
+            parameter.grad = None  # of weights that are gone, as those that resume() drops
+            return
+        try:
+            if member is not None and schedule.landed.is_final(member.number):
+                self._check_gradient(member)
+                if not schedule.is_open:
+                    self._open_step(schedule)
+                schedule.land(member, kept)
+        except BaseException:
+            schedule.break_off()
+            raise
+
+    def _open_step(self, schedule: BesideBackward) -> None:
+        kept = self._kept()
+        validation.refuse_ranks(self._commits.module, self._parameters())
+        self._settle_step()
+
+        def takes_part(parameter: torch.Tensor) -> bool:
+            return validation.is_to_be_trained(parameter) or parameter.grad is not None
+
+        self._attach(p for p in self._parameters() if takes_part(p) and self._takes(p))
+        kept.refresh()
+        commits = self._begin_step()
+        dues = [
+            Due(group, member, None)
+            for group in self.param_groups
+            for p in group["params"]
+            if takes_part(p) and (member := kept.find(p)) is not None
+        ]
+        for group in self.param_groups:
+            validation.check_hyper(group)
+        for due in dues:
+            parameter, group = due.member.parameter, due.group
+            if not due.member.fits(amsgrad=bool(group["amsgrad"])):
+                validation.refuse_change(
+                    parameter, group, due.member.family, due.member.numel, "A parameter"
+                )
+        schedule.open(self._make_turn(dues, 1.0, commits=commits), kept)
+
+    def _end_open_step(self, schedule: BesideBackward) -> None:
+        self._states().pipeline.check_alive()
+        schedule.check_unchanged()
+        kept = self._kept()
+        late, strangers = collect(self.param_groups, kept, self._takes, beside_backward=True)
+        if not schedule.is_open:
+            if any(isinstance(p.grad, LandedGradient) for p in self._parameters()):
+                refuse(Call.STEP, Phase.USED, Phase.USED.value)
+            self._open_step(schedule)
+        elif strangers:
+            count = format_count(len(strangers), "parameter")
+            message = (
+                f"{count} got a gradient and had been frozen when"
+                ' backward began: with overlap="backward" updates have begun by then. Unfreeze'
+                " before backward."
+            )
+            raise OptionError(message)
+        commits = schedule.commits
+        whole = kept.store.pipeline.whole_step(schedule.landed.held, is_open=True)
+        with self._commits.telling(commits=commits), whole:
+            schedule.end([kept.get(parameter) for _, parameter, _ in late], kept, self.state)
+            self._count_step()
+        self._commit_step(commits=commits)
+
+    def _check_gradient(self, member: Member) -> None:
+        if validation.fits(member.parameter, gradient_on_its_way(member.owner)[0]):
+            return
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter is member.owner:
+                    check_due(self.param_groups, group, index, member)
+
+    # --- states that come from outside ---
+
+    def _load_states(self, loaded: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+        kept = self._kept()
+        if kept.differ(self._amsgrad()):
+            kept.renew()  # the saved groups say otherwise: other states exist
+        self._attach(p for p in self._parameters() if validation.is_to_be_trained(p) or p in loaded)
+        members = [(kept.get(parameter), entry) for parameter, entry in loaded.items()]
+        states: dict[int, dict[str, torch.Tensor]] = {m.number: {} for m in kept.all()}
+        for member, entry in members:
+            states[member.number] = {
+                k: in_order_of(member, part_of(v, member.owner, f"The saved {k!r}"))
+                for k, v in entry.items()
+                if k != "step"
+            }
+        kept.store.put(states)
+        kept.forget_versions()
+        for member, entry in members:
+            member.begun = False
+            self.state[member.owner] = {"step": as_step(entry["step"]), **member.views}
+            step_of(member, self.state[member.owner], kept.store)
+
+
+def _wait_for_all(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, StowedAdam):
+        optimizer._require(Call.WHOLE)  # noqa: SLF001  # its own
+        optimizer.wait()
+
+
+def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(optimizer, StowedAdam):
+        message = f"The hook of StowedAdam was called for a {type(optimizer).__name__}."
+        raise TypeError(message)
+    complete(state_dict["state"], list(optimizer._parameters()), optimizer._kept())  # noqa: SLF001
+    return state_dict

@@ -1,0 +1,201 @@
+"""Chunks in their places: the memory that one stays in or passes through, and its states in it."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from tensorstow.formats.state_format import decode, encode
+from tensorstow.io.arena import Arena
+from tensorstow.states.layout import ChunkPlan, Family, RingPlan, Run, cut, parts_of, space_elements
+
+Weights = Callable[[int], torch.Tensor]
+"""The weight of a numbered parameter, in host memory."""
+_PAGE = 4096
+
+
+class Memory(Protocol):
+    """A run of host memory, zero when it is made."""
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a 1-D view of ``count`` elements from byte ``offset``."""
+
+
+Take = Callable[[int], Memory]
+"""Takes so many bytes, which whoever calls must keep as long as the views of it."""
+PART_ELEMENTS = 1 << 15
+"""Elements that are in fp32 at a time where states are read or set: 128 KiB a state. What is made
+of them on the way stays in the cache, and torch starts no threads for so few."""
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """A cut of a family's states; ``resident`` memory of its own, or none."""
+
+    plan: ChunkPlan
+    family: Family
+    resident: tuple[torch.Tensor, ...] = ()
+    """One 1-D view per stream, in the stream's dtype; empty where it moves."""
+    number: int = field(default=-1)
+    """What the pipeline calls it."""
+    file_bytes: int = 0
+    """What it takes on disk, alignment included; 0 where it never goes there."""
+
+    @property
+    def owners(self) -> Iterator[int]:
+        """Return the numbers of the parameters whose states are in it."""
+        return (run.parameter for run in self.plan.runs)
+
+
+class Ring:
+    """The buffers that chunks on disk pass through, allocated once."""
+
+    def __init__(self, plan: RingPlan, take: Take | None = None) -> None:
+        """Map the memory, no page of which is touched yet; or ``take`` it."""
+        self.plan = plan
+        # A forked child must not share pages that the kernel may be writing to.
+        take = take or partial(Arena, in_children=False)
+        self._arena = take(plan.nbytes) if plan.slots else None
+        self.memory: torch.UntypedStorage | None = None
+        """What keeps it all."""
+        self.address = 0
+        if self._arena is not None:
+            whole = self._arena.tensor(0, plan.nbytes, torch.uint8)
+            self.address, self.memory = whole.data_ptr(), whole.untyped_storage()
+
+    def streams(self, chunk: Chunk, slot: int) -> tuple[torch.Tensor, ...]:
+        """Return the views that hold ``chunk``'s streams while it is in ``slot``."""
+        if self._arena is None:
+            return ()
+        start = slot * self.plan.slot_bytes
+        parts = parts_of(chunk.family, chunk.plan.elements)
+        return tuple(
+            self._arena.tensor(
+                start + part.slot_at, -(-chunk.plan.elements // spec.per), spec.dtype
+            )
+            for part, spec in zip(parts, chunk.family.specs, strict=False)
+        )
+
+    def parts(self, chunk: Chunk, slot: int) -> list[torch.Tensor]:
+        """Return the same as padded bytes, as they are on disk; last the weight, if it has room."""
+        if self._arena is None:
+            return []
+        start = slot * self.plan.slot_bytes
+        parts = parts_of(chunk.family, chunk.plan.elements)
+        return [
+            self._arena.tensor(start + part.slot_at, part.nbytes, torch.uint8)
+            for part in parts
+            if part.slot_at + part.nbytes <= self.plan.slot_bytes
+        ]
+
+
+def place_in_ram(
+    family: Family, runs: Sequence[Run], capacity: int, take: Take | None = None
+) -> tuple[list[Chunk], dict[int, tuple[torch.Tensor, ...]]]:
+    """Allocate memory for a space, in chunks of ``capacity``; its pages are zero.
+
+    Returns its chunks, and the fp32 streams of each run as 1-D views by parameter (none where the
+    family's format is another).
+    """
+    elements = space_elements(runs)
+    if not elements:
+        return [], {}
+    specs = family.specs
+    take = take or partial(Arena, in_children=True)
+    arenas = [take(-(-elements // s.per) * s.dtype.itemsize) for s in specs]
+    chunks = []
+    for index, plan in enumerate(cut(runs, capacity)):
+        views = tuple(
+            arena.tensor(
+                index * capacity // spec.per * spec.dtype.itemsize,
+                -(-plan.elements // spec.per),
+                spec.dtype,
+            )
+            for arena, spec in zip(arenas, specs, strict=True)
+        )
+        chunks.append(Chunk(plan, family, resident=views))
+    if any(spec.dtype != torch.float32 for spec in specs):
+        return chunks, {}
+    by_parameter = {
+        run.parameter: tuple(
+            arena.tensor(run.position * 4, run.count, torch.float32) for arena in arenas
+        )
+        for run in runs
+    }
+    return chunks, by_parameter
+
+
+def own_memory(chunks: Sequence[Chunk], take: Take | None = None) -> None:
+    """Give chunks memory to stay in, one run of it for all; its pages are zero."""
+    # Streams a page apart, so that they never sit a power of two apart. One mapping, because huge
+    # pages that are used in part count in full.
+    starts: list[int] = []
+    end = 0
+    for chunk in chunks:
+        for spec in chunk.family.specs:
+            starts.append(end)
+            nbytes = -(-chunk.plan.elements // spec.per) * spec.dtype.itemsize
+            end = -(-(end + nbytes) // _PAGE) * _PAGE + _PAGE
+    if not chunks:
+        return
+    take = take or partial(Arena, in_children=True)
+    arena = take(end)
+    places = iter(starts)
+    for chunk in chunks:
+        chunk.resident = tuple(
+            arena.tensor(next(places), -(-chunk.plan.elements // spec.per), spec.dtype)
+            for spec in chunk.family.specs
+        )
+
+
+def gather_weight(chunk: Chunk, weights: Weights) -> torch.Tensor:
+    """Return the weights of ``chunk``'s elements as one 1-D tensor; gaps are zero.
+
+    Zeros for fp32 parameters, whose states do not hang on them.
+    """
+    if chunk.family.dtype == torch.float32:
+        return torch.zeros((), dtype=torch.float32, device="cpu").expand(chunk.plan.elements)
+    gathered = torch.zeros(chunk.plan.elements, dtype=chunk.family.dtype, device="cpu")
+    for run in chunk.plan.runs:
+        piece = weights(run.parameter).detach().reshape(-1)[run.start : run.start + run.count]
+        gathered[run.position : run.position + run.count] = piece
+    return gathered
+
+
+def slices(
+    chunk: Chunk, streams: Sequence[torch.Tensor]
+) -> Iterator[tuple[Chunk, list[torch.Tensor]]]:
+    """Cut a chunk in memory into parts, each a chunk with streams of its own, for small fp32."""
+    for index, plan in enumerate(cut(chunk.plan.runs, PART_ELEMENTS)):
+        begin, end = index * PART_ELEMENTS, index * PART_ELEMENTS + plan.elements
+        kept = [
+            stream[begin // spec.per : -(-end // spec.per)]
+            for stream, spec in zip(streams, chunk.family.specs, strict=True)
+        ]
+        yield Chunk(plan, chunk.family), kept
+
+
+def unpack(
+    chunk: Chunk, streams: Sequence[torch.Tensor], weights: Weights
+) -> dict[str, torch.Tensor]:
+    """Return the fp32 states that ``streams`` stand for, by name, in the chunk's own order."""
+    family = chunk.family
+    return decode(streams, gather_weight(chunk, weights), family.format, amsgrad=family.amsgrad)
+
+
+def pack(
+    chunk: Chunk,
+    streams: Sequence[torch.Tensor],
+    states: Mapping[str, torch.Tensor],
+    weight: torch.Tensor,
+) -> None:
+    """Write fp32 ``states`` into ``streams``, beside ``weight``, which a master rounds to."""
+    family = chunk.family
+    encode(states, weight, streams, family.format, amsgrad=family.amsgrad)
+
+
+def owners(chunks: Iterable[Chunk]) -> set[int]:
+    """Return the numbers of all parameters in ``chunks``."""
+    return {number for chunk in chunks for number in chunk.owners}

@@ -1,0 +1,41 @@
+"""What the update runs on here: instruction set and threads."""
+
+from dataclasses import dataclass
+
+import tensorstow._native as _native
+from tensorstow.io.confinement import confine
+from tensorstow.states.policy import PipelinePolicy
+
+_FEW_THREADS = 4
+"""At most so many beside a caller who computes. Not one: a team of threads waits for its last
+member, so whoever takes a single core of it takes all of them, and for longer."""
+_most_asked = 0
+"""Threads, of all policies: the pool is the process's, and each pipeline takes its own of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """The kernel that serves, and what else this CPU runs."""
+
+    isa: str
+    supported: tuple[str, ...]
+    threads: int
+
+
+def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
+    """Size the kernels' pool by this rank's share or by ``policy``; return what updates run on."""
+    global _most_asked  # noqa: PLW0603  # the process's, as the pool is
+    policy = policy or PipelinePolicy()
+    _most_asked = max(_most_asked, policy.threads or 0)
+    _native.set_pool_threads(max(confine(policy.node).threads, _most_asked))
+    return KernelFacts(
+        isa=policy.isa or _native.best_isa(),
+        supported=tuple(_native.supported_isas()),
+        threads=_native.pool_threads(),
+    )
+
+
+def team_of(policy: PipelinePolicy) -> tuple[int, int]:
+    """Return how many threads update, and how many do beside a caller who computes."""
+    threads = policy.threads or confine(policy.node).threads
+    return threads, min(_FEW_THREADS, threads)

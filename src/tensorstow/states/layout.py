@@ -1,0 +1,243 @@
+"""Where every element of the optimizer states goes: pure arithmetic over sizes.
+
+The parameters of one family (same dtype, same state streams) are laid one after the other in two
+flat spaces, one in RAM and one on disk; a space is cut every ``capacity`` elements. So a chunk
+holds several small parameters or a piece of a large one, and moves as one run of bytes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NoReturn
+
+import torch
+
+import tensorstow._native as _native
+from tensorstow.base.errors import BudgetError, DTypeError, OptionError
+from tensorstow.base.sizes import format_bytes
+from tensorstow.formats.state_format import StateFormat, StreamSpec, state_names, streams_of
+
+LANE = 32
+"""A parameter begins at a multiple of this many elements: two vector registers of fp32, and one
+group of those that share a scale under int8."""
+RESIDENT_CAPACITY = 16 << 20
+"""Elements in one resident chunk: some 8 ms of updating, so that starting one costs nothing, and
+less than the ring takes to fill, so that no read waits for it."""
+LEAST_SLOTS = 2
+DEFAULT_RING_BYTES = 48 << 20
+
+
+STATE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Parameters that a kernel takes."""
+
+
+def refuse_dtype(dtype: torch.dtype, name: str) -> NoReturn:
+    """Raise DTypeError for a parameter that no kernel takes."""
+    message = (
+        f"{name} has dtype {dtype}: the kernels take float32, bfloat16 and float16. Cast it, or"
+        " leave it to torch.optim."
+    )
+    raise DTypeError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Parameters whose states have the same streams."""
+
+    dtype: torch.dtype
+    amsgrad: bool
+    format: StateFormat = StateFormat.FP32
+
+    def __post_init__(self) -> None:
+        """Refuse dtypes that no kernel takes."""
+        if self.dtype not in STATE_DTYPES:
+            refuse_dtype(self.dtype, "A parameter")
+
+    @property
+    def specs(self) -> tuple[StreamSpec, ...]:
+        """Return the streams of a chunk, in the order in which it stores them."""
+        return streams_of(self.dtype, self.format, amsgrad=self.amsgrad)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Return the names of the states that users see."""
+        return state_names(self.dtype, amsgrad=self.amsgrad)
+
+    @property
+    def native(self) -> tuple[str, str, bool]:
+        """Return the family as the native core spells it."""
+        return str(self.dtype).removeprefix("torch."), str(self.format), self.amsgrad
+
+    def state_bytes(self, elements: int) -> int:
+        """Return the bytes of the states of ``elements``, padding excluded."""
+        return sum(-(-elements // s.per) * s.dtype.itemsize for s in self.specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``count`` elements of a parameter, from ``start`` of it, at ``position`` of a space."""
+
+    parameter: int
+    start: int
+    count: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """One cut of a space: runs with positions relative to it, and its length in elements."""
+
+    runs: tuple[Run, ...]
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements [start, stop) of a parameter."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+def split(
+    sizes: Sequence[int], disk_fraction: float, *, group: int = 1
+) -> tuple[list[Span], list[Span]]:
+    """Share the elements of ``sizes`` between RAM and disk, in order: the head stays in RAM.
+
+    The disk gets ``round(disk_fraction * sum(sizes))`` elements exactly, so at most one parameter
+    is split; or up to ``group`` elements more, so that no group that shares a scale is. Returns
+    (RAM, disk).
+    """
+    if not 0.0 <= disk_fraction <= 1.0:
+        message = (
+            f"A fraction of {disk_fraction} on disk was asked for: it lies between 0 (all in RAM)"
+            " and 1 (all on disk)."
+        )
+        raise OptionError(message)
+    ram_elements = sum(sizes) - round(disk_fraction * sum(sizes))
+    ram: list[Span] = []
+    disk: list[Span] = []
+    for parameter, size in enumerate(sizes):
+        kept = min(size, ram_elements)
+        ram_elements -= kept
+        if kept < size:
+            kept -= kept % group
+        if kept:
+            ram.append(Span(parameter, 0, kept))
+        if kept < size:
+            disk.append(Span(parameter, kept, size))
+    return ram, disk
+
+
+def lay_out(spans: Sequence[Span]) -> list[Run]:
+    """Place ``spans`` one after the other, each at a multiple of LANE."""
+    runs = []
+    position = 0
+    for span in spans:
+        runs.append(Run(span.parameter, span.start, span.stop - span.start, position))
+        position += round_up(span.stop - span.start, LANE)
+    return runs
+
+
+def space_elements(runs: Sequence[Run]) -> int:
+    """Return the length of the space that ``runs`` fill, padding included."""
+    return round_up(runs[-1].position + runs[-1].count, LANE) if runs else 0
+
+
+def cut(runs: Sequence[Run], capacity: int) -> Iterator[ChunkPlan]:
+    """Cut a space every ``capacity`` elements (a multiple of LANE)."""
+    if capacity <= 0 or capacity % LANE:
+        message = (
+            f"Chunks of {capacity} elements were asked for: use a positive multiple of {LANE}."
+        )
+        raise OptionError(message)
+    total = space_elements(runs)
+    index = 0
+    for begin in range(0, total, capacity):
+        end = min(begin + capacity, total)
+        while index < len(runs) and runs[index].position + runs[index].count <= begin:
+            index += 1
+        pieces = []
+        for run in (runs[i] for i in range(index, len(runs))):
+            low, high = max(run.position, begin), min(run.position + run.count, end)
+            if run.position >= end:
+                break
+            if low < high:
+                start = run.start + low - run.position
+                pieces.append(Run(run.parameter, start, high - low, low - begin))
+        yield ChunkPlan(tuple(pieces), end - begin)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stream of a chunk, or the weight behind them: where it is, in bytes."""
+
+    width: int
+    per: int
+    """``width`` bytes for each ``per`` elements."""
+    file_at: int
+    """From the chunk's place on disk."""
+    slot_at: int
+    """From the beginning of a slot of the ring."""
+    nbytes: int
+    """Padded to whole disk blocks."""
+
+
+@lru_cache(maxsize=1024)
+def parts_of(family: Family, elements: int) -> tuple[Part, ...]:
+    """Return the parts of a chunk of ``elements``: each stream, then its weights.
+
+    The native core says; [Note: Extents] in csrc/pipeline/chunk.h.
+    """
+    return tuple(Part(*row) for row in _native.chunk_layout(family.native, elements))
+
+
+def chunk_bytes(family: Family, elements: int, *, with_weights: bool) -> int:
+    """Return the bytes on disk that a chunk takes, alignment included."""
+    weight = parts_of(family, elements)[-1]
+    return weight.file_at + (weight.nbytes if with_weights else 0)
+
+
+def slot_bytes(family: Family, elements: int, *, with_weights: bool) -> int:
+    """Return the bytes of the ring that a chunk takes while it is in memory."""
+    weight = parts_of(family, elements)[-1]
+    return weight.slot_at + (weight.nbytes if with_weights else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """The buffers that chunks pass through: ``slots`` of ``slot_bytes``."""
+
+    slots: int
+    slot_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Return the host memory of the ring."""
+        return self.slots * self.slot_bytes
+
+
+def plan_ring(slot: int, chunks: int, *, budget: int | None, slots: int | None = None) -> RingPlan:
+    """Fit slots of ``slot`` bytes into ``budget``, never more than ``chunks``.
+
+    The budget counts up to DEFAULT_RING_BYTES, which is also its default: what is beyond buys
+    states that stay in RAM. Raises BudgetError where not even LEAST_SLOTS slots fit.
+    """
+    if chunks == 0:
+        return RingPlan(0, slot)
+    asked = DEFAULT_RING_BYTES if budget is None else budget
+    fitting = min(asked, max(DEFAULT_RING_BYTES, LEAST_SLOTS * slot)) // slot
+    if fitting < LEAST_SLOTS:
+        message = (
+            f"A RAM budget of {format_bytes(asked)} was given: the ring needs at least"
+            f" {LEAST_SLOTS} chunks of {format_bytes(slot)}, {format_bytes(LEAST_SLOTS * slot)}."
+            " Raise ram_budget, or make chunks smaller (PipelinePolicy.chunk_elements)."
+        )
+        raise BudgetError(message)
+    return RingPlan(min(fitting, chunks, slots or fitting), slot)

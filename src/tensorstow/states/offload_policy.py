@@ -1,0 +1,42 @@
+"""Everything that users decide about where states live and when they move."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tensorstow.base.update_on import UpdateOn
+from tensorstow.formats.state_format import StateFormat
+from tensorstow.states.layout import Family
+from tensorstow.states.policy import Overlap, PipelinePolicy
+from tensorstow.states.state_store import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Stowage:
+    """Where states live (``placement``), in which format, and when they move."""
+
+    placement: Placement
+    policy: PipelinePolicy = field(default_factory=PipelinePolicy)
+    overlap: Overlap = "none"
+    format: StateFormat | None = None
+    """None: the least bytes that lose nothing where states move, plain fp32 where all stay."""
+    update_on: UpdateOn | None = None
+    """None: on the host, or as the run that is resumed was updated."""
+
+    def family(self, dtype: torch.dtype, *, amsgrad: bool) -> Family:
+        """Return the family of a parameter of ``dtype``."""
+        return Family(dtype, amsgrad, self._format_of(dtype))
+
+    @property
+    def moving(self) -> bool:
+        """Return whether any states pass through the ring."""
+        return self.placement.disk_fraction > 0 or self.placement.durable
+
+    def _format_of(self, dtype: torch.dtype) -> StateFormat:
+        wanted = self.format
+        if wanted is None:
+            wanted = StateFormat.SPLIT if self.moving else StateFormat.FP32
+        # A split master needs a weight that is its upper half, which only bf16 is.
+        if wanted == StateFormat.SPLIT and dtype != torch.bfloat16:
+            return StateFormat.FP32
+        return wanted

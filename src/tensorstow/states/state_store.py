@@ -1,0 +1,527 @@
+"""The optimizer states of a set of parameters, stowed over RAM and disk."""
+
+import os
+import weakref
+from collections.abc import (
+    Callable,
+    Container,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import tensorstow._native as _native
+from tensorstow.base.directories import make_directories
+from tensorstow.base.errors import OptionError
+from tensorstow.formats.state_format import StateFormat
+from tensorstow.io.files import File, IoFuture
+from tensorstow.states.chunks import (
+    Chunk,
+    Memory,
+    Ring,
+    Take,
+    Weights,
+    gather_weight,
+    own_memory,
+    pack,
+    place_in_ram,
+    slices,
+    unpack,
+)
+from tensorstow.states.kernels import prepare_kernels
+from tensorstow.states.layout import (
+    RESIDENT_CAPACITY,
+    Family,
+    RingPlan,
+    Run,
+    Span,
+    chunk_bytes,
+    cut,
+    lay_out,
+    parts_of,
+    split,
+)
+from tensorstow.states.memory import StateMemory, chunk_state_bytes, plan_host
+from tensorstow.states.native_pipeline import NOWHERE, Place, Resources, Stored, UpdatePipeline
+from tensorstow.states.policy import Overlap, PipelinePolicy
+from tensorstow.states.scratch import ScratchSpace
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """States in fp32 of the elements of a parameter from ``start`` on, by name, 1-D."""
+
+    parameter: int
+    start: int
+    states: Mapping[str, torch.Tensor]
+    """Valid until the next piece is asked for."""
+
+
+Transferring = Callable[[torch.Tensor, int], IoFuture]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What the user decided about where states live."""
+
+    disk_fraction: float
+    directories: tuple[Path, ...]
+    """Chunks go round these in turn; empty: one is chosen."""
+    ram_budget: int | None
+    """Bytes for the buffers that states on disk pass through, and for states that stay."""
+    durable: bool = False
+    """Commits outlive the process; else what is on disk is scratch."""
+
+
+class Space(Protocol):
+    """Where chunks that are on disk have their bytes."""
+
+    engine: _native.Engine | None
+    durable: bool
+
+    def open_engine(self) -> _native.Engine:
+        """Return the engine that serves its files."""
+
+    def reserve(self, widths: Sequence[int]) -> list[Place]:
+        """Return a place for each of ``widths`` bytes."""
+
+    def file(self, number: int) -> File:
+        """Return the file that the engine calls ``number``."""
+
+    def path(self, number: int) -> Path:
+        """Return its path, for messages."""
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Return where its files are."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+def _no_weights(number: int) -> torch.Tensor:
+    message = (
+        f"Nobody said what the weight of parameter {number} is: the states of 16-bit parameters"
+        " need it."
+    )
+    raise OptionError(message)
+
+
+class StateStore:
+    """States of parameters, each parameter known by the number it got when it was added."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        policy: PipelinePolicy,
+        weights: Weights = _no_weights,
+        space: Space | None = None,
+        overlap: Overlap = "none",
+        take: Take | None = None,
+    ) -> None:
+        """Check the placement; nothing is allocated before ``extend``.
+
+        ``weights`` returns the parameter of a number, in host memory; ``space`` is where states on
+        disk go (default: scratch files); ``take`` gives memory that states are in (default: any).
+        """
+        split([], placement.disk_fraction)
+        if space is None:
+            make_directories(placement.directories)
+        self.placement = placement
+        self.policy = policy
+        self.weights = weights
+        self.pipeline = UpdatePipeline(policy, overlap)
+        self.space = space or ScratchSpace(
+            placement.directories, policy, moving=placement.disk_fraction > 0
+        )
+        self.chunks: list[Chunk] = []
+        """In the order of the parameters that they begin with; those that are apart, apart."""
+        self.sizes: list[int] = []
+        self.families: list[Family] = []
+        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._ring = Ring(RingPlan(0, 0))
+        self._take = take
+        self._bought = 0
+        """Bytes of the RAM budget that are spent on states which stay."""
+        resources = self.pipeline.resources
+        self._finalizer = weakref.finalize(self, _release, resources, self.space, os.getpid())
+        prepare_kernels(policy)
+
+    def keep(self) -> None:
+        """Let nothing but ``close``, ``leave`` and ``abandon`` let go of files and threads."""
+        held = self._finalizer.detach()
+        if held is not None:
+            _KEPT[id(self.pipeline.resources)] = held[2]
+
+    def abandon(self) -> None:
+        """Let the collector have it all again: another has it, or the parent of a fork."""
+        _KEPT.pop(id(self.pipeline.resources), None)
+
+    def extend(
+        self,
+        sizes: Sequence[int],
+        families: Sequence[Family],
+        capacity: int = RESIDENT_CAPACITY,
+        apart: Sequence[Hashable] = (),
+    ) -> range:
+        """Add parameters of ``sizes`` elements, their states all zero; return their numbers.
+
+        States in RAM are cut every ``capacity`` elements. ``apart``: parameters that have not the
+        same here share no chunk; empty: all may.
+        Raises BudgetError, DirectoryError or OptionError before anything that already exists is
+        touched.
+        """
+        with self.pipeline.lock:
+            self.settle()
+            first = len(self.sizes)
+            chunks, views = self._cut(sizes, families, capacity, apart or [None] * len(sizes))
+            self._connect(chunks, self._plan_ring(chunks))
+            self.sizes += sizes
+            self.families += families
+            self._views |= views
+            return range(first, first + len(sizes))
+
+    def restore(
+        self,
+        sizes: Sequence[int],
+        families: Sequence[Family],
+        chunks: Sequence[Chunk],
+        stored: Sequence[Stored],
+    ) -> None:
+        """Take states as they are on disk, into an empty store; nothing is read yet."""
+        with self.pipeline.lock:
+            self._connect(chunks, self._plan_ring(chunks), stored)
+            self.sizes += sizes
+            self.families += families
+
+    def check_budget(self, chunks: Sequence[Chunk]) -> None:
+        """Raise BudgetError unless ``chunks`` fit into the budget when they are all there is."""
+        plan_host(
+            [(c.family, c.plan) for c in chunks],
+            budget=self.placement.ram_budget,
+            slots=self.policy.most_slots,
+            with_weights=self.space.durable,
+        )
+
+    def _cut(
+        self,
+        sizes: Sequence[int],
+        families: Sequence[Family],
+        capacity: int,
+        apart: Sequence[Hashable],
+    ) -> tuple[list[Chunk], dict[int, tuple[torch.Tensor, ...]]]:
+        first = len(self.sizes)
+        # A commit takes chunks out of RAM too, so under commits all are of one size.
+        fraction = 1.0 if self.space.durable else self.placement.disk_fraction
+        chunks: list[Chunk] = []
+        views: dict[int, tuple[torch.Tensor, ...]] = {}
+        for family in dict.fromkeys(families):
+            numbers = [i for i, f in enumerate(families) if f == family]
+            group = max(spec.per for spec in family.specs)
+            shares = split([sizes[i] for i in numbers], fraction, group=group)
+            for unit in dict.fromkeys(apart[i] for i in numbers):
+                in_ram, on_disk = (
+                    lay_out(
+                        [
+                            Span(first + numbers[s.parameter], s.start, s.stop)
+                            for s in spans
+                            if apart[numbers[s.parameter]] == unit
+                        ]
+                    )
+                    for spans in shares
+                )
+                placed, where = place_in_ram(family, in_ram, capacity, self._own())
+                whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
+                views |= {p: streams for p, streams in where.items() if p in whole}
+                chunks += placed
+                chunks += [Chunk(plan, family) for plan in cut(on_disk, self.policy.chunk_elements)]
+        place = {unit: index for index, unit in enumerate(dict.fromkeys(apart))}
+
+        def rank(chunk: Chunk) -> tuple[int, int]:
+            number = next(chunk.owners)
+            return place[apart[number - first]], number
+
+        return sorted(chunks, key=rank), views
+
+    def _plan_ring(self, new: Sequence[Chunk]) -> Ring:
+        """Return the ring for all chunks, and give memory to those that the budget keeps."""
+        durable = self.space.durable
+        share = list(self._share_in_ram(new)) if durable else []
+        shared = set(share)
+        placed = [*(c for c in self.chunks if durable or not c.resident), *share]
+        movable = [c for c in new if not c.resident and c not in shared]
+        budget = self.placement.ram_budget
+        plan = plan_host(
+            [(c.family, c.plan) for c in (*placed, *movable)],
+            budget=None if budget is None else budget - self._bought,
+            slots=self.policy.most_slots,
+            with_weights=durable,
+            at_home=len(placed),
+        )
+        bought = movable[: plan.resident]
+        own_memory([*share, *bought], self._own())
+        self._bought += sum(c.family.state_bytes(c.plan.elements) for c in bought)
+        return self._ring if plan.ring == self._ring.plan else Ring(plan.ring, self._take)
+
+    def _own(self) -> Take | None:
+        """Return who gives memory that states stay in, which must outlive the pipeline."""
+        take, lent = self._take, self.pipeline.lent
+        if take is None:
+            return None
+
+        def keep(nbytes: int) -> Memory:
+            lent.append(memory := take(nbytes))
+            return memory
+
+        return keep
+
+    def streams_at(self, chunk: Chunk, slot: int) -> Sequence[torch.Tensor]:
+        """Return the streams of a chunk in a slot of the ring, or (-1) in memory of its own."""
+        return chunk.resident if slot < 0 else self._ring.streams(chunk, slot)
+
+    def _share_in_ram(self, new: Sequence[Chunk]) -> Iterator[Chunk]:
+        """Return the first of ``new``, as many whole chunks as are not to be on disk alone."""
+        left = sum(run.count for c in new for run in c.plan.runs)
+        left -= round(self.placement.disk_fraction * left)
+        for chunk in new:
+            left -= sum(run.count for run in chunk.plan.runs)
+            if left < 0:
+                return
+            yield chunk
+
+    def _connect(self, chunks: Sequence[Chunk], ring: Ring, stored: Sequence[Stored] = ()) -> None:
+        on_disk = [c for c in chunks if self.space.durable or not c.resident]
+        for chunk in on_disk:
+            chunk.file_bytes = chunk_bytes(
+                chunk.family, chunk.plan.elements, with_weights=self.space.durable
+            )
+        places = dict(
+            zip(on_disk, self.space.reserve([c.file_bytes for c in on_disk]), strict=True)
+        )
+        # Under commits a chunk is nowhere until one has it.
+        there = stored or [
+            Stored(NOWHERE if self.space.durable else places.get(c, NOWHERE)) for c in chunks
+        ]
+        self.pipeline.connect(self.space.open_engine(), ring, chunks, there, self.space.path)
+        for chunk, place in places.items():
+            self.pipeline.target(chunk, place)
+        self.chunks += chunks
+        self._ring = ring
+
+    def memory(self) -> StateMemory:
+        """Return the bytes that states and buffers take, by place."""
+        moving = [c for c in self.chunks if not c.resident]
+        disk_bytes = sum(chunk_state_bytes(c.family, c.plan) for c in moving)
+        logical = sum(chunk_state_bytes(c.family, c.plan) for c in self.chunks)
+        return StateMemory(
+            logical_bytes=logical,
+            ram_bytes=logical - disk_bytes,
+            disk_bytes=disk_bytes,
+            file_bytes=sum(c.file_bytes for c in self.chunks),
+            ring_bytes=self._ring.plan.nbytes,
+        )
+
+    def views(self, parameter: int) -> dict[str, torch.Tensor]:
+        """Return the states of a parameter that is wholly in RAM as 1-D views; else nothing."""
+        names = self.families[parameter].states
+        return dict(zip(names, self._views.get(parameter, ()), strict=False))
+
+    def settle(self) -> None:
+        """Wait until every write has landed and no buffer is in use."""
+        self.pipeline.settle()
+
+    def read(self, parameters: Iterable[int]) -> dict[int, dict[str, torch.Tensor]]:
+        """Return copies of the states of ``parameters`` as 1-D fp32 tensors by name."""
+        out = {
+            p: {
+                name: torch.zeros(self.sizes[p], dtype=torch.float32, device="cpu")
+                for name in self.families[p].states
+            }
+            for p in parameters
+        }
+        for piece in self.pieces(out):
+            for name, values in piece.states.items():
+                out[piece.parameter][name][piece.start : piece.start + len(values)] = values
+        return out
+
+    def pieces(self, parameters: Iterable[int]) -> Generator[Piece, None, None]:
+        """Yield the states of ``parameters`` piece by piece, all of one moment, in any order.
+
+        Memory is bounded: one slot of the ring, and the fp32 states of a part of a chunk. No step
+        begins until the last piece was taken or the generator closed.
+        """
+        wanted = set(parameters)
+        with self.pipeline.lock:
+            self.settle()
+            reseeded = {p for p in wanted if self._is_reseeded(p)}
+            chunks = [c for c in self.chunks if not wanted.isdisjoint(c.owners)]
+            for chunk, streams in self._in_memory(chunks):
+                for part, kept in slices(chunk, streams):
+                    states = unpack(part, kept, self.weights)
+                    for run in part.plan.runs:
+                        if run.parameter in wanted:
+                            yield self._piece(run, states, reseeded)
+
+    def _piece(
+        self, run: Run, states: Mapping[str, torch.Tensor], reseeded: Container[int]
+    ) -> Piece:
+        named = {name: s[run.position : run.position + run.count] for name, s in states.items()}
+        if run.parameter in reseeded:
+            weight = self.weights(run.parameter).detach().reshape(-1)
+            named["master"] = weight[run.start : run.start + run.count].float()
+        return Piece(run.parameter, run.start, named)
+
+    def _is_reseeded(self, parameter: int) -> bool:
+        """Return whether the weight is the master: someone else wrote the half that is not kept."""
+        if self.families[parameter].format == StateFormat.FP32 or not self._has_master(parameter):
+            return False
+        weight = self.weights(parameter).detach().reshape(-1)
+        return not self.pipeline.unchanged(parameter, weight)
+
+    def put(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Set the states of the parameters of ``states`` (any shape, cast to fp32).
+
+        A state that is not named becomes zero; a master, the weight. A failure on the way poisons
+        the store.
+        """
+        with self.pipeline.lock:
+            self.settle()
+            for chunk in self.chunks:
+                given = [p for p in chunk.owners if p in states]
+                blank = self.pipeline.state(chunk) == "blank"
+                if not given or (blank and not any(states[p] for p in given)):
+                    continue
+                try:
+                    self._put_in(chunk, states)
+                except BaseException as error:
+                    self.pipeline.poison(error)
+                    raise
+            for number in filter(self._has_master, states):
+                self._take_for_published(number, states[number].get("master"))
+
+    def _has_master(self, parameter: int) -> bool:
+        return self.families[parameter].dtype != torch.float32
+
+    def _take_for_published(self, parameter: int, master: torch.Tensor | None) -> None:
+        """Take the weight that ``master`` rounds to for our own writing."""
+        if master is None:
+            self.pipeline.unpublish(parameter)
+            return
+        dtype = self.families[parameter].dtype
+        self.pipeline.publish(parameter, master.detach().reshape(-1).to("cpu", dtype))
+
+    def _put_in(self, chunk: Chunk, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        for _, streams in self._in_memory([chunk]):
+            for part, kept in slices(chunk, streams):
+                self._put_in_part(part, kept, states)
+            if not chunk.resident:
+                self._save(chunk)
+            self.pipeline.rewritten(chunk, streams)
+
+    def _put_in_part(
+        self,
+        part: Chunk,
+        streams: Sequence[torch.Tensor],
+        states: Mapping[int, Mapping[str, torch.Tensor]],
+    ) -> None:
+        named = unpack(part, streams, self.weights)
+        weight = gather_weight(part, self.weights)
+        for run in part.plan.runs:
+            if run.parameter not in states:
+                continue
+            given = states[run.parameter]
+            source = slice(run.start, run.start + run.count)
+            target = slice(run.position, run.position + run.count)
+            if "master" in given and self._has_master(run.parameter):
+                # Rounds: this is the weight that the master stands for.
+                weight[target] = given["master"].detach().reshape(-1)[source]
+            for name, state in named.items():
+                if name in given:
+                    state[target] = given[name].detach().reshape(-1)[source]
+                elif name == "master":
+                    state[target] = weight[target]
+                else:
+                    state[target] = 0
+        pack(part, streams, named, weight)
+
+    @property
+    def engine(self) -> _native.Engine | None:
+        """The I/O engine. Tests put faults in here."""
+        return self.space.engine
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Where the files are."""
+        return self.space.directories
+
+    def leave(self) -> Space:
+        """Drop all states and buffers, but keep the space, which is another store's now."""
+        with self.pipeline.lock:
+            self._finalizer.detach()
+            self.pipeline.close()
+            self.abandon()
+            self.chunks, self._views = [], {}
+            self._ring = Ring(RingPlan(0, 0))
+            return self.space
+
+    def close(self) -> None:
+        """Drop all states, buffers and files. Idempotent."""
+        with self.pipeline.lock:
+            self.pipeline.close()
+            self._finalizer()
+            kept = _KEPT.pop(id(self.pipeline.resources), None)
+            if kept is not None:
+                _release(*kept)
+            self.chunks, self._views = [], {}
+            self._ring = Ring(RingPlan(0, 0))
+
+    def _in_memory(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Sequence[torch.Tensor]]]:
+        """Bring each chunk's streams into memory in turn; valid until the next is asked for."""
+        for chunk in chunks:
+            if chunk.resident and self.pipeline.state(chunk) == "resident":
+                yield chunk, chunk.resident
+                continue
+            streams = self._ring.streams(chunk, 0)
+            if self.pipeline.state(chunk) == "blank":
+                for stream in streams:
+                    stream.zero_()
+            else:
+                self._load(chunk)
+                self.pipeline.check_intact(chunk, streams)
+            yield chunk, streams
+
+    def _load(self, chunk: Chunk) -> None:
+        """Read a chunk's streams into the ring's first slot."""
+        number, offset = self.pipeline.place(chunk)
+        self._move(chunk, self.space.file(number).read, offset)
+
+    def _save(self, chunk: Chunk) -> None:
+        """Write the ring's first slot to where the chunk is to be written next."""
+        number, offset = self.pipeline.target_of(chunk)
+        self._move(chunk, self.space.file(number).write, offset)
+
+    def _move(self, chunk: Chunk, start: Transferring, offset: int) -> None:
+        parts = parts_of(chunk.family, chunk.plan.elements)[:-1]
+        views = self._ring.parts(chunk, 0)
+        futures = [start(v, offset + p.file_at) for v, p in zip(views, parts, strict=False)]
+        for future in futures:
+            future.wait()
+
+
+_KEPT: dict[int, tuple[Any, ...]] = {}
+"""What stores have that are kept: not the stores, which the collector may take."""
+
+
+def _release(resources: Resources, space: Space, owner: int) -> None:
+    """Let go in this order: the pipeline drains into the files, then they are closed."""
+    if owner == os.getpid():  # a forked child has neither the threads nor a right to the files
+        resources.close()
+        space.close()

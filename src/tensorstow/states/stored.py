@@ -1,0 +1,115 @@
+"""Durable disk space: the extents of a store, two for each chunk."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+import tensorstow._native as _native
+from tensorstow.base.directories import make_directories
+from tensorstow.base.errors import LockedError, OptionError
+from tensorstow.io.engine import open_engine
+from tensorstow.io.files import File, accepts_direct
+from tensorstow.states.native_pipeline import Place
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.store.records import Extent
+from tensorstow.store.store import Store
+
+
+class StoredSpace:
+    """The files of a store, by the numbers that the I/O engine has for them."""
+
+    durable = True
+
+    def __init__(self, directories: Sequence[Path], policy: PipelinePolicy) -> None:
+        """Open the store in ``directories``, or make one; it is locked until ``close``."""
+        if not directories:
+            message = (
+                'durability="commit" was asked for without a directory: name one by dir=, for a run'
+                " that nobody can find cannot be resumed."
+            )
+            raise OptionError(message)
+        make_directories(directories)
+        direct = all(accepts_direct(d) for d in directories)
+        self.engine: _native.Engine | None = open_engine(
+            policy.backend if direct else "threads", depth=policy.depth, node=policy.node
+        )
+        self.store = _open_store(directories, self.engine)
+        self._numbers = [file.number for file in self.store.files]
+        self._extents: dict[Place, Extent] = {}
+
+    def open_engine(self) -> _native.Engine:
+        """Return the engine."""
+        if self.engine is None:
+            message = "The store was closed."
+            raise OptionError(message)
+        return self.engine
+
+    def reserve(self, widths: Sequence[int]) -> list[Place]:
+        """Return a free extent for each of ``widths`` bytes; all or none."""
+        places: list[Place] = []
+        try:
+            places.extend(self._hold(self.store.allocate(width)) for width in widths)
+        except BaseException:
+            for place in places:
+                self.release(place)
+            raise
+        return places
+
+    def adopt(self, extent: Extent) -> Place:
+        """Hold an extent of a committed generation."""
+        self.store.adopt(extent)
+        return self._hold(extent)
+
+    def release(self, place: Place) -> None:
+        """End the hold on an extent."""
+        self.store.release(self._extents.pop(place))
+
+    def release_all(self) -> None:
+        """End all holds: others are adopted next."""
+        for place in list(self._extents):
+            self.release(place)
+
+    def extent(self, place: Place) -> Extent:
+        """Return the extent that begins at ``place``."""
+        return self._extents[place]
+
+    def file(self, number: int) -> File:
+        """Return the file that the engine calls ``number``."""
+        return self.store.files[self._numbers.index(number)]
+
+    def path(self, number: int) -> Path:
+        """Return its path, for messages."""
+        return self.file(number).path if number in self._numbers else Path("(no file)")
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Where the files are."""
+        return self.store.directories
+
+    def close(self) -> None:
+        """Give up the store. Idempotent."""
+        self.store.close()
+        self.engine = None
+
+    def _hold(self, extent: Extent) -> Place:
+        place = (self._numbers[extent.file], extent.offset)
+        self._extents[place] = extent
+        return place
+
+
+def _open_store(directories: Sequence[Path], engine: _native.Engine) -> Store:
+    """Open the store; where ranks that know nothing of each other name one directory, say so."""
+    try:
+        return Store.open(directories, engine)
+    except LockedError as error:
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            raise
+        rank = dist.get_rank()
+        message = (
+            f"{error} This is rank {rank} of {dist.get_world_size()}: ranks that all have the whole"
+            " parameters (DistributedDataParallel) each keep a run of their own, so waiting does"
+            f' not help. Give each its directory, dir=f"{directories[0]}/{{rank}}"; or shard the'
+            " model by tensorstow.stow() or fully_shard, whose ranks share one."
+        )
+        raise LockedError(message) from error

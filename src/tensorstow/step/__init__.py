@@ -1,0 +1,1 @@
+"""One step: which parameters take part, the schedules, and how gradients reach the update."""

@@ -1,0 +1,32 @@
+"""In which order chunks are taken: by the order in which their parameters come along."""
+
+from collections.abc import Sequence
+
+from tensorstow.states.chunks import Chunk
+
+
+def by_first(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:
+    """Return chunk numbers by the first of their parameters in ``parameters``.
+
+    What the next forward needs first is updated first. Parameters that are not in it come last,
+    in the order of their numbers.
+    """
+    rank = _rank(parameters)
+    last = len(rank)
+    keys = {c.number: min(rank.get(p, last + p) for p in c.owners) for c in chunks}
+    return sorted(keys, key=lambda number: (keys[number], number))
+
+
+def by_last(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:
+    """Return chunk numbers by the last of their parameters in ``parameters``.
+
+    A chunk is updated when the last of its gradients is there.
+    """
+    rank = _rank(parameters)
+    last = len(rank)
+    keys = {c.number: max(rank.get(p, last + p) for p in c.owners) for c in chunks}
+    return sorted(keys, key=lambda number: (keys[number], number))
+
+
+def _rank(parameters: Sequence[int]) -> dict[int, int]:
+    return {number: index for index, number in enumerate(parameters)}

@@ -1,0 +1,242 @@
+"""The updater: states go up to the accelerator by chunk, are updated there, and come down again.
+
+[Note: Through the device] The pipeline reads, verifies and writes as ever; a chunk whose states are
+in memory is lent to the updater instead of the kernel. Gradients and weights stay where they are,
+on the device. Three slots of device memory are enough for any model: one chunk goes up, one is
+updated and one comes down at once. What updates is the reference itself, plain torch operations of
+one rounding each, on the caller's stream: behind what made the gradients, before what reads the
+weights. The rest of a step's chunks, if any, are the host's ([Note: Both at once]).
+
+    lent -> rising (a copy up) -> updated -> falling (a copy down) -> given back
+
+16-bit weights come down too, for whether others wrote them since is found by comparing; those of
+fp32 only where a commit takes them. Elsewhere their mirrors are older, as if others had written.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tensorstow.base.errors import StowError
+from tensorstow.formats.reference import AdamScalars
+from tensorstow.formats.reference_in_format import Kept, adam_reference_in_format
+from tensorstow.io.device_link import Link, Mark
+from tensorstow.states.chunks import Chunk
+from tensorstow.states.layout import Run, parts_of
+from tensorstow.states.native_pipeline import UpdatePipeline
+from tensorstow.step.closing import Closing
+from tensorstow.step.host_weight import Mirror, flat
+
+MOST_SLOTS = 3
+_MOST_AHEAD = MOST_SLOTS
+"""Chunks whose states are asked for beyond those in slots."""
+StreamsOf = Callable[[Chunk, int], Sequence[torch.Tensor]]
+"""The streams of a chunk in a slot of the ring, or (-1) in memory of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step does with one parameter."""
+
+    gradient: torch.Tensor
+    """1-D, on the device."""
+    scalars: AdamScalars
+    key: int
+    """Of the random bits that inexact formats round with."""
+    seed_master: bool
+
+
+@dataclass(eq=False, slots=True)
+class _Trip:
+    """A chunk under way."""
+
+    chunk: int
+    slot: int
+    host: Sequence[torch.Tensor]
+    """Its states in host memory, which must live until they have come down."""
+    fallen: Mark
+
+
+class Updater:
+    """One optimizer's updates on an accelerator. It lives on the thread that steps."""
+
+    def __init__(
+        self,
+        link: Link,
+        pipeline: UpdatePipeline,
+        chunks: Sequence[Chunk],
+        mirrors: Mapping[int, Mirror],
+        streams_of: StreamsOf,
+        closing: Closing,
+    ) -> None:
+        """Serve ``chunks``, all of whose parameters ``mirrors`` has; take the device's memory.
+
+        ``closing`` is told when all gradients have landed.
+        """
+        self.link = link
+        self._pipeline = pipeline
+        self._closing = closing
+        self._chunks = {chunk.number: chunk for chunk in chunks}
+        self._mirrors = mirrors
+        self._streams_of = streams_of
+        widest = max((_state_bytes(chunk) for chunk in chunks), default=0)
+        self._slots = [
+            torch.empty(widest, dtype=torch.uint8, device=link.device)
+            for _ in range(min(MOST_SLOTS, len(chunks)))
+        ]
+        self._made = link.mark()
+        """Behind whatever used the slots' memory before they were ours."""
+        self._free = list(range(len(self._slots)))
+        self._works: Mapping[int, Work] = {}
+        self._all_weights = False
+        self._ready: deque[Chunk] = deque()
+        """To be landed."""
+        self._ahead = 0
+        """Landed, and not lent yet."""
+        self._is_open = False
+        self._trips: deque[_Trip] = deque()
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the device memory that states pass through."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    def serve(self, chunks: Iterable[Chunk]) -> None:
+        """Update ``chunks``, and no others of those it was made with, between steps."""
+        self._chunks = {chunk.number: chunk for chunk in chunks}
+
+    # --- a step ---
+
+    def begin(self, works: Mapping[int, Work], *, all_weights: bool) -> None:
+        """Update by ``works``, by parameter, in an open step that the pipeline has begun.
+
+        ``all_weights``: fp32 ones come down too.
+        """
+        self._works, self._all_weights = works, all_weights
+        due = [self._chunks[n] for n in self._pipeline.order_now() if n in self._chunks]
+        self._ready = deque(c for c in due if not works.keys().isdisjoint(c.owners))
+        self._ahead = 0
+        self._is_open = True
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all states are down again."""
+        return not (self._is_open or self._ahead or self._trips)
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether there is a chunk to be ended by ``end_one``."""
+        return bool(self._trips)
+
+    def move_on(self) -> None:
+        """Do what can be done without waiting for anything."""
+        while self._trips and self._trips[0].fallen.query():
+            self.end_one()
+        self._land()
+        while self._free:
+            lent = self._pipeline.next_outside(wait=False)
+            if lent is None:
+                break
+            self._take(*lent)
+
+    def end_one(self) -> None:
+        """Wait for the chunk that has been under way longest, and give it back."""
+        trip = self._trips.popleft()
+        trip.fallen.synchronize()
+        self._pipeline.outside_done(trip.chunk)
+        self._free.append(trip.slot)
+        if self.is_over:
+            self._works = {}  # else the device holds the gradients until the next step
+
+    def take_one(self) -> None:
+        """Wait for a chunk, and start it; raises what failed in the pipeline.
+
+        Nothing may be under way: the chunk may wait for memory that it holds.
+        """
+        lent = self._pipeline.next_outside(wait=True)
+        if lent is None:
+            self._pipeline.wait_published()
+            message = "A step was over before all of its chunks were updated."
+            raise StowError(message)
+        self._take(*lent)
+
+    # --- inside ---
+
+    def _land(self) -> None:
+        """Say which chunks have their gradients: few at a time, for those go before others."""
+        while self._ready and self._ahead < _MOST_AHEAD:
+            chunk = self._ready.popleft()
+            owners = [n for n in chunk.owners if n in self._works]
+            pieces = [(n, self._works[n].gradient) for n in owners]
+            self._pipeline.land_pieces(chunk.number, pieces)
+            self._ahead += 1
+        if self._is_open and not self._ready:
+            self._is_open = False
+            self._closing.landed()
+
+    def _take(self, number: int, ring_slot: int) -> None:
+        self._ahead -= 1
+        self._start(self._chunks[number], ring_slot, self._works, all_weights=self._all_weights)
+        self._land()
+
+    def _start(
+        self, chunk: Chunk, ring_slot: int, works: Mapping[int, Work], *, all_weights: bool
+    ) -> None:
+        """Send a chunk's states up, update them, and send them down behind that."""
+        slot = self._free.pop()
+        host = self._streams_of(chunk, ring_slot)
+        away = self._streams_in(slot, chunk)
+        self.link.join(self.link.up(list(zip(away, host, strict=True)), [self._made]))
+        falling = list(zip(host, away, strict=True))
+        for run in chunk.plan.runs:
+            work = works.get(run.parameter)
+            if work is None:
+                continue
+            mirror = self._mirrors[run.parameter]
+            weight = _part(flat(mirror.parameter), run)
+            _update(weight, run, chunk, away, work)
+            if all_weights or weight.dtype != torch.float32:
+                falling.append((_part(flat(mirror.host), run), weight))
+        fallen = self.link.down(falling, [self.link.mark()])
+        self._trips.append(_Trip(chunk.number, slot, host, fallen))
+
+    def _streams_in(self, slot: int, chunk: Chunk) -> list[torch.Tensor]:
+        """Return the views of a slot that hold a chunk's streams."""
+        elements = chunk.plan.elements
+        return [
+            self._slots[slot][part.file_at :][
+                : -(-elements // spec.per) * spec.dtype.itemsize
+            ].view(spec.dtype)
+            for part, spec in zip(
+                parts_of(chunk.family, elements)[:-1], chunk.family.specs, strict=True
+            )
+        ]
+
+
+def _state_bytes(chunk: Chunk) -> int:
+    return parts_of(chunk.family, chunk.plan.elements)[-1].file_at
+
+
+def _part(whole: torch.Tensor, run: Run) -> torch.Tensor:
+    return whole[run.start : run.start + run.count]
+
+
+def _update(
+    weight: torch.Tensor, run: Run, chunk: Chunk, streams: Sequence[torch.Tensor], work: Work
+) -> None:
+    begin, end = run.position, run.position + run.count
+    family = chunk.family
+    own = [
+        stream[begin // spec.per : -(-end // spec.per)]
+        for stream, spec in zip(streams, family.specs, strict=True)
+    ]
+    adam_reference_in_format(
+        weight,
+        _part(work.gradient, run),
+        Kept(own, family.format, family.amsgrad, run.start),
+        work.scalars,
+        key=work.key,
+        seed_master=work.seed_master,
+    )

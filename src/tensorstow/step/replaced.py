@@ -1,0 +1,62 @@
+"""Weights whose memory somebody exchanged, wrote or freed while their update was under way.
+
+[Note: Replaced] The pipeline writes to the memory that a step was given, and holds it until it is
+done. Whoever asks the parameter for it waits ([Note: Unpublished]); past that go tensors that were
+taken before ``step()`` and share the memory, and the shard of a DTensor. What is there when the
+update is over may be of old values, so it is an error. Memory that was freed in place nobody can
+hold: that can only be said.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.step.param_table import Member
+from tensorstow.tensors.dtensor import shard_of
+
+_WAY_OUT = (
+    ' Call optimizer.wait() first, or use overlap="none"; resume() goes back to the last commit of'
+    " a run that has dir=."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a step was given of one weight."""
+
+    memory: torch.Tensor
+    """Shares the parameter's memory, and keeps it where the parameter gets another."""
+    nbytes: int
+    """Of the storage."""
+
+    @classmethod
+    def of(cls, member: Member) -> "Given":
+        """Return what ``member`` is now."""
+        memory = member.parameter.detach()
+        return cls(memory, memory.untyped_storage().nbytes())
+
+    def check(self, member: Member) -> None:
+        """Raise OptionError where the weight, whose update is over, was replaced meanwhile."""
+        if self.memory.untyped_storage().nbytes() < self.nbytes:
+            raise _refusal(member, "was freed in place (by resize_ of its storage)")
+        if _now(member).data_ptr() != self.memory.data_ptr():
+            raise _refusal(member, "was given other memory")
+        if member.written_by_others:
+            raise _refusal(member, "was written")
+
+
+def _now(member: Member) -> torch.Tensor:
+    if member.owner is member.parameter:
+        return member.parameter
+    with torch.no_grad():
+        return shard_of(member.owner)
+
+
+def _refusal(member: Member, what: str) -> OptionError:
+    message = (
+        f"A weight of shape {tuple(member.owner.shape)} {what} between step() and whoever waits for"
+        ' its update, which with overlap="forward" was under way: what is there now may be of old'
+        f" values.{_WAY_OUT}"
+    )
+    return OptionError(message)

@@ -1,0 +1,71 @@
+"""What ``torch.amp.GradScaler`` leaves in ``.grad``: gradients without its scale.
+
+[Note: Unscaling] Behind ``scaler.step(optimizer)`` torch's optimizers leave ``.grad`` divided by
+the scale, whether their step was taken or not, and so do ours. An fp32 gradient is multiplied where
+it is, before its update, which reads the product: the bits of an update that multiplies by the
+scale's reciprocal itself. A 16-bit one would lose what the scale is there to keep, so its update
+reads a copy that is still scaled. The multiplication is before the update under every schedule:
+beside the next forward ``.grad`` would change under who reads it.
+
+[Note: Scaling on two devices] The scale is where the first loss was that was scaled. torch copies
+it to the other devices that have gradients, and what it found not finite back to it, and the host
+reads what comes from an accelerator without waiting for it: gradients are multiplied by whatever is
+there, and steps are skipped or not by chance. ``step()`` cannot mend that, and refuses.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.step.step_plan import Due
+from tensorstow.tensors.dtensor import anywhere, gradient_of
+
+
+def is_skipped(found_inf: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether a GradScaler has found on any rank what is not finite.
+
+    Raises OptionError where that is chance: see [Note: Scaling on two devices].
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    apart = [g for g in gradients if g.is_cpu != found_inf.is_cpu]
+    if apart:
+        message = (
+            f"A GradScaler whose scale is on {found_inf.device} was used with a gradient on"
+            f" {apart[0].device}: torch reads what it copies between them before it has come."
+            " Scale a loss that is where all gradients are, or use bfloat16 without a GradScaler."
+        )
+        raise OptionError(message)
+    return anywhere(parameters, here=bool(found_inf.item()))
+
+
+def unscale(parameters: Iterable[torch.Tensor], scale: float) -> None:
+    """Divide the gradients by ``scale``, where they are."""
+    gradients = [g for p in parameters if (g := gradient_of(p)) is not None]
+    if gradients and scale != 1.0:
+        torch._foreach_mul_(gradients, 1.0 / scale)
+
+
+def unscaled(dues: list[Due], scale: float) -> list[Due]:
+    """Divide the gradients by ``scale``, where they are; return who is updated by what then."""
+    if scale == 1.0:
+        return dues
+    kept = [_copied(due, scale) for due in dues]
+    unscale((due.member.owner for due in dues), scale)
+    return [_read_anew(due) for due in kept]
+
+
+def _copied(due: Due, scale: float) -> Due:
+    """Return a due whose 16-bit gradient is a copy: ``.grad`` is multiplied under it."""
+    if due.gradient is None or due.gradient.dtype == torch.float32:
+        return due
+    return replace(due, gradient=due.gradient.clone(), scale=scale)
+
+
+def _read_anew(due: Due) -> Due:
+    """Return a due whose fp32 gradient is what ``.grad`` is now, where it was copied before."""
+    gradient = gradient_of(due.member.owner)
+    if due.scale != 1.0 or gradient is None or gradient.is_contiguous():
+        return due
+    return replace(due, gradient=gradient.contiguous())

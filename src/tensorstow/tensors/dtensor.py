@@ -1,0 +1,293 @@
+"""What this rank has of a parameter, and of its gradient.
+
+[Note: Shards] FSDP2 makes every parameter a DTensor, of which a rank holds one shard. States are
+kept of the shard, so everything here that reads bytes works on it, and everything that users see
+(groups, ``optimizer.state``, names) on the parameter itself. Two attributes of a shard's tensor say
+that its bytes are elsewhere: ``home``, a weight's tensor in host memory; ``landed``, a gradient's.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+import torch
+import torch.distributed as dist
+
+from tensorstow.base.errors import OptionError
+from tensorstow.tensors.consumed_gradient import LandedGradient
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
+    """Return whether ``tensor`` is a DTensor, whose import takes half a second."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard; ``tensor`` itself for most, of which a step asks many times."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that holds this rank's elements of ``parameter``; itself for most."""
+    local = _local(parameter)
+    home: torch.Tensor = getattr(local, "home", local)
+    return home
+
+
+Order = tuple[int, ...]
+
+
+def order_of(tensor: torch.Tensor) -> Order | None:
+    """Return the dimensions from the slowest to the fastest where these are not in that order.
+
+    [Note: Memory formats] Updates run over one run of bytes. A tensor that fills one in another
+    order (``channels_last``, a transposed one) is used with its dimensions in the order of its
+    memory, which makes it contiguous; its gradient likewise, and its states are laid out so. Users
+    see all of them in the parameter's own shape, as torch's optimizers have them. None for a
+    contiguous tensor, and for one that does not fill a run of bytes.
+    """
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def in_order(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
+    """Return ``tensor`` with its dimensions in ``order``; itself for None."""
+    return tensor if order is None else tensor.permute(order)
+
+
+def out_of_order(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
+    """Return what ``in_order`` was given."""
+    if order is None:
+        return tensor
+    return tensor.permute(tuple(sorted(range(len(order)), key=order.__getitem__)))
+
+
+class Lessor(Protocol):
+    """Who lends a shard its memory, for its bytes are on disk."""
+
+    nbytes: int
+    """What it lends."""
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether so much more may be lent, and whoever computes still has room."""
+
+    def fetch(self) -> None:
+        """Begin bringing the bytes in, where there is room."""
+
+    def lease(self, *, to_change: bool = False) -> None:
+        """Return when the bytes are in memory; they stay until ``release``."""
+
+    def release(self, *, changed: bool = False) -> None:
+        """End a lease; ``changed``: the bytes are to be written back."""
+
+
+def lessor_of(parameter: torch.Tensor) -> Lessor | None:
+    """Return who lends the shard of ``parameter`` its memory; None: it has memory of its own."""
+    lessor: Lessor | None = getattr(_local(parameter), "lessor", None)
+    return lessor
+
+
+def lent(parameter: torch.Tensor, *, to_change: bool = False) -> AbstractContextManager[None]:
+    """Let the bytes of the shard of ``parameter`` be in memory inside, those on disk too."""
+    return lent_by(lessor_of(parameter), to_change=to_change)
+
+
+@contextmanager
+def lent_by(lessor: Lessor | None, *, to_change: bool = False) -> Iterator[None]:
+    """Have a lease inside; ``to_change``: what it lends is written back. None lends nothing."""
+    if lessor is None:
+        yield
+        return
+    lessor.lease(to_change=to_change)
+    try:
+        yield
+    finally:
+        lessor.release(changed=to_change)
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's elements of the gradient of ``parameter``, or None.
+
+    A LandedGradient where they were handed over. A gradient that is sharded in another way than its
+    parameter (tensor parallelism leaves ``Partial`` ones, of which each rank has a summand) is
+    exchanged for one that is sharded as the parameter is, which every rank takes part in.
+    """
+    gradient = parameter.grad
+    if gradient is None or isinstance(gradient, LandedGradient):
+        return gradient
+    if is_sharded(gradient) and is_sharded(parameter):
+        wanted = parameter.placements
+        if gradient.placements != wanted:
+            with torch.no_grad():
+                parameter.grad = gradient = gradient.redistribute(placements=wanted)
+    local = _local(gradient)
+    landed: torch.Tensor | None = getattr(local, "landed", local)
+    return landed
+
+
+class Arrival(Protocol):
+    """The end of a copy."""
+
+    def query(self) -> bool:
+        """Return whether it is over."""
+
+    def synchronize(self) -> None:
+        """Return when it is."""
+
+
+def gradient_on_its_way(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Arrival | None]:
+    """Return what ``gradient_of`` does, and behind what it is there; None: it is."""
+    gradient = parameter.grad
+    if gradient is not None and is_sharded(gradient):
+        local = _local(gradient)
+        mark: Arrival | None = getattr(local, "fall_mark", None)
+        if mark is not None and not mark.query():
+            under_way: torch.Tensor = local.room  # type: ignore[attr-defined]  # of who has a mark
+            return under_way, mark
+    return gradient_of(parameter), None
+
+
+def gradient_in_order(shard: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return what ``gradient_of`` returned as one run of elements, in the order of the shard's."""
+    return in_order(gradient, order_of(shard)).contiguous()
+
+
+def has_left(parameter: torch.Tensor) -> bool:
+    """Return whether the gradient of ``parameter`` is in host memory, wherever that computes."""
+    gradient = parameter.grad
+    local = gradient.to_local() if gradient is not None and is_sharded(gradient) else gradient
+    return hasattr(local, "landed")
+
+
+def sharded_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return what all ranks together have, of which ``shard`` is this one's, as users see it.
+
+    A DTensor over ``shard`` where ``parameter`` is one; it stays where it is.
+    """
+    if not is_sharded(parameter):
+        return shard
+    # Not by from_local, which would move what is in host memory to the devices of the mesh.
+    spec: Any = parameter._spec  # noqa: SLF001  # as FSDP2 does for parameters in host memory
+    meta = spec.tensor_meta._replace(dtype=shard.dtype)
+    kind: Any = type(parameter)
+    whole: torch.Tensor = kind(shard, replace(spec, tensor_meta=meta), requires_grad=False)
+    return whole
+
+
+@torch.no_grad()
+def part_of(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """Return this rank's elements of ``whole``, in which every rank has all or its shard.
+
+    Raises OptionError where it is sharded over other ranks, or the parameter in another way than
+    by rows or columns.
+    """
+    if is_sharded(whole):
+        if not is_sharded(parameter):
+            return whole.full_tensor()
+        if whole.device_mesh != parameter.device_mesh:
+            message = (
+                f"{name} is a DTensor over {whole.device_mesh}, and its parameter is sharded over"
+                f" {parameter.device_mesh}. Let torch.distributed.checkpoint load it, which"
+                " reshards."
+            )
+            raise OptionError(message)
+        return whole.redistribute(placements=parameter.placements).to_local()
+    if not is_sharded(parameter):
+        return whole
+    part = whole.reshape(parameter.shape)
+    mesh = parameter.device_mesh
+    for mesh_dim, placement in _in_order_of_cuts(parameter.placements):
+        if placement.is_partial():
+            message = (
+                f"{name} is whole and its parameter is sharded as {placement}: give it as a DTensor"
+                " (torch.distributed.checkpoint.state_dict.set_optimizer_state_dict does)."
+            )
+            raise OptionError(message)
+        part = _piece(part, mesh, mesh_dim, placement.dim)
+    return part
+
+
+def _in_order_of_cuts(placements: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Return (mesh dimension, placement) of what is not replicated, in the order of the cuts.
+
+    FSDP2 shards what tensor parallelism has cut before, along an outer mesh dimension: such
+    placements (torch's ``_StridedShard``, of which ``is_shard()`` is False) come last.
+    """
+    cuts = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
+    return sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor"))
+
+
+def _piece(tensor: torch.Tensor, mesh: "DeviceMesh", mesh_dim: int, dim: int) -> torch.Tensor:
+    """Return this rank's of the equal pieces that ``torch.chunk`` makes; the last may be empty."""
+    size, rank = tensor.shape[dim], mesh.get_local_rank(mesh_dim)
+    each = -(-size // mesh.size(mesh_dim))
+    start, stop = min(size, each * rank), min(size, each * (rank + 1))
+    return tensor.narrow(dim, start, stop - start)
+
+
+def groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks among which ``parameter`` is sharded, one per mesh dimension.
+
+    Several where it is sharded over several dimensions (FSDP2 over tensor parallelism); none where
+    this rank has it whole. Replicas of a shard have groups of their own.
+    """
+    if not is_sharded(parameter):
+        return []
+    mesh = parameter.device_mesh
+    dims = [i for i, _ in _in_order_of_cuts(parameter.placements) if mesh.size(i) > 1]
+    return [mesh.get_group(i) for i in sorted(dims)]
+
+
+def sum_over_shards(parameters: Sequence[torch.Tensor], parts: Sequence[float]) -> list[float]:
+    """Return the sum over ranks of each parameter's part: the same number on every rank.
+
+    In rank order along one mesh dimension, then the next.
+    """
+    sums = list(parts)
+    for group, indices in _by_group(parameters).items():
+        for index, total in zip(indices, _sum(group, [sums[i] for i in indices]), strict=True):
+            sums[index] = total
+    return sums
+
+
+def anywhere(parameters: Sequence[torch.Tensor], *, here: bool) -> bool:
+    """Return whether ``here`` is true on any rank that has a shard of ``parameters``."""
+    found = here
+    for group in _by_group(parameters):
+        found = _sum(group, [float(found)])[0] > 0.0
+    return found
+
+
+def _by_group(parameters: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup, list[int]]:
+    """Return the indices of the parameters that are sharded among each group of ranks.
+
+    Every rank has the groups in the same order: collectives in that order meet.
+    """
+    groups: dict[dist.ProcessGroup, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        for group in groups_of(parameter):
+            groups.setdefault(group, []).append(index)
+    return groups
+
+
+def _sum(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
+    mine = torch.tensor(values, dtype=torch.float64, device=_device_of(group))
+    all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_ranks, mine, group=group)
+    return [sum(parts) for parts in zip(*(rank.tolist() for rank in all_ranks), strict=True)]
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return where the group's collectives take tensors: on the CPU where they can."""
+    devices = group._device_types  # noqa: SLF001  # no public way says it
+    return torch.device("cpu") if torch.device("cpu") in devices else devices[0]

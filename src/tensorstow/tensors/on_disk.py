@@ -1,0 +1,31 @@
+"""What stands in ``optimizer.state`` for a state that is on disk."""
+
+from typing import NoReturn, Self
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.tensors.placeholder import StandIn
+
+
+def _refuse(operation: str) -> NoReturn:
+    message = (
+        f"{operation} was asked of a state that is on disk. optimizer.state_dict() returns the"
+        " values; put a tensor in its place, or use load_state_dict(), to set them."
+    )
+    raise OptionError(message)
+
+
+class StateOnDisk(StandIn):
+    """A tensor without memory, of the state's shape.
+
+    Whoever asks which states a parameter has (``torch.distributed.checkpoint`` does) finds them;
+    whoever looks at their values is told to ask ``state_dict()``.
+    """
+
+    @staticmethod
+    def __new__(cls: type[Self], parameter: torch.Tensor) -> Self:
+        """Stand in for the states of ``parameter``: fp32, in host memory."""
+        return StandIn.__new__(cls, parameter, torch.float32, torch.device("cpu"))
+
+    refuse = staticmethod(_refuse)
