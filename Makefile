@@ -35,7 +35,7 @@ KILLS ?= 300
 soak: $(DONE)/test mutations ## That, and attack files and system calls, kill training runs, KILLS times (300) each; drop 200 of each
 	PYTHONPATH=tests $(BIN)/python -m attacks.soak $(KILLS)
 	PYTHONPATH=tests $(BIN)/python -m crash.soak $(KILLS)
-	TENSORSTOW_ROUNDS=200 $(BIN)/python -m pytest --timeout 3600 tests/test_given_back.py
+	TENSORSTOW_ROUNDS=200 $(BIN)/python -m pytest --timeout 3600 tests/faults/test_given_back.py
 
 gpu-test: $(DONE)/test ## Run what needs an accelerator (skipped without one)
 	$(BIN)/python -m pytest tests/gpu

@@ -272,7 +272,7 @@ MUTATIONS = (
         "io/pinned.py",
         "        settle()\n",
         "        pass\n",
-        "test_pinned.py::test_memory_is_registered_once_and_let_go_when_copies_are_over",
+        "unit/io/test_pinned.py::test_memory_is_registered_once_and_let_go_when_copies_are_over",
     ),
     Mutation(
         "io/pinned.py",

@@ -60,7 +60,7 @@ PER_PARAMETER: dict[str, frozenset[str]] = {
         """.split()  # noqa: SIM905  # a list takes a line per name
     ),
 }
-"""Classes of other packages, each stepped on disk beside itself in RAM (tests/test_peers.py).
+"""Classes of other packages, each stepped on disk beside itself in RAM (test_peers.py).
 
 They go by whole parameters, and are tried out with the user's options all the same: some have an
 option that clips over all parameters, and packages change.

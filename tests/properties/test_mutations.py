@@ -1,12 +1,12 @@
 """The table of mutations is complete and true to the source; `make mutations` runs it."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from mutations.source import lines_of, mutated, waits
 from mutations.table import MUTATIONS, Mutation
+from tree import TESTS
 
 
 def test_each_wait_has_a_mutation() -> None:
@@ -21,6 +21,6 @@ def test_each_wait_has_a_mutation() -> None:
 def test_a_mutation_is_a_program_and_its_test_exists(mutation: Mutation) -> None:
     compile(mutated(mutation), mutation.path, "exec")
     path, name = mutation.test.split("::")
-    tree = ast.parse((Path(__file__).parent / path).read_text())
+    tree = ast.parse((TESTS / path).read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert name.partition("[")[0] in names

@@ -8,7 +8,9 @@ from types import ModuleType
 
 import pytest
 
-FILE = Path(__file__).parents[1] / "examples" / "deepspeed_zero_offload.py"
+from tree import ROOT
+
+FILE = ROOT / "examples" / "deepspeed_zero_offload.py"
 PARAMETERS = 50 * (12 * 4096**2 + 13 * 4096) + (50304 + 1024 + 2) * 4096
 GIB = 1 << 30
 

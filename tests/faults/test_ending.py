@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tensorstow import AdamW
 from tensorstow.base.errors import TransferError
+from tree import TESTS
 
 OVERLAPS = ["none", "forward", "backward"]
 
@@ -181,7 +182,7 @@ def test_an_optimizer_that_failed_says_what_is_lost(
 
 SCRIPT = """
 import sys
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2].split(":")
 from pathlib import Path
 from test_ending import make, model, train
 net = model()
@@ -194,7 +195,7 @@ if sys.argv[4] == "raises":
 
 @pytest.mark.parametrize(("overlap", "end"), [("none", "raises"), ("forward", "ends")])
 def test_the_interpreter_s_end_commits(overlap: str, end: str, tmp_path: Path) -> None:
-    here = str(Path(__file__).parent)
+    here = f"{TESTS}:{Path(__file__).parent}"
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path), here, overlap, end],
         capture_output=True,

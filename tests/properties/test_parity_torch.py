@@ -9,9 +9,9 @@ from torch import Tensor
 
 from parity.axes import case_of
 from parity.problem import Model, one_torch_thread
+from spacings import M_SPACINGS, P_SPACINGS, V_SPACINGS, spacings
 from tensorstow import Adam, AdamW, PipelinePolicy
 from tensorstow.optim.stowed_adam import StowedAdam
-from test_reference import M_SPACINGS, P_SPACINGS, V_SPACINGS, spacings
 
 STEPS = 20
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.999), 1e-8, 0.1

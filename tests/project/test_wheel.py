@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tree import ROOT
+
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 sys.path[:0] = sys.argv[1:]

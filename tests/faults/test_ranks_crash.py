@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ranks.deaths import RANK_MOMENTS, WORLD, Case, Death, jobs_of
+from tree import TESTS
 
 KILLED = -9
-TESTS = Path(__file__).parent
 COUNTS = {
     "a new store": 1,
     "a tensor of a commit written": 12,

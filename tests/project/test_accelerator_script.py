@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tree import ROOT
+
 SCRIPT = ROOT / "tools" / "accelerator.sh"
 REHEARSED = ["build", "tests", "parity", "bench-1B", "sanitize"]
 SELECTED = "-k 'copies_there_and_back or goes_from_device_to_host'"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from tree import ROOT
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from torch import nn
 import tensorstow
 from remote import make_remote
 from tensorstow.cli.main import make_parser
+from tree import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
 ALL = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "ARCHITECTURE.md", "docs/roadmap.md"))]
 SIZE = 6

@@ -4,7 +4,7 @@ The published page lost lines on the way here. `seeds/train_cpu_scraped.txt` quo
 `seeds/train_cpu.py` is the example restored, and `seeds/train_cpu.diff` is the difference between
 the two: blank lines and indentation, which the page lost too, left aside.
 
-Write the difference anew with `python tests/test_seed_train_cpu.py`.
+Write the difference anew with `python tests/project/test_seed_train_cpu.py`.
 """
 
 import difflib
@@ -18,7 +18,9 @@ from types import ModuleType
 import pytest
 import torch
 
-SEEDS = Path(__file__).parent / "seeds"
+from tree import TESTS
+
+SEEDS = TESTS / "seeds"
 RESTORED, SCRAPED, DIFF = (
     SEEDS / name for name in ("train_cpu.py", "train_cpu_scraped.txt", "train_cpu.diff")
 )

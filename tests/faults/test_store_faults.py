@@ -31,6 +31,7 @@ from tensorstow.store.barriers import SystemDisk
 from tensorstow.store.records import Content
 from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
+from tree import TESTS
 
 MIB = 1 << 20
 
@@ -223,7 +224,7 @@ def test_a_killed_run_has_its_last_commit(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(TESTS)!r})
 from powerloss.contents import make_content, release_all
 from tensorstow.io.engine import open_engine
 from tensorstow.store.store import Store

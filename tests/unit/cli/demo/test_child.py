@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from spacings import P_SPACINGS
 from tensorstow.cli.demo import child, rss
 from tensorstow.cli.demo.result import RowResult, Span
 from tensorstow.cli.demo.rows import ROWS, SMALL, Row
 from tensorstow.cli.demo.training import make_model
-from test_reference import P_SPACINGS
 
 
 @pytest.fixture(autouse=True)

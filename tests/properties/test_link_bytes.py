@@ -1,13 +1,13 @@
 """What crosses the link per bf16 parameter and step, counted with the CPU in the device's place."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
 from ranks.pool import Ranks
+from tree import ROOT
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(ROOT))
 
 from benchmarks.link_bytes import Course, counted
 
