@@ -13,7 +13,7 @@ from torch import nn, optim
 from parity.piecewise import CHUNK, MATRICES, SHAPES, SMALL, pair, parameters
 from tensorstow import StowedOptimizer
 from tensorstow.base.errors import BudgetError
-from tensorstow.states.layout import round_up
+from tensorstow.base.sizes import round_up
 
 MIB = 1 << 20
 PIECE = 8 * CHUNK

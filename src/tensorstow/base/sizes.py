@@ -50,6 +50,11 @@ def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
 def _parse_text(text: str, name: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:

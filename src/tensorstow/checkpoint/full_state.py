@@ -9,9 +9,8 @@ import torch
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import DirectoryError
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.mapped import ALIGN, scratch_pieces
-from tensorstow.states.layout import round_up
 from tensorstow.states.state_store import StateStore
 from tensorstow.step.param_table import Member, Members, in_shape_of
 from tensorstow.tensors.dtensor import is_sharded, sharded_like

@@ -9,7 +9,7 @@ import torch
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
 from tensorstow.fsdp.gradient_offload import MOST_UNDER_WAY
@@ -17,7 +17,6 @@ from tensorstow.fsdp.sharding import SHELF_ALIGN
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.uploads import buffers_of
 from tensorstow.io.files import ALIGN
-from tensorstow.states.layout import round_up
 from tensorstow.step.backpressure import WINDOW_BYTES
 
 RING_BYTES = 48 << 20

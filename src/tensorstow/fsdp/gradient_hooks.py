@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from tensorstow.base.sizes import round_up
 from tensorstow.fsdp.gradient_offload import Falls, Passage, Room, WholeTaker, take_down
 from tensorstow.fsdp.shardable import check_hooks
 from tensorstow.io.device_link import Link
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.states.layout import round_up
 from tensorstow.tensors.dtensor import shard_of
 
 _ALIGN = 128

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tensorstow.base.sizes import round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.loading import Rows
 from tensorstow.fsdp.prefetch import Prefetcher
@@ -22,7 +23,6 @@ from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.buffer_pool import Shelves
 from tensorstow.io.device_link import is_away
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.states.layout import round_up
 
 SHELF_ALIGN = 128
 

@@ -28,13 +28,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from tensorstow.base.sizes import round_up
 from tensorstow.fsdp.prefetch import Prefetcher
 from tensorstow.fsdp.shard_storage import Cell
 from tensorstow.io.buffer_pool import Shelf
 from tensorstow.io.device_link import Link, Mark, is_away
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.states.layout import round_up
 
 _ALIGN = 128
 _LEAST_BUFFERS = 2  # one that FSDP2 gathers from, and one that it gathers ahead

@@ -14,7 +14,7 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.base.errors import BudgetError, DTypeError, OptionError
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.formats.state_format import StateFormat, StreamSpec, state_names, streams_of
 
 LANE = 32
@@ -167,11 +167,6 @@ def cut(runs: Sequence[Run], capacity: int) -> Iterator[ChunkPlan]:
                 start = run.start + low - run.position
                 pieces.append(Run(run.parameter, start, high - low, low - begin))
         yield ChunkPlan(tuple(pieces), end - begin)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the least multiple that is not below ``value``."""
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tensorstow.base.sizes import round_up
 from tensorstow.states.layout import (
     LEAST_SLOTS,
     ChunkPlan,
@@ -12,7 +13,6 @@ from tensorstow.states.layout import (
     cut,
     lay_out,
     plan_ring,
-    round_up,
     slot_bytes,
     split,
 )

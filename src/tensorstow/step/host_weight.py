@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tensorstow.base.sizes import round_up
 from tensorstow.io.device_link import Link
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.states.layout import round_up
 from tensorstow.tensors.dtensor import in_order, order_of
 
 _ALIGN = 128

@@ -1,53 +1,12 @@
 """Which bytes of the data files are in use, by whom, and which are free: arithmetic, no I/O."""
 
-import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 from tensorstow.base.errors import OptionError
+from tensorstow.io.free_list import FreeList
 from tensorstow.store.records import HEADER_BYTES, PAGE, Extent
-
-
-class FreeSpace:
-    """The free runs of one file, in order; neighbours are one run."""
-
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-
-    @property
-    def nbytes(self) -> int:
-        """All free bytes."""
-        return sum(self._ends) - sum(self._starts)
-
-    def add(self, start: int, end: int) -> None:
-        """Make ``start`` to ``end`` free."""
-        at = bisect.bisect_left(self._starts, start)
-        if at and self._ends[at - 1] == start:
-            at -= 1
-            start = self._starts[at]
-            del self._starts[at], self._ends[at]
-        if at < len(self._starts) and self._starts[at] == end:
-            end = self._ends[at]
-            del self._starts[at], self._ends[at]
-        self._starts.insert(at, start)
-        self._ends.insert(at, end)
-
-    def take(self, nbytes: int) -> int | None:
-        """Take ``nbytes`` from the first run that has them; return where, or None."""
-        for at, start in enumerate(self._starts):
-            if self._ends[at] - start >= nbytes:
-                self._starts[at] += nbytes
-                if self._starts[at] == self._ends[at]:
-                    del self._starts[at], self._ends[at]
-                return start
-        return None
-
-    def trailing(self, end: int) -> int:
-        """Return the free bytes that reach up to ``end``."""
-        return end - self._starts[-1] if self._ends and self._ends[-1] == end else 0
 
 
 class Extents:
@@ -59,7 +18,7 @@ class Extents:
     def __init__(self, sizes: Iterable[int], kept: Mapping[int, Iterable[Extent]]) -> None:
         """Take files of ``sizes`` bytes, and the extents of each generation by number."""
         self.sizes = list(sizes)
-        self.free = [FreeSpace() for _ in self.sizes]
+        self.free = [FreeList() for _ in self.sizes]
         self._held: Counter[Extent] = Counter()
         self._kept: dict[int, frozenset[Extent]] = {}
         self._references: Counter[Extent] = Counter()

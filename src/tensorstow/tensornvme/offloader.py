@@ -12,9 +12,9 @@ import torch
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import DirectoryError
 from tensorstow.io.engine import BackendChoice, open_engine
-from tensorstow.io.files import ALIGN, File, accepts_direct, scratch_file
+from tensorstow.io.files import ALIGN, accepts_direct
+from tensorstow.io.scratch import ScratchFiles
 from tensorstow.tensornvme.backends import choose_for
-from tensorstow.tensornvme.space import ScratchSpace
 from tensorstow.tensornvme.transit import Callback, Kind, OffloadError, Transit
 
 logger = logging.getLogger("tensorstow")
@@ -52,7 +52,7 @@ class DiskOffloader:
         directories = _make_directories(dir_name)
         self.backend: BackendChoice = _choose(backend, directories)
         """What serves here, and what kept anything else out."""
-        self._transit = Transit(_make_space(self.backend.name, n_entries, directories))
+        self._transit = Transit(_make_files(self.backend.name, n_entries, directories))
 
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
         """Start writing ``tensor``; once that is over, its memory is freed."""
@@ -150,17 +150,10 @@ def _make_directories(given: Directory | Sequence[Directory]) -> list[Path]:
     return [facts.path for facts in make_directories(directories)]
 
 
-def _make_space(backend: str, depth: int, directories: Sequence[Path]) -> ScratchSpace:
+def _make_files(backend: str, depth: int, directories: Sequence[Path]) -> ScratchFiles:
     engine = open_engine(backend, depth=depth, said_by="n_entries")
-    files: list[File] = []
-    try:
-        # Of one block, so that direct I/O can be tried.
-        files.extend(scratch_file(engine, directory, ALIGN) for directory in directories)
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
-    return ScratchSpace(files)
+    # Of one block each, so that direct I/O can be tried.
+    return ScratchFiles(engine, directories, [ALIGN] * len(directories))
 
 
 def _choose(backend: str, directories: Sequence[Path]) -> BackendChoice:

@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorstow.base.errors import DirectoryError, DTypeError, ForkError, StowError
 from tensorstow.io.files import IoFuture, check_movable
-from tensorstow.tensornvme.space import Extent, ScratchSpace
+from tensorstow.io.scratch import ScratchFiles
+from tensorstow.tensornvme.stripes import Stripe, release_stripes, take_stripes
 
 Callback = Callable[[], object]
 
@@ -36,7 +37,7 @@ class Parcel:
     storages: tuple[StorageWeakRef, ...]
     """Weak: a tensor that nobody can read any more gives its room back."""
     sizes: tuple[int, ...]
-    extents: tuple[tuple[Extent, ...], ...]
+    stripes: tuple[tuple[Stripe, ...], ...]
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -82,10 +83,10 @@ class Transit:
     in ``_stored`` where it failed. Nothing else changes a tensor's place.
     """
 
-    def __init__(self, space: ScratchSpace) -> None:
-        """Take over ``space``."""
+    def __init__(self, scratch: ScratchFiles) -> None:
+        """Take over ``scratch``."""
         self._owner = os.getpid()
-        self._space = space
+        self._scratch = scratch
         self._open = True
         self._stored: dict[int, Parcel] = {}
         self._moving: dict[int, Operation] = {}
@@ -168,11 +169,11 @@ class Transit:
             return [], 0
         self._open = False
         if self._owner != os.getpid():
-            self._space.close()
+            self._scratch.close()
             return [], 0
         for operation in list(self._operations):
             self._finish_later_told(operation)
-        self._space.close()
+        self._scratch.close()
         lost = sum(not _is_gone(r) for p in set(self._stored.values()) for r in p.storages)
         return [failure for _, failure in self._failures], lost
 
@@ -206,12 +207,13 @@ class Transit:
     ) -> Operation:
         futures: list[IoFuture] = []
         try:
-            for tensor, extents in zip(tensors, parcel.extents, strict=True):
+            for tensor, stripes in zip(tensors, parcel.stripes, strict=True):
                 whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-                for extent in extents:
-                    file = self._space.files[extent.file]
+                for stripe in stripes:
+                    file = self._scratch.files[stripe.extent.file]
                     move = file.write if kind is Kind.WRITE else file.read
-                    futures.append(move(whole[extent.start : extent.stop], extent.offset))
+                    part = whole[stripe.start : stripe.stop]
+                    futures.append(move(part, stripe.extent.offset))
         except BaseException:
             futures.clear()  # a future waits when it is dropped: the memory is free to go
             raise
@@ -256,16 +258,16 @@ class Transit:
                 told[0].add_note(f"It also happened: {other}")
             raise told[0]
 
-    def _take_room(self, sizes: Sequence[int]) -> tuple[tuple[Extent, ...], ...]:
+    def _take_room(self, sizes: Sequence[int]) -> tuple[tuple[Stripe, ...], ...]:
         if len(self._stored) > self._many_stored:
             self._bury()
             self._many_stored = max(_FEW, 2 * len(self._stored))
-        taken: list[tuple[Extent, ...]] = []
+        taken: list[tuple[Stripe, ...]] = []
         try:
-            taken.extend(self._space.take(size) for size in sizes)
+            taken.extend(take_stripes(self._scratch, size) for size in sizes)
         except DirectoryError:
-            for extents in taken:
-                self._space.give(extents)
+            for stripes in taken:
+                release_stripes(self._scratch, stripes)
             if self._bury():
                 return self._take_room(sizes)
             raise
@@ -281,8 +283,8 @@ class Transit:
         return bool(dead)
 
     def _give_room(self, parcel: Parcel) -> None:
-        for extents in parcel.extents:
-            self._space.give(extents)
+        for stripes in parcel.stripes:
+            release_stripes(self._scratch, stripes)
 
     def _why_unreadable(self, tensors: Sequence[torch.Tensor], keys: Sequence[int]) -> str:
         for tensor, key in zip(tensors, keys, strict=True):

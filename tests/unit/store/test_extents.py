@@ -1,35 +1,10 @@
-"""Free runs, and who has which extent."""
+"""Who has which extent."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tensorstow.base.errors import OptionError
-from tensorstow.store.extents import Extents, FreeSpace
+from tensorstow.store.extents import Extents
 from tensorstow.store.records import HEADER_BYTES, PAGE, Extent
-
-
-@given(st.lists(st.integers(0, 40), unique=True), st.lists(st.integers(1, 5), max_size=30))
-@settings(deadline=None)
-def test_free_runs_are_what_a_set_of_pages_is(freed: list[int], wanted: list[int]) -> None:
-    space, pages = FreeSpace(), set(freed)
-    for page in freed:
-        space.add(page, page + 1)
-    for count in wanted:
-        start = space.take(count)
-        fits = [s for s in sorted(pages) if pages >= set(range(s, s + count))]
-        assert start == (fits[0] if fits else None)
-        if start is not None:
-            pages -= set(range(start, start + count))
-    assert space.nbytes == len(pages)
-    assert all(b > a for a, b in zip(space._ends, space._starts[1:], strict=False))
-
-
-def test_what_reaches_the_end_of_a_file() -> None:
-    space = FreeSpace()
-    assert space.trailing(0) == 0
-    space.add(3, 7)
-    assert (space.trailing(7), space.trailing(8)) == (4, 0)
 
 
 def test_what_generations_do_not_refer_to_is_free() -> None:

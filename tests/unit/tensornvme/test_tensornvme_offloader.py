@@ -21,8 +21,8 @@ from compare import all_equal
 from tensorstow.base.errors import DirectoryError, ForkError, OptionError, TransferError
 from tensorstow.io import files as files_module
 from tensorstow.io.engine import choose_backend, probe_backend
+from tensorstow.io.scratch import ScratchFiles
 from tensorstow.tensornvme import DiskOffloader
-from tensorstow.tensornvme.space import ScratchSpace
 
 BACKENDS = ["uring", "aio", "pthread"]
 
@@ -48,13 +48,13 @@ def emptied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def space_of(offloader: DiskOffloader) -> ScratchSpace:
+def scratch_of(offloader: DiskOffloader) -> ScratchFiles:
     assert offloader._transit is not None
-    return offloader._transit._space
+    return offloader._transit._scratch
 
 
 def inject(offloader: DiskOffloader, operation: str, **fault: int) -> None:
-    space_of(offloader).files[0].engine.inject_fault(operation, **fault)
+    scratch_of(offloader).files[0].engine.inject_fault(operation, **fault)
 
 
 def test_the_exported_names() -> None:
@@ -342,7 +342,7 @@ def test_a_full_disk_is_told_at_once(one: DiskOffloader, monkeypatch: pytest.Mon
 def test_room_of_tensors_that_are_gone_is_used_again(one: DiskOffloader) -> None:
     for _ in range(300):
         one.sync_write(torch.rand(1 << 18))
-    assert space_of(one)._free[0].end < 200 << 20  # of 300 MiB written
+    assert scratch_of(one).nbytes < 200 << 20  # of 300 MiB written
 
 
 def test_directories_are_striped(tmp_path: Path) -> None:
@@ -350,7 +350,9 @@ def test_directories_are_striped(tmp_path: Path) -> None:
         x = torch.rand(3 << 20)
         before = x.clone()
         striped.sync_write(x)
-        assert [runs.end for runs in space_of(striped)._free] == [6 << 20, 6 << 20]
+        scratch = scratch_of(striped)
+        used = [s - f.nbytes for s, f in zip(scratch._sizes, scratch._free, strict=True)]
+        assert used == [6 << 20, 6 << 20]
         striped.sync_read(x)
         assert torch.equal(x, before)
 

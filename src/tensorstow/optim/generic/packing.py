@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.base.sizes import round_up
 from tensorstow.io.files import ALIGN
-from tensorstow.states.layout import round_up
 
 LARGE_BYTES = 16 << 10
 """A tensor of fewer bytes stays in RAM: turning to it would take a disk longer than moving it."""

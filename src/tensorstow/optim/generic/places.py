@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 import tensorstow._native as _native
+from tensorstow.base.sizes import round_up
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, IoFuture, accepts_direct, scratch_file
-from tensorstow.states.layout import round_up
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import choose_scratch
 

@@ -1,0 +1,92 @@
+"""Scratch files: files without a name, whose disk space is freed when the process ends."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tensorstow._native as _native
+from tensorstow.base.errors import DirectoryError
+from tensorstow.base.sizes import round_up
+from tensorstow.io.files import ALIGN, File, scratch_file
+from tensorstow.io.free_list import FreeList
+
+GROWTH_BYTES = 16 << 20
+"""Files grow by at least this much where there is room: fewer and longer extents on the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchExtent:
+    """A byte range of a scratch file."""
+
+    file: int
+    """The index of the file."""
+    offset: int
+    nbytes: int
+
+
+class ScratchFiles:
+    """Scratch files, one per directory; extents go round them, and free bytes are used again.
+
+    A file grows where none of its free ranges is large enough for an extent.
+    """
+
+    def __init__(
+        self, engine: _native.Engine, directories: Sequence[Path], sizes: Sequence[int]
+    ) -> None:
+        """Create a file in each of ``directories`` and reserve its bytes in ``sizes``.
+
+        Raises DirectoryError where a directory is missing, read-only, in RAM or too full.
+        """
+        self.files: list[File] = []
+        self._free = [FreeList() for _ in directories]
+        self._sizes = list(sizes)
+        self._next = 0
+        try:
+            for directory, size in zip(directories, sizes, strict=True):
+                self.files.append(scratch_file(engine, directory, size))
+        except BaseException:
+            self.close()
+            raise
+        for free, size in zip(self._free, sizes, strict=True):
+            if size:
+                free.add(0, size)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files, used and free."""
+        return sum(self._sizes)
+
+    def take(self, nbytes: int) -> ScratchExtent:
+        """Return an extent of ``nbytes`` (above 0) in the next file, at a multiple of ALIGN.
+
+        Raises DirectoryError where its disk is full.
+        """
+        file, padded = self._next, round_up(nbytes, ALIGN)
+        while (offset := self._free[file].take(padded)) is None:
+            self._grow(file, padded)
+        self._next = (file + 1) % len(self.files)
+        return ScratchExtent(file, offset, nbytes)
+
+    def release(self, extents: Iterable[ScratchExtent]) -> None:
+        """Make the bytes of ``extents`` free."""
+        for extent in extents:
+            end = extent.offset + round_up(extent.nbytes, ALIGN)
+            self._free[extent.file].add(extent.offset, end)
+
+    def close(self) -> None:
+        """Wait for what is in flight and drop the files. Idempotent."""
+        for file in self.files:
+            file.close()
+
+    def _grow(self, file: int, nbytes: int) -> None:
+        """Make the last free range of ``file`` one of at least ``nbytes``."""
+        size = self._sizes[file]
+        missing = nbytes - self._free[file].trailing(size)
+        wanted = size + max(missing, GROWTH_BYTES)
+        try:
+            self.files[file].reserve(wanted)
+        except DirectoryError:
+            wanted = size + missing
+            self.files[file].reserve(wanted)
+        self._free[file].add(size, wanted)
+        self._sizes[file] = wanted
