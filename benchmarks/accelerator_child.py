@@ -18,8 +18,8 @@ from benchmarks.gpu_ways import Moved
 from tensorstow import _native
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.fsdp.mesh import mesh_of
 from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.sharding import make_mesh
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -192,7 +192,7 @@ def _placed(course: Course, device: torch.device, directory: Path) -> tuple[nn.M
     if plan.parameters == Tier.DEVICE:
         model.to(device)
     else:
-        given["mesh"] = mesh_of(device, stage=plan.stage, replicas=plan.replicas)
+        given["mesh"] = make_mesh(device, stage=plan.stage, replicas=plan.replicas)
     return stow(model, make, plan=plan, **given)
 
 

@@ -32,8 +32,8 @@ from benchmarks.place import on_cpu
 from benchmarks.raw import RawFile, alternate, cut
 from tensorstow.base.allocator import give_back_large_blocks
 from tensorstow.base.plan import Plan
-from tensorstow.fsdp.mesh import mesh_of
 from tensorstow.fsdp.report import ParameterBytes, parameter_bytes
+from tensorstow.fsdp.sharding import make_mesh
 from tensorstow.fsdp.stow import stow
 from tensorstow.fsdp.units import units_of
 from tensorstow.io.engine import open_engine
@@ -123,7 +123,7 @@ def _contenders(make: Any, directory: Path, *, quick: bool) -> Iterator[Contende
     yield Contender("optimizer alone", alone, own, ids)
     on_host = Plan(states="disk", overlap="backward")
     yield Contender("stowed, HOST", *stow(model(), partial(make, **scratch), plan=on_host), ids)
-    mesh = mesh_of(torch.device("cpu"), stage=3, replicas=1)
+    mesh = make_mesh(torch.device("cpu"), stage=3, replicas=1)
     sharded = stow(model(), make, plan=Plan(), mesh=mesh)
     yield Contender("RAM, sharded", *sharded, ids)
     plan = Plan(parameters="disk", states="disk", overlap="backward", shelf_bytes=_held(model()))

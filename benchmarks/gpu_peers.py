@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from benchmarks.gpu_ways import LR, Site, Training, Way, nothing, trained
-from tensorstow.fsdp.mesh import mesh_of
+from tensorstow.fsdp.sharding import make_mesh
 
 _HALVES_DRAM = 14
 """bf16 weight, m and v read and written, the gradient read."""
@@ -20,7 +20,7 @@ _WHOLE_DRAM = 34
 
 def _fsdp(site: Site, model: nn.Module) -> Training:
     """FSDP2's own offload; weights stay gathered from forward to backward, which is the faster."""
-    mesh = mesh_of(site.place.device, stage=3, replicas=1)
+    mesh = make_mesh(site.place.device, stage=3, replicas=1)
     policy = CPUOffloadPolicy(pin_memory=site.place.is_real)
     blocks: Any = model.get_submodule("blocks")
     for module in (*blocks, model):
@@ -39,7 +39,7 @@ def _torchao(site: Site, model: nn.Module) -> Training:
 def _deepspeed(site: Site, model: nn.Module) -> Training:
     """ZeRO-2 with the optimizer on the CPU: parameters on DEVICE, states on HOST."""
     deepspeed: Any = importlib.import_module("deepspeed")
-    mesh_of(site.place.device, stage=3, replicas=1)  # the group that it would start by itself
+    make_mesh(site.place.device, stage=3, replicas=1)  # the group that it would start by itself
     os.environ.setdefault("LOCAL_RANK", str(site.place.device.index or 0))
     config = {
         "train_micro_batch_size_per_gpu": site.sequences,

@@ -13,8 +13,8 @@ from torch import nn
 from benchmarks.place import Place
 from tensorstow.base.plan import Overlap, Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.fsdp.mesh import mesh_of
 from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.sharding import make_mesh
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -158,7 +158,7 @@ def _stowed(site: Site, model: nn.Module, *, plan: Plan) -> Training:
     if plan.parameters == Tier.DEVICE:
         site.place.put(model)
     else:  # without a mesh, the CPU in the device's place has nothing to move
-        given["mesh"] = mesh_of(site.place.device, stage=plan.stage, replicas=plan.replicas)
+        given["mesh"] = make_mesh(site.place.device, stage=plan.stage, replicas=plan.replicas)
     if plan.states == Tier.DISK:
         make = partial(make, durability="none")
         given["dir"] = site.directory

@@ -12,8 +12,8 @@ from benchmarks.place import Place, cpu_as_device
 from benchmarks.transformer import TINY, Decoder, elements_of
 from tensorstow.base.plan import Overlap, Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.fsdp.mesh import mesh_of
 from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.sharding import make_mesh
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -103,7 +103,7 @@ def _made(course: Course, place: Place, model: nn.Module) -> tuple[nn.Module, St
         place.put(model)
         mesh = None
     else:  # without one, a CPU has nothing to shard nor to move
-        mesh = mesh_of(place.device, stage=3, replicas=1)
+        mesh = make_mesh(place.device, stage=3, replicas=1)
     return stow(model, partial(AdamW, lr=1e-3), plan=plan, mesh=mesh)
 
 

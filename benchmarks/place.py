@@ -82,7 +82,7 @@ def on_cpu() -> Iterator[torch.device]:
     """Let ``stow`` compute on the CPU inside, whatever else there is."""
     cpu = torch.device("cpu")
     engine = importlib.import_module(_STOW)
-    with mock.patch.object(engine, "device_here", return_value=cpu):
+    with mock.patch.object(engine, "current_device", return_value=cpu):
         yield cpu
 
 

@@ -12,7 +12,7 @@ from tensorstow import AdamW
 from tensorstow.base.errors import StowError
 from tensorstow.base.plan import Plan
 from tensorstow.deepspeed.config.json_text import parse
-from tensorstow.fsdp.loading import Files
+from tensorstow.fsdp.pretrained import PretrainedFiles
 from tensorstow.io.safetensors import read_table
 
 NESTED = ("[" * 200_000, '{"a":' * 200_000)
@@ -66,11 +66,11 @@ def readers(place: Path, change: Callable[[str], str]) -> Iterator[Callable[[], 
         index = {"metadata": {}, "weight_map": {"a": "part.safetensors", "b": "part.safetensors"}}
         text = change(json.dumps(index)).encode("utf-8", "surrogatepass")
         (folder / "model.safetensors.index.json").write_bytes(text)
-        return Files(folder, None)
+        return PretrainedFiles(folder, None)
 
     def read_weights_file() -> object:
         safetensors_with(table, change)
-        return Files(table, None)
+        return PretrainedFiles(table, None)
 
     yield read_table_of
     yield read_weights

@@ -11,8 +11,8 @@ from torch import nn
 from ranks.stowed import Course, stowed
 from tensorstow.checkpoint import resume
 from tensorstow.fsdp import gradients, sharding
-from tensorstow.fsdp.micro_batches import MicroBatches
-from tensorstow.fsdp.shard_storage import Cell
+from tensorstow.fsdp.shard_storage import HostShard
+from tensorstow.fsdp.unshard import MicroBatches
 from tensorstow.optim import stowed_adam
 from tensorstow.step.disk_feed import Leases
 
@@ -48,14 +48,14 @@ def own_norm(patches: ExitStack) -> None:
 
 def old_weights(patches: ExitStack) -> None:
     """Gather a weight without waiting for its update."""
-    before = Cell.open
+    before = HostShard.pin
 
-    def open_old(self: Cell) -> torch.Tensor:
+    def pin_old(self: HostShard) -> torch.Tensor:
         if not hasattr(self, "first"):
             self.first = before(self).clone()
         return self.first
 
-    patches.enter_context(patch.object(Cell, "open", open_old))
+    patches.enter_context(patch.object(HostShard, "pin", pin_old))
 
 
 def unwritten(patches: ExitStack) -> None:
@@ -77,7 +77,7 @@ def unreduced(patches: ExitStack) -> None:
         self._model.set_requires_gradient_sync(self._seen != 0)
         self._model.set_reshard_after_backward(True)
 
-    patches.enter_context(patch.object(MicroBatches, "_before_forward", before_forward))
+    patches.enter_context(patch.object(MicroBatches, "_pre_forward", before_forward))
 
 
 def other_rows(patches: ExitStack) -> None:
@@ -94,12 +94,12 @@ def other_rows(patches: ExitStack) -> None:
 
 def thawed(patches: ExitStack) -> None:
     """Train what is frozen."""
-    right = sharding.exchange
+    right = sharding.replace_parameter
 
-    def exchange(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    def replace_parameter(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
         right(root, old, new.requires_grad_())
 
-    patches.enter_context(patch.object(sharding, "exchange", exchange))
+    patches.enter_context(patch.object(sharding, "replace_parameter", replace_parameter))
 
 
 def frozen_not_resumed(patches: ExitStack) -> None:

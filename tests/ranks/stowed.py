@@ -15,7 +15,7 @@ from torch.nn import functional
 import tensorstow
 from ranks.twin import mesh_here
 from tensorstow import Plan
-from tensorstow.fsdp.mesh import device_here
+from tensorstow.fsdp.sharding import current_device
 
 CPU = torch.device("cpu")
 WIDTH = 12
@@ -173,7 +173,7 @@ class Life:
         course, model, optimizer = self.course, self.model, self.optimizer
         for step in steps:
             for micro in range(course.plan.accumulation_steps):
-                loss_of(model, dist.get_rank(), step, micro, device_here()).backward()
+                loss_of(model, dist.get_rank(), step, micro, current_device()).backward()
             if course.clip is not None and course.torch_clips:
                 nn.utils.clip_grad_norm_(model.parameters(), course.clip)
             elif course.clip is not None:

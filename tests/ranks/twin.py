@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import tensorstow
 from tensorstow import Plan
-from tensorstow.fsdp.mesh import device_here
+from tensorstow.fsdp.sharding import current_device
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 """The loss of a model on what a rank sees in a micro-batch."""
@@ -23,7 +23,7 @@ FETCHED = Plan(parameters="disk", states="disk")
 
 def mesh_here() -> DeviceMesh | None:
     """Return a mesh of one rank where there is one, so that it is sharded too."""
-    return init_device_mesh(device_here().type, (1,)) if dist.get_world_size() == 1 else None
+    return init_device_mesh(current_device().type, (1,)) if dist.get_world_size() == 1 else None
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ from tensorstow.deepspeed.saving import (
 from tensorstow.deepspeed.spread import at_rest
 from tensorstow.deepspeed.states import forget_masters, watch_loads
 from tensorstow.deepspeed.updating import Scale, Updating
-from tensorstow.fsdp.mesh import device_here
+from tensorstow.fsdp.sharding import current_device
 from tensorstow.optim.stowed_adam import StowedAdam
 
 _COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
@@ -58,7 +58,7 @@ class DeepSpeedEngine(nn.Module):
         self.lr_scheduler = lr_scheduler
         self.settings = settings
         self.training_dataloader: Any = None
-        self.device = device_here()
+        self.device = current_device()
         self.global_rank, self.local_rank = rank_here(), local_rank()
         self.world_size = world_of(settings)
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0

@@ -21,7 +21,7 @@ from tensorstow.deepspeed.optimizers import Make, maker_of
 from tensorstow.deepspeed.plans import directory_of, dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.ranks import init_distributed
 from tensorstow.deepspeed.rates.schedulers import make_scheduler
-from tensorstow.fsdp.mesh import world_here
+from tensorstow.fsdp.sharding import world_size
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -67,7 +67,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     source = _source(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    settings = read_settings(source, world_here(), fill=fill)
+    settings = read_settings(source, world_size(), fill=fill)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
     placed, made = _placed(model, make, settings)
     offloads = settings.activation_checkpointing.cpu_checkpointing

@@ -6,7 +6,7 @@ from torch import nn
 
 from tensorstow.deepspeed.spread import rows_of
 from tensorstow.deepspeed.states import owned_names, put_states
-from tensorstow.fsdp.mesh import host_group
+from tensorstow.fsdp.sharding import host_group
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.step.step_plan import as_step
 

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from tensorstow.fsdp.mesh import device_here
+from tensorstow.fsdp.sharding import backend_of, current_device
 
 
 def rank_here() -> int:
@@ -35,13 +35,7 @@ def init_distributed(
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    device = device_here()
+    device = current_device()
     if device.type != "cpu":
         torch.accelerator.set_device_index(local_rank())
-    dist.init_process_group(dist_backend or _backend(device))
-
-
-def _backend(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(dist_backend or backend_of(device))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from tensorstow.base.errors import OptionError, StoreFormatError
 from tensorstow.deepspeed.spread import at_rest, own_of, spread
 from tensorstow.deepspeed.states import owned_names, put_states, states_of
-from tensorstow.fsdp.mesh import host_group
+from tensorstow.fsdp.sharding import host_group
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.dtensor import is_sharded, shard_of
 

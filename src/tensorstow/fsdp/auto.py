@@ -13,7 +13,7 @@ from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
 from tensorstow.fsdp.gradient_offload import MOST_UNDER_WAY
-from tensorstow.fsdp.sharding import SHELF_ALIGN
+from tensorstow.fsdp.sharding import SHARD_ALIGN
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.uploads import buffers_of
 from tensorstow.io.files import ALIGN
@@ -21,7 +21,7 @@ from tensorstow.step.backpressure import WINDOW_BYTES
 
 RING_BYTES = 48 << 20
 """What states on disk pass through, whatever the model's size."""
-LEAST_SHELVED = 3
+MIN_UNITS_IN_MEMORY = 3
 """Units on disk that are in memory at once, at least: one is computed with, others are updated."""
 _UNITS_AT_ONCE = 2
 _STATE_BYTES = {torch.float32: 8, torch.bfloat16: 10}
@@ -57,7 +57,7 @@ class Sizes:
     @property
     def shelved(self) -> int:
         """Return the host memory that parameters on disk need at least while they are used."""
-        return LEAST_SHELVED * (self.largest_share + ALIGN)
+        return MIN_UNITS_IN_MEMORY * (self.largest_share + ALIGN)
 
 
 def auto_plan(
@@ -160,7 +160,7 @@ def _with_shelves(plan: Plan, sizes: Sizes, budget: Budget, needed: Mapping[Tier
 def _share_of(unit: Unit, ranks: int) -> int:
     shapes = [(p.shape or (1,), p.element_size()) for p in unit.parameters.values()]
     rows = [(-(-shape[0] // ranks), math.prod(shape[1:]), size) for shape, size in shapes]
-    return sum(round_up(length * width * size, SHELF_ALIGN) for length, width, size in rows)
+    return sum(round_up(length * width * size, SHARD_ALIGN) for length, width, size in rows)
 
 
 def _missing(needed: Mapping[Tier, int], budget: Budget) -> dict[Tier, int]:

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError, StowError
-from tensorstow.fsdp.key_conversion import is_of_transformers
-from tensorstow.fsdp.mesh import host_group
+from tensorstow.fsdp.pretrained import is_of_transformers
+from tensorstow.fsdp.sharding import host_group
 from tensorstow.io.mapped import replacing
 from tensorstow.io.safetensors import Entry, Table, lay_out
 

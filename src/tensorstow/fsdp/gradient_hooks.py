@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorstow.base.sizes import round_up
 from tensorstow.fsdp.gradient_offload import Falls, Passage, Room, WholeTaker, take_down
-from tensorstow.fsdp.shardable import check_hooks
+from tensorstow.fsdp.validation import validate_no_hooks
 from tensorstow.io.device_link import Link
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.tensors.dtensor import shard_of
@@ -62,7 +62,7 @@ class Landing:
         if self._falls is not None:
             self._falls.let_go()
         for parameter in self._sharded:
-            check_hooks(parameter, "a parameter")
+            validate_no_hooks(parameter, "a parameter")
         still = []
         for parameter in self._unhooked:
             if parameter.requires_grad:
@@ -106,11 +106,3 @@ def landing_bytes(model: torch.nn.Module) -> int:
     """Return the pinned bytes of the memory that gradients of ``model`` fall into."""
     landing = _LANDINGS.get(model)
     return 0 if landing is None else landing.pinned_bytes
-
-
-def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Move every buffer that has values to ``device``."""
-    for module in model.modules():
-        for name, buffer in list(module._buffers.items()):  # noqa: SLF001
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)  # noqa: SLF001

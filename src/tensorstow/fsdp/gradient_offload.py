@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from tensorstow.fsdp.gradients import HostGradient
-from tensorstow.fsdp.stowed_parameter import cell_of
+from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.io.device_link import Link, Mark
 from tensorstow.io.pinned import PinnedBlock
 
@@ -136,7 +136,7 @@ def take_down(
 
 def _count(parameter: torch.Tensor, gradient: torch.Tensor, room: Room | None) -> None:
     """Count the bytes of a micro-batch's ``gradient`` that leave the device, or have left it."""
-    counter = cell_of(parameter) or room
+    counter = storage_of(parameter) or room
     if counter is None:
         return
     if isinstance(gradient, HostGradient):

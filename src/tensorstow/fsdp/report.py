@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from tensorstow.fsdp.gradient_hooks import landed_bytes, landing_bytes
-from tensorstow.fsdp.stowed_parameter import cell_of
+from tensorstow.fsdp.shard_storage import HostShard, ShardStorage
+from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.uploads import uploads_of
+from tensorstow.io.pinned import PinnedBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +39,27 @@ class ParameterBytes:
 
 def parameter_bytes(model: nn.Module) -> ParameterBytes:
     """Return what the parameters of a model that ``stow`` placed hold and have moved."""
-    cells = [cell for p in model.parameters() if (cell := cell_of(p)) is not None]
-    on_disk = [cell for cell in cells if cell.lessor is not None]
+    shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
+    on_disk = [shard for shard in shards if shard.lessor is not None]
     rooms = {id(c.lessor.shelves): c.lessor.shelves for c in on_disk if c.lessor is not None}
-    blocks = {id(c.block): c.block.pinned_bytes for c in cells if c.block is not None}
+    blocks = {id(block): block.pinned_bytes for shard in shards if (block := _block_of(shard))}
     uploads = uploads_of(model)
     return ParameterBytes(
-        host_bytes=sum(cell.padded.nbytes for cell in cells if cell.lessor is None),
-        disk_bytes=sum(cell.padded.nbytes for cell in on_disk),
+        host_bytes=sum(shard.padded.nbytes for shard in shards if shard.lessor is None),
+        disk_bytes=sum(shard.padded.nbytes for shard in on_disk),
         lent_bytes=sum(room.held_bytes for room in rooms.values()),
         most_lent_bytes=sum(room.high_water_bytes for room in rooms.values()),
         bytes_read=sum(room.bytes_read for room in rooms.values()),
         bytes_written=sum(room.bytes_written for room in rooms.values()),
-        link_bytes_down=sum(cell.bytes_down for cell in cells) + landed_bytes(model),
-        link_bytes_up=sum(cell.bytes_up for cell in cells),
+        link_bytes_down=sum(shard.bytes_down for shard in shards) + landed_bytes(model),
+        link_bytes_up=sum(shard.bytes_up for shard in shards),
         pinned_bytes=sum(blocks.values())
         + landing_bytes(model)
         + (0 if uploads is None else uploads.pinned_bytes),
         staging_bytes=0 if uploads is None else uploads.staging_bytes,
         device_bytes=0 if uploads is None else uploads.device_bytes,
     )
+
+
+def _block_of(shard: ShardStorage) -> PinnedBlock | None:
+    return shard.block if isinstance(shard, HostShard) else None

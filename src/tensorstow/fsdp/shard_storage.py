@@ -1,116 +1,234 @@
-"""A cell: this rank's bytes of one parameter, and who may read them when."""
+"""Where the bytes of a parameter's shard are: in host memory, or on disk and read when needed.
 
+[Note: Copies for an all-gather] FSDP2 copies what it gathers one unit after the other, and it has
+copied a unit's bytes when it asks for the next unit's. So one unit on disk is pinned for that at a
+time, also where FSDP2 gathers a unit ahead, does not use it, and says nothing of it.
+
+[Note: Prefetch order] Units are used in one order in forward and in the reverse order in backward.
+Which of the two runs is told by the unit before, so pairs of units predict the next one. A model
+that takes another way is read when it asks.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from tensorstow.fsdp.prefetch import Prefetcher
 from tensorstow.io.buffer_pool import Shelf
 from tensorstow.io.pinned import PinnedBlock
 
 
-class Cell:
-    """One parameter's shard in host memory, padded to the size that all ranks' shards have.
+class ShardStorage(ABC):
+    """This rank's shard of one parameter, padded to the size that all ranks' shards have.
 
-    ``rows`` of the padded tensor's first dimension are this rank's; FSDP2 gathers the padding too.
+    Padding is the last rows of the first dimension; FSDP2 gathers it too.
     """
 
-    def __init__(self, padded: torch.Tensor, rows: int, block: PinnedBlock | None = None) -> None:
-        """Take ``padded``, which is contiguous host memory; of ``block``, where it is pinned."""
+    lessor: Shelf | None = None
+    """The disk-backed buffer that the bytes are in; None: they stay in host memory."""
+
+    def __init__(self, padded: torch.Tensor, rows: int) -> None:
+        """Take memory that holds the shard.
+
+        Args:
+            padded: Contiguous host memory, of shape (rows of every rank's shard, ...).
+            rows: How many of its rows are this rank's own; the rest is padding.
+        """
         self.padded = padded
-        self.block = block
         self.home = padded.narrow(0, 0, rows)
-        """This rank's elements, without padding: what the optimizer updates."""
-        self.lessor: Shelf | None = None
-        """Where the bytes are on disk; None: they stay in host memory."""
-        self.before_read: Callable[[], None] = _at_once
-        """Returns when the weight is the newest one."""
-        self.before_write: Callable[[], None] = _at_once
-        """Returns when no copy of the weight is under way, and none is kept that will be used."""
+        """This rank's elements without padding: what the optimizer updates."""
+        self.is_sharded = False
+        """Whether FSDP2 has sharded the parameter; before that nobody may use the bytes."""
+        self.before_read: Callable[[], None] = _do_nothing
+        """Returns when the pending update of the weight is finished."""
+        self.before_write: Callable[[], None] = _do_nothing
+        """Returns when no copy reads the weight, and copies made ahead are discarded."""
         self.bytes_down = 0
-        """Of gradients that came from the device."""
+        """Bytes of gradients that were copied from the device."""
         self.bytes_up = 0
-        """Of weights that were given to it."""
+        """Bytes of weights that were copied to the device."""
 
     @property
-    def is_pinned(self) -> bool:
-        """Return whether a device copies from it beside what the host does."""
+    def is_page_locked(self) -> bool:
+        """Return whether a device can copy from these bytes while the host does other work."""
+        return False
+
+    @abstractmethod
+    def pin(self) -> torch.Tensor:
+        """Return the newest padded weight, which stays in memory until ``unpin``.
+
+        Raises:
+            TransferError, DamageError: It cannot be read from disk as it was written.
+        """
+
+    @abstractmethod
+    def unpin(self, *, dirty: bool = False) -> None:
+        """End what ``pin`` began; ``dirty``: the bytes were changed and are to be written back."""
+
+    @abstractmethod
+    def pin_for_copy(self) -> torch.Tensor:
+        """Return the newest padded weight, to be copied before the next unit's is asked for."""
+
+    @abstractmethod
+    def unpin_after_copy(self) -> None:
+        """End what ``pin_for_copy`` began, for all shards of the unit."""
+
+    @abstractmethod
+    def access(self, *, write: bool) -> AbstractContextManager[None]:
+        """Keep ``home`` and ``padded`` in memory and up to date inside.
+
+        Args:
+            write: Whether they are changed inside.
+        """
+
+
+class HostShard(ShardStorage):
+    """A shard that stays in host memory."""
+
+    def __init__(self, padded: torch.Tensor, rows: int, block: PinnedBlock | None = None) -> None:
+        """Take memory that holds the shard.
+
+        Args:
+            padded: Contiguous host memory, of shape (rows of every rank's shard, ...).
+            rows: How many of its rows are this rank's own; the rest is padding.
+            block: The page-locked memory that ``padded`` is part of; None: it is pageable.
+        """
+        super().__init__(padded, rows)
+        self.block = block
+
+    @property
+    def is_page_locked(self) -> bool:
+        """Return whether a device can copy from these bytes while the host does other work."""
         return self.block is not None and self.block.pinned
 
-    def open(self) -> torch.Tensor:
-        """Return the padded weight, the newest one; it may be read until ``close``."""
+    def pin(self) -> torch.Tensor:
+        """Return the newest padded weight."""
         self.before_read()
         return self.padded
 
-    def close(self, *, changed: bool = False) -> None:
-        """Say that what ``open`` returned was read, or by ``changed`` that it was written to."""
+    def unpin(self, *, dirty: bool = False) -> None:
+        """Do nothing: the bytes stay in memory."""
 
-    def open_to_copy(self) -> torch.Tensor:
-        """Return what ``open`` does, to be copied before another unit's is asked for."""
-        return self.open()
+    def pin_for_copy(self) -> torch.Tensor:
+        """Return the newest padded weight."""
+        return self.pin()
 
-    def copied(self) -> None:
-        """Say that what ``open_to_copy`` returned was copied."""
-        self.close()
+    def unpin_after_copy(self) -> None:
+        """Do nothing: the bytes stay in memory."""
 
     @contextmanager
-    def opened(self, *, to_change: bool) -> Iterator[None]:
-        """Let ``home`` and ``padded`` be read inside, and written where ``to_change``."""
+    def access(self, *, write: bool) -> Iterator[None]:
+        """Keep ``home`` and ``padded`` up to date inside; ``write``: they are changed."""
         self.before_read()
-        if to_change:
+        if write:
             self.before_write()
         yield
 
 
-class ShelvedCell(Cell):
-    """One parameter's shard on a shelf."""
+class DiskShard(ShardStorage):
+    """A shard that is on disk, and in memory while it is pinned."""
+
+    lessor: Shelf
 
     def __init__(
-        self, padded: torch.Tensor, rows: int, shelf: Shelf, prefetcher: Prefetcher
+        self, padded: torch.Tensor, rows: int, buffer: Shelf, prefetcher: "Prefetcher"
     ) -> None:
-        """Take ``padded``, which is a view of the shelf's memory."""
+        """Take a part of ``buffer``.
+
+        Args:
+            padded: A tensor over the buffer's memory, of shape (rows of every rank's shard, ...).
+            rows: How many of its rows are this rank's own; the rest is padding.
+            buffer: The unit's buffer, all of which is read and written at once.
+            prefetcher: What reads the next units' buffers ahead.
+        """
         super().__init__(padded, rows)
-        self.lessor = self._shelf = shelf
+        self.lessor = buffer
         self._prefetcher = prefetcher
 
-    def open(self) -> torch.Tensor:
-        """Return the padded weight, the newest one; it may be read until ``close``."""
+    def pin(self) -> torch.Tensor:
+        """Return the newest padded weight, which stays in memory until ``unpin``."""
         self.before_read()
-        self._shelf.lease()
+        self.lessor.lease()
         try:
-            self._prefetcher.used(self._shelf)
-        except BaseException:  # an interrupt: nobody will close what was not returned
-            self._shelf.release()
+            self._prefetcher.record_use(self.lessor)
+        except BaseException:  # an interrupt: nobody will unpin what was not returned
+            self.lessor.release()
             raise
         return self.padded
 
-    def close(self, *, changed: bool = False) -> None:
-        """Say that what ``open`` returned was read, or by ``changed`` that it was written to."""
-        self._shelf.release(changed=changed)
+    def unpin(self, *, dirty: bool = False) -> None:
+        """End what ``pin`` began; ``dirty``: the bytes were changed and are to be written back."""
+        self.lessor.release(changed=dirty)
 
-    def open_to_copy(self) -> torch.Tensor:
-        """Return what ``open`` does, to be copied before another unit's is asked for."""
+    def pin_for_copy(self) -> torch.Tensor:
+        """Return the newest padded weight, to be copied before the next unit's is asked for."""
         self.before_read()
-        self._prefetcher.open(self._shelf)
+        self._prefetcher.pin(self.lessor)
         return self.padded
 
-    def copied(self) -> None:
-        """Say that what ``open_to_copy`` returned was copied, of all cells of the shelf."""
-        self._prefetcher.close(self._shelf)
+    def unpin_after_copy(self) -> None:
+        """End what ``pin_for_copy`` began, for all shards of the unit."""
+        self._prefetcher.unpin(self.lessor)
 
     @contextmanager
-    def opened(self, *, to_change: bool) -> Iterator[None]:
-        """Let ``home`` and ``padded`` be read inside, and written where ``to_change``."""
+    def access(self, *, write: bool) -> Iterator[None]:
+        """Keep ``home`` and ``padded`` in memory and up to date inside; ``write``: to change."""
         self.before_read()
-        if to_change:
+        if write:
             self.before_write()
-        self._shelf.lease(to_change=to_change)
+        self.lessor.lease(to_change=write)
         try:
             yield
         finally:
-            self._shelf.release(changed=to_change)
+            self.lessor.release(changed=write)
 
 
-def _at_once() -> None:
+class Prefetcher:
+    """Pins the buffer that an all-gather copies from, and reads those ahead that come next."""
+
+    def __init__(self, ahead: int) -> None:
+        """Read up to ``ahead`` units beyond the one in use."""
+        self._ahead = ahead
+        self._pinned: Shelf | None = None
+        self._last: tuple[Shelf | None, Shelf | None] = (None, None)
+        self._next: dict[tuple[Shelf | None, Shelf | None], Shelf] = {}
+
+    def pin(self, buffer: Shelf) -> None:
+        """Return when ``buffer`` is in memory, where it stays until ``unpin``.
+
+        The one that was pinned before is unpinned: it has been copied.
+        """
+        if buffer is not self._pinned:
+            self._unpin()
+            buffer.lease()
+            self._pinned = buffer
+        self.record_use(buffer)
+
+    def unpin(self, buffer: Shelf) -> None:
+        """Let ``buffer`` leave memory. Idempotent."""
+        if buffer is self._pinned:
+            self._unpin()
+
+    def record_use(self, buffer: Shelf) -> None:
+        """Learn that ``buffer`` is used now, and begin reading those that follow."""
+        before, last = self._last
+        if buffer is last:
+            return
+        self._next[before, last] = buffer
+        self._last = pair = (last, buffer)
+        for _ in range(self._ahead):
+            following = self._next.get(pair)
+            if following is None:
+                return
+            following.fetch()
+            pair = (pair[1], following)
+
+    def _unpin(self) -> None:
+        last, self._pinned = self._pinned, None
+        if last is not None:
+            last.release()
+
+
+def _do_nothing() -> None:
     pass

@@ -1,48 +1,129 @@
-"""A unit's parameters: from a module's own tensors to shards in host memory that FSDP2 gathers."""
+"""How a model is sharded: the ranks and their mesh, each rank's rows, and units given to FSDP2."""
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tensorstow.base.sizes import round_up
+from tensorstow.base.errors import OptionError
+from tensorstow.base.sizes import format_count, round_up
 from tensorstow.base.tiers import Tier
-from tensorstow.fsdp.loading import Rows
-from tensorstow.fsdp.prefetch import Prefetcher
-from tensorstow.fsdp.shard_storage import Cell, ShelvedCell
-from tensorstow.fsdp.single_rank import ReduceInPlace, Tenure
-from tensorstow.fsdp.stowed_parameter import Slot, StowedParameter
+from tensorstow.fsdp.pretrained import RowReader
+from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher, ShardStorage
+from tensorstow.fsdp.single_rank import InPlaceReduceScatter, UnshardedAlias
+from tensorstow.fsdp.stowed_parameter import AllGatherInput, StowedParameter, storage_of
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.buffer_pool import Shelves
 from tensorstow.io.device_link import is_away
 from tensorstow.io.pinned import PinnedBlock
 
-SHELF_ALIGN = 128
+SHARD_ALIGN = 128
+"""Shards of a unit begin at multiples of so many bytes."""
+
+
+# --- ranks ---
+
+
+def current_device() -> torch.device:
+    """Return the accelerator of this rank, or the CPU where there is none."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def world_size() -> int:
+    """Return how many ranks there are, also before a process group is made."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+def make_mesh(device: torch.device, *, stage: int, replicas: int) -> DeviceMesh:
+    """Return the mesh over all ranks: (shard,), or (replicate, shard).
+
+    Starts a process group where there is none: torchrun's, or one of this process alone.
+
+    Args:
+        device: What this rank computes on.
+        stage: The ZeRO stage; under 0 every rank has everything: as many replicas as ranks.
+        replicas: How many groups of ranks have the whole model each.
+
+    Raises:
+        OptionError: The ranks are no multiple of ``replicas``.
+    """
+    _join(device)
+    world = dist.get_world_size()
+    copies = world if stage == 0 else replicas
+    if world % copies:
+        ranks = format_count(world, "rank")
+        message = f"replicas={replicas} was given for {ranks}: they are to divide evenly."
+        raise OptionError(message)
+    if copies == 1:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    shape = (copies, world // copies)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Return all ranks as a group that takes tensors in host memory; None where there is one rank.
+
+    A collective call the first time where the default group takes only an accelerator's.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    whole = dist.group.WORLD
+    if whole is not None and torch.device("cpu") in whole._device_types:  # noqa: SLF001
+        return whole
+    own: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return own
+
+
+def backend_of(device: torch.device) -> str:
+    """Return what ``init_process_group`` takes for ``device`` and for tensors in host memory."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _join(device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend=backend_of(device))
+        return
+    dist.init_process_group(backend=backend_of(device), store=HashStore(), rank=0, world_size=1)
+
+
+# --- sharding ---
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How units are sharded."""
+    """What is the same for all units: ranks, device, dtypes, and how weights come and go."""
 
     mesh: DeviceMesh
     device: torch.device
     precision: MixedPrecisionPolicy
     reshard_after_forward: bool
-    reduction: Any = field(default_factory=ReduceInPlace)
+    reduction: Any = field(default_factory=InPlaceReduceScatter)
     """What reduces gradients where the mesh has one rank and the device is the CPU."""
     uploads: Uploads | None = None
-    """What takes shards to the device, where it has memory of its own."""
+    """What copies shards to the device, where that has memory of its own."""
 
     @property
     def ranks(self) -> int:
-        """Return among how many ranks a parameter is cut."""
+        """Return over how many ranks a parameter is sharded."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
@@ -52,7 +133,7 @@ class Sharding:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether weights are whole where they are computed with: see one_rank."""
+        """Return whether weights are whole where they are computed with: see single_rank."""
         return self.ranks == 1 and not is_away(self.device)
 
     def rows(self, shape: torch.Size) -> tuple[int, int, int]:
@@ -65,114 +146,140 @@ class Sharding:
         return start, min(start + length, shape[0]), length
 
 
-def shard(
-    unit: Unit,
-    tier: Tier,
-    sharding: Sharding,
-    sources: Mapping[str, Rows],
-    storeroom: "Storeroom | None",
-) -> list[tuple[DTensor, Cell]]:
-    """Give a unit to FSDP2; return its sharded parameters that have cells: none on DEVICE.
-
-    ``sources`` have the values; what was the module's tensor is let go of. ``storeroom``: where
-    there are units on DISK.
-    """
-    if tier == Tier.DEVICE and is_away(sharding.device):  # else DEVICE and HOST are one
-        _fill(unit, sharding.device, sources)
-        _apply(unit, sharding)
-        return []
-    slots: dict[str, Slot] = {}
-    cells = _cells(unit, sharding, storeroom if tier == Tier.DISK else None)
-    _put(unit, cells, sharding, sources)
-    for name, parameter in unit.parameters.items():
-        slots[name] = Slot()
-        stowed = StowedParameter(parameter.detach(), sharding.device, slots[name])
-        exchange(unit.module, parameter, nn.Parameter(stowed, parameter.requires_grad))
-    _apply(unit, sharding)
-    for name, slot in slots.items():
-        slot.cell = cells[name]
-        slot.tenure = Tenure(cells[name]) if sharding.is_in_place else None
-        slot.uploads = sharding.uploads
-    if sharding.uploads is not None:
-        sharding.uploads.add(
-            list(cells.values()),
-            [sharding.precision.param_dtype or cell.padded.dtype for cell in cells.values()],
-            storeroom.prefetcher if storeroom is not None and tier == Tier.DISK else None,
-        )
-    known = {id(slot): slot.cell for slot in slots.values()}
-    found: list[tuple[DTensor, Cell]] = []
-    for parameter in unit.module.parameters():
-        cell = known.get(id(_slot_of(parameter)))
-        if cell is not None and isinstance(parameter, DTensor):
-            found.append((parameter, cell))
-    return found
-
-
 @dataclass(frozen=True, slots=True)
-class Storeroom:
+class DiskPool:
     """Where units on DISK have their bytes."""
 
-    shelves: Shelves
+    buffers: Shelves
     prefetcher: Prefetcher
 
 
-def shelf_bytes(unit: Unit, sharding: Sharding) -> int:
-    """Return the bytes of this rank's padded shards of a unit, each aligned."""
+def padded_bytes(unit: Unit, sharding: Sharding) -> int:
+    """Return the bytes of this rank's padded shards of ``unit``, each aligned to SHARD_ALIGN."""
     return sum(_padded_bytes(p, sharding) for p in unit.parameters.values())
 
 
-def _cells(unit: Unit, sharding: Sharding, storeroom: Storeroom | None) -> dict[str, Cell]:
-    cells: dict[str, Cell] = {}
-    nbytes = shelf_bytes(unit, sharding)
-    shelf = storeroom.shelves.add(nbytes) if storeroom is not None and nbytes else None
+def shard_unit(
+    unit: Unit,
+    tier: Tier,
+    sharding: Sharding,
+    values: Mapping[str, RowReader],
+    pool: DiskPool | None,
+) -> list[tuple[DTensor, ShardStorage]]:
+    """Give a unit to FSDP2, with its parameters on ``tier``.
+
+    Args:
+        unit: The unit; its module's tensors are replaced.
+        tier: Where its parameters live.
+        sharding: What is the same for all units.
+        values: Readers of the first values, by parameter name.
+        pool: Where units on DISK have their bytes; None: there are none.
+
+    Returns:
+        The sharded parameters with their storages; empty on DEVICE, where FSDP2 holds them.
+    """
+    if tier == Tier.DEVICE and is_away(sharding.device):  # else DEVICE and HOST are one
+        _place_on_device(unit, sharding.device, values)
+        _fully_shard(unit, sharding)
+        return []
+    pool = pool if tier == Tier.DISK else None
+    storages = _allocate(unit, sharding, pool)
+    _read_values(unit, storages, sharding, values)
+    for name, parameter in unit.parameters.items():
+        alias = UnshardedAlias(storages[name]) if sharding.is_in_place else None
+        gather = AllGatherInput(storages[name], alias, sharding.uploads)
+        stowed = StowedParameter(parameter.detach(), sharding.device, gather)
+        replace_parameter(unit.module, parameter, nn.Parameter(stowed, parameter.requires_grad))
+    _fully_shard(unit, sharding)
+    for storage in storages.values():
+        storage.is_sharded = True
+    if sharding.uploads is not None:
+        sharding.uploads.add(
+            list(storages.values()),
+            [sharding.precision.param_dtype or s.padded.dtype for s in storages.values()],
+            None if pool is None else pool.prefetcher,
+        )
+    known = {id(storage) for storage in storages.values()}
+    found: list[tuple[DTensor, ShardStorage]] = []
+    for parameter in unit.module.parameters():
+        own = storage_of(parameter)
+        if own is not None and id(own) in known and isinstance(parameter, DTensor):
+            found.append((parameter, own))
+    return found
+
+
+def replace_parameter(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put ``new`` wherever a module below ``root`` has ``old``: tied parameters stay tied."""
+    for module in root.modules():
+        for name, parameter in list(module._parameters.items()):  # noqa: SLF001
+            if parameter is old:
+                module._parameters[name] = new  # noqa: SLF001
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move every buffer of ``model`` that has values to ``device``."""
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):  # noqa: SLF001
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)  # noqa: SLF001
+
+
+def _allocate(unit: Unit, sharding: Sharding, pool: DiskPool | None) -> dict[str, ShardStorage]:
+    """Return zeroed storage of each parameter, in one block or buffer for all of a unit's."""
+    storages: dict[str, ShardStorage] = {}
+    nbytes = padded_bytes(unit, sharding)
+    buffer = pool.buffers.add(nbytes) if pool is not None and nbytes else None
     block = None
-    if shelf is None and sharding.uploads is not None:
+    if buffer is None and sharding.uploads is not None:
         link = sharding.uploads.link
         block = PinnedBlock(nbytes, link.device, link.settle)
     at = 0
     for name, parameter in unit.parameters.items():
         start, stop, length = sharding.rows(parameter.shape)
         shape = (length, *parameter.shape[1:])
-        if shelf is not None and storeroom is not None:
-            padded = shelf.tensor(at, shape, parameter.dtype)
-            cells[name] = ShelvedCell(padded, stop - start, shelf, storeroom.prefetcher)
+        if buffer is not None and pool is not None:
+            padded = buffer.tensor(at, shape, parameter.dtype)
+            storages[name] = DiskShard(padded, stop - start, buffer, pool.prefetcher)
         elif block is not None:
             part = block.tensor(at, torch.Size(shape).numel(), parameter.dtype)
             own = part.view(shape).data  # a version counter of its own
-            cells[name] = Cell(own, stop - start, block)
+            storages[name] = HostShard(own, stop - start, block)
         else:
             zeros = torch.zeros(shape, dtype=parameter.dtype, device="cpu")
-            cells[name] = Cell(zeros, stop - start)
+            storages[name] = HostShard(zeros, stop - start)
         at += _padded_bytes(parameter, sharding)
-    return cells
+    return storages
 
 
 def _padded_bytes(parameter: torch.Tensor, sharding: Sharding) -> int:
     _, _, length = sharding.rows(parameter.shape)
     elements = length * parameter.shape[1:].numel()
-    return round_up(elements * parameter.element_size(), SHELF_ALIGN)
+    return round_up(elements * parameter.element_size(), SHARD_ALIGN)
 
 
 @torch.no_grad()
-def _put(
-    unit: Unit, cells: Mapping[str, Cell], sharding: Sharding, sources: Mapping[str, Rows]
+def _read_values(
+    unit: Unit,
+    storages: Mapping[str, ShardStorage],
+    sharding: Sharding,
+    values: Mapping[str, RowReader],
 ) -> None:
-    with ExitStack() as opened:
-        for cell in cells.values():
-            opened.enter_context(cell.opened(to_change=True))
+    with ExitStack() as accessed:
+        for storage in storages.values():
+            accessed.enter_context(storage.access(write=True))
         for name, parameter in unit.parameters.items():
             start, stop, _ = sharding.rows(parameter.shape)
             if stop > start:
-                cells[name].home.copy_(sources[name](start, stop))
+                storages[name].home.copy_(values[name](start, stop))
 
 
-def _fill(unit: Unit, device: torch.device, sources: Mapping[str, Rows]) -> None:
+def _place_on_device(unit: Unit, device: torch.device, values: Mapping[str, RowReader]) -> None:
     for name, parameter in unit.parameters.items():
-        values = sources[name](0, parameter.shape[0]).to(device)
-        exchange(unit.module, parameter, nn.Parameter(values, parameter.requires_grad))
+        placed = values[name](0, parameter.shape[0]).to(device)
+        replace_parameter(unit.module, parameter, nn.Parameter(placed, parameter.requires_grad))
 
 
-def _apply(unit: Unit, sharding: Sharding) -> None:
+def _fully_shard(unit: Unit, sharding: Sharding) -> None:
     fully_shard(
         unit.module,
         mesh=sharding.mesh,
@@ -181,19 +288,3 @@ def _apply(unit: Unit, sharding: Sharding) -> None:
     )
     if sharding.is_in_place and isinstance(unit.module, FSDPModule):
         unit.module.set_custom_reduce_scatter(sharding.reduction)
-
-
-def exchange(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put ``new`` wherever a module has ``old``: tied parameters stay tied."""
-    for module in root.modules():
-        for name, parameter in list(module._parameters.items()):  # noqa: SLF001
-            if parameter is old:
-                module._parameters[name] = new  # noqa: SLF001
-
-
-def _slot_of(parameter: nn.Parameter) -> Slot | None:
-    if not isinstance(parameter, DTensor):
-        return None
-    with torch.no_grad():
-        local = parameter.to_local()
-    return local.slot if isinstance(local, StowedParameter) else None

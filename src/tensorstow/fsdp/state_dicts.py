@@ -60,8 +60,13 @@ def _refuse_whole() -> NoReturn:
     raise OptionError(message)
 
 
-def keep_plain(model: nn.Module) -> None:
-    """Let the state dicts of a sharded ``model``, and of modules in it, be plain, and load them."""
+def register_state_dict_hooks(model: nn.Module) -> None:
+    """Let ``state_dict`` of a sharded model return tensors that anybody can save, and load them.
+
+    Args:
+        model: What FSDP2 has sharded; modules in it have state dicts too. Loading with
+            ``assign=True`` raises OptionError.
+    """
     copies: dict[int, weakref.ref[torch.Tensor]] = {}
     for module in model.modules():
         own = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
@@ -84,7 +89,7 @@ def _hook(
                 copy = None if known is None else known()
                 # Of a tied weight there is one copy under all of its names.
                 if copy is None or not any(v is copy for v in state_dict.values()):
-                    copy = plain(value)
+                    copy = to_savable(value)
                     copies[id(parameter)] = weakref.ref(copy)
                 state_dict[prefix + name] = copy
 
@@ -113,13 +118,21 @@ def _hook(
 
 
 @torch.no_grad()
-def plain(value: DTensor) -> torch.Tensor:
-    """Return the same elements as a tensor of torch's own on one rank, else as a DTensor of one."""
+def to_savable(value: DTensor) -> torch.Tensor:
+    """Return the elements of a parameter as a tensor that can be saved.
+
+    Args:
+        value: A sharded parameter.
+
+    Returns:
+        On one rank a torch.Tensor; on several a DTensor over one. Memory is shared with a parameter
+        that stays in host memory, and copied from one on disk.
+    """
     local = value.to_local()
     if isinstance(local, StowedParameter):
-        cell = local.slot.filled()
-        with cell.opened(to_change=False):
-            local = cell.home if cell.lessor is None else _copy(cell.home, cell.lessor)
+        storage = local.source.storage
+        with storage.access(write=False):
+            local = storage.home if storage.lessor is None else _copy(storage.home, storage.lessor)
     if value.device_mesh.size() == 1:
         return local
     made: DTensor = SavedShard(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001

@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,29 +20,41 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
-from tensorstow.fsdp.agreement import check_agreement, told_of
-from tensorstow.fsdp.auto import LEAST_SHELVED, Sizes, auto_plan
-from tensorstow.fsdp.gradient_hooks import Landing, move_buffers
+from tensorstow.fsdp.auto import MIN_UNITS_IN_MEMORY, Sizes, auto_plan
+from tensorstow.fsdp.gradient_hooks import Landing
 from tensorstow.fsdp.gradients import sum_wide, widen
-from tensorstow.fsdp.loading import Sources
-from tensorstow.fsdp.mesh import device_here, host_group, mesh_of, world_here
-from tensorstow.fsdp.micro_batches import MicroBatches
-from tensorstow.fsdp.optimizers import Make, asked_of, check, make, placement_of
-from tensorstow.fsdp.parts import watch_parts
-from tensorstow.fsdp.prefetch import Prefetcher
-from tensorstow.fsdp.shard_storage import Cell
-from tensorstow.fsdp.shardable import check_shardable
-from tensorstow.fsdp.sharding import Sharding, Storeroom, shard, shelf_bytes
-from tensorstow.fsdp.state_dicts import keep_plain
+from tensorstow.fsdp.initialization import InitialValues
+from tensorstow.fsdp.module_hooks import guard_modules, register_output_hooks
+from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
+from tensorstow.fsdp.sharding import (
+    DiskPool,
+    Sharding,
+    current_device,
+    host_group,
+    make_mesh,
+    move_buffers,
+    padded_bytes,
+    shard_unit,
+    world_size,
+)
+from tensorstow.fsdp.state_dicts import register_state_dict_hooks
 from tensorstow.fsdp.units import Unit, aliases_of, units_of
-from tensorstow.fsdp.unshard import Gathered
+from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks
 from tensorstow.fsdp.uploads import Uploads
 from tensorstow.fsdp.validation import (
-    check_asked,
-    check_budget,
-    check_device,
-    check_init,
-    check_mesh,
+    OptimizerFactory,
+    describe_units,
+    given_keywords,
+    validate_arguments,
+    validate_budget,
+    validate_device,
+    validate_factory,
+    validate_init,
+    validate_mesh,
+    validate_optimizer,
+    validate_parameters,
+    validate_same_on_ranks,
+    validate_units,
 )
 from tensorstow.io.buffer_pool import Shelves
 from tensorstow.io.device_link import is_away, open_link
@@ -49,12 +62,25 @@ from tensorstow.io.files import ALIGN
 from tensorstow.optim.stowed_adam import StowedAdam
 
 Path = str | os.PathLike[str] | None
-_TIERS_OF_STATES = ("host", "ram", "disk")
+_STATE_TIERS = ("host", "ram", "disk")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Request:
+    """What ``stow`` was asked for, checked."""
+
+    model: nn.Module
+    units: Sequence[Unit]
+    plan: Plan
+    device: torch.device
+    values: InitialValues
+    optimizer: OptimizerFactory
+    directory: Path
 
 
 def stow(  # noqa: PLR0913  # the one door to everything
     model: nn.Module,
-    optimizer: Make,
+    optimizer: OptimizerFactory,
     *,
     plan: Plan | Literal["auto"] = "auto",
     budget: Budget | None = None,
@@ -65,160 +91,160 @@ def stow(  # noqa: PLR0913  # the one door to everything
     weights: Path = None,
     init: Callable[[nn.Module], None] | None = None,
 ) -> tuple[nn.Module, StowedAdam]:
-    """Place ``model`` and the states of its optimizer as ``plan`` says; return both.
+    """Place a model and the states of its optimizer as a plan says.
 
-    ``optimizer`` is called with the named parameters and keywords that say where states live
-    (``states``, ``overlap``, ``module``, ``dir`` ...), which it is to pass on to an optimizer of
-    tensorstow: ``partial(tensorstow.AdamW, lr=1e-5)``, or a function that makes groups.
+    Every rank begins with the first one's values. Call it on every rank with the same arguments.
 
-    ``plan``: a ``Plan``, or "auto": the first of ``engine.auto``'s placements that fits ``budget``.
-    ``compute_dtype``: what forward and backward compute in; masters keep the parameters' dtype.
-    ``dir``: where states on disk and commits go. ``mesh``: the ranks, (shard,) or (replicate,
-    shard); None: all there are, and nothing is sharded where this process is alone and nothing is
-    to be cast or fetched. ``units``: modules that move as one; None: the model's repeated blocks.
-    ``weights``: safetensors to load, a file or a directory; ``init`` gives one module of a model on
-    the meta device its first values (None: its ``reset_parameters``).
+    Args:
+        model: A module as its class makes it; it is changed in place. It may be on the meta device.
+        optimizer: Called with the named parameters and keywords that say where states live
+            (``states``, ``overlap``, ``module``, ``dir`` ...), which it passes on to an optimizer
+            of tensorstow: ``partial(tensorstow.AdamW, lr=1e-5)``, or a function that makes groups.
+        plan: Where everything lives; "auto": the first placement of ``auto_plan`` that fits
+            ``budget``.
+        budget: Bytes that each rank may use of each tier, with ``plan="auto"``; None: no limit.
+        compute_dtype: What forward and backward compute in; None: the parameters' dtype. Masters
+            keep the parameters' dtype.
+        dir: Where states on disk and commits go; None: scratch files on a disk that is chosen.
+        mesh: The ranks, (shard,) or (replicate, shard); None: all there are. Nothing is sharded
+            where this process is alone and nothing is to be cast or fetched.
+        units: Modules whose parameters move together; None: the model's repeated blocks.
+        weights: Safetensors to load, a file or a directory; None: the model's own values.
+        init: Gives one module of a model on the meta device its first values; None: the module's
+            ``reset_parameters``.
 
-    The model is changed in place; every rank begins with the first one's values. Raises OptionError
-    or BudgetError before anything is placed.
+    Returns:
+        The model, and its optimizer.
+
+    Raises:
+        OptionError: An argument is wrong, or two contradict each other. Nothing was placed.
+        BudgetError: The model does not fit. Nothing was placed.
     """
-    check_asked(model, optimizer, plan, compute_dtype, mesh)
-    check_budget(budget)
-    check_init(init)
-    device = device_here()
+    validate_arguments(model, optimizer, plan, compute_dtype, mesh)
+    validate_budget(budget)
+    validate_init(init)
+    device = current_device()
     chosen = units_of(model, units)
     if plan == "auto":
         plan = _automatic(chosen, budget or Budget(), device, mesh, optimizer, dir)
     elif budget is not None:
         message = "budget= was given beside a plan, which says itself what lives where."
         raise OptionError(message)
-    _check_units(plan, chosen)
-    check_device(plan, device)
-    check(optimizer, placement_of(plan, model, dir))
+    validate_units(plan, chosen)
+    validate_device(plan, device)
+    validate_factory(optimizer, _placement_keywords(plan, model, dir))
     if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
-        _place_whole(model, chosen, device, Sources(weights, init, None, model), plan)
-        return model, make(optimizer, model, placement_of(plan, model, dir))
-    check_shardable(chosen)
-    mesh = mesh or mesh_of(device, stage=plan.stage, replicas=plan.replicas)
-    check_mesh(mesh, plan, device)
+        values = InitialValues(weights, init, None, model)
+        return model, _place_whole(_Request(model, chosen, plan, device, values, optimizer, dir))
+    validate_parameters(chosen)
+    mesh = mesh or make_mesh(device, stage=plan.stage, replicas=plan.replicas)
+    validate_mesh(mesh, plan, device)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
     sharding = Sharding(mesh, device, precision, plan.stage == 3, uploads=_uploads(plan, device))
     group = host_group()
-    told = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype), **told_of(chosen)}
-    check_agreement(told, group)
-    sources = Sources(weights, init, group, model)
-    return model, _place_sharded(model, chosen, plan, sharding, sources, optimizer, dir)
+    arguments = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype)}
+    validate_same_on_ranks({**arguments, **describe_units(chosen)}, group)
+    values = InitialValues(weights, init, group, model)
+    request = _Request(model, chosen, plan, device, values, optimizer, dir)
+    return model, _place_sharded(request, sharding)
 
 
-def _place_whole(
-    model: nn.Module, units: Sequence[Unit], device: torch.device, sources: Sources, plan: Plan
-) -> None:
+def _place_whole(request: _Request) -> StowedAdam:
     """Give a model that is not sharded its first values, where it is computed with.
 
-    Its gradients leave there, unless they are used there or as soon as they are made.
+    Its gradients are offloaded, unless they are used there or as soon as they are made.
     """
-    sources.check(units, aliases_of(model))
-    sources.fill(units, aliases_of(model))
-    sources.buffers(model)
+    model, plan, device = request.model, request.plan, request.device
+    request.values.check(request.units, aliases_of(model))
+    request.values.fill(request.units, aliases_of(model))
+    request.values.buffers(model)
     if device.type != "cpu":
         model.to(device)
-    if is_away(device) and _gradients_leave(plan):
+    if is_away(device) and _gradients_wait_on_host(plan):
         Landing(model.parameters(), open_link(device)).watch(model)
     else:
         sum_wide(model.parameters())
+    return _make_optimizer(request)
 
 
-def _gradients_leave(plan: Plan) -> bool:
-    """Return whether gradients leave the device beside backward, and wait on the host."""
+def _gradients_wait_on_host(plan: Plan) -> bool:
+    """Return whether gradients leave the device beside backward, and wait in host memory."""
     return plan.overlap != "backward" and not reaches_device(plan.update_on)
 
 
-def _place_sharded(
-    model: nn.Module,
-    units: Sequence[Unit],
-    plan: Plan,
-    sharding: Sharding,
-    sources: Sources,
-    optimizer: Make,
-    directory: Path,
-) -> StowedAdam:
+def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
     """Give a model to FSDP2, make its optimizer, and put every hook in place."""
-    sources.check(units, aliases_of(model))
-    gathered = Gathered(model, units, sharding.reduction.forget)
-    held = _shard_all(model, units, plan, sharding, sources, directory)
-    leaving: list[torch.Tensor] = [p for p, _ in held]
+    model, plan = request.model, request.plan
+    request.values.check(request.units, aliases_of(model))
+    unshard = UnshardHooks(model, request.units, sharding.reduction.reset)
+    stored = _shard_all(request, sharding)
+    offloaded: list[torch.Tensor] = [p for p, _ in stored]
     # Beside backward the optimizer itself fetches those of parameters on the device.
-    waits = _gradients_leave(plan)
+    waits = _gradients_wait_on_host(plan)
     if is_away(sharding.device) and waits:
-        leaving = [p for p in model.parameters() if isinstance(p, DTensor)]
-    link = open_link(sharding.device) if is_away(sharding.device) and leaving else None
-    landing = Landing(leaving, link, pass_on=not waits)
-    landing.watch(model)
+        offloaded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    link = open_link(sharding.device) if is_away(sharding.device) and offloaded else None
+    Landing(offloaded, link, pass_on=not waits).watch(model)
     if plan.accumulation_steps > 1:
-        _sum_wide_on_device(model, {id(p) for p in leaving})
-    made = make(optimizer, model, placement_of(plan, model, directory))
-    _read_new_weights(held, made)
+        _sum_wide_on_device(model, {id(p) for p in offloaded})
+    made = _make_optimizer(request)
+    _wait_for_updates_before_reads(stored, made)
     if sharding.uploads is not None:
         sharding.uploads.watch(model, made)
-    gathered.watch(made, stage=plan.stage)
-    keep_plain(model)
-    watch_parts(model)
+    unshard.register(made, stage=plan.stage)
+    register_output_hooks(model)
+    register_state_dict_hooks(model)
+    guard_modules(model)
     if plan.stage == 1 and isinstance(model, FSDPModule):
-        MicroBatches(model, plan.accumulation_steps).watch(model, made)
+        MicroBatches(model, plan.accumulation_steps).register(model, made)
     return made
 
 
-def _shard_all(
-    model: nn.Module,
-    units: Sequence[Unit],
-    plan: Plan,
-    sharding: Sharding,
-    sources: Sources,
-    directory: Path,
-) -> list[tuple[DTensor, Cell]]:
-    aliases = aliases_of(model)
-    storeroom = _storeroom(units, plan, sharding, directory)
-    held: list[tuple[DTensor, Cell]] = []
-    for unit in units:
-        rows = sources.rows(unit, aliases)
-        held += shard(unit, plan.tier_of(unit.name), sharding, rows, storeroom)
+def _shard_all(request: _Request, sharding: Sharding) -> list[tuple[DTensor, ShardStorage]]:
+    aliases = aliases_of(request.model)
+    pool = _make_disk_pool(request, sharding)
+    stored: list[tuple[DTensor, ShardStorage]] = []
+    for unit in request.units:
+        values = request.values.readers(unit, aliases)
+        stored += shard_unit(unit, request.plan.tier_of(unit.name), sharding, values, pool)
         unit.parameters.clear()  # the whole tensors go, unit by unit
-    sources.buffers(model)
-    move_buffers(model, sharding.device)
-    return held
+    request.values.buffers(request.model)
+    move_buffers(request.model, sharding.device)
+    return stored
 
 
 def _uploads(plan: Plan, device: torch.device) -> Uploads | None:
-    """Return what takes shards to a device that has memory of its own."""
+    """Return what copies shards to a device that has memory of its own."""
     if not is_away(device):
         return None
     beside_forward = plan.overlap == "forward"
     return Uploads(open_link(device), ahead=plan.prefetch, beside_forward=beside_forward)
 
 
-def _storeroom(
-    units: Sequence[Unit], plan: Plan, sharding: Sharding, directory: Path
-) -> Storeroom | None:
-    """Make room on disk for the units that are to live there, and say how much of it is lent."""
-    sizes = [shelf_bytes(u, sharding) for u in units if plan.tier_of(u.name) == Tier.DISK]
+def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:
+    """Make room on disk for the units that are to live there, and bound their host memory."""
+    plan = request.plan
+    on_disk = [unit for unit in request.units if plan.tier_of(unit.name) == Tier.DISK]
+    sizes = [padded_bytes(unit, sharding) for unit in on_disk]
     if not sizes:
         return None
     total = sum(sizes) + ALIGN * len(sizes)
-    least = sum(sorted(sizes)[-LEAST_SHELVED:]) + LEAST_SHELVED * ALIGN
+    least = sum(sorted(sizes)[-MIN_UNITS_IN_MEMORY:]) + MIN_UNITS_IN_MEMORY * ALIGN
     capacity = int(plan.shelf_bytes or 0) or least + plan.prefetch * max(sizes)
     if capacity < least:
         message = (
             f"shelf_bytes={format_bytes(capacity)} was given for parameters on disk, and"
-            f" {LEAST_SHELVED} units, of which one is computed with and others are updated, have"
-            f" {format_bytes(least)}: give at least that, or smaller units."
+            f" {MIN_UNITS_IN_MEMORY} units, of which one is computed with and others are updated,"
+            f" have {format_bytes(least)}: give at least that, or smaller units."
         )
         raise BudgetError(message)
     if sharding.device.type == "cpu":
         give_back_large_blocks()
+    directory = request.directory
     place = (
         choose_directory(total) if directory is None else make_directories([directory])[0]
     ).path
-    return Storeroom(Shelves(place, total, capacity), Prefetcher(plan.prefetch))
+    return DiskPool(Shelves(place, total, capacity), Prefetcher(plan.prefetch))
 
 
 def _automatic(
@@ -226,13 +252,13 @@ def _automatic(
     budget: Budget,
     device: torch.device,
     mesh: DeviceMesh | None,
-    optimizer: Make,
+    optimizer: OptimizerFactory,
     directory: Path,
 ) -> Plan:
     """Return the first placement that fits, with what the user has told the optimizer."""
-    ranks = world_here() if mesh is None else mesh.size(mesh.ndim - 1)
-    asked = asked_of(optimizer)
-    states = Tier(asked["states"]) if asked.get("states") in _TIERS_OF_STATES else None
+    ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
+    asked = given_keywords(optimizer)
+    states = Tier(asked["states"]) if asked.get("states") in _STATE_TIERS else None
     sizes = Sizes.of(units, ranks)
     here = device.type == "cpu"
     commits = (directory or asked.get("dir")) is not None and asked.get("durability") != "none"
@@ -245,28 +271,59 @@ def _stays_whole(
     plan: Plan, units: Iterable[Unit], device: torch.device, compute_dtype: torch.dtype | None
 ) -> bool:
     """Return whether parameters are where they are computed with, on one rank, as they are."""
-    if plan.replicas > world_here():
-        ranks = format_count(world_here(), "rank")
+    if plan.replicas > world_size():
+        ranks = format_count(world_size(), "rank")
         message = f"replicas={plan.replicas} was given for {ranks}: each replica has at least one."
         raise OptionError(message)
     here = {Tier.DEVICE, Tier.HOST} if device.type == "cpu" else {Tier.DEVICE}
     return (
-        world_here() == 1
+        world_size() == 1
         and compute_dtype is None  # FSDP2 also casts what goes into forward
         and {plan.tier_of(unit.name) for unit in units} <= here
     )
 
 
-def _sum_wide_on_device(model: nn.Module, held: Collection[int]) -> None:
-    """Let FSDP2 sum in fp32 the gradients of parameters that are not ``held`` on the host."""
+def _make_optimizer(request: _Request) -> StowedAdam:
+    placed = _placement_keywords(request.plan, request.model, request.directory)
+    named = list(request.model.named_parameters())
+    return validate_optimizer(request.optimizer(named, **placed), placed)
+
+
+def _placement_keywords(plan: Plan, model: nn.Module, directory: Path) -> dict[str, Any]:
+    """Return the keywords that carry a plan to an optimizer, where not its defaults."""
+    placed: dict[str, Any] = {"module": model}
+    if plan.states == Tier.DISK:
+        placed["states"] = "disk"
+    if plan.overlap != "none":
+        placed["overlap"] = plan.overlap
+    if plan.update_on is not None:
+        placed["update_on"] = plan.update_on
+    if plan.overlap == "backward" and plan.accumulation_steps > 1:
+        placed["accumulation_steps"] = plan.accumulation_steps
+    if plan.ram_budget is not None:
+        placed["ram_budget"] = plan.ram_budget
+    if directory is not None:
+        placed["dir"] = directory
+    return placed
+
+
+def _sum_wide_on_device(model: nn.Module, offloaded: Collection[int]) -> None:
+    """Let FSDP2 sum gradients that stay on the device in fp32.
+
+    Args:
+        model: The sharded model.
+        offloaded: ``id`` of the parameters whose gradients leave the device.
+    """
     for parameter in model.parameters():
-        if parameter.requires_grad and id(parameter) not in held:
+        if parameter.requires_grad and id(parameter) not in offloaded:
             hook: Any = parameter.register_post_accumulate_grad_hook
             hook(widen)
 
 
-def _read_new_weights(held: Iterable[tuple[DTensor, Cell]], optimizer: StowedAdam) -> None:
-    """Let whoever reads a parameter wait for its update."""
+def _wait_for_updates_before_reads(
+    stored: Iterable[tuple[DTensor, ShardStorage]], optimizer: StowedAdam
+) -> None:
+    """Block reads of a parameter until its pending update finishes."""
     known = weakref.ref(optimizer)
 
     def waiting_for(parameter: torch.Tensor) -> Callable[[], None]:
@@ -277,13 +334,5 @@ def _read_new_weights(held: Iterable[tuple[DTensor, Cell]], optimizer: StowedAda
 
         return wait
 
-    for parameter, cell in held:
-        cell.before_read = waiting_for(parameter)
-
-
-def _check_units(plan: Plan, units: Iterable[Unit]) -> None:
-    names = [unit.name for unit in units]
-    unknown = sorted(set(plan.units) - set(names))
-    if unknown:
-        message = f"The plan places units that the model has not ({unknown}): it has {names}."
-        raise OptionError(message)
+    for parameter, storage in stored:
+        storage.before_read = waiting_for(parameter)

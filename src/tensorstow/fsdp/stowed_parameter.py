@@ -1,15 +1,16 @@
-"""A parameter without memory: FSDP2's public extension asks it for its bytes when it gathers them.
+"""A sharded parameter whose bytes are elsewhere: FSDP2's extension asks for them at an all-gather.
 
-[Note: What FSDP2 does to it] At ``fully_shard`` it splits the parameter, pads the shard and takes
-views; nothing of that needs bytes, so until it has a cell every operation is arithmetic over
-shapes. From then on ``fsdp_pre_all_gather`` hands out the cell's bytes, and whoever else reads or
-writes the parameter (``state_dict``, ``load_state_dict``, ``full_tensor``) does so with the cell.
-A view of it (a row, its transpose) has no memory either: the view is taken anew from the cell's
-bytes whenever it is read or written, so that what is written to a part is in the parameter.
+[Note: What FSDP2 does to it] In ``fully_shard`` it splits the parameter, pads the shard and takes
+views. None of that needs bytes, so until the storage ``is_sharded`` every operation is arithmetic
+over shapes. From then on ``fsdp_pre_all_gather`` hands out the bytes, and whoever else reads or
+writes the parameter (``state_dict``, ``load_state_dict``, ``full_tensor``) does so on the storage.
+A view of it (a row, its transpose) has no memory either: the view is taken anew from the storage
+whenever it is read or written, so that what is written to a part is in the parameter.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Self
 
@@ -18,67 +19,58 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tensorstow.base.errors import PoisonedError
-from tensorstow.fsdp.shard_storage import Cell
-from tensorstow.fsdp.single_rank import Tenure
+from tensorstow.fsdp.shard_storage import ShardStorage
+from tensorstow.fsdp.single_rank import UnshardedAlias
 from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.buffer_pool import Shelf
 
-_SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
-_NEW = torch.ops.aten.new_zeros.default
+_ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+_NEW_ZEROS = torch.ops.aten.new_zeros.default
+_PADDING = frozenset({_NEW_ZEROS, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default})
 _View = Callable[[torch.Tensor], torch.Tensor]
-_PADDING = frozenset({_NEW, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default})
 
 
-class Slot:
-    """Where all tensors that are made of one parameter find its cell."""
+@dataclass(frozen=True, eq=False, slots=True)
+class AllGatherInput:
+    """Where an all-gather finds the bytes of one parameter."""
 
-    __slots__ = ("cell", "tenure", "uploads")
-
-    def __init__(self) -> None:
-        """Be empty, as while FSDP2 shards the parameter."""
-        self.cell: Cell | None = None
-        self.tenure: Tenure | None = None
-        """Where the weight may be computed with in its own memory."""
-        self.uploads: Uploads | None = None
-        """What takes the weight to an accelerator."""
-
-    def filled(self) -> Cell:
-        """Return the cell; raise PoisonedError where there is none."""
-        if self.cell is None:
-            message = "A parameter was read before it had bytes: stow() did not end."
-            raise PoisonedError(message)
-        return self.cell
+    storage: ShardStorage
+    alias: UnshardedAlias | None = None
+    """Given where the weight may be computed with in place, on one rank."""
+    uploads: Uploads | None = None
+    """Given where the weight is copied to an accelerator ahead of its all-gather."""
 
 
 class StowedParameter(torch.Tensor):
-    """A shard of a parameter, of which FSDP2 knows shape, dtype and device alone."""
+    """A shard of a parameter that has shape, dtype and device, and no memory of its own."""
 
-    slot: Slot
+    source: AllGatherInput
     view_of: "tuple[StowedParameter, _View] | None"
-    """What this is a view of, and which; None: the shard itself, or all that is padded."""
+    """What this is a view of, and which; None: the shard itself, or the padded shard."""
 
     @staticmethod
-    def __new__(cls: type[Self], like: torch.Tensor, device: torch.device, slot: Slot) -> Self:  # noqa: D102
+    def __new__(  # noqa: D102
+        cls: type[Self], like: torch.Tensor, device: torch.device, source: AllGatherInput
+    ) -> Self:
         tensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, like.shape, like.stride(), dtype=like.dtype, device=device
         )
-        tensor.slot, tensor.view_of = slot, None
+        tensor.source, tensor.view_of = source, None
         return tensor
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what it is, without its bytes."""
+        """Return shape and dtype, not the elements."""
         return f"StowedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
     def home(self) -> torch.Tensor:
-        """This rank's elements in host memory."""
-        return self.slot.filled().home
+        """This rank's elements in host memory, without padding."""
+        return self.source.storage.home
 
     @property
     def lessor(self) -> Shelf | None:
-        """Who lends ``home`` its memory, where it has none of its own."""
-        return self.slot.filled().lessor
+        """The disk-backed buffer that ``home`` is in; None: it stays in host memory."""
+        return self.source.storage.lessor
 
     def fsdp_pre_all_gather(
         self,
@@ -87,43 +79,41 @@ class StowedParameter(torch.Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: Any,  # noqa: ANN401
-    ) -> tuple[tuple[torch.Tensor, ...], Tenure | None]:
-        """Return what this rank gives to the all-gather: its padded shard, cast, or nothing.
+    ) -> tuple[tuple[torch.Tensor, ...], UnshardedAlias | None]:
+        """Return what this rank gives to the all-gather: its padded shard, cast to compute dtype.
 
-        The second tells that of one rank, which computes with the shard itself: see one_rank.
+        On a single rank that computes with the shard in place: nothing, and its alias.
         """
         del mesh, outer_size, outer_stride, module
         dtype = mp_policy.param_dtype or self.dtype
-        tenure = self.slot.tenure
-        if tenure is not None and dtype == self.dtype:
-            tenure.begin()
-            return (torch.empty(0, dtype=dtype, device=self.device),), tenure
-        cell = self.slot.filled()
-        if self.slot.uploads is not None:
-            return (self.slot.uploads.take(cell, dtype),), None
-        given = cell.open_to_copy().to(self.device, dtype)
-        cell.bytes_up += given.nbytes
+        storage, alias, uploads = self.source.storage, self.source.alias, self.source.uploads
+        if alias is not None and dtype == self.dtype:
+            alias.pin()
+            return (torch.empty(0, dtype=dtype, device=self.device),), alias
+        if uploads is not None:
+            return (uploads.take(storage, dtype),), None
+        given = storage.pin_for_copy().to(self.device, dtype)
+        storage.bytes_up += given.nbytes
         return (given,), None
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Tenure | None,
+        metadata: UnshardedAlias | None,
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Return the gathered parameter and the memory that is freed with it."""
+        """Return the unsharded parameter, and the tensors that are freed with it."""
         del param_dtype
-        cell = self.slot.filled()
         if metadata is not None:
             return None if out is not None else (metadata.weight, (metadata,))
-        if self.slot.uploads is not None:
-            self.slot.uploads.used(cell)
+        if self.source.uploads is not None:
+            self.source.uploads.used(self.source.storage)
         else:
-            cell.copied()
-        (gathered,) = all_gather_outputs
-        return None if out is not None else (gathered, (gathered,))
+            self.source.storage.unpin_after_copy()
+        (unsharded,) = all_gather_outputs
+        return None if out is not None else (unsharded, (unsharded,))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is typed as an instance's
@@ -133,153 +123,159 @@ class StowedParameter(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Do arithmetic over shapes while there are no bytes, and else run ``func`` on them."""
+        """Run ``func`` on the bytes; on shapes alone while FSDP2 shards or pads the parameter."""
         first = args[0] if isinstance(args[0], cls) else None
-        if first is not None and func in _SAME:
-            same = cls(first, first.device, first.slot)
+        if first is not None and func in _ALIASES:
+            same = cls(first, first.device, first.source)
             same.view_of = first.view_of
             return same
-        if first is not None and first.slot.cell is None:
-            return first.on_shape(func, args, kwargs or {})
-        if first is not None and first.is_padded_again(func, args):
-            return first.on_shape(func, args, kwargs or {})
+        if first is not None and not first.source.storage.is_sharded:
+            return _run_on_shapes(first, func, args, kwargs or {})
+        if first is not None and _is_padding_by_fsdp(first, func, args):
+            return _run_on_shapes(first, func, args, kwargs or {})
         if first is not None and func.is_view:
-            return first.seen_as(func, args[1:], kwargs or {})
-        return _on_bytes(func, args, kwargs or {})
+            return _view(first, func, args[1:], kwargs or {})
+        return _run_on_bytes(func, args, kwargs or {})
 
     def numpy(self, *, force: bool = False) -> Any:  # noqa: ANN401  # torch's own signature
-        """Return a copy of the elements, as an array."""
-        return _plain(self).numpy(force=force)
+        """Return a copy of the elements as an array."""
+        return _plain_copy(self).numpy(force=force)
 
     def tolist(self) -> Any:  # noqa: ANN401  # torch's own signature
         """Return the elements as a list."""
-        return _plain(self).tolist()
+        return _plain_copy(self).tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # torch's own signature
-        """Save a copy of the elements, as a tensor of torch's own."""
-        reduce: Callable[[Any], Any] = _plain(self).__reduce_ex__
+        """Pickle a copy of the elements, as a torch.Tensor."""
+        reduce: Callable[[Any], Any] = _plain_copy(self).__reduce_ex__
         return reduce(protocol)
 
-    @property
-    def held(self) -> torch.Tensor:
-        """The elements where they live, to be used while the cell is open."""
-        if self.view_of is not None:
-            parent, view = self.view_of
-            return view(parent.held)
-        cell = self.slot.filled()
-        whole = cell.padded if self.shape == cell.padded.shape else cell.home
-        return whole.view(self.shape)
-
-    def seen_as(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Return the view, or the several, that ``func`` takes of this."""
-        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        numbers = count()
-
-        def wrap(value: Any) -> Any:  # noqa: ANN401
-            if not isinstance(value, torch.Tensor):
-                return value
-            number = next(numbers)
-
-            def view(held: torch.Tensor) -> torch.Tensor:
-                seen = func(held, *args, **kwargs)
-                found: torch.Tensor = seen if isinstance(seen, torch.Tensor) else seen[number]
-                return found
-
-            wrapped = StowedParameter(value, self.device, self.slot)
-            wrapped.view_of = self, view
-            return wrapped
-
-        return tree_map(wrap, func(like, *args, **kwargs))
-
-    def is_padded_again(self, func: Any, args: Sequence[Any]) -> bool:  # noqa: ANN401
-        """Return whether this is FSDP2, which pads shards anew at the first forward."""
-        if self.view_of is not None:
-            return False
-        cell = self.slot.filled()
-        whole = {cell.padded.shape, cell.home.shape}
-        if func == torch.ops.aten.copy_.default:
-            return isinstance(args[1], StowedParameter) and args[1].slot is self.slot
-        if func not in _PADDING or self.shape not in whole:
-            return False
-        if func == _NEW and torch.Size(args[1]) == self.shape:
-            return False  # zeros of its own shape are somebody else's: here is nothing to pad
-        out = func(torch.empty(self.shape, device="meta"), *args[1:])
-        return out.shape in whole or out.shape == (cell.padded.numel(),)
-
-    def on_shape(
-        self,
-        func: Any,  # noqa: ANN401
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:  # noqa: ANN401
-        """Return what ``func`` would, without bytes."""
-
-        def shape_of(value: Any) -> Any:  # noqa: ANN401
-            if not isinstance(value, StowedParameter):
-                return value
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-        given = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-        out = func(*tree_map(shape_of, args), **given)
-        if func == torch.ops.aten.copy_.default:
-            return self
-
-        def wrap(value: Any) -> Any:  # noqa: ANN401
-            if not isinstance(value, torch.Tensor):
-                return value
-            return StowedParameter(value, self.device, self.slot)
-
-        return tree_map(wrap, out)
-
 
 @torch.no_grad()
-def cell_of(parameter: torch.Tensor) -> Cell | None:
-    """Return the cell of a parameter, sharded or its shard; None where it has memory of its own."""
+def storage_of(parameter: torch.Tensor) -> ShardStorage | None:
+    """Return the storage of a parameter, or of its local shard; None where its bytes are its own.
+
+    Args:
+        parameter: A sharded parameter (a DTensor), a shard, or any other tensor.
+    """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.slot.cell if isinstance(local, StowedParameter) else None
+    return local.source.storage if isinstance(local, StowedParameter) else None
+
+
+def _bytes_of(parameter: StowedParameter) -> torch.Tensor:
+    """Return the elements in the storage, to be used while that is accessed."""
+    if parameter.view_of is not None:
+        parent, view = parameter.view_of
+        return view(_bytes_of(parent))
+    storage = parameter.source.storage
+    whole = storage.padded if parameter.shape == storage.padded.shape else storage.home
+    return whole.view(parameter.shape)
+
+
+def _view(parent: StowedParameter, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Return the view, or the several, that ``func`` takes of ``parent``."""
+    like = torch.empty_strided(parent.shape, parent.stride(), dtype=parent.dtype, device="meta")
+    numbers = count()
+
+    def wrap(value: Any) -> Any:  # noqa: ANN401
+        if not isinstance(value, torch.Tensor):
+            return value
+        number = next(numbers)
+
+        def view(whole: torch.Tensor) -> torch.Tensor:
+            seen = func(whole, *args, **kwargs)
+            found: torch.Tensor = seen if isinstance(seen, torch.Tensor) else seen[number]
+            return found
+
+        wrapped = StowedParameter(value, parent.device, parent.source)
+        wrapped.view_of = parent, view
+        return wrapped
+
+    return tree_map(wrap, func(like, *args, **kwargs))
+
+
+def _is_padding_by_fsdp(parameter: StowedParameter, func: Any, args: Sequence[Any]) -> bool:  # noqa: ANN401
+    """Return whether this is FSDP2, which pads shards again at the first forward."""
+    if parameter.view_of is not None:
+        return False
+    storage = parameter.source.storage
+    whole = {storage.padded.shape, storage.home.shape}
+    if func == torch.ops.aten.copy_.default:
+        return isinstance(args[1], StowedParameter) and args[1].source.storage is storage
+    if func not in _PADDING or parameter.shape not in whole:
+        return False
+    if func == _NEW_ZEROS and torch.Size(args[1]) == parameter.shape:
+        return False  # zeros of its own shape are somebody else's: here is nothing to pad
+    out = func(torch.empty(parameter.shape, device="meta"), *args[1:])
+    return out.shape in whole or out.shape == (storage.padded.numel(),)
+
+
+def _run_on_shapes(
+    parameter: StowedParameter,
+    func: Any,  # noqa: ANN401
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:  # noqa: ANN401
+    """Return what ``func`` would, on the meta device."""
+
+    def shape_of(value: Any) -> Any:  # noqa: ANN401
+        if not isinstance(value, StowedParameter):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    given = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+    out = func(*tree_map(shape_of, args), **given)
+    if func == torch.ops.aten.copy_.default:
+        return parameter
+
+    def wrap(value: Any) -> Any:  # noqa: ANN401
+        if not isinstance(value, torch.Tensor):
+            return value
+        return StowedParameter(value, parameter.device, parameter.source)
+
+    return tree_map(wrap, out)
 
 
 @torch.no_grad()
-def _plain(parameter: StowedParameter) -> torch.Tensor:
-    """Return a copy of the elements, a tensor of torch's own."""
+def _plain_copy(parameter: StowedParameter) -> torch.Tensor:
+    """Return a copy of the elements, a torch.Tensor."""
     return torch.clone(parameter)
 
 
-def _on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def _run_on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
     """Run ``func`` on host memory in place of stowed parameters.
 
-    Those that ``func`` writes are written. What comes out has memory of its own.
+    Those that ``func`` mutates are written back. Results have memory of their own.
     """
-    written = {id(p.slot.filled()): p for p in _written(func, args, kwargs)}
-    cells: dict[int, Cell] = {}
+    mutated = {id(p.source.storage): p for p in _mutated(func, args, kwargs)}
+    storages: dict[int, ShardStorage] = {}
 
     def bytes_of(value: Any) -> Any:  # noqa: ANN401
         if not isinstance(value, StowedParameter):
             return value
-        cell = value.slot.filled()
-        cells[id(cell)] = cell
-        return value.held
+        storages[id(value.source.storage)] = value.source.storage
+        return _bytes_of(value)
 
     given, named = tree_map(bytes_of, args), tree_map(bytes_of, kwargs)
-    with ExitStack() as opened:
-        for key, cell in cells.items():
-            opened.enter_context(cell.opened(to_change=key in written))
+    with ExitStack() as accessed:
+        for key, storage in storages.items():
+            accessed.enter_context(storage.access(write=key in mutated))
         out = func(*given, **named)
-        for parameter in written.values():  # what runs in here does not count as a version
+        for parameter in mutated.values():  # what runs in here does not count as a version
             torch.autograd.graph.increment_version(parameter.home)
-        storages = {cell.padded.untyped_storage().data_ptr() for cell in cells.values()}
+        memory = {s.padded.untyped_storage().data_ptr() for s in storages.values()}
 
         def own(value: Any) -> Any:  # noqa: ANN401
             if not isinstance(value, torch.Tensor):
                 return value
-            return value.clone() if value.untyped_storage().data_ptr() in storages else value
+            return value.clone() if value.untyped_storage().data_ptr() in memory else value
 
         target = kwargs.get("out", args[0] if args else None)
-        is_written = isinstance(target, StowedParameter) and id(target.slot.cell) in written
-        return target if is_written and out is not None else tree_map(own, out)
+        is_mutated = isinstance(target, StowedParameter) and id(target.source.storage) in mutated
+        return target if is_mutated and out is not None else tree_map(own, out)
 
 
-def _written(
+def _mutated(
     func: Any,  # noqa: ANN401
     args: Sequence[Any],
     kwargs: dict[str, Any],

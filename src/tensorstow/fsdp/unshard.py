@@ -1,19 +1,24 @@
-"""Gathered weights: made where training can use them, and let go of before they are old.
+"""Hooks that unshard weights so that training can use them, and reshard them before they are old.
 
-[Note: Gathered weights] FSDP2 makes the memory of a gathered weight at the first forward and uses
-it ever after, and it gathers nothing that is still gathered. Three things follow that are mended
-here, by hooks and what FSDP2 offers its users:
+[Note: Unsharded weights] FSDP2 makes the memory of an unsharded weight at the first forward and
+uses it ever after, and it does not unshard what is unsharded. Three things follow that are mended
+here, by hooks and FSDP2's own methods:
 
 * Under inference_mode that memory could never be trained with, nor the views of shards that FSDP2
-  takes before: such a forward does both outside of it.
+  takes before: such a forward does both outside of inference_mode.
 * A unit's dtypes are those of what was trained at its first forward: a unit that was all frozen
-  then is asked again once something in it is trained.
-* A forward or a backward that an exception ends leaves weights gathered and FSDP2 in the middle of
-  it: it is told that the iteration is lost, at once behind a forward, and behind a backward when
+  then is unsharded again once something in it is trained.
+* A forward or a backward that an exception ends leaves weights unsharded and FSDP2 in the middle of
+  it. FSDP2 is told that the iteration is lost: at once behind a forward, and behind a backward when
   the next forward, step or resume begins. A step by gradients of half a backward is refused.
-* Below stage 3 weights stay gathered behind a forward. Behind one without gradients they would be
+* Below stage 3 weights stay unsharded behind a forward. Behind one without gradients they would be
   the model's parameters from then on (which have no gradients to clip or drop), and behind any they
   would outlive an update.
+
+[Note: Micro-batches] Under stage 1 gradients stay unreduced between micro-batches and are reduced
+with the last one. A micro-batch is a forward with gradients. Before the last one FSDP2 is told to
+keep weights unsharded and gradients unreduced; with it they are reduced and weights resharded, so
+that the next forward unshards new ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,62 +29,70 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError, PoisonedError
-from tensorstow.fsdp.outputs import watch_outputs
 from tensorstow.fsdp.units import Unit
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.consumed_gradient import LandedGradient
 
-_HALF = (
+_INCOMPLETE = (
     "behind a backward that did not end: some parameters have their gradients and others lost them."
 )
-_UNSEEN = (
+_UNREDUCED = (
     "behind a backward that went through units which FSDP2 was not told of, and gradients were not"
     " reduced: a unit returned a tensor where none can be found (by a closure, a generator or a"
     " global name), or a graph was gone through twice. Return tensors in tuples, dicts or objects."
 )
 
 
-class Gathered:
-    """Watches the gathered weights of a model that FSDP2 has sharded."""
+class UnshardHooks:
+    """Keeps the unsharded weights of a model right from one iteration to the next."""
 
-    def __init__(self, model: nn.Module, units: Iterable[Unit], forget: Callable[[], None]) -> None:
-        """Take ``units`` of ``model`` before they are sharded.
+    def __init__(
+        self, model: nn.Module, units: Iterable[Unit], reset_reduction: Callable[[], None]
+    ) -> None:
+        """Take a model that is not sharded yet.
 
-        ``forget`` is called behind a reduction of gradients that may not have ended.
+        Args:
+            model: The root module.
+            units: The units of ``model``.
+            reset_reduction: Called behind a reduction of gradients that may not have ended.
         """
         self._root = model
-        self._forget = forget
+        self._reset_reduction = reset_reduction
         self._names = {id(unit.module): list(unit.parameters) for unit in units}
         self._modules: list[FSDPModule] = []
         self._frozen: dict[int, list[nn.Parameter]] = {}
-        self._let_go_after_forward = False
+        self._reshards_after_forward = False
         self._lost = ""
         """Which gradients were lost, of those that the next step would take; empty: none."""
 
-    def watch(self, optimizer: StowedAdam, *, stage: int) -> None:
-        """Put the hooks in place, now that the model is sharded."""
+    def register(self, optimizer: StowedAdam, *, stage: int) -> None:
+        """Put the hooks in place, on the model that is sharded by now.
+
+        Args:
+            optimizer: The one that updates the model.
+            stage: The plan's ZeRO stage; 3 lets FSDP2 reshard after forward by itself.
+        """
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 self._modules.append(module)
                 own = [self._root.get_parameter(n) for n in self._names.get(id(module), ())]
                 if not any(p.requires_grad for p in own):
                     self._frozen[id(module)] = own
-                module.register_forward_pre_hook(self._before_forward, prepend=True)
-                watch_outputs(module)
-        self._root.register_forward_hook(self._after_forward, always_call=True)
-        self._let_go_after_forward = stage < 3
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_resume_hook(self._before_resume)
+                module.register_forward_pre_hook(self._pre_forward, prepend=True)
+        self._root.register_forward_hook(self._post_forward, always_call=True)
+        self._reshards_after_forward = stage < 3
+        optimizer.register_step_pre_hook(self._pre_step)
+        optimizer.register_resume_hook(self._pre_resume)
 
     # A graph would take what is asked here for constants.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    def _before_forward(self, module: nn.Module, _: Any) -> None:  # noqa: ANN401  # torch's own
+    def _pre_forward(self, module: nn.Module, _: Any) -> None:  # noqa: ANN401  # torch's own
         if not isinstance(module, FSDPModule):
             return
         if module is self._root and (self._recover() or self._lost):
             # What is in .grad is its owner's to drop, unless updates by it have begun.
             begun = any(isinstance(p.grad, LandedGradient) for p in self._root.parameters())
-            self._lost = _HALF if begun else ""
+            self._lost = _INCOMPLETE if begun else ""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False), torch.no_grad():
                 if module is self._root:
@@ -90,30 +103,30 @@ class Gathered:
             module.unshard()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    def _after_forward(self, *_: Any) -> None:  # noqa: ANN401
+    def _post_forward(self, *_: Any) -> None:  # noqa: ANN401
         if self._is_in_forward():  # FSDP2's own hook was not called: an exception ends it
             self._reset()
-        elif self._let_go_after_forward and not torch.is_grad_enabled():
-            self._let_go()
+        elif self._reshards_after_forward and not torch.is_grad_enabled():
+            self._reshard()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401
+    def _pre_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401
         if self._recover():
-            self._lost = _HALF
-        unseen = self._drop_whole_gradients(which_are_to_be_reduced=True)
-        if unseen:
-            self._lost = _UNSEEN
+            self._lost = _INCOMPLETE
+        unreduced = self._drop_unsharded_gradients(which_are_to_be_reduced=True)
+        if unreduced:
+            self._lost = _UNREDUCED
         if self._lost:
             given = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            if unseen or any(gradient is not None for gradient in given):
-                message = f"step() was called {self._lost} {_way_out(given)}"
+            if unreduced or any(gradient is not None for gradient in given):
+                message = f"step() was called {self._lost} {_advice(given)}"
                 raise OptionError(message)
             self._lost = ""
-        self._let_go()
+        self._reshard()
 
-    def _before_resume(self) -> None:
+    def _pre_resume(self) -> None:
         self._lost = ""
         self._recover()
-        self._let_go()
+        self._reshard()
 
     def _is_in_forward(self) -> bool:
         return self._context().iter_forward_root is not None
@@ -128,7 +141,7 @@ class Gathered:
             return False
         begun = bool(self._context().post_backward_final_callback_queued)
         if begun:
-            self._drop_whole_gradients()
+            self._drop_unsharded_gradients()
         if begun or self._is_in_forward():
             self._reset()
         return begun
@@ -143,11 +156,11 @@ class Gathered:
             )
             raise PoisonedError(message)
         reset()
-        self._let_go_of_each()
-        self._forget()
+        self._reshard_each_parameter()
+        self._reset_reduction()
 
-    def _let_go_of_each(self) -> None:
-        """Let go of weights that FSDP2 was about to gather, or to let go of, unit by unit.
+    def _reshard_each_parameter(self) -> None:
+        """Reshard parameters one by one, whatever FSDP2 counts of their units.
 
         An interrupt may come when it has done so with some of a unit's and counts none of them.
         """
@@ -156,8 +169,8 @@ class Gathered:
                 for sharded in group.fsdp_params:
                     sharded.to_sharded()
 
-    def _drop_whole_gradients(self, *, which_are_to_be_reduced: bool = False) -> bool:
-        """Drop gradients that are left at gathered weights, unreduced; return whether any was.
+    def _drop_unsharded_gradients(self, *, which_are_to_be_reduced: bool = False) -> bool:
+        """Drop gradients of unsharded weights, which are not reduced; return whether any was.
 
         ``which_are_to_be_reduced``: only those; others wait for the last micro-batch's.
         """
@@ -173,12 +186,47 @@ class Gathered:
                     sharded.unsharded_accumulated_grad = None
         return found
 
-    def _let_go(self, *_: Any) -> None:  # noqa: ANN401
+    def _reshard(self) -> None:
         for module in self._modules:
             module.reshard()
 
 
-def _way_out(gradients: Iterable[torch.Tensor | None]) -> str:
+class MicroBatches:
+    """Counts the micro-batches of a step and tells FSDP2 which is the last."""
+
+    def __init__(self, model: FSDPModule, steps: int) -> None:
+        """Take the sharded ``model`` and how many micro-batches (``steps``) a step has."""
+        self._model = model
+        self._steps = steps
+        self._seen = 0
+
+    def register(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Put the hooks in place on ``module``, the model, and on its optimizer."""
+        module.register_forward_pre_hook(self._pre_forward, prepend=True)
+        optimizer.register_step_pre_hook(self._pre_step)
+
+    def _pre_forward(self, *_: Any) -> None:  # noqa: ANN401  # torch's own signature
+        if not torch.is_grad_enabled():
+            return
+        self._seen += 1
+        if self._seen > self._steps:
+            self._seen = 1
+        last = self._seen == self._steps
+        self._model.set_requires_gradient_sync(last)
+        self._model.set_reshard_after_backward(last)
+
+    def _pre_step(self, *_: Any) -> None:  # noqa: ANN401
+        if self._seen % self._steps:
+            message = (
+                f"step() was called after {self._seen} of accumulation_steps={self._steps}"
+                " micro-batches: under stage 1 gradients are reduced with the last one, and these"
+                " were not. Take all, or use stage 2 or 3."
+            )
+            raise OptionError(message)
+        self._seen = 0
+
+
+def _advice(gradients: Iterable[torch.Tensor | None]) -> str:
     if any(isinstance(gradient, LandedGradient) for gradient in gradients):
         return (
             'With overlap="backward" updates by some have begun: call resume(), which goes back to'

@@ -3,7 +3,7 @@
 [Note: Uploads] FSDP2 asks for a unit's shards one after the other, in the stream that gathers, and
 over one rank when it is about to compute with them. So they are copied on a stream of our own, unit
 by unit, into buffers on the device that are made once: the unit that is asked for now, and those
-that come next by the trace (pairs of units predict the next one, as in ``prefetch``). Streams wait
+that come next by pairs of units, as in ``shard_storage``. Streams wait
 for each other and the host for none: a buffer is filled again behind the gather that read it.
 
     idle -> rising (a copy up) -> lent (FSDP2 copies from it) -> idle
@@ -29,8 +29,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.sizes import round_up
-from tensorstow.fsdp.prefetch import Prefetcher
-from tensorstow.fsdp.shard_storage import Cell
+from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
 from tensorstow.io.buffer_pool import Shelf
 from tensorstow.io.device_link import Link, Mark, is_away
 from tensorstow.io.pinned import PinnedBlock
@@ -45,7 +44,7 @@ _UPLOADS: "weakref.WeakKeyDictionary[nn.Module, Uploads]" = weakref.WeakKeyDicti
 class _Unit:
     """Shards that FSDP2 gathers together."""
 
-    cells: Sequence[Cell]
+    cells: Sequence[ShardStorage]
     dtypes: Sequence[torch.dtype]
     """That they are computed in."""
     shelf: Shelf | None
@@ -121,7 +120,10 @@ class Uploads:
         optimizer.register_resume_hook(self.forget)
 
     def add(
-        self, cells: Sequence[Cell], dtypes: Sequence[torch.dtype], prefetcher: Prefetcher | None
+        self,
+        cells: Sequence[ShardStorage],
+        dtypes: Sequence[torch.dtype],
+        prefetcher: Prefetcher | None,
     ) -> None:
         """Take the cells of one unit and the dtypes that they are computed in.
 
@@ -132,7 +134,7 @@ class Uploads:
             return
         shelf = cells[0].lessor
         pairs = list(zip(cells, dtypes, strict=True))
-        staged = [not cell.is_pinned or cell.padded.dtype != dtype for cell, dtype in pairs]
+        staged = [not cell.is_page_locked or cell.padded.dtype != dtype for cell, dtype in pairs]
         unit = _Unit(cells, dtypes, shelf, staged)
         self._units.append(unit)
         for cell in cells:
@@ -159,7 +161,7 @@ class Uploads:
     # --- what FSDP2 asks ---
 
     @torch.no_grad()
-    def take(self, cell: Cell, dtype: torch.dtype) -> torch.Tensor:
+    def take(self, cell: ShardStorage, dtype: torch.dtype) -> torch.Tensor:
         """Return the newest padded weight on the device, for the caller's stream to copy from."""
         unit = self._of[id(cell)]
         upload = self._under_way.get(unit)
@@ -179,7 +181,7 @@ class Uploads:
             shard.record_stream(torch.accelerator.current_stream(self.link.device))
         return shard
 
-    def used(self, cell: Cell) -> None:
+    def used(self, cell: ShardStorage) -> None:
         """Say that the caller's stream is behind the copies of what ``take`` returned."""
         upload = self._under_way.get(self._of[id(cell)])
         if upload is None or id(cell) not in upload.asked:
@@ -243,7 +245,7 @@ class Uploads:
         self._last = (self._last[1], unit)
         prefetcher = self._prefetchers.get(id(unit.cells[0]))
         if prefetcher is not None and unit.shelf is not None:
-            prefetcher.used(unit.shelf)
+            prefetcher.record_use(unit.shelf)
         self._go_ahead()
 
     def _is_final(self, unit: _Unit) -> bool:
@@ -338,9 +340,9 @@ class Uploads:
             at += size
         return shards, pairs
 
-    def _at_once(self, cell: Cell, dtype: torch.dtype) -> torch.Tensor:
+    def _at_once(self, cell: ShardStorage, dtype: torch.dtype) -> torch.Tensor:
         """Copy a shard while the caller waits: FSDP2 gathers more units ahead than is foreseen."""
-        with cell.opened(to_change=False):
+        with cell.access(write=False):
             given = cell.padded.to(self.link.device, dtype)
         cell.bytes_up += given.nbytes
         return given

@@ -1,6 +1,18 @@
-"""What users asked of ``stow``, checked before anything else."""
+"""Everything that ``stow`` refuses, checked before anything is placed.
+
+Arguments of a wrong kind, devices and meshes that do not fit the plan, parameters that FSDP2 cannot
+shard, optimizers that contradict the plan, and ranks that were called with different arguments,
+which would wait for each other for ever.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -10,16 +22,41 @@ from torch.nn.parameter import UninitializedParameter
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import parse_size
 from tensorstow.base.update_on import reaches_device, told
+from tensorstow.fsdp.units import Unit
 from tensorstow.io import device_link
+from tensorstow.optim.stowed_adam import StowedAdam
 
-_COMPUTES = (torch.float32, torch.bfloat16, torch.float16)
+OptimizerFactory = Callable[..., StowedAdam]
+"""Called with named parameters and the keywords that say where states live."""
+
+_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_DEFAULTS: dict[str, Any] = {
+    "states": "host",
+    "overlap": "none",
+    "update_on": None,
+    "accumulation_steps": 1,
+    "ram_budget": None,
+    "dir": None,
+}
+"""The keywords that a plan decides, with what holds where it leaves them unset."""
+_FREE = frozenset({"ram_budget", "dir", "update_on"})
+"""Keywords that the user may pass to the optimizer if the plan leaves them unset."""
 
 
-def check_asked(
+# --- arguments ---
+
+
+def validate_arguments(
     model: object, optimizer: object, plan: object, compute_dtype: object, mesh: object
 ) -> None:
-    """Raise OptionError for what is of a wrong kind."""
+    """Check the kinds of what ``stow`` was given, and that the model is new.
+
+    Raises:
+        OptionError: One of them is not what ``stow`` says it is.
+    """
     if not isinstance(model, nn.Module):
         message = f"stow() was given a {type(model).__name__} for a model: give it a torch module."
         raise OptionError(message)
@@ -33,10 +70,10 @@ def check_asked(
     if plan != "auto" and not isinstance(plan, Plan):
         message = f'plan={plan!r} was given: it is a tensorstow.Plan, or "auto".'
         raise OptionError(message)
-    if compute_dtype is not None and compute_dtype not in _COMPUTES:
+    if compute_dtype is not None and compute_dtype not in _COMPUTE_DTYPES:
         message = (
             f"compute_dtype={compute_dtype!r} was given: it is one of"
-            f" {', '.join(map(str, _COMPUTES))}, or None for the parameters' own."
+            f" {', '.join(map(str, _COMPUTE_DTYPES))}, or None for the parameters' own."
         )
         raise OptionError(message)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -45,11 +82,15 @@ def check_asked(
     if torch.is_inference_mode_enabled():
         message = "stow() was called under inference_mode: what is made there is never trained."
         raise OptionError(message)
-    _check_new(model)
+    _validate_new(model)
 
 
-def check_budget(budget: object) -> None:
-    """Raise OptionError for what is no budget."""
+def validate_budget(budget: object) -> None:
+    """Check that ``budget`` is a Budget or None.
+
+    Raises:
+        OptionError: It is something else.
+    """
     if budget is not None and not isinstance(budget, Budget):
         message = (
             f"budget={budget!r} was given: it is a tensorstow.Budget, as"
@@ -58,8 +99,12 @@ def check_budget(budget: object) -> None:
         raise OptionError(message)
 
 
-def check_init(init: object) -> None:
-    """Raise OptionError for what cannot give a module its first values."""
+def validate_init(init: object) -> None:
+    """Check that ``init`` can give a module its first values.
+
+    Raises:
+        OptionError: It is neither None nor callable.
+    """
     if init is not None and not callable(init):
         message = (
             f"init={init!r} was given: it is a function that is called with a module, as"
@@ -68,7 +113,7 @@ def check_init(init: object) -> None:
         raise OptionError(message)
 
 
-def _check_new(model: nn.Module) -> None:
+def _validate_new(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             message = (
@@ -95,18 +140,51 @@ def _check_new(model: nn.Module) -> None:
             raise OptionError(message)
 
 
-def check_device(plan: Plan, here: torch.device) -> None:
-    """Raise OptionError where updates are to run on an accelerator that this rank has not got."""
-    if reaches_device(plan.update_on) and not device_link.is_remote(torch.empty(0, device=here)):
+# --- the plan, the device and the mesh ---
+
+
+def validate_units(plan: Plan, units: Iterable[Unit]) -> None:
+    """Check that the model has every unit that the plan places.
+
+    Raises:
+        OptionError: It has not.
+    """
+    names = [unit.name for unit in units]
+    unknown = sorted(set(plan.units) - set(names))
+    if unknown:
+        message = f"The plan places units that the model has not ({unknown}): it has {names}."
+        raise OptionError(message)
+
+
+def validate_device(plan: Plan, device: torch.device) -> None:
+    """Check that updates can run where the plan says.
+
+    Args:
+        plan: The plan; of it, ``update_on``.
+        device: What this rank computes on.
+
+    Raises:
+        OptionError: Updates are to run on an accelerator, and this rank has none.
+    """
+    if reaches_device(plan.update_on) and not device_link.is_remote(torch.empty(0, device=device)):
         message = (
-            f"{told(plan.update_on)} was given, and this rank computes on {here}: there is no"
+            f"{told(plan.update_on)} was given, and this rank computes on {device}: there is no"
             ' accelerator to update on. Leave update_on out, or say "host".'
         )
         raise OptionError(message)
 
 
-def check_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:
-    """Raise OptionError for a mesh that FSDP2 cannot use so, or that the plan contradicts."""
+def validate_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:
+    """Check that FSDP2 can shard over ``mesh``, and that the plan agrees with it.
+
+    Args:
+        mesh: (shard,), or (replicate, shard) with names.
+        plan: The plan; of it, ``stage`` and ``replicas``.
+        device: What this rank computes on.
+
+    Raises:
+        OptionError: The mesh has another form or device, or the plan says something else.
+    """
     names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
     if mesh.ndim not in {1, 2} or (mesh.ndim == 2 and names is None):
         message = (
@@ -130,3 +208,208 @@ def check_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:
             " say it in one place."
         )
         raise OptionError(message)
+
+
+# --- parameters ---
+
+
+def validate_parameters(units: Iterable[Unit]) -> None:
+    """Check that FSDP2 can shard every parameter, also at the first step.
+
+    Raises:
+        OptionError: It cannot; the parameter is named.
+    """
+    for unit in units:
+        for name, parameter in unit.parameters.items():
+            if parameter.ndim == 0:
+                message = (
+                    f"{name} is a scalar, which FSDP2 cannot shard: make it one of shape (1,)."
+                )
+                raise OptionError(message)
+            if parameter.numel() == 0:
+                message = (
+                    f"{name} has no elements (shape {tuple(parameter.shape)}), and FSDP2 cannot"
+                    " reduce a gradient of none: leave the parameter out."
+                )
+                raise OptionError(message)
+            if type(parameter) not in _PLAIN and not hasattr(parameter, "fsdp_pre_all_gather"):
+                message = (
+                    f"{name} is a {type(parameter).__name__}, and FSDP2 makes a DTensor of it, that"
+                    " lacks what the class knows (how to unpack its bytes, say). Place the model"
+                    " whole, on one rank with its parameters where they are computed with."
+                )
+                raise OptionError(message)
+            if not parameter.is_contiguous():
+                message = (
+                    f"{name} (shape {tuple(parameter.shape)}, strides {parameter.stride()}) is not"
+                    " contiguous, which FSDP2 does not shard: model.to(memory_format="
+                    "torch.contiguous_format), or param.data = param.data.contiguous()."
+                )
+                raise OptionError(message)
+            validate_no_hooks(parameter, name)
+        _validate_one_dtype(unit)
+
+
+def validate_no_hooks(parameter: torch.Tensor, name: str) -> None:
+    """Check that a parameter has no hook of the user's, which FSDP2 would never call.
+
+    Args:
+        parameter: The parameter.
+        name: What the error calls it.
+
+    Raises:
+        OptionError: ``register_hook`` was called on it.
+    """
+    if parameter._backward_hooks:  # noqa: SLF001  # what register_hook fills
+        message = (
+            f"{name} has a hook (register_hook), and FSDP2 sets gradients of what it shards without"
+            " calling any: take it away, and change gradients between backward and step()."
+        )
+        raise OptionError(message)
+
+
+def _validate_one_dtype(unit: Unit) -> None:
+    """FSDP2 reduces the gradients of a unit as one run of bytes."""
+    trained = {n: p for n, p in unit.parameters.items() if p.requires_grad}
+    examples: dict[torch.dtype, str] = {}
+    for name, parameter in trained.items():
+        examples.setdefault(parameter.dtype, name)
+    if len(examples) > 1:
+        found = ", ".join(f"{name} is {dtype}" for dtype, name in examples.items())
+        message = (
+            f"What is trained in unit {unit.name!r} has several dtypes ({found}), and FSDP2"
+            " reduces a unit's gradients in one. Cast it to one dtype (with compute_dtype= fp32"
+            " parameters compute in 16 bits), or name modules of one dtype each by units=."
+        )
+        raise OptionError(message)
+
+
+# --- the optimizer ---
+
+
+def given_keywords(optimizer: OptimizerFactory) -> dict[str, Any]:
+    """Return the keywords that the user has given with ``functools.partial``."""
+    return dict(optimizer.keywords) if isinstance(optimizer, partial) else {}
+
+
+def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> None:
+    """Check that the optimizer's function takes the plan's keywords and contradicts none.
+
+    Args:
+        optimizer: What makes the optimizer.
+        placed: The keywords by which it is told where states live.
+
+    Raises:
+        OptionError: It does not take one of them, or was given another value by the user.
+    """
+    for name, value in given_keywords(optimizer).items():
+        if name in _FREE and name not in placed:
+            continue
+        said = "host" if (name, value) == ("states", "ram") else value
+        if name in _DEFAULTS and placed.get(name, _DEFAULTS[name]) != said:
+            message = (
+                f"{name}={value!r} was given to the optimizer, and the plan says"
+                f" {placed.get(name, _DEFAULTS[name])!r}. Say it in one place: in the plan."
+            )
+            raise OptionError(message)
+    try:
+        taken = inspect.signature(optimizer).parameters
+    except ValueError as error:  # a partial with a keyword that its function does not take
+        message = f"The optimizer cannot be called so: {error.__cause__ or error}."
+        raise OptionError(message) from error
+    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+        return
+    missing = sorted(name for name in placed if name not in taken)
+    if missing:
+        message = (
+            f"The optimizer's function does not take {', '.join(missing)}, by which it is told"
+            " where states live. Let it take **placement and pass that on:"
+            " def make(named, **placement): return tensorstow.AdamW(groups, **placement)."
+        )
+        raise OptionError(message)
+
+
+def validate_optimizer(made: object, placed: Mapping[str, Any]) -> StowedAdam:
+    """Return the optimizer that the user's function made, if it is one of ours and placed so.
+
+    Args:
+        made: What the function returned.
+        placed: The keywords that it was given. An optimizer that lacks one is closed.
+
+    Raises:
+        OptionError: The function made another one, or did not pass the keywords on.
+    """
+    if not isinstance(made, StowedAdam):
+        message = (
+            f"The optimizer's function returned a {type(made).__name__}: it is to return a"
+            " tensorstow.AdamW or tensorstow.Adam."
+        )
+        raise OptionError(message)
+    where = made.stowage.placement
+    found = {
+        "states": made.placement_of_states,
+        "overlap": made.stowage.overlap,
+        "update_on": made.stowage.update_on,
+        "dir": bool(where.directories),
+        "ram_budget": where.ram_budget,
+    }
+    for name, value in found.items():
+        if name in _FREE and name not in placed:
+            continue
+        wanted = placed.get(name, _DEFAULTS[name])
+        if name == "ram_budget" and wanted is not None:
+            wanted = parse_size(wanted, name)
+        if value != (wanted is not None if name == "dir" else wanted):
+            made.close()
+            message = (
+                "The optimizer's function did not pass on the keywords it was given: the plan has"
+                f" {name}={wanted!r} and the optimizer has not. Pass **placement on to it."
+            )
+            raise OptionError(message)
+    return made
+
+
+# --- ranks ---
+
+
+def validate_same_on_ranks(arguments: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+    """Check that every rank called ``stow`` alike: fail fast instead of deadlocking. Collective.
+
+    Args:
+        arguments: What is to be the same, by what the error calls it.
+        group: All ranks; None: there is one.
+
+    Raises:
+        OptionError: On every rank, where one differs from rank 0.
+    """
+    if group is None:
+        return
+    everybody: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everybody, dict(arguments), group=group)
+    first = everybody[0]
+    for rank, other in enumerate(everybody):
+        for name, value in first.items():
+            if other.get(name) != value:
+                message = (
+                    f"Rank {rank} called stow() with another {name} than rank 0:"
+                    f" {other.get(name)} and {value}. Every rank is to call it alike."
+                )
+                raise OptionError(message)
+
+
+def describe_units(units: Iterable[Unit]) -> dict[str, str]:
+    """Return what is to be the same of the model on every rank: a line for each unit."""
+    lines = {}
+    for unit in units:
+        each = [f"{n} {_describe(p)}" for n, p in unit.parameters.items()]
+        digest = hashlib.sha256("\n".join(each).encode()).hexdigest()[:8]
+        few = f"{len(each)} parameters, of names, kinds and places with the sum {digest}"
+        lines[f"unit {unit.name!r}"] = few if len(each) > 4 else ", ".join(each)
+    return {"units": ", ".join(lines), **lines}
+
+
+def _describe(parameter: torch.Tensor) -> str:
+    """Return what ranks may differ in; a rank with values cannot help one on the meta device."""
+    trained = "trained" if parameter.requires_grad else "frozen"
+    place = "meta" if parameter.is_meta else "memory"
+    return f"{tuple(parameter.shape)} {parameter.dtype} {trained} in {place}"

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Shard
 from ranks.pool import Ranks
 from remote import LateLink
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.gradient_hooks import Landing, move_buffers
+from tensorstow.fsdp.gradient_hooks import Landing
 from tensorstow.fsdp.gradients import HostGradient
+from tensorstow.fsdp.sharding import move_buffers
 
 
 def _sharded(values: torch.Tensor) -> DTensor:

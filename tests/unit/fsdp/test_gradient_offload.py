@@ -52,7 +52,7 @@ def blocks(dtype: torch.dtype) -> nn.Module:
 
 
 @contextmanager
-def device_here(*, stands_in: bool) -> object:
+def current_device(*, stands_in: bool) -> object:
     """Let the CPU be a device of its own inside; give the links of gradients."""
     links: list[LateLink] = []
 
@@ -86,7 +86,7 @@ def trained(course: Course, *, stands_in: bool, mesh: bool = False) -> tuple[lis
         stage=course.get("stage", 2),
     )
     first = 0
-    with device_here(stands_in=stands_in) as links:
+    with current_device(stands_in=stands_in) as links:
         # What replicates wants a mesh of two dimensions, which stow makes itself.
         own = sharded_mesh() if mesh and course.get("stage") != 0 else None
         scratch = {"durability": "none"} if "states" in course else {}

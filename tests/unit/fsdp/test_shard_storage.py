@@ -1,66 +1,119 @@
-"""Cells: bytes in host memory, and bytes on a shelf that are read for whoever opens them."""
+"""Shard storage: bytes in host memory, and bytes on disk that are read while they are pinned."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from tensorstow.fsdp.prefetch import Prefetcher
-from tensorstow.fsdp.shard_storage import Cell, ShelvedCell
-from tensorstow.io.buffer_pool import Shelves
+from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
+from tensorstow.io.buffer_pool import Shelf, Shelves
 
 MIB = 1 << 20
 
 
 def test_home_is_without_the_padding() -> None:
-    cell = Cell(torch.arange(6.0).view(3, 2), 2)
-    assert cell.home.tolist() == [[0, 1], [2, 3]]
-    assert cell.open() is cell.padded
-    assert cell.lessor is None
+    shard = HostShard(torch.arange(6.0).view(3, 2), 2)
+    assert shard.home.tolist() == [[0, 1], [2, 3]]
+    assert shard.pin() is shard.padded
+    assert shard.lessor is None
 
 
 def test_whoever_reads_waits_for_the_newest_weight() -> None:
-    cell = Cell(torch.zeros(2, 2), 2)
+    shard = HostShard(torch.zeros(2, 2), 2)
     waited: list[bool] = []
-    cell.before_read = lambda: waited.append(True)
-    cell.open()
-    with cell.opened(to_change=False):
+    shard.before_read = lambda: waited.append(True)
+    shard.pin()
+    with shard.access(write=False):
         pass
     assert waited == [True, True]
 
 
-def test_a_shelved_cell_is_read_when_opened_and_written_when_changed(tmp_path: Path) -> None:
+def test_a_shard_on_disk_is_read_when_pinned_and_written_when_dirty(tmp_path: Path) -> None:
     shelves = Shelves(tmp_path, 2 * MIB, MIB)
     shelf, other = shelves.add(MIB), shelves.add(MIB)
-    cell = ShelvedCell(shelf.tensor(0, (4, 2), torch.float32), 3, shelf, Prefetcher(0))
-    with cell.opened(to_change=True):
-        cell.home.fill_(5.0)
+    shard = DiskShard(shelf.tensor(0, (4, 2), torch.float32), 3, shelf, Prefetcher(0))
+    with shard.access(write=True):
+        shard.home.fill_(5.0)
     with torch.no_grad():
         other.lease()  # takes the memory
         assert not shelf.present
         other.release()
-    assert cell.open()[:3].eq(5.0).all()
-    assert cell.open_to_copy() is cell.padded
-    cell.copied()
+    assert shard.pin()[:3].eq(5.0).all()
+    assert shard.pin_for_copy() is shard.padded
+    shard.unpin_after_copy()
     assert shelf.leases == 1
-    cell.close()
+    shard.unpin()
     assert shelves.bytes_written == MIB
     assert shelf.leases == 0
 
 
-def test_what_could_not_be_opened_is_not_held(
+def test_what_could_not_be_pinned_is_not_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelves = Shelves(tmp_path, MIB, MIB)
     shelf = shelves.add(4096)
     prefetcher = Prefetcher(1)
-    cell = ShelvedCell(shelf.tensor(0, (4, 2), torch.float32), 4, shelf, prefetcher)
+    shard = DiskShard(shelf.tensor(0, (4, 2), torch.float32), 4, shelf, prefetcher)
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prefetcher, "used", interrupted)
+    monkeypatch.setattr(prefetcher, "record_use", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cell.open()
+        shard.pin()
     assert shelf.leases == 0
     shelves.close()
+
+
+SIZE = 1 << 16
+
+
+def _use(shelf: Shelf, prefetcher: Prefetcher) -> bool:
+    """Return whether it was in memory before it was asked for."""
+    there = shelf.present
+    prefetcher.pin(shelf)
+    assert shelf.present
+    prefetcher.unpin(shelf)
+    return there
+
+
+def test_units_are_fetched_in_the_order_of_forward_and_of_backward(tmp_path: Path) -> None:
+    shelves = Shelves(tmp_path, 5 * SIZE, 3 * SIZE)
+    made = [shelves.add(SIZE) for _ in range(5)]
+    for shelf in made:
+        shelf.lease(to_change=True)
+        shelf.release(changed=True)
+        shelves.settle()
+    prefetcher = Prefetcher(1)
+    course = [0, 1, 2, 3, 4, 3, 2, 1, 0]
+    first = [_use(made[i], prefetcher) for i in course]
+    again = [_use(made[i], prefetcher) for i in course]
+    assert not all(first)
+    assert all(again[2:])
+
+
+def test_one_shelf_is_open_at_a_time(tmp_path: Path) -> None:
+    shelves = Shelves(tmp_path, 2 * SIZE, 2 * SIZE)
+    first, second = shelves.add(SIZE), shelves.add(SIZE)
+    prefetcher = Prefetcher(0)
+    prefetcher.pin(first)
+    prefetcher.pin(first)  # another parameter of the unit
+    assert (first.leases, second.leases) == (1, 0)
+    prefetcher.pin(second)  # and nobody has closed the first
+    assert (first.leases, second.leases) == (0, 1)
+    prefetcher.unpin(first)
+    assert (first.leases, second.leases) == (0, 1)
+    prefetcher.unpin(second)
+    prefetcher.unpin(second)
+    assert (first.leases, second.leases) == (0, 0)
+
+
+def test_nothing_is_fetched_ahead_where_that_was_not_asked(tmp_path: Path) -> None:
+    shelves = Shelves(tmp_path, 3 * SIZE, SIZE)
+    made = [shelves.add(SIZE) for _ in range(3)]
+    for shelf in made:
+        shelf.lease(to_change=True)
+        shelf.release(changed=True)
+    prefetcher = Prefetcher(0)
+    for _ in range(2):
+        assert not any(_use(made[i], prefetcher) for i in (0, 1, 2))

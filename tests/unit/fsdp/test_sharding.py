@@ -1,13 +1,26 @@
-"""Shards: rows as FSDP2 cuts them, bytes on shelves, and tied parameters that stay tied."""
+"""Sharding: the ranks and their mesh, rows as FSDP2 cuts them, tied parameters that stay tied."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tensorstow.fsdp.sharding import Sharding, exchange, shelf_bytes
+from ranks.pool import Ranks
+from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.sharding import (
+    Sharding,
+    backend_of,
+    current_device,
+    host_group,
+    make_mesh,
+    padded_bytes,
+    replace_parameter,
+    world_size,
+)
 from tensorstow.fsdp.units import units_of
 
 
@@ -50,10 +63,10 @@ def test_shelves_have_room_for_padded_shards_that_are_aligned() -> None:
     model = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3, bias=False).bfloat16())
     units = units_of(model, [model[0], model[1]])
     for rank in range(4):  # the last has one row less, or none, and as much room
-        found = [shelf_bytes(unit, sharding_of(rank, 4)) for unit in units]
+        found = [padded_bytes(unit, sharding_of(rank, 4)) for unit in units]
         # 2 of 7 rows of 10, 2 of 7 elements; 1 of 3 rows of 7 in 16 bits; the root has none.
         assert found == [128 + 128, 128, 0]
-    whole = [shelf_bytes(unit, sharding_of(0, 1)) for unit in units]
+    whole = [padded_bytes(unit, sharding_of(0, 1)) for unit in units]
     assert whole == [384 + 128, 128, 0]
 
 
@@ -62,7 +75,7 @@ def test_tied_parameters_stay_tied() -> None:
     model["b"].weight = model["a"].weight
     old, new = model["a"].weight, nn.Parameter(torch.zeros(2, 2))
     other = model["c"].weight
-    exchange(model, old, new)
+    replace_parameter(model, old, new)
     assert model["a"].weight is model["b"].weight is new
     assert model["c"].weight is other
     assert dict(model.named_parameters()).keys() == {
@@ -72,3 +85,65 @@ def test_tied_parameters_stay_tied() -> None:
         "c.weight",
         "c.bias",
     }
+
+
+Pool = Callable[[int], Ranks]
+CPU = torch.device("cpu")
+Shape = tuple[tuple[int, ...], tuple[str, ...] | None]
+
+
+def shape_of(stage: int, replicas: int) -> Shape | str:
+    try:
+        mesh = make_mesh(CPU, stage=stage, replicas=replicas)
+    except OptionError as error:
+        return str(error)
+    return tuple(mesh.shape), mesh.mesh_dim_names
+
+
+@pytest.mark.parametrize(
+    ("stage", "replicas", "shape"),
+    [
+        (3, 1, ((4,), ("shard",))),
+        (1, 1, ((4,), ("shard",))),
+        (3, 2, ((2, 2), ("replicate", "shard"))),
+        (2, 4, ((4, 1), ("replicate", "shard"))),
+        (0, 1, ((4, 1), ("replicate", "shard"))),
+    ],
+)
+def test_ranks_are_shards_of_replicas(ranks: Pool, stage: int, replicas: int, shape: Shape) -> None:
+    assert ranks(4).run(shape_of, stage, replicas) == [shape] * 4
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused(ranks: Pool) -> None:
+    for said in ranks(4).run(shape_of, 3, 3):
+        assert "replicas=3 was given for 4 ranks" in said
+
+
+def groups() -> tuple[int, bool, bool]:
+    group = host_group()
+    return world_size(), group is None, group is dist.group.WORLD
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_host_memory_goes_through_the_group_that_is_there(ranks: Pool, world: int) -> None:
+    assert ranks(world).run(groups) == [(world, world == 1, world > 1)] * world
+
+
+def test_before_any_group_torchrun_says_how_many_ranks_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert world_size() == 1  # somebody else's variable
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert world_size() == 8
+
+
+def test_a_group_carries_host_memory_beside_an_accelerator() -> None:
+    assert backend_of(CPU) == "gloo"
+    assert backend_of(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+
+
+def test_the_device_here_is_one_that_works() -> None:
+    assert torch.ones(2, device=current_device()).sum() == 2

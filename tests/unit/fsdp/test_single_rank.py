@@ -10,43 +10,43 @@ from torch import nn
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp.report import parameter_bytes
-from tensorstow.fsdp.shard_storage import Cell
-from tensorstow.fsdp.single_rank import ReduceInPlace, Tenure
+from tensorstow.fsdp.shard_storage import HostShard
+from tensorstow.fsdp.single_rank import InPlaceReduceScatter, UnshardedAlias
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
 
 
-class Counted(Cell):
+class Counted(HostShard):
     """Counts who reads it."""
 
     readers = 0
 
-    def open(self) -> torch.Tensor:
+    def pin(self) -> torch.Tensor:
         self.readers += 1
-        return super().open()
+        return super().pin()
 
-    def close(self, *, changed: bool = False) -> None:
-        assert not changed
+    def unpin(self, *, dirty: bool = False) -> None:
+        assert not dirty
         self.readers -= 1
 
 
-def test_a_tenure_is_read_until_it_is_freed() -> None:
-    cell = Counted(torch.ones(4), 4)
-    tenure = Tenure(cell)
-    assert tenure.untyped_storage().size() == 0
+def test_an_alias_pins_its_shard_until_it_is_freed() -> None:
+    shard = Counted(torch.ones(4), 4)
+    alias = UnshardedAlias(shard)
+    assert alias.untyped_storage().size() == 0
     for _ in range(2):  # what is begun twice ends once
-        tenure.begin()
-        assert cell.readers == 1
-    assert tenure.untyped_storage().size() == tenure.numel() * tenure.itemsize
+        alias.pin()
+        assert shard.readers == 1
+    assert alias.untyped_storage().size() == alias.numel() * alias.itemsize
     for _ in range(2):
-        tenure.untyped_storage().resize_(0)
-        assert cell.readers == 0
+        alias.untyped_storage().resize_(0)
+        assert shard.readers == 0
     with pytest.raises(OptionError):
-        tenure.add(1)
+        alias.add(1)
 
 
 def test_input_and_output_of_a_reduction_are_one() -> None:
-    comm = ReduceInPlace()
+    comm = InPlaceReduceScatter()
     device = torch.device("cpu")
 
     def pair(size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -56,7 +56,7 @@ def test_input_and_output_of_a_reduction_are_one() -> None:
     assert first is second
     assert pair(3)[0] is not first
     comm.allocate(torch.Size([5]), dtype=torch.float32, device=device)  # its output never comes
-    comm.forget()
+    comm.reset()
     first, second = pair(5)
     assert first is second
     with pytest.raises(RuntimeError, match="several ranks"):
@@ -131,16 +131,16 @@ def test_gradients_are_not_mixed_behind_a_reduction_that_broke(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = stowed(tmp_path, "none")
-    whole = ReduceInPlace.allocate
+    whole = InPlaceReduceScatter.allocate
     calls = []
 
-    def breaks(self: ReduceInPlace, *args: object, **kwargs: object) -> torch.Tensor:
+    def breaks(self: InPlaceReduceScatter, *args: object, **kwargs: object) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 4:  # the output of the second unit's
             raise KeyboardInterrupt
         return whole(self, *args, **kwargs)
 
-    monkeypatch.setattr(ReduceInPlace, "allocate", breaks)
+    monkeypatch.setattr(InPlaceReduceScatter, "allocate", breaks)
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(2, 8)).sum().backward()
     monkeypatch.undo()

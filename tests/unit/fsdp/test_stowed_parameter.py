@@ -14,55 +14,51 @@ from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
 from ranks.twin import Twins
 from tensorstow import PipelinePolicy, Plan
-from tensorstow.base.errors import PoisonedError
-from tensorstow.fsdp.shard_storage import Cell
-from tensorstow.fsdp.stowed_parameter import Slot, StowedParameter
+from tensorstow.fsdp.shard_storage import HostShard
+from tensorstow.fsdp.stowed_parameter import AllGatherInput, StowedParameter
 
 Pool = Callable[[int], Ranks]
 POISONED = partial(tensorstow.AdamW, lr=1e-2, policy=PipelinePolicy(poison=True))
 """Weights are NaN until somebody has waited for them."""
 
 
-def stowed(shape: tuple[int, ...]) -> StowedParameter:
-    return StowedParameter(torch.empty(shape, device="meta"), torch.device("cpu"), Slot())
-
-
-def filled(padded: torch.Tensor, rows: int) -> StowedParameter:
-    parameter = stowed((rows, *padded.shape[1:]))
-    parameter.slot.cell = Cell(padded, rows)
-    return parameter
+def stowed(padded: torch.Tensor, rows: int, *, is_sharded: bool = True) -> StowedParameter:
+    storage = HostShard(padded, rows)
+    storage.is_sharded = is_sharded
+    like = torch.empty((rows, *padded.shape[1:]), device="meta")
+    return StowedParameter(like, torch.device("cpu"), AllGatherInput(storage))
 
 
 @contextmanager
-def counted(cell: Cell) -> Iterator[list[bool]]:
-    """Note who opens the cell, and whether to write."""
+def counted(storage: HostShard) -> Iterator[list[bool]]:
+    """Note who accesses the storage, and whether to write."""
     noted: list[bool] = []
-    opened = cell.opened
+    access = storage.access
 
-    def noting(*, to_change: bool) -> AbstractContextManager[None]:
-        noted.append(to_change)
-        return opened(to_change=to_change)
+    def noting(*, write: bool) -> AbstractContextManager[None]:
+        noted.append(write)
+        return access(write=write)
 
-    cell.opened = noting
+    storage.access = noting
     yield noted
 
 
-def test_without_a_cell_there_is_arithmetic_over_shapes_alone() -> None:
-    parameter = stowed((4, 3))
+def test_until_it_is_sharded_there_is_arithmetic_over_shapes_alone() -> None:
+    parameter = stowed(torch.zeros(6, 3), 4, is_sharded=False)
     padded = parameter.new_zeros((6, 3))
     padded.narrow(0, 0, 4).copy_(parameter)
+    parameter.fill_(1.0)  # of no bytes
     first, second = padded.split(3)
     for part, shape in ((padded, (6, 3)), (first, (3, 3)), (second.view(-1), (9,))):
         assert isinstance(part, StowedParameter)
-        assert part.slot is parameter.slot
+        assert part.source is parameter.source
         assert part.shape == shape
-    with pytest.raises(PoisonedError, match="before it had bytes"):
-        parameter.home  # noqa: B018
+    assert parameter.source.storage.padded.eq(0.0).all()
 
 
-def test_reading_opens_the_cell_and_gives_memory_of_its_own() -> None:
-    parameter = filled(torch.arange(8.0).view(4, 2), 3)
-    with counted(parameter.slot.cell) as noted:
+def test_reading_accesses_the_storage_and_gives_memory_of_its_own() -> None:
+    parameter = stowed(torch.arange(8.0).view(4, 2), 3)
+    with counted(parameter.source.storage) as noted:
         read = parameter.clone()
         total = parameter + 1.0
     assert noted == [False, False]
@@ -72,19 +68,19 @@ def test_reading_opens_the_cell_and_gives_memory_of_its_own() -> None:
     assert parameter.home.sum() == 15.0
 
 
-def test_writing_opens_it_to_change_and_counts_as_a_version() -> None:
-    parameter = filled(torch.zeros(4, 2), 3)
+def test_writing_accesses_it_to_write_and_counts_as_a_version() -> None:
+    parameter = stowed(torch.zeros(4, 2), 3)
     version = parameter.home._version
-    with counted(parameter.slot.cell) as noted:
+    with counted(parameter.source.storage) as noted:
         assert parameter.add_(2.0) is parameter
     assert noted == [True]
     assert parameter.home._version > version
-    assert parameter.slot.cell.padded.tolist() == [[2, 2], [2, 2], [2, 2], [0, 0]]
+    assert parameter.source.storage.padded.tolist() == [[2, 2], [2, 2], [2, 2], [0, 0]]
 
 
-def test_two_parameters_are_opened_both_and_one_to_change() -> None:
-    ours, theirs = filled(torch.zeros(2, 2), 2), filled(torch.full((2, 2), 3.0), 2)
-    with counted(ours.slot.cell) as written, counted(theirs.slot.cell) as read:
+def test_two_parameters_are_accessed_both_and_one_to_write() -> None:
+    ours, theirs = stowed(torch.zeros(2, 2), 2), stowed(torch.full((2, 2), 3.0), 2)
+    with counted(ours.source.storage) as written, counted(theirs.source.storage) as read:
         ours.copy_(theirs)
     assert (written, read) == ([True], [False])
     assert ours.home.tolist() == [[3, 3], [3, 3]]
@@ -92,16 +88,16 @@ def test_two_parameters_are_opened_both_and_one_to_change() -> None:
 
 def test_a_write_of_a_view_reaches_the_bytes() -> None:
     """``detach`` is the parameter again, so whoever writes it by ``.data`` or ``detach`` does."""
-    parameter = filled(torch.zeros(3, 2), 2)
+    parameter = stowed(torch.zeros(3, 2), 2)
     parameter.detach().fill_(1.0)
     assert parameter.home.eq(1.0).all()
     version = parameter.home._version
-    with counted(parameter.slot.cell) as noted:
+    with counted(parameter.source.storage) as noted:
         row = parameter.view(-1)[2:]
         row.fill_(2.0)
     assert noted == [True]
     assert parameter.home._version > version
-    assert parameter.slot.cell.padded.tolist() == [[1, 1], [2, 2], [0, 0]]
+    assert parameter.source.storage.padded.tolist() == [[1, 1], [2, 2], [0, 0]]
 
 
 def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:

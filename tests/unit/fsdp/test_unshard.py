@@ -1,4 +1,4 @@
-"""Gathered weights: let go of before they are old, and trainable whatever the first forward was."""
+"""Unsharded weights: resharded before they are old, trainable whatever the first forward was."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
+from ranks.stowed import incomplete, loss_of, model_of
 from ranks.twin import Twins
 from tensorstow import AdamW, Plan, stow
 from tensorstow.base.errors import OptionError
@@ -131,3 +131,8 @@ def test_half_a_backward_stays_no_step(overlap: str) -> None:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     optimizer.close()
+
+
+def test_a_step_before_the_last_micro_batch_is_refused(ranks: "Ranks") -> None:
+    for message in ranks(1).run(incomplete):
+        assert "after 1 of accumulation_steps=2" in message

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorstow.fsdp.prefetch import Prefetcher
-from tensorstow.fsdp.shard_storage import Cell, ShelvedCell
+from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
 from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.buffer_pool import Shelves
 from tensorstow.io.device_link import Mark, Pairs, PlainLink
@@ -32,19 +31,19 @@ class Counted(PlainLink):
 
 def made(
     count: int, *, link: PlainLink, ahead: int = 1, beside_forward: bool = False
-) -> tuple[Uploads, list[Cell]]:
+) -> tuple[Uploads, list[HostShard]]:
     """Return uploads of units of one cell, whose values are their numbers."""
     uploads = Uploads(link, ahead=ahead, beside_forward=beside_forward)
     cells = []
     for number in range(count):
         block = PinnedBlock(4 * ROWS, CPU, link.settle)
-        cells.append(Cell(block.tensor(0, ROWS, torch.float32).data, ROWS, block))
+        cells.append(HostShard(block.tensor(0, ROWS, torch.float32).data, ROWS, block))
         cells[-1].home.fill_(number)
         uploads.add(cells[-1:], [torch.float32], None)
     return uploads, cells
 
 
-def gather(uploads: Uploads, cell: Cell) -> torch.Tensor:
+def gather(uploads: Uploads, cell: HostShard) -> torch.Tensor:
     """Do what FSDP2 does."""
     got = uploads.take(cell, torch.float32).clone()
     uploads.used(cell)
@@ -77,7 +76,7 @@ def test_buffers_are_few_and_used_again() -> None:
     assert (uploads.staging_bytes, uploads.pinned_bytes) == (0, 0)
 
 
-def used(uploads: Uploads, cells: list[Cell]) -> Iterable[Cell]:
+def used(uploads: Uploads, cells: list[HostShard]) -> Iterable[HostShard]:
     for cell in cells:
         yield cell
         uploads.used(cell)
@@ -123,7 +122,7 @@ def test_what_was_copied_ahead_of_a_change_is_forgotten(how: str) -> None:
         cells[1].home.fill_(5)
         uploads.begin()
     else:
-        with cells[1].opened(to_change=True):
+        with cells[1].access(write=True):
             cells[1].home.fill_(5)
     assert gather(uploads, cells[1]).eq(5).all()
 
@@ -170,7 +169,7 @@ def test_a_copy_that_gave_way_to_another_is_waited_for_too(how: str) -> None:
     if how == "step":
         uploads.forget()
     else:
-        with cells[1].opened(to_change=True):
+        with cells[1].access(write=True):
             pass
     assert link.over >= copied
 
@@ -209,7 +208,7 @@ def test_in_a_backward_nothing_is_copied_ahead_that_may_be_updated() -> None:
     uploads, cells = made(2, link=link)
     x = torch.zeros(1, requires_grad=True)
 
-    def gathered(cell: Cell, _: torch.Tensor) -> None:
+    def gathered(cell: HostShard, _: torch.Tensor) -> None:
         gather(uploads, cell)
 
     def backward(*numbers: int) -> None:
@@ -235,8 +234,8 @@ def test_a_shelf_is_lent_for_the_copy_alone(tmp_path: Path) -> None:
     cells = []
     for number in range(3):
         shelf = shelves.add(4096)
-        cells.append(ShelvedCell(shelf.tensor(0, (ROWS,), torch.float32), ROWS, shelf, prefetcher))
-        with cells[-1].opened(to_change=True):
+        cells.append(DiskShard(shelf.tensor(0, (ROWS,), torch.float32), ROWS, shelf, prefetcher))
+        with cells[-1].access(write=True):
             cells[-1].home.fill_(number)
         uploads.add(cells[-1:], [torch.bfloat16], prefetcher)
     for _ in range(2):

@@ -1,12 +1,20 @@
-"""First values of modules on the meta device."""
+"""First values: of modules on the meta device, of tensors that are there, from files."""
+
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.initialising import initialise, initialise_buffers
-from tensorstow.fsdp.units import Unit, units_of
+from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.fsdp.initialization import (
+    InitialValues,
+    initialize_buffers,
+    initialize_unit,
+    reader_of,
+)
+from tensorstow.fsdp.units import Unit, aliases_of, units_of
 
 
 def unit_of(model: nn.Module) -> Unit:
@@ -29,7 +37,7 @@ def test_a_tied_parameter_keeps_what_its_first_module_gave_it() -> None:
         model = Tied()
     parameter = model.head.weight
     torch.manual_seed(0)
-    initialise(unit_of(model), None)
+    initialize_unit(unit_of(model), None)
     assert torch.equal(model.embedding.weight, want)
     assert model.head.weight is model.embedding.weight is parameter
     assert not model.head.bias.is_meta
@@ -47,7 +55,7 @@ def test_an_initialiser_is_called_with_children_first_and_with_those_above_them(
         if isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear):
             module[0].weight.mul_(3.0)
 
-    initialise(unit_of(model), init)
+    initialize_unit(unit_of(model), init)
     assert called == ["Linear", "Sequential", "LayerNorm", "Sequential"]
     assert (model[0][0].weight == 3.0).all()
 
@@ -63,7 +71,7 @@ def test_an_initialiser_is_not_called_with_what_reaches_into_another_unit() -> N
         for parameter in module.parameters(recurse=False):
             parameter.fill_(1.0)
 
-    initialise(units[""], init)
+    initialize_unit(units[""], init)
     assert called == [model[0][0], model[1]]
     assert model[0][1].weight.is_meta
 
@@ -71,7 +79,7 @@ def test_an_initialiser_is_not_called_with_what_reaches_into_another_unit() -> N
 def test_buffers_of_a_module_are_initialised_with_it() -> None:
     with torch.device("meta"):
         model = nn.BatchNorm1d(3)
-    initialise(unit_of(model), None)
+    initialize_unit(unit_of(model), None)
     assert torch.equal(model.running_var, torch.ones(3))
     assert model.num_batches_tracked.item() == 0
 
@@ -82,7 +90,7 @@ def test_what_has_no_initialiser_is_refused_by_its_whole_name() -> None:
         model[0][1].gain = nn.Parameter(torch.ones(2))
     (unit,) = [u for u in units_of(model, [model[0]]) if u.name]
     with pytest.raises(OptionError, match=r"^0\.1 \(Module\) .*init=.*weights="):
-        initialise(unit, None)
+        initialize_unit(unit, None)
 
 
 class Rotary(nn.Module):
@@ -103,7 +111,7 @@ def test_a_buffer_that_nothing_gives_values_is_refused_by_name(dtype: torch.dtyp
         module.scale.fill_(2.0)
 
     with pytest.raises(OptionError, match=r"^layers\.rotary\.inverse of Rotary") as caught:
-        initialise_buffers(module, "layers.rotary", init)
+        initialize_buffers(module, "layers.rotary", init)
     assert "init=" in str(caught.value)
     assert "weights=" in str(caught.value)
     assert "get_submodule('layers.rotary').inverse = " in str(caught.value)
@@ -117,7 +125,7 @@ def test_buffers_without_parameters_are_given_values() -> None:
         module.inverse.copy_(torch.arange(3))
         module.scale.fill_(2.0)
 
-    initialise_buffers(module, "rotary", init)
+    initialize_buffers(module, "rotary", init)
     assert module.inverse.tolist() == [0.0, 1.0, 2.0]
     assert module.scale.item() == 2.0
 
@@ -127,4 +135,41 @@ def test_loaded_parameters_are_not_initialised_again_for_a_buffer() -> None:
     with torch.device("meta"):
         module.register_buffer("mask", torch.ones(2))
     with pytest.raises(OptionError, match="mask of Linear"):
-        initialise_buffers(module, "", lambda m: m.reset_parameters())
+        initialize_buffers(module, "", lambda m: m.reset_parameters())
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def test_rows_of_a_tensor_are_rows_and_a_scalar_is_whole() -> None:
+    whole = nn.Parameter(values(4, 2))
+    assert reader_of(whole)(1, 3).tolist() == values(4, 2)[1:3].tolist()
+    assert not reader_of(whole)(0, 4).requires_grad
+    assert reader_of(torch.tensor(7.0))(0, 0).item() == 7.0
+
+
+def test_sources_fill_what_is_there_and_what_is_on_the_meta_device(tmp_path: Path) -> None:
+    wanted = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    wanted[1].running_mean.fill_(4.0)
+    save_file(wanted.state_dict(), tmp_path / "model.safetensors")
+    for device in ("cpu", "meta"):
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(device)
+        sources = InitialValues(tmp_path, None, None)
+        units, aliases = units_of(model), aliases_of(model)
+        sources.check(units, aliases)
+        sources.fill(units, aliases)
+        sources.buffers(model)
+        for name, value in wanted.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), (device, name)
+
+
+def test_what_nothing_gives_values_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    save_file({"0.weight": values(2, 3), "0.bias": values(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(StoreFormatError, match=r"no tensor '1\.weight'"):
+        InitialValues(tmp_path, None, None).check(units_of(model), {})
+    with torch.device("meta"):
+        model.gain = nn.Parameter(torch.ones(2))
+    with pytest.raises(OptionError, match="on the meta device and has no reset_parameters"):
+        InitialValues(None, None, None).check(units_of(model), {})

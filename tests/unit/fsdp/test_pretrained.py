@@ -1,17 +1,19 @@
 """What transformers writes is loaded into its models, and what is written here it loads."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import tensorstow
 from tensorstow import Plan
 from tensorstow.base.errors import StoreFormatError
-from tensorstow.fsdp.key_conversion import is_of_transformers, origins_of
+from tensorstow.fsdp.pretrained import PretrainedFiles, is_of_transformers, origins_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -183,3 +185,49 @@ def test_other_models_have_what_their_files_have() -> None:
     (origin,) = origins_of(model, {"weight": (2, 2)}).values()
     assert origin == next(iter(origins_of(None, {"weight": [2, 2]}).values()))
     assert origin.make is None
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def test_slices_are_read_in_the_dtype_that_is_asked(tmp_path: Path) -> None:
+    save_file({"w": values(5, 3), "scale": torch.tensor(2.5)}, tmp_path / "one.safetensors")
+    files = PretrainedFiles(tmp_path / "one.safetensors")
+    assert (files.has("w"), files.has("v")) == (True, False)
+    read = files.reader(["w"], torch.empty(5, 3, dtype=torch.bfloat16, device="meta"))
+    assert read(1, 3).dtype == torch.bfloat16
+    assert read(1, 3).tolist() == values(5, 3)[1:3].tolist()
+    assert read(5, 5).shape == (0, 3)
+    assert files.reader(["scale"], torch.empty(()))(0, 0).item() == 2.5
+
+
+def test_the_first_known_name_of_a_tied_parameter_is_taken(tmp_path: Path) -> None:
+    save_file({"head.weight": values(2, 2)}, tmp_path / "model.safetensors")
+    read = PretrainedFiles(tmp_path).reader(["embedding.weight", "head.weight"], torch.empty(2, 2))
+    assert torch.equal(read(0, 2), values(2, 2))
+
+
+def test_an_index_says_which_files_count(tmp_path: Path) -> None:
+    save_file({"a": values(1)}, tmp_path / "first.safetensors")
+    save_file({"b": values(2)}, tmp_path / "second.safetensors")
+    save_file({"a": values(3), "old": values(3)}, tmp_path / "left_over.safetensors")
+    assert PretrainedFiles(tmp_path).has("old")  # without an index all of a directory do
+    index = {"weight_map": {"a": "first.safetensors", "b": "second.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = PretrainedFiles(tmp_path)
+    assert [files.has(name) for name in ("a", "b", "old")] == [True, True, False]
+    assert files.reader(["a"], torch.empty(1))(0, 1).tolist() == [0.0]
+
+
+def test_what_is_not_there_is_told_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(StoreFormatError, match="neither a safetensors file nor a directory"):
+        PretrainedFiles(tmp_path)
+    save_file({"layer.weight": values(2, 2)}, tmp_path / "model.safetensors")
+    files = PretrainedFiles(tmp_path)
+    with pytest.raises(StoreFormatError, match=r"no tensor 'layers\.weight'.*'layer\.weight'"):
+        files.reader(["layers.weight"], torch.empty(2, 2))
+    with pytest.raises(StoreFormatError, match="no tensor 'x', nor any like it"):
+        files.reader(["x"], torch.empty(2, 2))
+    with pytest.raises(StoreFormatError, match=r"is \(2, 2\) and the model's is \(2, 3\)"):
+        files.reader(["layer.weight"], torch.empty(2, 3))

@@ -1,0 +1,238 @@
+"""Pretrained weights: safetensors files, read by the names and in the shapes of a model.
+
+[Note: Key conversion] transformers (from version 5) computes with other tensors than its
+checkpoints have: experts as one tensor, vision towers under other names. Its own conversions say
+which tensors of a file make which of the model; here they are asked, tensor by tensor, so that
+memory is that of one tensor and its sources. Other models have what their files have.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from tensorstow.base.errors import StoreFormatError
+
+RowReader = Callable[[int, int], torch.Tensor]
+"""Returns rows of a parameter from the first to before the second number, on the CPU."""
+Read = Callable[[str], torch.Tensor]
+"""Returns a tensor of the files by its name there."""
+_INDEX = "model.safetensors.index.json"
+
+
+class PretrainedFiles:
+    """The tensors of safetensors files, by a model's names: read in slices."""
+
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+        """Read the names and shapes in a file, or in all files of a directory.
+
+        Args:
+            path: A safetensors file, or a directory of some, with or without an index.
+            model: Whose names tensors are asked by, before it is sharded; None: those of the files.
+
+        Raises:
+            StoreFormatError: There is none, or one cannot be read.
+        """
+        self._of: dict[str, Path] = {}
+        shapes: dict[str, Sequence[int]] = {}
+        for file in _files_of(Path(path)):
+            with _open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118  # no mapping
+                    self._of[name] = file
+                    shapes[name] = opened.get_slice(name).get_shape()
+        self._origins = origins_of(model, shapes)
+        self._path = path
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor called ``name``."""
+        return name in self._origins
+
+    def reader(self, names: list[str], like: torch.Tensor) -> RowReader:
+        """Return a reader of a tensor's rows.
+
+        Args:
+            names: Names that the tensor may have; the first that is there is taken.
+            like: A tensor of the shape that is expected, and of the dtype that is read.
+
+        Raises:
+            StoreFormatError: There is none, or it has another shape.
+        """
+        name = next((n for n in names if n in self._origins), None)
+        if name is None:
+            near = get_close_matches(names[0], self._origins, 1)
+            told = f"the nearest is {near[0]!r}" if near else "nor any like it"
+            message = (
+                f"{self._path} has no tensor {names[0]!r}, {told}: it is of another model, or of a"
+                " part of this one."
+            )
+            raise StoreFormatError(message)
+        origin = self._origins[name]
+        if origin.shape != tuple(like.shape):
+            message = (
+                f"{name!r} in {self._path} is {origin.shape} and the model's is"
+                f" {tuple(like.shape)}."
+            )
+            raise StoreFormatError(message)
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            if origin.make is not None:
+                made = origin.make(self._read_whole)
+                return (made[start:stop] if like.ndim else made).to(like.dtype)
+            source = origin.sources[0]
+            with _open(self._of[source]) as file:
+                part: torch.Tensor = (
+                    file.get_slice(source)[start:stop] if like.ndim else file.get_tensor(source)
+                )
+                return part.to(like.dtype)
+
+        return read
+
+    def _read_whole(self, source: str) -> torch.Tensor:
+        with _open(self._of[source]) as file:
+            whole: torch.Tensor = file.get_tensor(source)
+            return whole
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    index = path / _INDEX
+    if index.is_file():
+        return _files_of_index(index)
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        message = f"{path} is neither a safetensors file nor a directory that has some."
+        raise StoreFormatError(message)
+    return found
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    """Return the files that an index names, which lie beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        message = (
+            f"{index} was to say which files the weights are in, and cannot be read ({error!r})."
+            " Take the original."
+        )
+        raise StoreFormatError(message) from error
+    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if strange:
+        message = f"{index} names {strange[0]!r}, which is no file beside it. Take the original."
+        raise StoreFormatError(message)
+    return [index.with_name(name) for name in names]
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; raise StoreFormatError where it is none, or not there."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError, ValueError) as error:
+        message = (
+            f"{file} was to be read as safetensors: {error}. It is another kind of file, or its"
+            " copy was cut short: take the original."
+        )
+        raise StoreFormatError(message) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a tensor of a model is made of."""
+
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    """Names in the files."""
+    make: Callable[[Read], torch.Tensor] | None = None
+    """None: it is the one source."""
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether ``model`` is a PreTrainedModel; transformers is not imported for that."""
+    module = sys.modules.get("transformers.modeling_utils")
+    return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def origins_of(model: nn.Module | None, shapes: Mapping[str, Sequence[int]]) -> dict[str, Origin]:
+    """Return which tensors of the files each tensor of the model is made of.
+
+    Args:
+        model: The model; None: tensors are asked by the names of the files.
+        shapes: Shapes of the tensors in the files, by name.
+
+    Returns:
+        Origins by the model's names; what the files have besides is there by its own name.
+    """
+    as_they_are = {name: Origin(tuple(shape), (name,)) for name, shape in shapes.items()}
+    if model is None or not is_of_transformers(model):
+        return as_they_are
+    try:
+        from transformers import conversion_mapping, core_model_loading  # noqa: PLC0415
+    except ImportError:  # before version 5, whose models have what their files have
+        return as_they_are
+    given: Any = model
+    conversions = conversion_mapping.get_model_conversion_mapping(given)
+    return as_they_are | _convert_keys(model, shapes, conversions, core_model_loading)
+
+
+def _convert_keys(
+    model: Any,  # noqa: ANN401  # another library's
+    shapes: Mapping[str, Sequence[int]],
+    conversions: Iterable[Any],
+    theirs: Any,  # noqa: ANN401  # transformers.core_model_loading
+) -> dict[str, Origin]:
+    """Return what is renamed or made, as ``from_pretrained`` would have it."""
+    renamings = [c for c in conversions if isinstance(c, theirs.WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, theirs.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    known = dict(model.named_parameters(remove_duplicate=False))
+    known |= dict(model.named_buffers(remove_duplicate=False))
+    origins: dict[str, Origin] = {}
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(shapes, key=theirs.dot_natural_key):
+        given = (model.base_model_prefix, known)
+        target, pattern = theirs.rename_source_key(name, renamings, converters, *given)
+        if target not in known and name in known:
+            target, pattern = theirs.rename_source_key(name, [], [], *given)
+        if pattern is not None:
+            parts.setdefault(target, []).append((name, pattern))
+        elif target in known:
+            origins.setdefault(target, Origin(tuple(shapes[name]), (name,)))
+    for target, sources in parts.items():
+        origins |= _origins_by(model, target, sources, by_pattern[sources[0][1]], shapes)
+    return origins
+
+
+def _origins_by(
+    model: Any,  # noqa: ANN401
+    target: str,
+    sources: Sequence[tuple[str, str]],
+    converter: Any,  # noqa: ANN401  # a WeightConverter
+    shapes: Mapping[str, Sequence[int]],
+) -> dict[str, Origin]:
+    """Return what ``converter`` makes of ``sources``, each with the pattern that it matched."""
+
+    def convert(read: Read) -> dict[str, torch.Tensor]:
+        fresh = deepcopy(converter)
+        for name, pattern in sources:
+            fresh.add_tensor(target, name, pattern, read(name))
+        made = fresh.convert(target, model=model, config=model.config)
+        return {n: t[0] if isinstance(t, list) else t for n, t in made.items()}
+
+    def maker(name: str) -> Callable[[Read], torch.Tensor]:
+        return lambda read: convert(read)[name]
+
+    names = tuple(name for name, _ in sources)
+    alike = convert(lambda name: torch.empty(tuple(shapes[name]), device="meta"))
+    return {n: Origin(tuple(t.shape), names, maker(n)) for n, t in alike.items()}

@@ -1,0 +1,46 @@
+"""How much of the source one call runs through: what a reader has to open to follow it."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from torch import nn
+
+import tensorstow
+from tensorstow import Plan
+from tensorstow.fsdp.stow import stow
+
+SOURCE = Path(tensorstow.__file__).parent
+MOST_OF_FSDP = 12
+
+
+def modules_run(act: Callable[[], object], below: str) -> set[str]:
+    """Return the modules below a folder of the source whose functions run in ``act``."""
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    folder = SOURCE / below
+    return {Path(file).stem for file in files if Path(file).is_relative_to(folder)}
+
+
+def test_stow_runs_through_few_modules(tmp_path: Path) -> None:
+    """With weights on disk, which takes everything that is sharded on the CPU."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    make = partial(tensorstow.AdamW, lr=1e-3, durability="none")
+    plan = Plan(parameters="disk", states="disk")
+    made: list[tensorstow.AdamW] = []
+    ran = modules_run(lambda: made.append(stow(model, make, plan=plan, dir=tmp_path)[1]), "fsdp")
+    made[0].close()
+    assert {"stow", "sharding", "shard_storage"} <= ran
+    assert len(ran) <= MOST_OF_FSDP, sorted(ran)
