@@ -1,13 +1,12 @@
 """When updates run: what is beside what, shown by times, and by gradients in every order.
 
 The disk is slow on purpose, as in test_overlap: one worker sleeps before each block. Sleeping
-stands for compute too. Noise only adds, so the best of a few tries counts, and the bound lies
-halfway between what overlap would take and what its lack would.
+stands for compute too. What counts is how much of the one is beside the other, by the event log.
 """
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,18 @@ DELAY_S = 0.005
 READS_S = 2 * CHUNKS * DELAY_S  # two streams of a chunk
 WRITES_S = READS_S
 STEPS = 3
-TRIES = 3
 POLICY = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
 FP32 = Family(torch.float32, amsgrad=False)
+
+
+SLEPT: list[tuple[float, float]] = []
+
+
+def sleep(seconds: float) -> None:
+    """Sleep, and note from when to when."""
+    start = time.monotonic()
+    time.sleep(seconds)
+    SLEPT.append((start, time.monotonic()))
 
 
 class Sleeping(torch.autograd.Function):
@@ -41,12 +49,12 @@ class Sleeping(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:  # noqa: ANN401
         ctx.backward_s = backward_s
-        time.sleep(forward_s)
+        sleep(forward_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        time.sleep(ctx.backward_s)
+        sleep(ctx.backward_s)
         return grads[0], None, None
 
 
@@ -68,8 +76,11 @@ def model_of(forward_s: float, backward_s: float) -> nn.Sequential:
     return nn.Sequential(*(Layer(*each) for _ in range(CHUNKS)))
 
 
-def seconds_of(directory: Path, overlap: Overlap, forward_s: float, backward_s: float) -> float:
-    """Return the best time of STEPS steps and what runs behind them."""
+def hidden_of(directory: Path, overlap: Overlap, forward_s: float, backward_s: float) -> float:
+    """Return how much of the disk's time or the model's, whichever is less, is beside the other.
+
+    Both are measured, so that a busy machine makes both longer.
+    """
     model = model_of(forward_s, backward_s)
     optimizer = AdamW(
         model.parameters(), states="disk", dir=directory, durability="none", overlap=overlap,
@@ -88,45 +99,39 @@ def seconds_of(directory: Path, overlap: Overlap, forward_s: float, backward_s: 
     assert engine is not None
     for operation in ("read", "write"):
         engine.inject_fault(operation, times=-1, delay_us=round(DELAY_S * 1e6))
-    start = time.monotonic()
+    SLEPT.clear()
+    optimizer.start_trace()
     for _ in range(STEPS):
         step()
+    model(torch.zeros(()))  # beside which the last step's updates may run
     optimizer.synchronize()
-    took = time.monotonic() - start
+    disk = [(e.start, e.stop) for e in optimizer.trace() if e.lane in {"read", "write"}]
     optimizer.close()
-    return took
+    both = length(disk) + length(SLEPT) - length([*disk, *SLEPT])
+    return both / min(length(disk), length(SLEPT))
 
 
-def assert_at_most(bound: float, seconds: Callable[[], float]) -> None:
-    tries = []
-    for _ in range(TRIES):
-        tries.append(seconds())
-        if tries[-1] <= bound:
-            return
-    pytest.fail(f"none of {tries} is within {bound:.3f} s")
+def length(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how much time one span or another takes."""
+    total, ended = 0.0, 0.0
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, ended))
+        ended = max(ended, stop)
+    return total
 
 
-@pytest.mark.parametrize("backward_s", [1.5 * (READS_S + WRITES_S), 0.4 * (READS_S + WRITES_S)])
-def test_beside_backward_the_longer_one_counts(tmp_path: Path, backward_s: float) -> None:
-    disk_s = READS_S + WRITES_S
-    # Before the first gradient's update there is a read, and behind the last one a write.
-    tail = (READS_S + WRITES_S) / CHUNKS
-    longest = STEPS * (max(backward_s, disk_s) + tail)
-    total = STEPS * (backward_s + disk_s)
-    bound = (longest + total) / 2
-    assert_at_most(bound, lambda: seconds_of(tmp_path, "backward", 0.0, backward_s))
+def test_the_disk_works_beside_backward(tmp_path: Path) -> None:
+    """Without overlap some of it does too: the next chunks are read ahead."""
+    backward_s = 1.5 * (READS_S + WRITES_S)
+    assert hidden_of(tmp_path, "none", 0.0, backward_s) < 0.87
+    assert hidden_of(tmp_path, "backward", 0.0, backward_s) > 0.87
 
 
-def test_beside_forward_the_longer_one_counts(tmp_path: Path) -> None:
-    """No backward to read in: without overlap all reads are waited for in step()."""
+def test_the_disk_works_beside_forward(tmp_path: Path) -> None:
+    """Without overlap writes do alone. With it the first layer waits for the first chunk."""
     forward_s = READS_S + WRITES_S
-    longest = STEPS * forward_s + READS_S + WRITES_S
-    alone = STEPS * (forward_s + READS_S) + WRITES_S
-    assert longest < 0.95 * alone
-    without = min(seconds_of(tmp_path, "none", forward_s, 0.0) for _ in range(2))
-    assert without >= 0.999 * STEPS * forward_s
-    bound = (longest + max(without, alone)) / 2
-    assert_at_most(bound, lambda: seconds_of(tmp_path, "forward", forward_s, 0.0))
+    assert hidden_of(tmp_path, "none", forward_s, 0.0) < 0.8
+    assert hidden_of(tmp_path, "forward", forward_s, 0.0) > 0.8
 
 
 def test_updates_begin_before_backward_ends(tmp_path: Path) -> None:
