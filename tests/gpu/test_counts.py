@@ -10,7 +10,7 @@ from training import Net, make, spin, train
 
 from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed import checkpointing
-from tensorstow.fsdp import gradient_offload
+from tensorstow.fsdp import gradient_copies
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.uploads import uploads_of
 
@@ -143,22 +143,46 @@ def test_bytes_of_a_stowed_model_are_those_that_it_says(
     optimizer.close()
 
 
-@pytest.mark.parametrize("plan", PLANS[:5], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("plan", PLANS[:-1], ids=str)
 def test_forward_and_backward_of_a_stowed_model_do_not_wait_for_the_device(
-    plan: Plan, simulated: ModuleType, device: torch.device
+    plan: Plan, micro_batches: int, simulated: ModuleType, device: torch.device
 ) -> None:
     """But where updates run beside the forward: for late gradients, once a chunk."""
+    plan = plan.but(accumulation_steps=micro_batches)
     model, optimizer = stowed(plan)
-    late = len(optimizer._kept().store.chunks) if plan.overlap == "forward" else 0
     x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
     for step in range(3):
         optimizer.zero_grad()
-        simulated.take_counts()
-        loss = model(x).float().sum()
-        assert step == 0 or simulated.take_counts()["host_waits"] <= late
-        loss.backward()
-        assert step == 0 or simulated.take_counts()["host_waits"] == 0
+        late = len(optimizer._kept().store.chunks) if plan.overlap == "forward" else 0
+        for _ in range(micro_batches):
+            simulated.take_counts()
+            loss = model(x).float().sum()
+            assert step == 0 or simulated.take_counts()["host_waits"] <= late
+            loss.backward()
+            assert step == 0 or simulated.take_counts()["host_waits"] == 0
+            late = 0
         optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_backward_waits_where_the_device_holds_too_many_gradients(
+    pieces: int, simulated: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until there is room for the next, which a piece or some make."""
+    monkeypatch.setattr(gradient_copies, "MOST_UNDER_WAY", WEIGHT)
+    monkeypatch.setattr(gradient_copies, "PIECE_BYTES", WEIGHT // pieces)
+    model, optimizer = stowed(Plan(parameters="host", accumulation_steps=2))
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
+    model(x).float().sum().backward()
+    torch.accelerator.synchronize()
+    loss = model(x).float().sum()
+    spin(device, 0.1)
+    simulated.take_counts()
+    loss.backward()
+    assert 0 < simulated.take_counts()["host_waits"] <= (LAYERS - 1) * pieces
+    optimizer.step()
     optimizer.close()
 
 
@@ -197,7 +221,7 @@ def test_the_device_holds_weights_and_gradients_on_their_way(
     overlap: str, under_way: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the bound are one that has just begun to fall, and one that backward makes."""
-    monkeypatch.setattr(gradient_offload, "MOST_UNDER_WAY", under_way)
+    monkeypatch.setattr(gradient_copies, "MOST_UNDER_WAY", under_way)
     most, slots = most_held(Plan(parameters="device", overlap=overlap), device)
     gradients = min(LAYERS * WEIGHT, under_way + 2 * WEIGHT)
     assert slots == 0
@@ -225,7 +249,7 @@ def test_the_device_holds_two_gathered_units_where_parameters_are_elsewhere(
     parameters: str, under_way: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a gradient before it is reduced, and those on their way."""
-    monkeypatch.setattr(gradient_offload, "MOST_UNDER_WAY", under_way)
+    monkeypatch.setattr(gradient_copies, "MOST_UNDER_WAY", under_way)
     most, slots = most_held(Plan(parameters=parameters), device)  # type: ignore[arg-type]  # text
     gradients = min(LAYERS * WEIGHT, under_way + 2 * WEIGHT)
     assert slots + 2 * WEIGHT < most <= slots + 3 * WEIGHT + gradients + ACTIVATIONS

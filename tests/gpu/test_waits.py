@@ -17,7 +17,8 @@ from training import Net, make, same_weights, spin, train
 from compare import all_equal
 from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed.progress import Progress
-from tensorstow.fsdp import gradient_offload
+from tensorstow.fsdp import gradient_copies
+from tensorstow.fsdp.gradients import sum_wide
 from tensorstow.fsdp.shard_storage import Cell
 from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.device_link import Mark, StreamLink
@@ -199,14 +200,17 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).bfloat16()
 
 
-def late_steps(model: nn.Module, optimizer: AdamW, device: torch.device) -> list[torch.Tensor]:
+def late_steps(
+    model: nn.Module, optimizer: AdamW, device: torch.device, *, micro_batches: int = 1
+) -> list[torch.Tensor]:
     """Take steps without a word to the device, whose gradients are late; return the weights."""
     x = torch.linspace(-1, 1, WIDTH, device=device, dtype=torch.bfloat16).expand(4, -1)
     for _ in range(3):
         optimizer.zero_grad()
-        y = model(x).float().square().sum()
-        spin(device, LATE / 2)
-        y.backward()
+        for number in range(micro_batches):
+            y = model(x * (number + 1)).float().square().sum()
+            spin(device, LATE / 2)
+            y.backward()
         optimizer.step()
     optimizer.wait()
     local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
@@ -215,6 +219,7 @@ def late_steps(model: nn.Module, optimizer: AdamW, device: torch.device) -> list
     return weights
 
 
+BESIDE = Plan(parameters="device", overlap="backward")
 STOWED = {
     "device": Plan(parameters="device"),
     "device-forward": Plan(parameters="device", overlap="forward"),
@@ -231,17 +236,40 @@ def test_gradients_of_a_stowed_model_that_are_late(plan: str, device: torch.devi
     assert all_equal(late_steps(model, optimizer, device), want)
 
 
+SUMMED = {**STOWED, "disk": Plan(parameters="disk"), "device-backward": BESIDE}
+
+
+@pytest.mark.parametrize("plan", SUMMED)
+def test_gradients_of_later_micro_batches_that_are_late(
+    plan: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come down in pieces, and the last are short."""
+    monkeypatch.setattr(gradient_copies, "PIECE_BYTES", 3 * WIDTH * WIDTH // 2)
+    monkeypatch.setattr(gradient_copies, "PIECES", 3)
+    plain = layers().to(device)
+    sum_wide(plain.parameters())
+    want = late_steps(plain, AdamW(plain.parameters(), lr=1e-2), device, micro_batches=3)
+    many = SUMMED[plan].but(accumulation_steps=3)
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=many)
+    assert all_equal(late_steps(model, optimizer, device, micro_batches=3), want)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("plan", STOWED)
-def test_backward_returns_while_the_device_is_busy(plan: str, device: torch.device) -> None:
-    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=STOWED[plan])
+def test_backward_returns_while_the_device_is_busy(
+    plan: str, micro_batches: int, device: torch.device
+) -> None:
+    many = STOWED[plan].but(accumulation_steps=micro_batches)
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=many)
     x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
     for _ in range(3):
         optimizer.zero_grad()
-        y = model(x).float().square().sum()
-        spin(device, 3 * LATE)
-        mark = torch.accelerator.current_stream().record_event()
-        y.backward()
-        is_busy = not mark.query()
+        for _ in range(micro_batches):
+            y = model(x).float().square().sum()
+            spin(device, 3 * LATE)
+            mark = torch.accelerator.current_stream().record_event()
+            y.backward()
+            is_busy = not mark.query()
         optimizer.step()
     assert is_busy
     optimizer.close()
@@ -252,7 +280,7 @@ def test_few_gradients_of_a_stowed_model_are_on_their_way(
 ) -> None:
     """Backward waits for the first of them, and for no other."""
     one = WIDTH * WIDTH * 2
-    monkeypatch.setattr(gradient_offload, "MOST_UNDER_WAY", one)
+    monkeypatch.setattr(gradient_copies, "MOST_UNDER_WAY", one)
     plain = layers().to(device)
     want = late_steps(plain, AdamW(plain.parameters(), lr=1e-2), device)
     model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=Plan(parameters="device"))

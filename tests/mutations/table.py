@@ -7,8 +7,7 @@ _FERRY = "step/device_feed.py"
 _MIRRORS = "step/host_weight.py"
 _UPDATER = "step/device_update.py"
 _SCHEDULE = "step/schedules.py"
-_LEAVING = "fsdp/gradient_offload.py"
-_GRADIENTS = "fsdp/gradients.py"
+_COPIES = "fsdp/gradient_copies.py"
 _UPLOADS = "fsdp/uploads.py"
 
 _WAITS = "gpu/test_waits.py"
@@ -17,6 +16,7 @@ _COUNTS = "gpu/test_counts.py"
 _STEPS = f"{_WAITS}::test_steps_whose_gradients_are_late"
 _BUSY = f"{_WAITS}::test_backward_returns_while_the_device_is_busy"
 _FALLS = f"{_WAITS}::test_gradients_of_a_stowed_model_that_are_late"
+_SUMS = f"{_WAITS}::test_gradients_of_later_micro_batches_that_are_late"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,29 +191,33 @@ MUTATIONS = (
         f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
     ),
     # --- gradients of a stowed model ---
+    Mutation(_COPIES, "        self.synchronize()\n", "        self.query()\n", _FALLS),
     Mutation(
-        _GRADIENTS,
-        "self._fall.synchronize()",
-        "pass",
+        _COPIES,
+        "if self._fallen is not None and self._fallen.query():",
+        "if self._fallen is not None:",
         _FALLS,
     ),
+    Mutation(_COPIES, "        if self.query():\n", "        if not self.awaited:\n", _FALLS),
+    Mutation(_COPIES, "self._fallen.synchronize()", "pass", _FALLS),
     Mutation(
-        _GRADIENTS,
-        "source.reshape(-1))], [link.mark()])",
-        "source.reshape(-1))], [])",
+        _COPIES,
+        "source.view(-1))], [link.mark()])",
+        "source.view(-1))], [])",
         _FALLS,
     ),
+    Mutation(_COPIES, "made = self._link.mark()", "made = torch.Event(self._link.device)", _SUMS),
     Mutation(
-        _LEAVING,
-        "self._under_way[0][0].synchronize()",
-        "pass",
-        f"{_WAITS}::test_few_gradients_of_a_stowed_model_are_on_their_way",
-    ),
-    Mutation(
-        _LEAVING,
-        "while self._under_way and self._under_way[0][0].query():",
+        _COPIES,
+        "while self._under_way and self._under_way[0].over.query():",
         "while self._under_way:",
-        _FALLS,
+        _SUMS,
+    ),
+    Mutation(
+        _COPIES,
+        "self._under_way[0].over.synchronize()",
+        "pass",
+        f"{_COUNTS}::test_backward_waits_where_the_device_holds_too_many_gradients",
     ),
     Mutation(_SCHEDULE, "return self.mark is None or self.mark.query()", "return True", _BUSY),
     Mutation(_SCHEDULE, "falling.mark.synchronize()", "pass", f"{_FALLS}[host-backward]"),

@@ -12,7 +12,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
-from tensorstow.fsdp.gradient_offload import MOST_UNDER_WAY
+from tensorstow.fsdp.gradient_copies import MOST_UNDER_WAY
 from tensorstow.fsdp.sharding import SHARD_ALIGN
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.uploads import buffers_of

@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.sizes import round_up
-from tensorstow.fsdp.gradient_offload import Falls, Passage, Room, WholeTaker, take_down
+from tensorstow.fsdp.gradient_copies import GradientCopies
+from tensorstow.fsdp.gradient_offload import Passage, Room, WholeTaker, take_down
 from tensorstow.fsdp.validation import validate_no_hooks
 from tensorstow.io.device_link import Link
 from tensorstow.io.pinned import PinnedBlock
@@ -39,7 +40,7 @@ class Landing:
             self._rooms: dict[int, Room] = dict.fromkeys(map(id, self._unhooked), Passage(link))
         else:
             self._block, self._rooms = _rooms(self._unhooked, link)
-        self._falls = None if link is None else Falls(link)
+        self._copies = None if link is None else GradientCopies(link)
         self.hook()
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -54,13 +55,14 @@ class Landing:
 
     @property
     def pinned_bytes(self) -> int:
-        """Return the pinned bytes of the memory that gradients fall into."""
-        return 0 if self._block is None else self._block.pinned_bytes
+        """Return the pinned bytes of the memory that gradients fall into or pass through."""
+        own = 0 if self._block is None else self._block.pinned_bytes
+        return own + (0 if self._copies is None else self._copies.pinned_bytes)
 
     def hook(self, *_: Any) -> None:  # noqa: ANN401  # also a module's forward pre-hook
         """Watch those that were unfrozen since."""
-        if self._falls is not None:
-            self._falls.let_go()
+        if self._copies is not None:
+            self._copies.move_on()
         for parameter in self._sharded:
             validate_no_hooks(parameter, "a parameter")
         still = []
@@ -72,10 +74,10 @@ class Landing:
         self._unhooked = still
 
     def _watch(self, parameter: Any, room: Room | None) -> None:  # noqa: ANN401  # hooks
-        if self._falls is not None and room is not None and not isinstance(parameter, DTensor):
-            WholeTaker(parameter, self._falls, room)
+        if self._copies is not None and room is not None and not isinstance(parameter, DTensor):
+            WholeTaker(parameter, self._copies, room)
         else:
-            taker = partial(take_down, falls=self._falls, room=room)
+            taker = partial(take_down, copies=self._copies, room=room)
             parameter.register_post_accumulate_grad_hook(taker)
 
 

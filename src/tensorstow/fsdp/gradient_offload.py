@@ -1,8 +1,6 @@
 """How gradients leave the device once they are reduced: the hooks that take them down."""
 
-import threading
 import weakref
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
+from tensorstow.fsdp.gradient_copies import GradientCopies, HostSum
 from tensorstow.fsdp.gradients import HostGradient
 from tensorstow.fsdp.stowed_parameter import storage_of
-from tensorstow.io.device_link import Link, Mark
+from tensorstow.io.device_link import Link
 from tensorstow.io.pinned import PinnedBlock
-
-MOST_UNDER_WAY = 256 << 20
-"""Bytes of gradients that the device holds for the link."""
 
 
 class Room:
@@ -77,47 +73,13 @@ class Passage(Room):
         return sum(block.nbytes for block in self._blocks)
 
 
-class Falls:
-    """Gradients on their way down, beside what the device computes next.
-
-    One thread at a time: behind a backward that has raised, a hook may still come in the device's
-    thread while the caller is in the next forward ([Note: Hooks] in step/calls.py).
-    """
-
-    def __init__(self, link: Link) -> None:
-        """Let none be under way over ``link``."""
-        self._link = link
-        self._under_way: deque[tuple[Mark, torch.Tensor]] = deque()
-        self._lock = threading.RLock()
-
-    def begin(self, gradient: torch.Tensor, room: Room) -> HostGradient:
-        """Return what ``gradient`` is to be in ``room``.
-
-        The device has its memory back soon. Waits where the link is far behind what computes.
-        """
-        self.let_go()
-        while sum(source.nbytes for _, source in self._under_way) > MOST_UNDER_WAY:
-            self._under_way[0][0].synchronize()
-            self._under_way.popleft()  # behind that: the device's memory lives until it is down
-        gradient = gradient.contiguous()  # what is copied lives here until it is
-        landed = HostGradient(gradient, room.take(gradient))
-        self._under_way.append((landed.fall(self._link, gradient), gradient))
-        return landed
-
-    def let_go(self) -> None:
-        """Free the device's memory of those that are down."""
-        with self._lock:
-            while self._under_way and self._under_way[0][0].query():
-                self._under_way.popleft()
-
-
 @torch.no_grad()
 def take_down(
-    parameter: torch.Tensor, *, falls: Falls | None = None, room: Room | None = None
+    parameter: torch.Tensor, *, copies: GradientCopies | None = None, room: Room | None = None
 ) -> None:
     """Let the gradient of a sharded ``parameter`` leave the device: its hook, called by FSDP2.
 
-    By ``falls`` into ``room`` beside what the device computes next; without them at once.
+    By ``copies`` into ``room`` beside what the device computes next; without them at once.
     """
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
@@ -125,11 +87,12 @@ def take_down(
     local = gradient.to_local()
     _count(parameter, local, room)
     if not isinstance(local, HostGradient):
-        if falls is None or room is None:
-            gradient._local_tensor = HostGradient(local, local.cpu())  # noqa: SLF001
+        if copies is not None and room is not None:
+            host = copies.begin(local, room)
         else:
-            gradient._local_tensor = falls.begin(local, room)  # noqa: SLF001
-    elif local.landed.dtype != local.dtype:
+            host = HostSum(local.cpu())
+        gradient._local_tensor = HostGradient(local, host)  # noqa: SLF001
+    elif local.host.elements.dtype != local.dtype:
         parameter.grad_dtype = None
         parameter.grad = _wide(gradient, local)
 
@@ -152,10 +115,10 @@ class WholeTaker:
     A later micro-batch's is added in host memory, in fp32.
     """
 
-    def __init__(self, parameter: torch.Tensor, falls: Falls, room: Room) -> None:
+    def __init__(self, parameter: torch.Tensor, copies: GradientCopies, room: Room) -> None:
         """Watch ``parameter``, which is trained."""
         self._known = weakref.ref(parameter)
-        self._falls, self._room = falls, room
+        self._copies, self._room = copies, room
         self._sum: HostGradient | None = None
         before: Any = parameter.register_hook
         before(self._set_aside)
@@ -177,17 +140,22 @@ class WholeTaker:
             return
         self._room.bytes_down += gradient.nbytes
         if total is None:
-            parameter.grad = self._falls.begin(gradient, self._room)
+            parameter.grad = HostGradient(gradient, self._copies.begin(gradient, self._room))
             return
         total.more(gradient)
         parameter.grad_dtype = None
-        parameter.grad = HostGradient(gradient, total.landed, total.landed.dtype)
+        parameter.grad = _summed(gradient, total.host)
 
 
 def _wide(gradient: DTensor, local: HostGradient) -> DTensor:
     """Return ``gradient`` in the dtype that its sum has by now."""
-    summed = HostGradient(local, local.landed, local.landed.dtype)
+    summed = _summed(local, local.host)
     meta = TensorMeta(gradient.shape, gradient.stride(), summed.dtype)
     spec = replace(gradient._spec, tensor_meta=meta)  # noqa: SLF001
     wide: DTensor = DTensor(summed, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return wide
+
+
+def _summed(like: torch.Tensor, host: HostSum) -> HostGradient:
+    """Return a gradient of the dtype that the sum has by now."""
+    return HostGradient(like, host, host.elements.dtype)

@@ -1,10 +1,4 @@
-"""Gradients that FSDP2 has reduced: they leave the device, and are summed in host memory.
-
-[Note: Sums] The first micro-batch's gradient keeps its dtype; with the second the sum becomes fp32,
-so that a bf16 sum does not lose what comes late. FSDP2 adds to ``.grad`` of a parameter's shard, so
-what stands there is told of every micro-batch and adds in host memory. ``.grad`` says so: from the
-second micro-batch on its dtype is fp32.
-"""
+"""Gradients that FSDP2 has reduced, as tensors whose elements are in host memory."""
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_map
 
-from tensorstow.io.device_link import Link, Mark
+from tensorstow.fsdp.gradient_copies import HostSum
 
 _ADD = torch.ops.aten.add_.Tensor
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
@@ -26,53 +20,36 @@ class HostGradient(torch.Tensor):
     Operations run there, so that norms, clipping and unscaling act on what the update will use.
     """
 
-    _landed: torch.Tensor
-    _fall: Mark | None
-    """Behind a copy down that may be under way."""
+    host: HostSum
+    """Its elements; views of this have the same."""
     uncounted: int
     """Bytes that have come from the device and that no counter has."""
 
     @staticmethod
     def __new__(
-        cls: type[Self],
-        like: torch.Tensor,
-        landed: torch.Tensor,
-        dtype: torch.dtype | None = None,
+        cls: type[Self], like: torch.Tensor, host: HostSum, dtype: torch.dtype | None = None
     ) -> Self:
         """Stand in for ``like``, a gradient on the device; ``dtype`` None: in its own."""
         tensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, like.shape, dtype=dtype or like.dtype, device=like.device
         )
-        tensor._landed, tensor._fall = landed, None  # noqa: SLF001  # its own
-        tensor.uncounted = 0
+        tensor.host, tensor.uncounted = host, 0
         return tensor
 
     @property
     def landed(self) -> torch.Tensor:
         """The elements, in host memory; waited for where they are still on their way."""
-        if self._fall is not None:
-            self._fall.synchronize()
-            self._fall = None
-        return self._landed
+        return self.host.landed
 
     @property
-    def fall_mark(self) -> Mark | None:
-        """Behind which ``room`` has the elements; None: it has."""
-        return self._fall
+    def fall_mark(self) -> HostSum:
+        """Behind which ``room`` has the elements."""
+        return self.host
 
     @property
     def room(self) -> torch.Tensor:
         """What ``landed`` will be, not waited for."""
-        return self._landed
-
-    def fall(self, link: Link, source: torch.Tensor) -> Mark:
-        """Begin filling ``landed`` from ``source``, behind what its stream was given so far.
-
-        ``source`` must live until the mark that is returned is over.
-        """
-        mark = link.down([(self._landed.view(-1), source.reshape(-1))], [link.mark()])
-        self._fall = mark
-        return mark
+        return self.host.elements
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what it is."""
@@ -90,7 +67,7 @@ class HostGradient(torch.Tensor):
         named = kwargs or {}
         first = args[0]
         if isinstance(first, cls) and func in _SAME:
-            return cls(first, first.landed)
+            return cls(first, first.host)
         if isinstance(first, cls) and func == _ADD and _is_micro_batch(first, args[1]):
             first.more(args[1], **named)
             return first
@@ -114,14 +91,11 @@ class HostGradient(torch.Tensor):
 
     def more(self, other: torch.Tensor, alpha: float = 1.0) -> None:
         """Add a micro-batch's gradient."""
-        if self.landed.dtype != torch.float32:
-            self._landed = self.landed.float()
         if isinstance(other, HostGradient):
-            more = other.landed
+            self.host.add_here(other.landed, alpha)
         else:
-            more = other.to(self.landed.device)
+            self.host.add(other, alpha)
             self.uncounted += other.nbytes
-        self.landed.add_(more, alpha=alpha)
 
 
 def _is_micro_batch(sum_: HostGradient, other: object) -> bool:

@@ -16,7 +16,7 @@ from tensorstow.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from tensorstow.fsdp.auto import RING_BYTES, Sizes, bytes_of
-from tensorstow.fsdp.gradient_offload import MOST_UNDER_WAY
+from tensorstow.fsdp.gradient_copies import MOST_UNDER_WAY
 from tensorstow.fsdp.units import units_of
 from tensorstow.fsdp.uploads import buffers_of
 from tensorstow.io.files import ALIGN

@@ -11,7 +11,7 @@ from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base.errors import BudgetError
 from tensorstow.fsdp import auto
 from tensorstow.fsdp.auto import RING_BYTES, Sizes, auto_plan, bytes_of
-from tensorstow.fsdp.gradient_offload import MOST_UNDER_WAY
+from tensorstow.fsdp.gradient_copies import MOST_UNDER_WAY
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.units import units_of
 from tensorstow.io.files import ALIGN

@@ -46,7 +46,7 @@ def test_a_late_gradient_is_waited_for_and_summed_in_fp32(ranks: "Ranks", seed: 
     assert stands_in
     assert once == [1, 2, 3, 4]
     assert twice == [x + 2.0**-9 for x in once]
-    assert moved == 8  # two bytes per element
+    assert moved == 2 * 8  # two bytes per element, of each
 
 
 def _settled() -> list[bool]:

@@ -3,10 +3,8 @@
 The CPU stands in for the device, over links whose copies are late.
 """
 
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -20,7 +18,8 @@ from remote import LateLink, every, make_remote
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp import sharding as sharding_module
 from tensorstow.fsdp import stow as stow_module
-from tensorstow.fsdp.gradient_offload import Falls, Passage, Room
+from tensorstow.fsdp.gradient_copies import GradientCopies
+from tensorstow.fsdp.gradient_offload import Passage, Room
 from tensorstow.fsdp.gradients import HostGradient
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.stow import stow
@@ -164,53 +163,34 @@ def test_shards_are_updated_by_what_came_down(ranks: "Ranks", course: Course, wo
 
 def test_a_gradient_that_somebody_keeps_stays() -> None:
     room = Room(torch.empty(8, dtype=torch.uint8))
-    falls = Falls(LateLink())
-    kept = falls.begin(torch.ones(2), room)
-    other = falls.begin(torch.zeros(2), room)
+    copies = GradientCopies(LateLink())
+    kept = copies.begin(torch.ones(2), room)
+    other = copies.begin(torch.zeros(2), room)
     assert other.landed.tolist() == [0, 0]
     assert kept.landed.tolist() == [1, 1]
     at = kept.landed.data_ptr()
     del kept
-    assert falls.begin(torch.ones(2), room).landed.data_ptr() == at
+    assert copies.begin(torch.ones(2), room).landed.data_ptr() == at
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_gradient_may_have_another_dtype_than_its_parameter(dtype: torch.dtype) -> None:
     room = Room(torch.empty(8, dtype=torch.uint8))
-    falls = Falls(LateLink())
-    landed = falls.begin(torch.ones(2, dtype=dtype), room).landed
+    copies = GradientCopies(LateLink())
+    landed = copies.begin(torch.ones(2, dtype=dtype), room).landed
     assert (landed.dtype, landed.tolist()) == (dtype, [1, 1])
 
 
 def test_the_device_has_its_memory_back_when_a_gradient_is_down() -> None:
-    falls = Falls(LateLink())
+    copies = GradientCopies(LateLink())
     gradient = torch.ones(2)
     alive = weakref.ref(gradient)
-    landed = falls.begin(gradient, Room(torch.empty(8, dtype=torch.uint8)))
+    landed = copies.begin(gradient, Room(torch.empty(8, dtype=torch.uint8)))
     del gradient
     assert alive() is not None
     assert landed.landed.tolist() == [1, 1]
-    falls.let_go()
+    copies.move_on()
     assert alive() is None
-
-
-def test_who_asks_for_what_is_down_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook of a backward that has raised may come while the next forward asks."""
-    falls = Falls(LateLink())
-    landed = falls.begin(torch.ones(2), Room(torch.empty(8, dtype=torch.uint8)))
-    assert landed.landed.tolist() == [1, 1]
-    asked = threading.Barrier(2)
-
-    def query(_: object) -> bool:
-        with suppress(threading.BrokenBarrierError):
-            asked.wait(0.2)  # for the other thread, which is not to be here
-        return True
-
-    monkeypatch.setattr(type(falls._under_way[0][0]), "query", query)
-    with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(falls.let_go) for _ in range(2)]:
-            done.result()
-    assert asked.broken
 
 
 def test_memory_that_gradients_pass_through_is_taken_again_when_nobody_uses_it() -> None:
