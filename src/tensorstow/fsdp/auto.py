@@ -18,6 +18,7 @@ from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.uploads import buffers_of
 from tensorstow.io.files import ALIGN
 from tensorstow.step.backpressure import WINDOW_BYTES
+from tensorstow.tensors.dtensor import rows_per_rank
 
 RING_BYTES = 48 << 20
 """What states on disk pass through, whatever the model's size."""
@@ -159,7 +160,7 @@ def _with_shelves(plan: Plan, sizes: Sizes, budget: Budget, needed: Mapping[Tier
 
 def _share_of(unit: Unit, ranks: int) -> int:
     shapes = [(p.shape or (1,), p.element_size()) for p in unit.parameters.values()]
-    rows = [(-(-shape[0] // ranks), math.prod(shape[1:]), size) for shape, size in shapes]
+    rows = [(rows_per_rank(s[0], ranks), math.prod(s[1:]), size) for s, size in shapes]
     return sum(round_up(length * width * size, SHARD_ALIGN) for length, width, size in rows)
 
 

@@ -26,6 +26,7 @@ from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.buffer_pool import Shelves
 from tensorstow.io.device_link import is_away
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
 
 SHARD_ALIGN = 128
 """Shards of a unit begin at multiples of so many bytes."""
@@ -137,13 +138,16 @@ class Sharding:
         return self.ranks == 1 and not is_away(self.device)
 
     def rows(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Return the first and last row of this rank, and how many every rank's shard has.
+        """Return this rank's rows of a parameter.
 
-        FSDP2 cuts the first dimension as ``torch.chunk`` does; the last shards may be short.
+        Args:
+            shape: The whole parameter's; its first dimension is cut.
+
+        Returns:
+            The first row, the one after the last, and how many every rank's padded shard has.
         """
-        length = -(-shape[0] // self.ranks)
-        start = min(self.rank * length, shape[0])
-        return start, min(start + length, shape[0]), length
+        start, stop = rows_of_rank(shape[0], self.rank, self.ranks)
+        return start, stop, rows_per_rank(shape[0], self.ranks)
 
 
 @dataclass(frozen=True, slots=True)

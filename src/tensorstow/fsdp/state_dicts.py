@@ -18,6 +18,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.stowed_parameter import StowedParameter
 from tensorstow.io.buffer_pool import Shelf
 from tensorstow.io.mapped import scratch_pieces
+from tensorstow.tensors.dtensor import part_of
 
 SMALL_BYTES = 1 << 20
 """A copy of this size is no file: it would be slower and spare nothing."""
@@ -109,7 +110,7 @@ def _hook(
         for name, parameter in own.items():
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                state_dict[prefix + name] = _shard(value, parameter)
+                state_dict[prefix + name] = _shard(value, parameter, prefix + name)
 
     register: Any = module.register_state_dict_post_hook
     register(saved)
@@ -148,15 +149,11 @@ def _copy(values: torch.Tensor, shelf: Shelf) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _shard(whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """Return this rank's rows of ``whole``, in the way of ``parameter``; itself if it is no such.
+def _shard(whole: torch.Tensor, parameter: DTensor, name: str) -> torch.Tensor:
+    """Return this rank's rows of ``whole``, sharded as ``parameter`` is.
 
-    torch says that then, with the name.
+    Itself where it has another shape: torch refuses that then, by name.
     """
     if whole.shape != parameter.shape:
         return whole
-    mesh = parameter.device_mesh
-    ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    length = -(-whole.shape[0] // ranks)
-    rows = whole.detach()[rank * length : (rank + 1) * length]
-    return _of_torch(rows, parameter)
+    return _of_torch(part_of(whole.detach(), parameter, name), parameter)

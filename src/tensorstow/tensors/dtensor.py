@@ -230,9 +230,22 @@ def _in_order_of_cuts(placements: Sequence[Any]) -> list[tuple[int, Any]]:
 def _piece(tensor: torch.Tensor, mesh: "DeviceMesh", mesh_dim: int, dim: int) -> torch.Tensor:
     """Return this rank's of the equal pieces that ``torch.chunk`` makes; the last may be empty."""
     size, rank = tensor.shape[dim], mesh.get_local_rank(mesh_dim)
-    each = -(-size // mesh.size(mesh_dim))
-    start, stop = min(size, each * rank), min(size, each * (rank + 1))
+    start, stop = rows_of_rank(size, rank, mesh.size(mesh_dim))
     return tensor.narrow(dim, start, stop - start)
+
+
+def rows_per_rank(length: int, ranks: int) -> int:
+    """Return how many of ``length`` rows a rank's shard has, padded to be the same on all ranks."""
+    return -(-length // ranks)
+
+
+def rows_of_rank(length: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return a rank's first row of ``length``, and the one after its last.
+
+    As ``torch.chunk`` cuts, which FSDP2 does: the last ranks may have fewer rows, or none.
+    """
+    each = rows_per_rank(length, ranks)
+    return min(length, each * rank), min(length, each * (rank + 1))
 
 
 def groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
