@@ -37,13 +37,21 @@ class Sizes:
     gradients: int
     states: int
     largest_unit: int
-    """Of all ranks together: what is gathered at once."""
+    """Of all ranks together: what is unsharded at once."""
     largest_share: int
-    """Of the unit that has most of it here, rows that FSDP2 adds included."""
+    """Of the unit that has most of it on this rank, padding included."""
 
     @classmethod
     def of(cls, units: Iterable[Unit], ranks: int) -> "Sizes":
-        """Add up the trained and the frozen; states are Adam's in the format that loses nothing."""
+        """Return the sizes of a model.
+
+        Args:
+            units: All units, with trained and frozen parameters.
+            ranks: Over how many ranks it is sharded.
+
+        Returns:
+            Bytes per rank; states are Adam's in the format that loses nothing.
+        """
         units = list(units)
         all_of = [p for unit in units for p in unit.parameters.values()]
         trained = [p for p in all_of if p.requires_grad]
@@ -56,8 +64,8 @@ class Sizes:
         )
 
     @property
-    def shelved(self) -> int:
-        """Return the host memory that parameters on disk need at least while they are used."""
+    def least_in_memory(self) -> int:
+        """Return the host memory, in bytes, that parameters on disk need at least."""
         return MIN_UNITS_IN_MEMORY * (self.largest_share + ALIGN)
 
 
@@ -69,9 +77,9 @@ def auto_plan(
     states: Tier | None = None,
     commits: bool = False,
 ) -> Plan:
-    """Return the first placement that ``budget`` holds, per rank.
+    """Return the first placement that fits a budget.
 
-    In this order:
+    Placements are tried in this order:
 
     1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
     2. the same, states on DISK behind a ring of 48 MiB;
@@ -81,9 +89,18 @@ def auto_plan(
     6. the same with overlap="backward", where no more than a window of 64 MiB and one unit of
        gradients wait for their update.
 
-    Gradients are on HOST, wherever they were made. A run that ``commits`` has weights and states on
-    DISK twice: the last commit, and the next. Raises BudgetError with what is short where none
-    fits.
+    Gradients are on HOST, wherever they were made.
+
+    Args:
+        sizes: Bytes of one rank's share of the model.
+        budget: Bytes that each rank may use of each tier.
+        device_is_host: Whether the CPU computes.
+        states: The tier that the user chose for states; None: any.
+        commits: Whether the run commits: it has weights and states on DISK twice, the last commit
+            and the next.
+
+    Raises:
+        BudgetError: None fits; it says what is short.
     """
     short: dict[Tier, int] = {}
     for plan in _candidates(device_is_host=device_is_host):
@@ -92,7 +109,7 @@ def auto_plan(
         needed = bytes_of(plan, sizes, device_is_host=device_is_host, commits=commits)
         missing = {t: n for t, n in _missing(needed, budget).items() if n > 0}
         if not missing:
-            return _with_shelves(plan, sizes, budget, needed)
+            return _with_disk_buffers(plan, sizes, budget, needed)
         short = missing
     told = " and ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in short.items())
     message = (
@@ -112,7 +129,14 @@ def _candidates(*, device_is_host: bool) -> list[Plan]:
 def bytes_of(
     plan: Plan, sizes: Sizes, *, device_is_host: bool, commits: bool = False
 ) -> Mapping[Tier, int]:
-    """Return what a plan holds on each tier of one rank."""
+    """Return what a plan holds on each tier of one rank, in bytes.
+
+    Args:
+        plan: The plan.
+        sizes: Bytes of one rank's share of the model.
+        device_is_host: Whether the CPU computes; then nothing is on DEVICE.
+        commits: Whether the run commits to DISK.
+    """
     at_once = _UNITS_AT_ONCE * sizes.largest_unit
     gradients = sizes.gradients
     if plan.overlap == "backward":
@@ -128,7 +152,7 @@ def bytes_of(
     if on_device:
         held[Tier.HOST] += sizes.parameters  # the mirrors that updates write
     else:
-        _add_gathers(held, plan, sizes, device_is_host=device_is_host)
+        _add_staging(held, plan, sizes, device_is_host=device_is_host)
     held[plan.parameters] += sizes.parameters
     if commits:
         held[Tier.DISK] += 2 * (sizes.parameters + sizes.states)
@@ -141,21 +165,23 @@ def bytes_of(
     return held
 
 
-def _add_gathers(held: dict[Tier, int], plan: Plan, sizes: Sizes, *, device_is_host: bool) -> None:
+def _add_staging(held: dict[Tier, int], plan: Plan, sizes: Sizes, *, device_is_host: bool) -> None:
     """Add what weights that are not on the device pass through on their way there."""
     on_disk = plan.parameters == Tier.DISK
     buffers = 0 if device_is_host else buffers_of(plan.prefetch) * sizes.largest_share
     held[Tier.DEVICE] += buffers
-    held[Tier.HOST] += sizes.shelved + buffers if on_disk else 0
+    held[Tier.HOST] += sizes.least_in_memory + buffers if on_disk else 0
 
 
-def _with_shelves(plan: Plan, sizes: Sizes, budget: Budget, needed: Mapping[Tier, int]) -> Plan:
+def _with_disk_buffers(
+    plan: Plan, sizes: Sizes, budget: Budget, needed: Mapping[Tier, int]
+) -> Plan:
     """Let parameters on disk have of HOST what is left of it, and no more than they ask for."""
     limit = budget.bytes_of(Tier.HOST)
     if plan.parameters != Tier.DISK or limit is None:
         return plan
     ahead = min(limit - needed[Tier.HOST], plan.prefetch * (sizes.largest_share + ALIGN))
-    return plan.but(shelf_bytes=sizes.shelved + ahead)
+    return plan.but(shelf_bytes=sizes.least_in_memory + ahead)
 
 
 def _share_of(unit: Unit, ranks: int) -> int:

@@ -1,9 +1,9 @@
 """A stowed model as safetensors that others load: one set of files, a tensor at a time.
 
-Every rank takes part, for tensors are gathered; the first one writes, or each its own files. What
-is written is what ``stow(weights=...)`` and transformers' ``from_pretrained`` read: tied parameters
-are there once, by their first name, and an index says which file has what where there are several.
-The configuration of a model of transformers is written beside them.
+Every rank takes part, for tensors are all-gathered; the first one writes, or each its own files.
+What is written is what ``stow(weights=...)`` and transformers' ``from_pretrained`` read: tied
+parameters are there once, by their first name, and an index says which file has what where there
+are several. The configuration of a model of transformers is written beside them.
 """
 
 import copy
@@ -50,21 +50,28 @@ def save_safetensors(
     max_shard_bytes: int = 5 << 30,
     by_rank: bool = False,
 ) -> None:
-    """Write the weights and persistent buffers of ``model`` into the directory ``path``.
+    """Write the weights and persistent buffers of a model as safetensors. Collective.
 
     And config.json and generation_config.json of a model of transformers, so that its
-    ``from_pretrained`` reads the directory.
+    ``from_pretrained`` reads the directory. Each file replaces an older one when it is whole.
+    Memory: two whole tensors.
 
-    In files of at most ``max_shard_bytes`` (a larger tensor has its own), each of which replaces an
-    older one when it is whole. ``by_rank``: in as many files at least as there are ranks, each rank
-    writing its own, all at once, to a directory that all of them see; False: the first rank writes.
-    Call it on every rank: all return when all is durable, or raise what failed on one. Memory: two
-    whole tensors.
+    Args:
+        model: A model that ``stow`` placed.
+        path: A directory; it is made where it is not there.
+        max_shard_bytes: The most bytes of a file (default 5 GiB); a larger tensor has its own.
+        by_rank: Whether each rank writes files of its own, all at once, to a directory that all of
+            them see; False: the first rank writes.
+
+    Raises:
+        OptionError: ``max_shard_bytes`` is no number of bytes.
+        StowError: Another rank could not write.
+        OSError: This rank could not write.
     """
     if isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
         message = f"max_shard_bytes={max_shard_bytes!r} was given: it is a number of bytes above 0."
         raise OptionError(message)
-    _settle(model)
+    _run_state_dict_pre_hooks(model)
     group = host_group()
     writers = dist.get_world_size(group) if by_rank and group is not None else 1
     contents = dict(_contents(model))
@@ -75,8 +82,8 @@ def save_safetensors(
     failure = _prepare(folder) if rank < writers else None
     for at in range(0, len(shards), writers):
         failure = _write(shards[at : at + writers], rank, folder, failure)
-    _agree(failure, folder, group)
-    _agree(_finish(model, folder, shards) if rank == 0 else None, folder, group)
+    _raise_on_every_rank(failure, folder, group)
+    _raise_on_every_rank(_finish(model, folder, shards) if rank == 0 else None, folder, group)
 
 
 def _prepare(folder: Path) -> Exception | None:
@@ -87,8 +94,8 @@ def _prepare(folder: Path) -> Exception | None:
     return None
 
 
-def _settle(model: nn.Module) -> None:
-    """Do what ``state_dict()`` does before it reads: wait for updates, let go of gathered ones."""
+def _run_state_dict_pre_hooks(model: nn.Module) -> None:
+    """Do what ``state_dict()`` does before it reads: wait for updates, reshard."""
     for module in model.modules():
         for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001
             hook(module, "", False)  # noqa: FBT003  # torch's own call
@@ -199,7 +206,9 @@ def _write_configuration(model: nn.Module, folder: Path) -> None:
         given.generation_config.save_pretrained(folder)
 
 
-def _agree(failure: Exception | None, folder: Path, group: dist.ProcessGroup | None) -> None:
+def _raise_on_every_rank(
+    failure: Exception | None, folder: Path, group: dist.ProcessGroup | None
+) -> None:
     """Raise on every rank what failed on one."""
     told: list[str | None] = [None]
     if group is not None:

@@ -38,7 +38,11 @@ class ParameterBytes:
 
 
 def parameter_bytes(model: nn.Module) -> ParameterBytes:
-    """Return what the parameters of a model that ``stow`` placed hold and have moved."""
+    """Return what a model's parameters hold and have moved on this rank.
+
+    Args:
+        model: A model that ``stow`` placed. Of any other all counts are 0.
+    """
     shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
     on_disk = [shard for shard in shards if shard.lessor is not None]
     rooms = {id(c.lessor.shelves): c.lessor.shelves for c in on_disk if c.lessor is not None}

@@ -1,4 +1,4 @@
-"""Units: the modules whose parameters are gathered and let go together."""
+"""Units: the modules whose parameters are unsharded and resharded together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,10 +30,17 @@ class Unit:
 def units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> list[Unit]:
     """Return the model's units in the order in which they are to be sharded: the root last.
 
-    A unit is a repeated block (a child of an outermost ``ModuleList`` or ``Sequential``), or one of
-    ``blocks``, where given; a block without parameters is none. A parameter that several blocks
-    share, or a block and the rest, belongs to the root. Raises OptionError where a given block is
-    not in the model, or in another one.
+    Args:
+        model: The whole model.
+        blocks: Modules that are units; None: the repeated blocks, which are the children of an
+            outermost ``ModuleList`` or ``Sequential``. A block without parameters is no unit.
+
+    Returns:
+        Units with every parameter of the model in one of them. A parameter that several blocks
+        share, or a block and the rest, belongs to the root.
+
+    Raises:
+        OptionError: A given block is not in the model, or is inside another one.
     """
     names = {id(m): name for name, m in model.named_modules()}
     chosen = list(blocks) if blocks is not None else blocks_of(model)
