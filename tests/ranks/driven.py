@@ -19,7 +19,7 @@ from tensorstow.deepspeed import spread as spreading
 from tensorstow.deepspeed import utils, zero
 from tensorstow.deepspeed.config.settings import Batch, Settings, Zero
 from tensorstow.deepspeed.engine import DeepSpeedEngine
-from tensorstow.deepspeed.masters import Masters
+from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.plans import dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.states import states_of
 
@@ -70,13 +70,13 @@ class FixedScale:
 def placed(settings: Settings) -> tuple[nn.Module, tensorstow.AdamW]:
     """Place the tests' model as the settings say."""
     model = model_of(torch.float32)
-    masters = Masters(model, dtype_of(settings))
+    masters = MasterWeights(model, dtype_of(settings))
 
     def make(named: object, **placement: object) -> tensorstow.AdamW:
         return tensorstow.AdamW(named, lr=1e-2, **placement_keywords(settings, placement))
 
     model, optimizer = tensorstow.stow(model, make, plan=plan_of(settings), mesh=mesh_here())
-    masters.give(model, optimizer)
+    masters.assign(model, optimizer)
     return model, optimizer
 
 

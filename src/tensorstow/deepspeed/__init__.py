@@ -1,10 +1,9 @@
 """DeepSpeed's names over tensorstow's engine: ``import tensorstow.deepspeed as deepspeed``."""
 
 from tensorstow.deepspeed import checkpointing, ops, runtime, utils, zero
-from tensorstow.deepspeed.config.arguments import add_config_arguments
 from tensorstow.deepspeed.config.summary import summary_of
 from tensorstow.deepspeed.engine import DeepSpeedEngine
-from tensorstow.deepspeed.initialize import initialize
+from tensorstow.deepspeed.initialize import add_config_arguments, initialize
 from tensorstow.deepspeed.ranks import init_distributed
 
 __all__ = [

@@ -12,22 +12,23 @@ from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.serialize import put_together, take_apart
-from tensorstow.deepspeed.config.settings import Settings
-from tensorstow.deepspeed.placed import Placed, note
-from tensorstow.deepspeed.plans import world_of
-from tensorstow.deepspeed.progress import Progress
-from tensorstow.deepspeed.ranks import local_rank, rank_here
-from tensorstow.deepspeed.saving import (
-    kept_of,
+from tensorstow.deepspeed.checkpoint import (
+    full_weights,
+    latest_tag,
     load_module,
     load_states,
-    newest,
+    read_common,
     save,
-    whole_weights,
 )
+from tensorstow.deepspeed.config.settings import Settings
+from tensorstow.deepspeed.loss_scale import LossScale
+from tensorstow.deepspeed.plans import world_of
+from tensorstow.deepspeed.ranks import local_rank, rank_here
+from tensorstow.deepspeed.registry import RegisteredModel, register
 from tensorstow.deepspeed.spread import at_rest
-from tensorstow.deepspeed.states import forget_masters, watch_loads
-from tensorstow.deepspeed.updating import Scale, Updating
+from tensorstow.deepspeed.states import drop_unused_masters, watch_loads
+from tensorstow.deepspeed.step import OptimizerStep
+from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.fsdp.sharding import current_device
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -49,7 +50,7 @@ class DeepSpeedEngine(nn.Module):
         settings: Settings,
         *,
         lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has step() and a state
-        scale: Scale | None = None,
+        scale: LossScale | None = None,
     ) -> None:
         """Take what ``stow`` returned; ``scale`` under fp16."""
         super().__init__()
@@ -63,14 +64,14 @@ class DeepSpeedEngine(nn.Module):
         self.world_size = world_of(settings)
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.scale = scale
-        self._updating = Updating(optimizer, settings.gradient_clipping, scale)
+        self._optimizer_step = OptimizerStep(optimizer, settings.gradient_clipping, scale)
         self._boundary: bool | None = None
-        self._progress = Progress(
+        self._timer = StepTimer(
             settings.steps_per_print,
             timed=settings.wall_clock_breakdown,
             logs=self.global_rank == 0,
         )
-        self._placed = note(Placed(module, optimizer))
+        self._placed = register(RegisteredModel(module, optimizer))
         watch_loads(module, optimizer)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature
@@ -104,7 +105,7 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
         """Call the module."""
-        with self._progress.part("forward"):
+        with self._timer.measure("forward"):
             return self.module(*args, **kwargs)
 
     def backward(
@@ -119,8 +120,9 @@ class DeepSpeedEngine(nn.Module):
         """
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        scaled = loss if self._updating.factor == 1.0 else loss.float() * self._updating.factor
-        with self._progress.part("backward"):
+        factor = self._optimizer_step.factor
+        scaled = loss if factor == 1.0 else loss.float() * factor
+        with self._timer.measure("backward"):
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss
 
@@ -130,8 +132,8 @@ class DeepSpeedEngine(nn.Module):
         A step whose gradients are not finite is skipped on every rank, and the schedule waits.
         """
         if self.is_gradient_accumulation_boundary():
-            with self._progress.part("step"):
-                taken = self._updating.take()
+            with self._timer.measure("step"):
+                taken = self._optimizer_step.run()
             if not taken:
                 self.skipped_steps += 1
             elif self.lr_scheduler is not None:
@@ -139,7 +141,7 @@ class DeepSpeedEngine(nn.Module):
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
             facts = {"skipped": self.skipped_steps, "lr": self.get_lr(), "scale": self.loss_scale}
-            self._progress.stepped(self.global_steps, facts)
+            self._timer.log_step(self.global_steps, facts)
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -215,13 +217,13 @@ class DeepSpeedEngine(nn.Module):
         Returns the folder and the client's state; (None, None) where nothing was saved. ``tag``:
         None is the newest.
         """
-        tag = newest(Path(load_dir)) if tag is None else str(tag)
+        tag = latest_tag(Path(load_dir)) if tag is None else str(tag)
         if tag is None:
             return None, None
         folder = Path(load_dir) / tag
-        kept = kept_of(folder)
+        kept = read_common(folder)
         load_module(folder, self.module, strict=load_module_strict)
-        forget_masters(self.optimizer)
+        drop_unused_masters(self.optimizer)
         if load_module_only:
             return str(folder), _client_state(kept)
         if load_optimizer_states:
@@ -256,7 +258,7 @@ class DeepSpeedEngine(nn.Module):
 
         One weight at a time is gathered; the first rank holds all of them in host memory.
         """
-        whole = whole_weights(self.module, frozen=not exclude_frozen_parameters)
+        whole = full_weights(self.module, frozen=not exclude_frozen_parameters)
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save(whole, Path(save_dir) / save_filename)
@@ -323,17 +325,17 @@ class DeepSpeedEngine(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients before clipping; None before one."""
-        return None if self._updating.norm is None else self._updating.norm.item()
+        return None if self._optimizer_step.norm is None else self._optimizer_step.norm.item()
 
     def was_step_applied(self) -> bool:
         """Return whether the last step was taken rather than skipped."""
-        norm = self._updating.norm
+        norm = self._optimizer_step.norm
         return norm is not None and bool(torch.isfinite(norm))
 
     @property
     def loss_scale(self) -> float:
         """Return what losses are multiplied by; 1 without fp16."""
-        return self._updating.factor
+        return self._optimizer_step.factor
 
     cur_scale = loss_scale
 

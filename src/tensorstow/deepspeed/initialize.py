@@ -1,5 +1,6 @@
 """``deepspeed.initialize``: from a model and a configuration to an engine."""
 
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any
@@ -13,14 +14,14 @@ from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.deepspeed.checkpointing import configure
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Settings
-from tensorstow.deepspeed.data import loader_of
+from tensorstow.deepspeed.dataloader import make_dataloader
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.loss_scale import LossScale
-from tensorstow.deepspeed.masters import Masters
+from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.optimizers import Make, maker_of
 from tensorstow.deepspeed.plans import directory_of, dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.ranks import init_distributed
-from tensorstow.deepspeed.rates.schedulers import make_scheduler
+from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
 from tensorstow.fsdp.sharding import world_size
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -80,7 +81,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
         scale=None if settings.fp16 is None else LossScale(settings.fp16),
     )
     if training_data is not None:
-        engine.training_dataloader = loader_of(training_data, settings, collate_fn)
+        engine.training_dataloader = make_dataloader(training_data, settings, collate_fn)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -90,7 +91,7 @@ def _placed(model: nn.Module, make: Make, settings: Settings) -> tuple[nn.Module
     def make_placed(named: Any, **placement: Any) -> StowedAdam:  # noqa: ANN401
         return make(named, **placement_keywords(settings, placement))
 
-    masters = Masters(model, dtype_of(settings))
+    master_weights = MasterWeights(model, dtype_of(settings))
     try:
         placed, optimizer = stow(model, make_placed, plan=plan, dir=directory_of(settings))
     except BudgetError as error:
@@ -101,7 +102,7 @@ def _placed(model: nn.Module, make: Make, settings: Settings) -> tuple[nn.Module
             f" was given, and {error} (0: as little as can be.)"
         )
         raise BudgetError(message) from error
-    masters.give(placed, optimizer)
+    master_weights.assign(placed, optimizer)
     return placed, optimizer
 
 
@@ -148,3 +149,24 @@ def _taken_over(schedule: Any, optimizer: StowedAdam) -> Any:  # noqa: ANN401
             group["lr"] = rate
         schedule.optimizer = optimizer
     return schedule
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to ``parser``, and return it.
+
+    The older ``--deepscale`` and ``--deepscale_config`` are taken for the same.
+    """
+    group = parser.add_argument_group("DeepSpeed", "where to find the configuration")
+    group.add_argument(
+        "--deepspeed",
+        "--deepscale",
+        action="store_true",
+        help="for the script's own use: says that initialize() is to be called",
+    )
+    group.add_argument(
+        "--deepspeed_config",
+        "--deepscale_config",
+        metavar="FILE",
+        help="the configuration, a JSON file",
+    )
+    return parser

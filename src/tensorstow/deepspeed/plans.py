@@ -55,12 +55,11 @@ def world_of(settings: Settings) -> int:
 def dtype_of(settings: Settings) -> torch.dtype:
     """Return what the model's parameters are cast to.
 
-    Under ``bf16`` and ``fp16`` DeepSpeed trains a 16-bit model and keeps an fp32 master of it with
-    the optimizer's states. The same here is a model in that dtype, whose masters tensorstow keeps
-    with the states (of bf16 only the half that the weight does not say); not fp32 parameters that
-    are cast when they are computed with, which would be twice the bytes on the device, and on every
-    gather and gradient. Masters begin as the given weights, before they were cast, as DESIGN has
-    it; DeepSpeed's begin as the weights after.
+    Under ``bf16`` and ``fp16`` DeepSpeed trains a 16-bit model and keeps fp32 master weights with
+    the optimizer's states. Here too the model is in that dtype, and the master weights are with the
+    states (for bf16 only the 16 bits that the weight lacks). Casting fp32 parameters in forward
+    instead would take twice the bytes on the device, and for every gather and gradient. Master
+    weights start as the given weights before the cast; DeepSpeed's start as the weights after it.
     """
     if settings.bf16:
         return torch.bfloat16
@@ -77,8 +76,8 @@ def placement_keywords(settings: Settings, placed: Mapping[str, Any]) -> dict[st
     """Return what an optimizer is told of where its states live, from what ``stow`` tells it.
 
     States on disk are scratch, as DeepSpeed's are: ``save_checkpoint`` is what outlives the run.
-    Their directory is their own ``nvme_path``. Masters of bf16 weights are kept as their lower
-    halves, wherever they live.
+    Their directory is their own ``nvme_path``. For bf16 weights only the lower
+    halves of the master weights are kept, wherever they are.
     """
     keywords = dict(placed)
     keywords.pop("dir", None)

@@ -11,7 +11,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.spread import at_rest
 from tensorstow.optim.stowed_adam import StowedAdam
 
-States = dict[str, dict[str, torch.Tensor]]
+StatesByName = dict[str, dict[str, torch.Tensor]]
 
 
 def owned_names(model: nn.Module, optimizer: StowedAdam) -> list[str]:
@@ -20,7 +20,7 @@ def owned_names(model: nn.Module, optimizer: StowedAdam) -> list[str]:
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def states_of(model: nn.Module, optimizer: StowedAdam) -> States:
+def states_of(model: nn.Module, optimizer: StowedAdam) -> StatesByName:
     """Return the states of all parameters that have any; step counts among them.
 
     Raises OptionError where ``optimizer.state`` has what is no parameter's.
@@ -37,7 +37,7 @@ def states_of(model: nn.Module, optimizer: StowedAdam) -> States:
     return {names[index]: dict(entry) for index, entry in saved.items()}
 
 
-def put_states(
+def set_states(
     model: nn.Module, optimizer: StowedAdam, states: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
     """Let the states of these parameters be those given, which the next step takes over."""
@@ -46,7 +46,7 @@ def put_states(
         optimizer.state[named[name]] = dict(entry)
 
 
-def forget_masters(optimizer: StowedAdam) -> None:
+def drop_unused_masters(optimizer: StowedAdam) -> None:
     """Let masters that no step has begun be the weights, which somebody has just loaded."""
     entries: dict[Any, Any] = optimizer.state  # users keep some under keys of their own
     of_parameters = {p: entry for p, entry in entries.items() if isinstance(p, torch.Tensor)}
@@ -61,7 +61,7 @@ def watch_loads(module: nn.Module, optimizer: StowedAdam) -> None:
     def loaded(*_: object) -> None:
         alive = known()
         if alive is not None:
-            forget_masters(alive)
+            drop_unused_masters(alive)
 
     register: Any = module.register_load_state_dict_post_hook
     register(loaded)

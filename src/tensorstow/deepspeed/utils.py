@@ -7,7 +7,7 @@ elements. All of them settle an update that is under way first.
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.placed import optimizer_of
+from tensorstow.deepspeed.registry import optimizer_of
 from tensorstow.deepspeed.spread import joined, own_of, rows_of
 from tensorstow.step.param_table import in_shape_of
 from tensorstow.step.step_plan import as_step

@@ -17,7 +17,7 @@ from tensorstow.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from tensorstow.deepspeed.placed import holders_of
+from tensorstow.deepspeed.registry import holders_of
 from tensorstow.deepspeed.spread import put_whole, whole_of
 from tensorstow.tensors.dtensor import shard_of
 

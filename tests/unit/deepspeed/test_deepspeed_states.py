@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import tensorstow
-from tensorstow.deepspeed.states import forget_masters, owned_names, put_states, states_of
+from tensorstow.deepspeed.states import drop_unused_masters, owned_names, set_states, states_of
 from tensorstow.step.step_plan import as_step
 
 
@@ -27,7 +27,7 @@ def test_states_that_are_put_are_stepped_from() -> None:
     model, optimizer = stepped()
     states = states_of(model, optimizer)
     states["bias"]["exp_avg"] = torch.full((2,), 5.0)
-    put_states(model, optimizer, {"bias": states["bias"]})
+    set_states(model, optimizer, {"bias": states["bias"]})
     model.zero_grad()
     model.bias.grad = torch.zeros(2)
     optimizer.step()
@@ -38,6 +38,6 @@ def test_states_that_are_put_are_stepped_from() -> None:
 def test_states_that_no_step_has_begun_are_forgotten() -> None:
     model, optimizer = stepped()
     optimizer.state[model.bias] = {"step": as_step(0)}
-    forget_masters(optimizer)
+    drop_unused_masters(optimizer)
     assert list(optimizer.state) == [model.weight]
     optimizer.close()

@@ -1,13 +1,124 @@
-"""What is known of one key of a DeepSpeed configuration."""
+"""What is known of one key of a DeepSpeed configuration: the values it takes, its support."""
 
+import math
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from tensorstow.deepspeed.config.kinds import ANYTHING, Kind
+
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """``allowed`` in words; ``take`` returns the value as it is used, or raises ValueError."""
+
+    allowed: str
+    take: Callable[[Any], Any]
 
 
-class Answer(Enum):
+def whole(least: int = 0, most: int | None = None) -> ValueType:
+    """Return the kind of whole numbers; 5e8, a float in JSON, is one, and 1.5 is none."""
+
+    def take(value: object) -> int:
+        found = _number(value)
+        if not found.is_integer():
+            raise ValueError
+        _within(found, least, most)
+        # The int itself, where it is one: a float has 53 bits.
+        return value if isinstance(value, int) else int(found)
+
+    return ValueType(f"a whole number, {_range(least, most)}", take)
+
+
+def number(least: float = 0.0, most: float | None = None) -> ValueType:
+    """Return the kind of finite numbers."""
+
+    def take(value: object) -> float:
+        found = _number(value)
+        _within(found, least, most)
+        return found
+
+    return ValueType(f"a number, {_range(least, most)}", take)
+
+
+def positive() -> ValueType:
+    """Return the kind of finite numbers above zero."""
+
+    def take(value: object) -> float:
+        found = _number(value)
+        if found <= 0.0:
+            raise ValueError
+        return found
+
+    return ValueType("a number above 0", take)
+
+
+def one_of(*names: str) -> ValueType:
+    """Return the kind of a few words, in any letter case."""
+
+    def take(value: object) -> str:
+        if not isinstance(value, str) or value.lower() not in names:
+            raise ValueError
+        return value.lower()
+
+    return ValueType("one of " + ", ".join(f'"{name}"' for name in names), take)
+
+
+def _of(words: str, *types: type) -> ValueType:
+    def take(value: object) -> object:
+        if not isinstance(value, types) or (isinstance(value, str) and not value):
+            raise ValueError
+        return value
+
+    return ValueType(words, take)
+
+
+def _steps(value: object) -> int:
+    # What writes inf means "never".
+    return sys.maxsize if value == math.inf else int(whole(1).take(value))
+
+
+BOOL = _of("true or false", bool)
+TEXT = _of("a text that is not empty", str)
+OBJECT = _of("an object, {...}", Mapping)
+ANYTHING = ValueType("anything", lambda value: value)
+STEPS = ValueType("a whole number, at least 1, or inf for never", _steps)
+
+
+def is_off(value: object) -> bool:
+    """Return whether a whole section asks for nothing: empty, or none of its switches is on."""
+    if not isinstance(value, Mapping):
+        return value is None or value is False
+    switches = list(_switches(value))
+    return not any(switches) if switches else not value
+
+
+def _switches(section: Mapping[str, Any]) -> list[bool]:
+    # DeepSpeed looks at inner switches whatever the outer one says.
+    own = section.get("enabled")
+    found = [bool(own) and own != "auto"] if "enabled" in section else []
+    for value in section.values():
+        if isinstance(value, Mapping):
+            found.extend(_switches(value))
+    return found
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError
+    return float(value)
+
+
+def _within(value: float, least: float, most: float | None) -> None:
+    if value < least or (most is not None and value > most):
+        raise ValueError
+
+
+def _range(least: float, most: float | None) -> str:
+    return f"at least {least}" if most is None else f"from {least} to {most}"
+
+
+class Support(Enum):
     """What becomes of a key."""
 
     HONOURED = "honoured"
@@ -24,32 +135,32 @@ class Key:
     """
 
     path: str
-    kind: Kind
+    kind: ValueType
     off: Any
-    answer: Answer
+    support: Support
     note: str = ""
     spellings: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
 
 
-def honoured(path: str, kind: Kind, *spellings: str, off: object) -> Key:
+def honoured(path: str, kind: ValueType, *spellings: str, off: object) -> Key:
     """Return a key that decides something; ``off`` is what holds without it."""
-    return Key(path, kind, off, Answer.HONOURED, spellings=spellings)
+    return Key(path, kind, off, Support.HONOURED, spellings=spellings)
 
 
-def idle(section: str, kind: Kind, *names: str, why: str, off: object = None) -> list[Key]:
+def idle(section: str, kind: ValueType, *names: str, why: str, off: object = None) -> list[Key]:
     """Return keys of a section that mean nothing here, all for one reason."""
-    return [Key(section + name, kind, off, Answer.NO_MEANING, why) for name in names]
+    return [Key(section + name, kind, off, Support.NO_MEANING, why) for name in names]
 
 
-def refused(path: str, kind: Kind, *, off: object, instead: str) -> Key:
+def refused(path: str, kind: ValueType, *, off: object, instead: str) -> Key:
     """Return a key that is refused unless it has its ``off`` value."""
-    return Key(path, kind, off, Answer.REFUSED, instead)
+    return Key(path, kind, off, Support.REFUSED, instead)
 
 
 def section(path: str, *, instead: str) -> Key:
     """Return a section that is refused as a whole where anything in it is switched on."""
-    return Key(f"{path}.*", ANYTHING, None, Answer.REFUSED, instead)
+    return Key(f"{path}.*", ANYTHING, None, Support.REFUSED, instead)
 
 
 def with_prefix(prefix: str, keys: list[Key]) -> list[Key]:

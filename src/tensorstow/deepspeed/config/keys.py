@@ -10,24 +10,22 @@ from types import MappingProxyType
 from typing import Final
 
 from tensorstow.deepspeed.config.key import (
-    Answer,
-    Key,
-    honoured,
-    idle,
-    refused,
-    section,
-    with_prefix,
-)
-from tensorstow.deepspeed.config.kinds import (
     ANYTHING,
     BOOL,
     OBJECT,
     STEPS,
     TEXT,
+    Key,
+    Support,
+    honoured,
+    idle,
     number,
     one_of,
     positive,
+    refused,
+    section,
     whole,
+    with_prefix,
 )
 
 _DEVICE = one_of("none", "cpu", "nvme")
@@ -245,7 +243,7 @@ _OFFLOAD = [
         "aio.intra_op_parallelism",
         whole(1),
         1,
-        Answer.NO_MEANING,
+        Support.NO_MEANING,
         "the kernel works on many transfers for one thread",
         ("aio.thread_count", "aio.num_threads"),
     ),

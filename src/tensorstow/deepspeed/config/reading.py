@@ -1,17 +1,15 @@
-"""``read_settings``: a DeepSpeed configuration, checked, as Settings."""
+"""``read_settings``: a DeepSpeed configuration as Settings, checked as a whole."""
 
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.config import conflicts
-from tensorstow.deepspeed.config.batches import batch_of
 from tensorstow.deepspeed.config.json_text import Source, load
-from tensorstow.deepspeed.config.paths import given_keys, older_names
 from tensorstow.deepspeed.config.settings import (
     ActivationCheckpointing,
     Aio,
+    Batch,
     Fp16,
     Named,
     OffloadOptimizer,
@@ -19,8 +17,11 @@ from tensorstow.deepspeed.config.settings import (
     Settings,
     Zero,
 )
-from tensorstow.deepspeed.config.values import say_once, values_of
+from tensorstow.deepspeed.config.values import given_keys, older_names, say_once, values_of
 
+_TRAIN = "train_batch_size"
+_MICRO = "train_micro_batch_size_per_gpu"
+_STEPS = "gradient_accumulation_steps"
 Values = Mapping[str, Any]
 
 
@@ -45,9 +46,9 @@ def read_settings(source: Source, world: int, *, fill: Mapping[str, Any] | None 
             "gradient_clipping is absent and nothing is clipped, as in DeepSpeed before 0.19:"
             ' write "gradient_clipping": 1.0 for what it does since'
         )
-    conflicts.refuse_two_precisions(values)
+    refuse_two_precisions(values)
     settings = _settings(values, world)
-    conflicts.check(settings, world)
+    check_conflicts(settings, world)
     return settings
 
 
@@ -101,3 +102,103 @@ def _named(values: Values, section: str) -> Named | None:
 
 def _fields(cls: type, section: str, values: Values) -> dict[str, Any]:
     return {f.name: values[f"{section}.{f.name}"] for f in fields(cls)}
+
+
+def batch_of(train: int | None, micro: int | None, steps: int | None, world: int) -> Batch:
+    """Return all three sizes for ``world`` ranks; ``steps`` is 1 where nothing says otherwise."""
+    if train is None:
+        if micro is None:
+            message = f"Neither {_TRAIN} nor {_MICRO} is given. Write at least one of them."
+            raise OptionError(message)
+        return Batch(micro * (steps or 1) * world, micro, steps or 1)
+    if micro is None:
+        micro = _quotient(train, _STEPS, steps or 1, world, _MICRO)
+    if steps is None:
+        steps = _quotient(train, _MICRO, micro, world, _STEPS)
+    product = micro * steps * world
+    if train != product:
+        message = (
+            f"{_TRAIN}={train} was given, and {_MICRO} x {_STEPS} x ranks is {micro} x {steps} x"
+            f" {world} = {product}. Leave one of the three out, or make them agree."
+        )
+        raise OptionError(message)
+    return Batch(train, micro, steps)
+
+
+def _quotient(train: int, name: str, factor: int, world: int, wanted: str) -> int:
+    quotient, rest = divmod(train, factor * world)
+    if rest or quotient == 0:
+        message = (
+            f"{_TRAIN}={train} gives no whole {wanted}: {train} / ({factor} x {world}) is"
+            f" {train / (factor * world):.4g}, where {factor} is {name} and {world} the ranks."
+            f" Make {_TRAIN} a multiple of {factor * world}."
+        )
+        raise OptionError(message)
+    return quotient
+
+
+def refuse_two_precisions(values: Mapping[str, Any]) -> None:
+    """Raise OptionError where fp16 and bf16 are both on, or gradients would travel in a third."""
+    if values["fp16.enabled"] and values["bf16.enabled"]:
+        message = (
+            "fp16.enabled and bf16.enabled are both true. Keep bf16, which needs no loss scale, or"
+            " fp16 where the device has no bfloat16."
+        )
+        raise OptionError(message)
+    computed = "fp16" if values["fp16.enabled"] else "bf16" if values["bf16.enabled"] else "fp32"
+    travels = values["communication_data_type"]
+    if travels not in {None, computed}:
+        message = (
+            f"communication_data_type={travels!r} was given, and gradients are computed in"
+            f" {computed} and reduced in that. Leave it out."
+        )
+        raise OptionError(message)
+
+
+def check_conflicts(settings: Settings, world: int) -> None:
+    """Raise OptionError for settings that contradict each other."""
+    zero = settings.zero
+    if zero.stage < 3 and zero.offload_param.device != "none":
+        message = (
+            f'zero_optimization.offload_param.device="{zero.offload_param.device}" was given with'
+            f" stage={zero.stage}: parameters are split and fetched in stage 3 only. Set stage to"
+            " 3, or leave offload_param out."
+        )
+        raise OptionError(message)
+    if zero.stage == 0 and zero.offload_optimizer.device != "none":
+        message = (
+            "zero_optimization.offload_optimizer.device="
+            f'"{zero.offload_optimizer.device}" was given with stage=0, where nothing is sharded.'
+            " Set stage to 1, 2 or 3, or leave offload_optimizer out."
+        )
+        raise OptionError(message)
+    _check_nvme(zero.offload_optimizer, "offload_optimizer")
+    _check_nvme(zero.offload_param, "offload_param")
+    _check_groups(zero, world)
+
+
+def _check_nvme(offload: OffloadOptimizer | OffloadParam, name: str) -> None:
+    if offload.device == "nvme" and offload.nvme_path is None:
+        message = (
+            f'zero_optimization.{name}.device="nvme" was given without nvme_path. Name a directory'
+            " on a local disk."
+        )
+        raise OptionError(message)
+
+
+def _check_groups(zero: Zero, world: int) -> None:
+    size = zero.mics_shard_size
+    if size <= 1:
+        return
+    if zero.stage < 3:
+        message = (
+            f"zero_optimization.mics_shard_size={size} was given with stage={zero.stage}: it groups"
+            " the ranks that share parameters, which is stage 3."
+        )
+        raise OptionError(message)
+    if world % size:
+        message = (
+            f"zero_optimization.mics_shard_size={size} was given for {world} ranks: groups of"
+            f" {size} do not divide them. Give a divisor of {world}."
+        )
+        raise OptionError(message)

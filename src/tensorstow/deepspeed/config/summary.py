@@ -5,16 +5,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tensorstow.deepspeed.config.json_text import Source, load
-from tensorstow.deepspeed.config.key import Answer
+from tensorstow.deepspeed.config.key import Support, is_off
 from tensorstow.deepspeed.config.keys import KEYS
-from tensorstow.deepspeed.config.kinds import is_off
-from tensorstow.deepspeed.config.paths import Given, given_keys
-from tensorstow.deepspeed.config.values import AUTO
+from tensorstow.deepspeed.config.values import AUTO, GivenKey, given_keys
 
 _WIDEST = 40
 
 
-class Line(NamedTuple):
+class SummaryLine(NamedTuple):
     """A key as it is written, its value, and what becomes of it."""
 
     path: str
@@ -28,31 +26,31 @@ def summary_of(source: Source) -> str:
     Nothing is refused for its value, so that a configuration can be looked at before it runs.
     Raises OptionError for slips in the JSON and for unknown keys.
     """
-    lines = [Line("key", "value", "answer"), *lines_of(source)]
+    lines = [SummaryLine("key", "value", "answer"), *lines_of(source)]
     path, value = (max(len(line[column]) for line in lines) for column in (0, 1))
     return "\n".join(f"{n.path:<{path}}  {n.value:<{value}}  {n.answer}" for n in lines)
 
 
-def lines_of(source: Source) -> Iterator[Line]:
+def lines_of(source: Source) -> Iterator[SummaryLine]:
     """Yield a line for every key: honoured ones, those without meaning, and what is refused."""
     order = {path: index for index, path in enumerate(KEYS)}
     given = [one for one in given_keys(load(source)) if one.value is not None]
     for one in sorted(given, key=lambda one: (_rank(one), order[one.key.path])):
-        yield Line(one.path, _shown(one.value), _answer(one))
+        yield SummaryLine(one.path, _shown(one.value), _answer(one))
 
 
-def _rank(one: Given) -> int:
-    return list(Answer).index(one.key.answer)
+def _rank(one: GivenKey) -> int:
+    return list(Support).index(one.key.support)
 
 
-def _answer(one: Given) -> str:
+def _answer(one: GivenKey) -> str:
     key = one.key
-    if key.answer is Answer.HONOURED:
+    if key.support is Support.HONOURED:
         now = "" if one.path in {key.path, *key.also} else f", as {key.path}"
-        return f"{key.answer.value}{now}" + (", once it is filled in" if one.value == AUTO else "")
+        return f"{key.support.value}{now}" + (", once it is filled in" if one.value == AUTO else "")
     if one.value in (AUTO, key.off) or (key.path.endswith("*") and is_off(one.value)):
         return "asks for nothing"
-    return f"{key.answer.value}: {key.note}"
+    return f"{key.support.value}: {key.note}"
 
 
 def _shown(value: object) -> str:

@@ -1,16 +1,19 @@
-"""Each value of a configuration checked, and answered by what its key says."""
+"""From a nested configuration to known keys with their values, each checked.
+
+Unknown keys and values that cannot be honoured are refused.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Never
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.config.key import Answer
-from tensorstow.deepspeed.config.keys import KEYS
-from tensorstow.deepspeed.config.kinds import is_off
-from tensorstow.deepspeed.config.paths import Given, is_known
+from tensorstow.deepspeed.config.key import Key, Support, is_off
+from tensorstow.deepspeed.config.keys import KEYS, SECTIONS, SPELLINGS, SWITCHES
 
+_NEAREST = 3
 logger = logging.getLogger("tensorstow")
 
 AUTO = "auto"
@@ -18,27 +21,118 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 _PRECISIONS = ("fp16.enabled", "bf16.enabled")
 
 
-def values_of(given: Iterable[Given], fill: Mapping[str, Any]) -> dict[str, Any]:
+class GivenKey(NamedTuple):
+    """A key, the path as it was written, and the value."""
+
+    key: Key
+    path: str
+    value: Any
+
+
+def given_keys(configuration: Mapping[str, Any]) -> list[GivenKey]:
+    """Return every key that a configuration has; raises OptionError for one that is not known."""
+    return list(_walk(configuration, ""))
+
+
+def older_names(given: Iterable[GivenKey]) -> list[str]:
+    """Return, of the names in use that DeepSpeed has given up, what each is called now."""
+    return [
+        f"{one.path} is {one.key.path}"
+        for one in given
+        if one.path not in {one.key.path, *one.key.also} and not one.key.path.endswith(".*")
+    ]
+
+
+def is_known(path: str) -> bool:
+    """Return whether a value may stand at ``path``: a key's, or one within a free section's."""
+    parts = path.split(".")
+    parents = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return any(p in KEYS or p in SPELLINGS or f"{p}.*" in KEYS for p in parents)
+
+
+def _walk(section: Mapping[str, Any], prefix: str) -> Iterator[GivenKey]:
+    for name, value in section.items():
+        path = f"{prefix}{name}"
+        canonical = _canonical(path)
+        if canonical in KEYS:
+            yield GivenKey(KEYS[canonical], path, value)
+        elif canonical in SWITCHES:
+            yield from _switch(path, canonical, value)
+        elif _is_section(canonical):
+            yield from _walk(_contents(path, value), f"{path}.")
+        elif f"{canonical}.*" in KEYS:
+            yield GivenKey(KEYS[f"{canonical}.*"], path, value)
+        elif prefix and f"{prefix}*" in KEYS:
+            yield GivenKey(KEYS[f"{prefix}*"], path, value)
+        else:
+            _refuse_unknown_key(path)
+
+
+def _canonical(path: str) -> str:
+    for old, new in SECTIONS.items():
+        if path == old or path.startswith(f"{old}."):
+            path = new + path[len(old) :]
+    return SPELLINGS.get(path, path)
+
+
+def _switch(path: str, canonical: str, value: object) -> Iterator[GivenKey]:
+    if value is not None and not isinstance(value, bool):
+        message = f"{path}={value!r} was given: it is true or false."
+        raise OptionError(message)
+    if value:
+        target, meant = SWITCHES[canonical]
+        yield GivenKey(KEYS[target], path, meant)
+
+
+def _is_section(path: str) -> bool:
+    return any(key.startswith(f"{path}.") and key != f"{path}.*" for key in KEYS)
+
+
+def _contents(path: str, value: object) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if path == "zero_optimization" and isinstance(
+        value, bool
+    ):  # as it was before there were stages
+        return {"stage": int(value)}
+    if not isinstance(value, Mapping):
+        message = f"{path}={value!r} was given: it is an object, {{...}}."
+        raise OptionError(message)
+    return value
+
+
+def _refuse_unknown_key(path: str) -> Never:
+    name = path.rpartition(".")[2]
+    written = [*KEYS, *SPELLINGS, *SWITCHES, *SECTIONS]
+    paths = {*written, *(p.rpartition(".")[0] for p in KEYS if "." in p)}
+    elsewhere = sorted(p for p in paths if p.rpartition(".")[2] == name)
+    near = elsewhere or get_close_matches(path, sorted(paths), _NEAREST)
+    advice = f" Did you mean {' or '.join(near[:_NEAREST])}?" if near else " Take it away."
+    message = f"{path} is no key of a DeepSpeed configuration that is known here.{advice}"
+    raise OptionError(message)
+
+
+def values_of(given: Iterable[GivenKey], fill: Mapping[str, Any]) -> dict[str, Any]:
     """Return a value for every key, by path; raises OptionError for what is refused.
 
     ``fill`` says what stands for "auto", by path; what follows from other values needs no saying. A
     null is as good as no key.
     """
-    _refuse_unknown(fill)
+    _check_fill(fill)
     values = {path: key.off for path, key in KEYS.items()}
-    written: dict[str, Given] = {}
-    idle: list[Given] = []
-    undecided: list[Given] = []
+    written: dict[str, GivenKey] = {}
+    idle: list[GivenKey] = []
+    undecided: list[GivenKey] = []
     for one in (_filled(each, fill) for each in given if each.value is not None):
-        needed = one.key.answer is Answer.HONOURED
-        if one.key.answer is Answer.NO_MEANING:
+        needed = one.key.support is Support.HONOURED
+        if one.key.support is Support.NO_MEANING:
             idle.append(one)
         if one.value == AUTO:
             if needed:  # else nobody asks for what it stands for
                 undecided.append(one)
             continue
         checked = _checked(_decided(one) if needed else one)
-        if one.key.answer is Answer.REFUSED:
+        if one.key.support is Support.REFUSED:
             _refuse(checked)
         if not one.key.path.endswith("*"):  # what stands in a free section is many keys
             _refuse_disagreement(written.setdefault(one.key.path, checked), checked)
@@ -50,7 +144,7 @@ def values_of(given: Iterable[Given], fill: Mapping[str, Any]) -> dict[str, Any]
     return values
 
 
-def _refuse_unknown(fill: Mapping[str, Any]) -> None:
+def _check_fill(fill: Mapping[str, Any]) -> None:
     for path in fill:
         if not is_known(path):
             message = f"fill={{{path!r}: ...}} was given: no key of a configuration has that path."
@@ -69,7 +163,7 @@ def _follows(path: str, values: Mapping[str, Any]) -> bool:
     return name == "nvme_path" and values[f"{section}.device"] != "nvme"
 
 
-def _filled(one: Given, fill: Mapping[str, Any]) -> Given:
+def _filled(one: GivenKey, fill: Mapping[str, Any]) -> GivenKey:
     """Put ``fill``'s values where "auto" stands, at any depth."""
 
     def filled(value: object, path: str) -> object:
@@ -82,7 +176,7 @@ def _filled(one: Given, fill: Mapping[str, Any]) -> Given:
     return one._replace(value=filled(one.value, one.path))
 
 
-def _decided(one: Given) -> Given:
+def _decided(one: GivenKey) -> GivenKey:
     """Refuse "auto" that nothing filled."""
     for path in _autos(one.value, one.path):
         message = (
@@ -101,7 +195,7 @@ def _autos(value: object, path: str) -> Iterator[str]:
             yield from _autos(inner, f"{path}.{name}")
 
 
-def _checked(one: Given) -> Given:
+def _checked(one: GivenKey) -> GivenKey:
     try:
         return one._replace(value=one.key.kind.take(one.value))
     except ValueError:
@@ -109,7 +203,7 @@ def _checked(one: Given) -> Given:
         raise OptionError(message) from None
 
 
-def _refuse(one: Given) -> None:
+def _refuse(one: GivenKey) -> None:
     whole = one.key.path.endswith(".*")
     if not (is_off(one.value) if whole else one.value == one.key.off):
         given = f"{one.path} was switched on" if whole else f"{one.path}={one.value!r} was given"
@@ -117,7 +211,7 @@ def _refuse(one: Given) -> None:
         raise OptionError(message)
 
 
-def _refuse_disagreement(first: Given, second: Given) -> None:
+def _refuse_disagreement(first: GivenKey, second: GivenKey) -> None:
     if first.value != second.value:
         message = (
             f"{first.path} and {second.path} are one key, and say {first.value!r} and"
@@ -126,7 +220,7 @@ def _refuse_disagreement(first: Given, second: Given) -> None:
         raise OptionError(message)
 
 
-def _say_idle(given: Iterable[Given]) -> None:
+def _say_idle(given: Iterable[GivenKey]) -> None:
     reasons: dict[str, list[str]] = {}
     for one in given:
         if not (is_off(one.value) or one.value == one.key.off):

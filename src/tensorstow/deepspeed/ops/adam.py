@@ -12,7 +12,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 class DeepSpeedCPUAdam(Adam):
     """Adam(W) with its states in host memory, or wherever ``placement`` says (see AdamW).
 
-    Given to ``initialize`` it is made anew over the placed model, with the same groups. Unlike
+    GivenKey to ``initialize`` it is made anew over the placed model, with the same groups. Unlike
     upstream, ``amsgrad`` works. ``fp32_optimizer_states=False`` is refused: states in fewer bits
     are asked for by their format, ``state_format="bf16"``.
     """

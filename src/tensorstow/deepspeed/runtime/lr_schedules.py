@@ -1,11 +1,511 @@
-"""``deepspeed.runtime.lr_schedules``: schedules to make by hand, for any optimizer of torch."""
+"""``deepspeed.runtime.lr_schedules``: DeepSpeed's learning rate schedules as torch schedulers.
 
-from tensorstow.deepspeed.rates.schedulers import (
-    LRRangeTest,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
+A schedule is a function of the optimizer steps taken. The warm-ups look at ``n - 1`` as DeepSpeed
+does: the first two steps have the rate they start from.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from types import MappingProxyType
+from typing import Any, Final, Self
+
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.config.settings import Named
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+
+PerGroup = float | Sequence[float]
+LRs = Callable[[int], list[float]]
+Betas = Callable[[int], list[tuple[float, float]]]
+_SECOND_BETA = 0.99  # beside a cycled momentum, as in DeepSpeed
+
+
+class LRSchedule(LRScheduler):
+    """A schedule that sets each group's learning rate, and its betas where they are cycled.
+
+    Args:
+        optimizer: The optimizer whose parameter groups are set.
+        lrs_after: The learning rates, one per group, after ``n`` optimizer steps.
+        betas_after: The betas, one pair per group, after ``n`` steps. Default: None, which leaves
+            them alone.
+        last_batch_iteration: The number of the last step taken, from 0. Default: -1, none.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lrs_after: LRs,
+        betas_after: Betas | None = None,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the rates of the first step, or of the one after ``last_batch_iteration``."""
+        self.lrs_after = lrs_after
+        self.betas_after = betas_after
+        super().__init__(optimizer)
+        if last_batch_iteration != -1:
+            self.load_state_dict({"last_batch_iteration": last_batch_iteration})
+
+    def get_lr(self) -> list[float | Any]:
+        """Return the learning rates of the step that ``last_epoch`` counts.
+
+        Returns:
+            One rate per parameter group.
+        """
+        return list(self.lrs_after(self.last_epoch))
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next step.
+
+        Args:
+            epoch: The number of steps taken. Default: None, one more than at the last call.
+        """
+        super().step(epoch)
+        self._set_betas()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that DeepSpeed's checkpoints hold.
+
+        Returns:
+            ``{"last_batch_iteration": n}``: the number of the last step, -1 before any.
+        """
+        return {"last_batch_iteration": self.last_epoch - 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue after the step that ``state_dict`` names, and set the rates.
+
+        Args:
+            state_dict: What ``state_dict()`` returned, or what a DeepSpeed checkpoint holds.
+        """
+        self.last_epoch = int(state_dict["last_batch_iteration"]) + 1
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+        self._last_lr = self.get_lr()
+        self._set_betas()
+
+    def _set_betas(self) -> None:
+        if self.betas_after is not None:
+            betas = self.betas_after(self.last_epoch)
+            for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
+                group["betas"] = pair
+
+
+class WarmupLR(LRSchedule):
+    """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr``, then hold it.
+
+    Args:
+        optimizer: The optimizer whose groups are set.
+        warmup_min_lr: The rate at the start; one number, or one per group.
+        warmup_max_lr: The rate at the end. Default: None, each group's own.
+        warmup_num_steps: The length of the warm-up in steps, at least 1.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The number of the last step taken; -1: none.
+
+    Raises:
+        OptionError: A value that no schedule can have.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: float = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the first rates."""
+        rise, warm = _rise(warmup_num_steps, warmup_type)
+        top = _lrs_of(optimizer) if warmup_max_lr is None else warmup_max_lr
+        lrs_after = _between(
+            _per_group(optimizer, warmup_min_lr, "warmup_min_lr"),
+            _per_group(optimizer, top, "warmup_max_lr"),
+            lambda n: rise(n) if n <= warm else 1.0,
+        )
+        super().__init__(optimizer, lrs_after, last_batch_iteration=last_batch_iteration)
+
+
+class WarmupDecayLR(LRSchedule):
+    """Raise the rate as WarmupLR does, then lower it linearly to ``warmup_min_lr``.
+
+    Args:
+        optimizer: The optimizer whose groups are set.
+        total_num_steps: The step at which the rate is back at ``warmup_min_lr``.
+        warmup_min_lr: The rate at the start and at the end; one number, or one per group.
+        warmup_max_lr: The rate after the warm-up; one number, or one per group.
+        warmup_num_steps: The length of the warm-up in steps, at least 1.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The number of the last step taken; -1: none.
+
+    Raises:
+        OptionError: A value that no schedule can have.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: float,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup = 0.001,
+        warmup_num_steps: float = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the first rates."""
+        rise, warm = _rise(warmup_num_steps, warmup_type)
+        total = _steps(total_num_steps, "total_num_steps")
+
+        def share(n: int) -> float:
+            return rise(n) if n <= warm else max(0.0, (total - n + 1) / max(1, total - warm))
+
+        lrs_after = _between(
+            _per_group(optimizer, warmup_min_lr, "warmup_min_lr"),
+            _per_group(optimizer, warmup_max_lr, "warmup_max_lr"),
+            share,
+        )
+        super().__init__(optimizer, lrs_after, last_batch_iteration=last_batch_iteration)
+
+
+class WarmupCosineLR(LRSchedule):
+    """Raise each group's rate to its own value, then lower it along a cosine.
+
+    Args:
+        optimizer: The optimizer whose groups are set; their rates are the highest ones.
+        total_num_steps: The step at which the cosine ends.
+        warmup_min_ratio: The share of the group's rate at the start, 0 to 1.
+        warmup_num_steps: The length of the warm-up in steps, at least 1.
+        cos_min_ratio: The share of the group's rate at the end, 0 to 1.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: The number of the last step taken; -1: none.
+
+    Raises:
+        OptionError: A value that no schedule can have.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: float,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: float = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the first rates."""
+        rise, warm = _rise(warmup_num_steps, warmup_type)
+        total = _steps(total_num_steps, "total_num_steps")
+        highest = _lrs_of(optimizer)
+
+        def share(n: int) -> float:
+            if n == 0:
+                return 0.0
+            if n <= warm:
+                return warmup_min_ratio + (1.0 - warmup_min_ratio) * rise(n)
+            done = min(1.0, (n - warm) / max(1, total - warm))
+            return cos_min_ratio + (1.0 - cos_min_ratio) * (1.0 + math.cos(math.pi * done)) / 2.0
+
+        super().__init__(
+            optimizer,
+            lambda n: [lr * max(0.0, share(n)) for lr in highest],
+            last_batch_iteration=last_batch_iteration,
+        )
+
+
+class LRRangeTest(LRSchedule):
+    """Raise the rate without end, to find where training diverges.
+
+    The rate after ``n`` steps is ``min_lr * (1 + step_rate * n / step_size)``. Source: L. N. Smith,
+    "Cyclical Learning Rates for Training Neural Networks", 2017, section 3.3.
+
+    Args:
+        optimizer: The optimizer whose groups are set.
+        lr_range_test_min_lr: The rate at the start; one number, or one per group.
+        lr_range_test_step_size: The steps over which the rate grows by ``step_rate`` times the
+            first one.
+        lr_range_test_step_rate: How much it grows in that time.
+        lr_range_test_staircase: Whether it grows once every ``step_size`` steps instead of at each.
+        last_batch_iteration: The number of the last step taken; -1: none.
+
+    Raises:
+        OptionError: A value that no schedule can have.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: float = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,  # noqa: FBT001, FBT002
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the first rates."""
+        size = _steps(lr_range_test_step_size, "lr_range_test_step_size")
+        lowest = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+
+        def factor(n: int) -> float:
+            steps = n // size if lr_range_test_staircase else n / size
+            return 1.0 + lr_range_test_step_rate * steps
+
+        super().__init__(
+            optimizer,
+            lambda n: [lr * factor(n) for lr in lowest],
+            last_batch_iteration=last_batch_iteration,
+        )
+
+
+class OneCycle(LRSchedule):
+    """Raise the rate from min to max and lower it again, once, then decay it.
+
+    Momentum (the first beta) goes the other way where it is cycled; before the first step it is the
+    lowest, as in DeepSpeed. Source: L. N. Smith, "A disciplined approach to neural network
+    hyper-parameters: Part 1", 2018.
+
+    Args:
+        optimizer: The optimizer whose groups are set.
+        cycle_min_lr: The rate at both ends of the cycle; one number, or one per group.
+        cycle_max_lr: The rate in the middle of the cycle; one number, or one per group.
+        decay_lr_rate: The rate is divided by ``1 + decay_lr_rate`` per ``decay_step_size`` steps
+            after the cycle, linearly.
+        cycle_first_step_size: The steps of the rising half.
+        cycle_second_step_size: The steps of the falling half. Default: None, as many.
+        cycle_first_stair_count: The stairs of the rising half; 0: a straight line.
+        cycle_second_stair_count: The stairs of the falling half. Default: None, as many.
+        decay_step_size: See ``decay_lr_rate``; 0: nothing decays.
+        cycle_momentum: Whether betas are cycled, where the optimizer has any.
+        cycle_min_mom: The lowest momentum; one number, or one per group.
+        cycle_max_mom: The highest momentum; one number, or one per group.
+        decay_mom_rate: Momentum is multiplied by ``1 + decay_mom_rate`` per ``decay_step_size``
+            steps after the cycle, linearly.
+        last_batch_iteration: The number of the last step taken; -1: none.
+
+    Raises:
+        OptionError: A value that no schedule can have.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917  # upstream's
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: float = 2000,
+        cycle_second_step_size: float | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: float = 0,
+        cycle_momentum: bool = True,  # noqa: FBT001, FBT002
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the first rates and momenta."""
+        cycle = _Cycle.of(
+            (cycle_first_step_size, cycle_second_step_size),
+            (cycle_first_stair_count, cycle_second_stair_count),
+            decay_step_size,
+        )
+        lowest = _per_group(optimizer, cycle_min_lr, "cycle_min_lr")
+        highest = _per_group(optimizer, cycle_max_lr, "cycle_max_lr")
+
+        def lrs_after(n: int) -> list[float]:
+            if cycle.is_over(n):
+                return [low / cycle.decay(n, decay_lr_rate) for low in lowest]
+            height = cycle.height(n)
+            return [low + (high - low) * height for low, high in zip(lowest, highest, strict=True)]
+
+        betas_after = None
+        if cycle_momentum and "betas" in optimizer.defaults:
+            slow = _per_group(optimizer, cycle_min_mom, "cycle_min_mom")
+            fast = _per_group(optimizer, cycle_max_mom, "cycle_max_mom")
+            betas_after = _cycled_betas(cycle, slow, fast, decay_mom_rate)
+        super().__init__(optimizer, lrs_after, betas_after, last_batch_iteration)
+
+
+SCHEDULES: Final[Mapping[str, Callable[..., LRSchedule]]] = MappingProxyType(
+    {
+        "LRRangeTest": LRRangeTest,
+        "OneCycle": OneCycle,
+        "WarmupLR": WarmupLR,
+        "WarmupDecayLR": WarmupDecayLR,
+        "WarmupCosineLR": WarmupCosineLR,
+    }
+)
+
+
+def make_scheduler(named: Named, optimizer: Optimizer) -> LRScheduler:
+    """Return the schedule that a configuration names; raises OptionError.
+
+    It is one of DeepSpeed's, or any class of ``torch.optim.lr_scheduler`` by its name.
+    """
+    kind = SCHEDULES.get(named.type)
+    if kind is None:
+        return _of_torch(named, optimizer)
+    params = {name: value for name, value in named.params.items() if value is not None}
+    # Where the JSON says -1, it is what a run starts from; checkpoints say where to go on.
+    if params.pop("last_batch_iteration", -1) != -1:
+        message = (
+            "scheduler.params.last_batch_iteration was given: a schedule goes on where"
+            " load_checkpoint says. Leave it out."
+        )
+        raise OptionError(message)
+    known = dict(list(signature(kind).parameters.items())[1:-1])
+    _check_names(named.type, params, known)
+    for name, value in params.items():
+        _check_type(name, value, str(known[name].annotation))
+    return kind(optimizer, **params)
+
+
+def _of_torch(named: Named, optimizer: Optimizer) -> LRScheduler:
+    cls = getattr(lr_scheduler, named.type, None)
+    known = isinstance(cls, type) and issubclass(cls, LRScheduler) and cls is not LRScheduler
+    if cls is None or not known:
+        message = (
+            f"scheduler.type={named.type!r} was given: it is one of {', '.join(SCHEDULES)}, or a"
+            " class of torch.optim.lr_scheduler. Pass any other scheduler as lr_scheduler."
+        )
+        raise OptionError(message)
+    params = dict(named.params)
+    taken = list(signature(cls).parameters.items())[1:]
+    _check_names(named.type, params, {n: p for n, p in taken if p.kind != p.VAR_KEYWORD})
+    try:
+        made: LRScheduler = cls(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        message = f"scheduler.params={params} was given, and torch's {named.type} refuses: {error}."
+        raise OptionError(message) from error
+    return made
+
+
+def _check_names(kind: str, params: dict[str, Any], known: dict[str, Parameter]) -> None:
+    missing = [n for n, p in known.items() if p.default is Parameter.empty and n not in params]
+    foreign = [name for name in params if name not in known]
+    if missing or foreign:
+        found = [f"lacks {name}" for name in missing] + [f"has {name}" for name in foreign]
+        message = (
+            f"scheduler.params of {kind} {', '.join(found)}. It takes {', '.join(known)}; write"
+            f" {', '.join(missing) or 'no others'}."
+        )
+        raise OptionError(message)
+
+
+def _check_type(name: str, value: object, annotation: str) -> None:
+    """Raise OptionError for a value that its parameter's annotation does not have."""
+    if "str" in annotation:
+        fits, wanted = isinstance(value, str), "a text"
+    elif "bool" in annotation:
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif "Sequence" in annotation and isinstance(value, list | tuple):
+        fits, wanted = all(_is_number(each) for each in value), "numbers alone"
+    else:
+        fits, wanted = _is_number(value), "a number"
+    if not fits:
+        message = f"scheduler.params.{name}={value!r} was given: it takes {wanted}."
+        raise OptionError(message)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cycle:
+    """The shape of one cycle: the steps and stairs of its halves, and the decay after it."""
+
+    steps: tuple[int, int]
+    stairs: tuple[int, int]
+    decay_step_size: float
+
+    @classmethod
+    def of(
+        cls,
+        steps: tuple[float, float | None],
+        stairs: tuple[int, int | None],
+        decay_step_size: float,
+    ) -> Self:
+        """Check the sizes; where the second half has none, it is as the first."""
+        first = second = _steps(steps[0], "cycle_first_step_size")
+        if steps[1] is not None:
+            second = _steps(steps[1], "cycle_second_step_size", least=0)
+        falling = stairs[0] if stairs[1] is None else stairs[1]
+        return cls((first, second), (stairs[0], falling), decay_step_size)
+
+    def is_over(self, n: int) -> bool:
+        """Return whether the decay has begun after ``n`` steps."""
+        return n > sum(self.steps)
+
+    def height(self, n: int) -> float:
+        """Return the height of the cycle after ``n`` steps: 0 at its ends, 1 in its middle."""
+        at = n % sum(self.steps)
+        rising = at <= self.steps[0]
+        done, size = (at, self.steps[0]) if rising else (sum(self.steps) - at, self.steps[1])
+        count = self.stairs[0] if rising else self.stairs[1]
+        return math.floor(done * count / size) / count if count > 0 else done / size
+
+    def decay(self, n: int, rate: float) -> float:
+        """Return ``1 + rate`` per ``decay_step_size`` steps after the cycle; 1 without decay."""
+        if not self.decay_step_size:
+            return 1.0
+        return 1.0 + rate * (n - sum(self.steps)) / self.decay_step_size
+
+
+def _cycled_betas(cycle: _Cycle, slow: list[float], fast: list[float], rate: float) -> Betas:
+    """Return betas whose first one is highest where the learning rate is lowest."""
+
+    def momenta(n: int) -> list[float]:
+        if n == 0:
+            return slow
+        if cycle.is_over(n):
+            return [high * cycle.decay(n, rate) for high in fast]
+        height = cycle.height(n)
+        return [high - (high - low) * height for low, high in zip(slow, fast, strict=True)]
+
+    return lambda n: [(momentum, _SECOND_BETA) for momentum in momenta(n)]
+
+
+def _rise(steps: float, kind: str) -> tuple[Callable[[int], float], int]:
+    """Return how far a warm-up is after ``n`` steps, and its length; log(2) is the shortest."""
+    warm = max(2, _steps(steps, "warmup_num_steps"))
+    if kind == "log":
+        return lambda n: math.log(n) / math.log(warm) if n else 0.0, warm
+    if kind == "linear":
+        return lambda n: max(0, n - 1) / warm, warm
+    message = f'scheduler.params.warmup_type={kind!r} was given: it is "log" or "linear".'
+    raise OptionError(message)
+
+
+def _between(least: list[float], most: list[float], share: Callable[[int], float]) -> LRs:
+    pairs = list(zip(least, most, strict=True))
+    return lambda n: [low + (high - low) * share(n) for low, high in pairs]
+
+
+def _lrs_of(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _per_group(optimizer: Optimizer, value: PerGroup, name: str) -> list[float]:
+    groups = len(optimizer.param_groups)
+    if isinstance(value, Sequence):
+        if len(value) != groups:
+            message = (
+                f"scheduler.params.{name} has {len(value)} values, and the optimizer {groups}"
+                " parameter groups. Give one number, or one per group."
+            )
+            raise OptionError(message)
+        return [float(v) for v in value]
+    return [float(value)] * groups
+
+
+def _steps(value: float, name: str, *, least: int = 1) -> int:
+    if value < least or value != int(value):
+        message = (
+            f"scheduler.params.{name}={value!r} was given: it is a number of steps, at least"
+            f" {least}."
+        )
+        raise OptionError(message)
+    return int(value)

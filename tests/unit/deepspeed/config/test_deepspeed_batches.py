@@ -3,7 +3,7 @@
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.config.batches import batch_of
+from tensorstow.deepspeed.config.reading import batch_of
 from tensorstow.deepspeed.config.settings import Batch
 
 

@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from tensorstow.deepspeed.config.key import Answer
+from tensorstow.deepspeed.config.key import Support
 from tensorstow.deepspeed.config.keys import KEYS, SECTIONS, SPELLINGS, SWITCHES
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Aio, Batch, Settings
@@ -60,7 +60,7 @@ def test_every_key_that_is_promised_is_known(path: str) -> None:
 
 def test_keys_that_are_not_honoured_say_why() -> None:
     for key in KEYS.values():
-        assert bool(key.note) == (key.answer is not Answer.HONOURED), key.path
+        assert bool(key.note) == (key.support is not Support.HONOURED), key.path
         assert not key.note.endswith("."), key.path
 
 
@@ -88,7 +88,7 @@ def test_without_any_key_all_is_as_settings_say() -> None:
 
 
 def test_every_field_of_settings_is_filled_from_a_key() -> None:
-    read = {k.path.rpartition(".")[2] for k in KEYS.values() if k.answer is not Answer.REFUSED}
+    read = {k.path.rpartition(".")[2] for k in KEYS.values() if k.support is not Support.REFUSED}
     renamed = {"threads": "intra_op_parallelism", "hpz_partition_size": "zero_hpz_partition_size"}
     settings = Settings(Batch(1, 1, 1))
     for section in (settings.zero, settings.aio, settings.activation_checkpointing, settings):

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from tensorstow.deepspeed.config.kinds import (
+from tensorstow.deepspeed.config.key import (
     BOOL,
     OBJECT,
     STEPS,
     TEXT,
-    Kind,
+    ValueType,
     is_off,
     number,
     one_of,
@@ -53,7 +53,7 @@ def test_a_large_int_keeps_every_bit() -> None:
         (STEPS, -math.inf),
     ],
 )
-def test_others_are_refused(kind: Kind, bad: object) -> None:
+def test_others_are_refused(kind: ValueType, bad: object) -> None:
     with pytest.raises(ValueError, match=r"^$"):
         kind.take(bad)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.config.paths import given_keys, is_known, older_names
+from tensorstow.deepspeed.config.values import given_keys, is_known, older_names
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.config.paths import given_keys
-from tensorstow.deepspeed.config.values import values_of
+from tensorstow.deepspeed.config.values import given_keys, values_of
 
 
 def values(configuration: dict[str, Any], **fill: object) -> dict[str, Any]:

@@ -8,20 +8,20 @@ from torch import nn
 
 import tensorstow
 from ranks.driven import FixedScale
-from tensorstow.deepspeed.updating import Updating
+from tensorstow.deepspeed.step import OptimizerStep
 
 
 def weights_behind(gradient: list[float], clipping: float, scale: float | None) -> torch.Tensor:
     weight = nn.Parameter(torch.ones(2))
     optimizer = tensorstow.AdamW([weight], lr=0.1, eps=1.0)
-    updating = Updating(optimizer, clipping, None if scale is None else FixedScale(scale))
+    update = OptimizerStep(optimizer, clipping, None if scale is None else FixedScale(scale))
     weight.grad = torch.tensor(gradient) * (scale or 1.0)
-    assert updating.take() == all(map(math.isfinite, gradient))
+    assert update.run() == all(map(math.isfinite, gradient))
     assert weight.grad is None
     assert not hasattr(optimizer, "found_inf")
     assert not hasattr(optimizer, "grad_scale")
     if math.isfinite(sum(gradient)):
-        assert updating.norm == pytest.approx(math.hypot(*gradient))
+        assert update.norm == pytest.approx(math.hypot(*gradient))
     optimizer.close()
     return weight.detach()
 

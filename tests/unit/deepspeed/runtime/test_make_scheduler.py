@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 import tensorstow
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.settings import Named
-from tensorstow.deepspeed.rates.schedulers import SCHEDULES, make_scheduler
 from tensorstow.deepspeed.runtime import lr_schedules
+from tensorstow.deepspeed.runtime.lr_schedules import SCHEDULES, make_scheduler
 
 LINEAR = Named(
     "WarmupLR",

@@ -12,17 +12,17 @@ from tensorstow.optim.stowed_adam import StowedAdam
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class Placed:
+class RegisteredModel:
     """A placed model and its optimizer, for as long as its engine holds this."""
 
     module: nn.Module
     optimizer: StowedAdam
 
 
-_ALL: "weakref.WeakSet[Placed]" = weakref.WeakSet()
+_ALL: "weakref.WeakSet[RegisteredModel]" = weakref.WeakSet()
 
 
-def note(placed: Placed) -> Placed:
+def register(placed: RegisteredModel) -> RegisteredModel:
     """Let a model be found until ``placed`` is gone."""
     _ALL.add(placed)
     return placed

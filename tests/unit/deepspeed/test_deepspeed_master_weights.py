@@ -1,4 +1,4 @@
-"""Masters begin as the values that the model had before it was cast."""
+"""MasterWeights begin as the values that the model had before it was cast."""
 
 from functools import partial
 
@@ -10,16 +10,16 @@ import tensorstow
 from ranks.pool import Ranks
 from ranks.stowed import model_of
 from tensorstow import Plan
-from tensorstow.deepspeed.masters import Masters
+from tensorstow.deepspeed.master_weights import MasterWeights
 
 
 def begun(states: str) -> dict[str, torch.Tensor]:
     """Return what a rank's masters are after a step that changes nothing."""
     given = model_of(torch.float32)
-    masters = Masters(given, torch.bfloat16)
+    master_weights = MasterWeights(given, torch.bfloat16)
     make = partial(tensorstow.AdamW, lr=0.0, weight_decay=0.0, state_format="split")
     model, optimizer = tensorstow.stow(given, make, plan=Plan(states=states))
-    masters.give(model, optimizer)
+    master_weights.assign(model, optimizer)
     model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
     optimizer.step()
     saved = optimizer.state_dict()["state"]
@@ -47,5 +47,5 @@ def test_masters_are_the_given_values(ranks: "Ranks", world: int, states: str) -
 def test_what_has_no_values_has_no_masters() -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 2)
-    Masters(model, torch.bfloat16)
+    MasterWeights(model, torch.bfloat16)
     assert model.weight.dtype == torch.bfloat16

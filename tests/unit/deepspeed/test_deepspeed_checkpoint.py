@@ -9,8 +9,8 @@ from compare import all_equal
 from ranks.driven import Drive, going_on, loaded, saving_half_way
 from ranks.pool import Ranks
 from tensorstow.base.errors import StoreFormatError
+from tensorstow.deepspeed.checkpoint import latest_tag, read_common
 from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Zero
-from tensorstow.deepspeed.saving import kept_of, newest
 
 DRIVES = [
     Drive(Zero(2, OffloadOptimizer("cpu")), accumulation=2),
@@ -26,7 +26,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
 ) -> None:
     want = ranks(world).run(saving_half_way, drive, str(tmp_path))
     got = ranks(world).run(going_on, drive, str(tmp_path))
-    assert newest(tmp_path) == "global_step1"
+    assert latest_tag(tmp_path) == "global_step1"
     for a, b in zip(got, want, strict=True):
         assert all_equal(a, b)
 
@@ -47,6 +47,6 @@ def test_another_number_of_ranks_loads_it(
 
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
-    assert newest(tmp_path) is None
+    assert latest_tag(tmp_path) is None
     with pytest.raises(StoreFormatError, match=r"no checkpoint of this engine's"):
-        kept_of(tmp_path)
+        read_common(tmp_path)

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from tensorstow.deepspeed.config.settings import Batch, Settings
-from tensorstow.deepspeed.data import loader_of
+from tensorstow.deepspeed.dataloader import make_dataloader
 
 
 class Endless(IterableDataset[int]):
@@ -19,18 +19,18 @@ def settings(world: int, **more: object) -> Settings:
 
 
 def test_a_rank_sees_its_share_in_micro_batches() -> None:
-    batches = [b for (b,) in loader_of(TensorDataset(torch.arange(12)), settings(3))]
+    batches = [b for (b,) in make_dataloader(TensorDataset(torch.arange(12)), settings(3))]
     assert [len(b) for b in batches] == [2, 2]
     assert len({int(x) for b in batches for x in b}) == 4
 
 
 def test_what_is_left_over_may_be_dropped() -> None:
     data = TensorDataset(torch.arange(5))
-    assert [len(b) for (b,) in loader_of(data, settings(1))] == [2, 2, 1]
-    dropped = loader_of(data, settings(1, dataloader_drop_last=True))
+    assert [len(b) for (b,) in make_dataloader(data, settings(1))] == [2, 2, 1]
+    dropped = make_dataloader(data, settings(1, dataloader_drop_last=True))
     assert [len(b) for (b,) in dropped] == [2, 2]
 
 
 def test_an_iterable_is_taken_as_it_is_and_collated() -> None:
-    loader = loader_of(Endless(), settings(2), collate_fn=sum)
+    loader = make_dataloader(Endless(), settings(2), collate_fn=sum)
     assert list(loader) == [1, 5, 4]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError, StoreFormatError
 from tensorstow.deepspeed.spread import at_rest, own_of, spread
-from tensorstow.deepspeed.states import owned_names, put_states, states_of
+from tensorstow.deepspeed.states import owned_names, set_states, states_of
 from tensorstow.fsdp.sharding import host_group
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.dtensor import is_sharded, shard_of
@@ -62,13 +62,13 @@ def save(
         dist.barrier(host_group())
 
 
-def newest(directory: Path) -> str | None:
+def latest_tag(directory: Path) -> str | None:
     """Return the tag in ``latest``; None where nothing was saved."""
     file = directory / LATEST
     return file.read_text().strip() if file.is_file() else None
 
 
-def kept_of(folder: Path) -> dict[str, Any]:
+def read_common(folder: Path) -> dict[str, Any]:
     """Return what is the same on every rank; raises StoreFormatError where there is nothing."""
     file = folder / _KEPT
     if not file.is_file():
@@ -134,12 +134,12 @@ def load_states(
     for key, values in room.items():
         name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
         states[name][state] = own_of(values)
-    put_states(module, optimizer, states)
+    set_states(module, optimizer, states)
     for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k not in {"params", "param_names"}})
 
 
-def whole_weights(module: nn.Module, *, frozen: bool) -> Tensors:
+def full_weights(module: nn.Module, *, frozen: bool) -> Tensors:
     """Return the whole values of parameters and buffers, on the CPU of the first rank; collective.
 
     ``frozen``: those of frozen parameters too.

@@ -5,14 +5,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorstow.deepspeed.spread import rows_of
-from tensorstow.deepspeed.states import owned_names, put_states
+from tensorstow.deepspeed.states import owned_names, set_states
 from tensorstow.fsdp.sharding import host_group
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.step.step_plan import as_step
 
 
-class Masters:
-    """Given values, from the cast of a model until its optimizer has them."""
+class MasterWeights:
+    """GivenKey values, from the cast of a model until its optimizer has them."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Cast ``model``; the first rank's values are everybody's, as they are the engine's.
@@ -31,7 +31,7 @@ class Masters:
         model.to(dtype)
 
     @torch.no_grad()
-    def give(self, model: nn.Module, optimizer: StowedAdam) -> None:
+    def assign(self, model: nn.Module, optimizer: StowedAdam) -> None:
         """Let the masters of the placed ``model`` begin as the values."""
         named = dict(model.named_parameters())
         begun = {}
@@ -40,7 +40,7 @@ class Masters:
             if values is not None:
                 master = rows_of(values, named[name]).clone()
                 begun[name] = {"step": as_step(0), "master": master}
-        put_states(model, optimizer, begun)
+        set_states(model, optimizer, begun)
 
 
 def _has_more(parameter: nn.Parameter, dtype: torch.dtype) -> bool:

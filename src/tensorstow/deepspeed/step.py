@@ -2,33 +2,17 @@
 
 import logging
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.optim.stowed_adam import StowedAdam
 
 logger = logging.getLogger("tensorstow")
 
 
-class Scale(Protocol):
-    """What a loss is multiplied by before its backward."""
-
-    @property
-    def scale(self) -> float:
-        """Return the factor."""
-
-    def update(self, *, overflowed: bool) -> None:
-        """Learn how the last update went."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what ``load_state_dict`` takes."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what was saved."""
-
-
-class Updating:
+class OptimizerStep:
     """Takes steps by gradients of a scaled loss, all ranks alike.
 
     The scale and the clip factor go to the optimizer, which applies them inside its update; no pass
@@ -36,7 +20,7 @@ class Updating:
     norm so on every rank, for it is summed over all: then no rank takes the step, in any precision.
     """
 
-    def __init__(self, optimizer: StowedAdam, clipping: float, scale: Scale | None) -> None:
+    def __init__(self, optimizer: StowedAdam, clipping: float, scale: LossScale | None) -> None:
         """Clip by the 2-norm ``clipping``; 0: not. ``scale``: None without fp16."""
         self._optimizer = optimizer
         self._clipping = clipping
@@ -49,7 +33,7 @@ class Updating:
         """Return what a loss is to be multiplied by."""
         return 1.0 if self._scale is None else self._scale.scale
 
-    def take(self) -> bool:
+    def run(self) -> bool:
         """Take a step, or skip it; return whether it was taken. Gradients are dropped."""
         factor = self.factor
         limit = self._clipping * factor if self._clipping > 0.0 else math.inf

@@ -10,7 +10,7 @@ from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.ranks import rank_here
 
 
-def loader_of(
+def make_dataloader(
     data: Dataset[Any], settings: Settings, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> DataLoader[Any]:
     """Return a loader of ``data`` in micro-batches; shuffled anew by ``loader.sampler.set_epoch``.

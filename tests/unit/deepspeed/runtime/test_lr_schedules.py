@@ -8,13 +8,13 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.rates.courses import (
-    Course,
-    lr_range_test,
-    one_cycle,
-    warmup_cosine_lr,
-    warmup_decay_lr,
-    warmup_lr,
+from tensorstow.deepspeed.runtime.lr_schedules import (
+    LRRangeTest,
+    LRSchedule,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
 )
 
 
@@ -22,29 +22,29 @@ def adam(*rates: float) -> Optimizer:
     return Adam([{"params": [torch.ones(1)], "lr": rate} for rate in rates or (0.1,)])
 
 
-def first(course: Course, count: int) -> list[float]:
-    return [course.rates(n)[0] for n in range(count)]
+def first(schedule: LRSchedule, count: int) -> list[float]:
+    return [schedule.lrs_after(n)[0] for n in range(count)]
 
 
 def test_warmup_by_log() -> None:
-    course = warmup_lr(adam(), warmup_min_lr=0.01, warmup_max_lr=0.05, warmup_num_steps=4)
+    schedule = WarmupLR(adam(), warmup_min_lr=0.01, warmup_max_lr=0.05, warmup_num_steps=4)
     rise = [0.0, 0.0, math.log(2) / math.log(4), math.log(3) / math.log(4), 1.0, 1.0, 1.0]
-    assert first(course, 7) == pytest.approx([0.01 + 0.04 * share for share in rise])
+    assert first(schedule, 7) == pytest.approx([0.01 + 0.04 * share for share in rise])
 
 
 def test_warmup_linearly() -> None:
-    course = warmup_lr(adam(), 0.0, 0.8, 4, "linear")
-    assert first(course, 7) == pytest.approx([0.0, 0.0, 0.2, 0.4, 0.6, 0.8, 0.8])
+    schedule = WarmupLR(adam(), 0.0, 0.8, 4, "linear")
+    assert first(schedule, 7) == pytest.approx([0.0, 0.0, 0.2, 0.4, 0.6, 0.8, 0.8])
 
 
 def test_warmup_goes_up_to_the_optimizers_rates_by_itself() -> None:
-    course = warmup_lr(adam(0.1, 0.3), warmup_min_lr=[0.0, 0.1], warmup_num_steps=2)
-    assert course.rates(0) == [0.0, 0.1]
-    assert course.rates(9) == pytest.approx([0.1, 0.3])
+    schedule = WarmupLR(adam(0.1, 0.3), warmup_min_lr=[0.0, 0.1], warmup_num_steps=2)
+    assert schedule.lrs_after(0) == [0.0, 0.1]
+    assert schedule.lrs_after(9) == pytest.approx([0.1, 0.3])
 
 
 def test_decay_goes_down_linearly_after_the_warmup() -> None:
-    course = warmup_decay_lr(
+    schedule = WarmupDecayLR(
         adam(),
         total_num_steps=7,
         warmup_min_lr=0.1,
@@ -53,11 +53,11 @@ def test_decay_goes_down_linearly_after_the_warmup() -> None:
         warmup_type="linear",
     )
     share = [0, 0, 1 / 3, 2 / 3, 4 / 4, 3 / 4, 2 / 4, 1 / 4, 0, 0]
-    assert first(course, 10) == pytest.approx([0.1 + s for s in share])
+    assert first(schedule, 10) == pytest.approx([0.1 + s for s in share])
 
 
 def test_cosine_goes_down_to_its_least_share() -> None:
-    course = warmup_cosine_lr(
+    schedule = WarmupCosineLR(
         adam(2.0),
         total_num_steps=6,
         warmup_min_ratio=0.5,
@@ -67,7 +67,7 @@ def test_cosine_goes_down_to_its_least_share() -> None:
     )
     falling = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 4)) / 2 for done in (1, 2, 3, 4)]
     shares = [0.0, 0.5, 0.75, *falling, 0.1]
-    assert first(course, 8) == pytest.approx([2.0 * share for share in shares])
+    assert first(schedule, 8) == pytest.approx([2.0 * share for share in shares])
 
 
 def test_a_range_test_rises_without_end() -> None:
@@ -76,13 +76,13 @@ def test_a_range_test_rises_without_end() -> None:
         "lr_range_test_step_size": 2,
         "lr_range_test_step_rate": 3.0,
     }
-    assert first(lr_range_test(adam(), **options), 5) == pytest.approx([0.1, 0.25, 0.4, 0.55, 0.7])
-    stairs = lr_range_test(adam(), **options, lr_range_test_staircase=True)
+    assert first(LRRangeTest(adam(), **options), 5) == pytest.approx([0.1, 0.25, 0.4, 0.55, 0.7])
+    stairs = LRRangeTest(adam(), **options, lr_range_test_staircase=True)
     assert first(stairs, 5) == pytest.approx([0.1, 0.1, 0.4, 0.4, 0.7])
 
 
 def test_one_cycle_rises_falls_and_decays() -> None:
-    course = one_cycle(
+    schedule = OneCycle(
         adam(),
         cycle_min_lr=1.0,
         cycle_max_lr=3.0,
@@ -93,27 +93,27 @@ def test_one_cycle_rises_falls_and_decays() -> None:
     )
     cycle = [1.0, 2.0, 3.0, 2.5, 2.0, 1.5, 1.0]
     decay = [1 / (1 + 0.5 * 0.5), 1 / (1 + 0.5 * 1.0)]
-    assert first(course, 9) == pytest.approx([*cycle, *decay])
+    assert first(schedule, 9) == pytest.approx([*cycle, *decay])
 
 
 def test_one_cycle_stays_at_the_least_where_nothing_decays() -> None:
-    course = one_cycle(adam(), cycle_min_lr=1.0, cycle_max_lr=2.0, cycle_first_step_size=1)
-    assert first(course, 6) == [1.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    schedule = OneCycle(adam(), cycle_min_lr=1.0, cycle_max_lr=2.0, cycle_first_step_size=1)
+    assert first(schedule, 6) == [1.0, 2.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_one_cycle_in_stairs() -> None:
-    course = one_cycle(
+    schedule = OneCycle(
         adam(),
         cycle_min_lr=0.0,
         cycle_max_lr=1.0,
         cycle_first_step_size=4,
         cycle_first_stair_count=2,
     )
-    assert first(course, 9) == [0.0, 0.0, 0.5, 0.5, 1.0, 0.5, 0.5, 0.0, 0.0]
+    assert first(schedule, 9) == [0.0, 0.0, 0.5, 0.5, 1.0, 0.5, 0.5, 0.0, 0.0]
 
 
 def test_momentum_goes_the_other_way() -> None:
-    course = one_cycle(
+    schedule = OneCycle(
         adam(),
         cycle_min_lr=0.0,
         cycle_max_lr=1.0,
@@ -123,8 +123,8 @@ def test_momentum_goes_the_other_way() -> None:
         decay_step_size=1,
         decay_mom_rate=0.01,
     )
-    assert course.betas is not None
-    found = [course.betas(n)[0] for n in range(6)]
+    assert schedule.betas_after is not None
+    found = [schedule.betas_after(n)[0] for n in range(6)]
     momenta = [0.8, 0.85, 0.8, 0.85, 0.9, 0.9 * 1.01]
     assert [beta for beta, _ in found] == pytest.approx(momenta)
     assert {second for _, second in found} == {0.99}
@@ -132,21 +132,21 @@ def test_momentum_goes_the_other_way() -> None:
 
 def test_momentum_is_left_alone_where_it_is_not_cycled_or_not_there() -> None:
     options: dict[str, Any] = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0}
-    assert one_cycle(adam(), **options, cycle_momentum=False).betas is None
-    assert one_cycle(SGD([torch.ones(1)]), **options).betas is None
+    assert OneCycle(adam(), **options, cycle_momentum=False).betas_after is None
+    assert OneCycle(SGD([torch.ones(1)]), **options).betas_after is None
 
 
 def test_a_warmup_of_one_step_is_one_of_two() -> None:
-    course = warmup_lr(adam(), 0.0, 1.0, 1)
-    assert first(course, 4) == [0.0, 0.0, 1.0, 1.0]
+    schedule = WarmupLR(adam(), 0.0, 1.0, 1)
+    assert first(schedule, 4) == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_values_that_make_no_sense_are_refused() -> None:
     with pytest.raises(OptionError, match="warmup_type='cubic'"):
-        warmup_lr(adam(), warmup_type="cubic")
+        WarmupLR(adam(), warmup_type="cubic")
     with pytest.raises(OptionError, match=r"warmup_num_steps=1\.5"):
-        warmup_lr(adam(), warmup_num_steps=1.5)
+        WarmupLR(adam(), warmup_num_steps=1.5)
     with pytest.raises(OptionError, match="at least 0"):
-        one_cycle(adam(), cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_second_step_size=-1)
+        OneCycle(adam(), cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_second_step_size=-1)
     with pytest.raises(OptionError, match="has 3 values, and the optimizer 1"):
-        warmup_lr(adam(), warmup_min_lr=[1.0, 2.0, 3.0])
+        WarmupLR(adam(), warmup_min_lr=[1.0, 2.0, 3.0])

@@ -12,7 +12,7 @@ logger = logging.getLogger("tensorstow.deepspeed")
 _FORMAT = "[%(asctime)s] [%(levelname)s] [Rank 0] %(message)s"
 
 
-class Progress:
+class StepTimer:
     """Counts the seconds of the parts of a step, and logs where a step is due."""
 
     def __init__(self, every: int | None, *, timed: bool, logs: bool) -> None:
@@ -26,7 +26,7 @@ class Progress:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """Count what runs inside, the accelerator's work too."""
         if not self._timed:
             yield
@@ -39,7 +39,7 @@ class Progress:
             _wait()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def stepped(self, step: int, facts: Mapping[str, object]) -> None:
+    def log_step(self, step: int, facts: Mapping[str, object]) -> None:
         """Take note of a step's end."""
         if not self._every or step % self._every:
             return

@@ -6,26 +6,26 @@ import sys
 
 import pytest
 
-from tensorstow.deepspeed.progress import Progress
+from tensorstow.deepspeed.timer import StepTimer
 
 
 def test_every_so_many_steps_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    progress = Progress(2, timed=False, logs=True)
+    timer = StepTimer(2, timed=False, logs=True)
     with caplog.at_level(logging.INFO, "tensorstow"):
         for step in range(1, 5):
-            with progress.part("forward"):
+            with timer.measure("forward"):
                 pass
-            progress.stepped(step, {"skipped": 0})
+            timer.log_step(step, {"skipped": 0})
     assert [r.getMessage() for r in caplog.records] == ["step=2, skipped=0", "step=4, skipped=0"]
 
 
 def test_seconds_are_told_where_they_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    progress = Progress(1, timed=True, logs=True)
+    timer = StepTimer(1, timed=True, logs=True)
     with caplog.at_level(logging.INFO, "tensorstow"):
-        with progress.part("step"):
+        with timer.measure("step"):
             pass
-        progress.stepped(1, {})
-        progress.stepped(2, {"lr": [0.1]})
+        timer.log_step(1, {})
+        timer.log_step(2, {"lr": [0.1]})
     assert caplog.records[0].getMessage().startswith("step=1, step (s)=0.")
     assert caplog.records[1].getMessage() == "step=2, lr=[0.1]"
 
@@ -37,18 +37,18 @@ def test_other_ranks_and_never_say_nothing(
     logs: bool,  # noqa: FBT001
 ) -> None:
     with caplog.at_level(logging.INFO, "tensorstow"):
-        Progress(every, timed=False, logs=logs).stepped(1, {})
+        StepTimer(every, timed=False, logs=logs).log_step(1, {})
     assert not caplog.records
 
 
 IN_A_SCRIPT = """
 import logging
-from tensorstow.deepspeed.progress import Progress
-progress = Progress(1, timed=False, logs=True)
-progress.stepped(1, {"skipped": 0})
-progress.stepped(2, {"skipped": 0})
+from tensorstow.deepspeed.timer import StepTimer
+timer = StepTimer(1, timed=False, logs=True)
+timer.log_step(1, {"skipped": 0})
+timer.log_step(2, {"skipped": 0})
 logging.getLogger("tensorstow.deepspeed").setLevel(logging.WARNING)
-progress.stepped(3, {"skipped": 0})
+timer.log_step(3, {"skipped": 0})
 """
 
 
@@ -66,11 +66,11 @@ def test_a_script_that_sets_up_no_logging_sees_them() -> None:
 def test_a_level_that_the_user_gave_holds(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    progress = Progress(1, timed=False, logs=True)
-    progress.stepped(1, {})
+    timer = StepTimer(1, timed=False, logs=True)
+    timer.log_step(1, {})
     assert len(caplog.records) == 1
     for name in ("tensorstow", "tensorstow.deepspeed"):
         with monkeypatch.context() as patch:
             patch.setattr(logging.getLogger(name), "level", logging.WARNING)
-            progress.stepped(2, {})
+            timer.log_step(2, {})
     assert len(caplog.records) == 1

@@ -1,1 +1,0 @@
-"""DeepSpeed's learning rate schedules: formulas, and torch schedulers over them."""
