@@ -7,10 +7,18 @@ from tensorstow.base.sizes import parse_size
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes per rank and tier; None: no limit.
+    """The bytes that one rank may hold in each tier.
 
-    Sizes are ints of bytes or text ("20GiB"). What counts is parameters, gradients, states and the
-    buffers they move through; torch's own memory and activations do not.
+    Parameters, gradients, states and their buffers count; activations and torch's own memory do
+    not.
+
+    Args:
+        device: Bytes, or text such as "20GiB", of device memory. Default: None, no limit.
+        host: The same of host memory.
+        disk: The same of disk space.
+
+    Raises:
+        OptionError: A value that is no size.
     """
 
     device: int | str | None = None
@@ -25,6 +33,13 @@ class Budget:
                 object.__setattr__(self, tier, parse_size(given, tier))
 
     def bytes_of(self, tier: str) -> int | None:
-        """Return the bytes of a tier, or None where it has no limit."""
+        """Return the limit of a tier.
+
+        Args:
+            tier: "device", "host" or "disk".
+
+        Returns:
+            The limit in bytes; None: no limit.
+        """
         size = getattr(self, tier)
         return None if size is None else int(size)

@@ -17,21 +17,29 @@ _STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where parameters and states of a model live, and how ranks share them.
+    """Where the parameters and states of a model live, and how ranks share them.
 
-    ``parameters`` and ``states``: a tier ("device", "host" or "ram", "disk"); ``units``: another
-    tier for the parameters of single units, by name. ``stage``: ZeRO's, 0 (all is whole) to 3.
-    ``replicas``: groups of ranks that each have a whole copy (HSDP). ``overlap``: when updates run,
-    and ``update_on``: where ("host", "device", "hybrid" or the device's share, "auto"), as in
-    ``AdamW``. ``accumulation_steps``: backward passes per step. ``prefetch``: how many units ahead
-    weights are fetched from disk, and taken to an accelerator. ``ram_budget``: the optimizer's host
-    memory for states, in bytes. ``shelf_bytes``: host memory for parameters on disk while they are
-    used, in bytes, of each rank: never more is held, in steps, commits and resuming. It is at least
-    the three largest units; None: these and what is fetched ahead. Two cases need more. A run that
-    was begun with parameters elsewhere and resumed keeps its chunks of states, and one that has
-    parts of several units needs all of these beside the one that is computed with and the one
-    around it. Over one rank on the CPU, which computes with a unit's own memory, units whose inputs
-    need no gradient stay until backward ends.
+    Args:
+        parameters: The tier of the parameters: "device", "host" (or "ram"), "disk". Default:
+            "host".
+        states: The tier of the optimizer states: "host" or "disk". Default: "host".
+        units: Another tier for the parameters of single units, by the unit's name.
+        stage: The ZeRO stage, 0 (everything is replicated) to 3 (parameters are sharded too).
+            Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+            Parameter Models", 2020.
+        replicas: The number of groups of ranks that each hold a full copy (HSDP).
+        overlap: When updates run: "none", "forward", "backward", as in ``AdamW``.
+        update_on: Where updates run: "host", "device", "hybrid" or the device's share, "auto", as
+            in ``AdamW``.
+        accumulation_steps: Backward passes per step.
+        prefetch: How many units ahead weights are read from disk and copied to an accelerator.
+        ram_budget: Bytes of host memory for states on disk; see ``AdamW``.
+        shelf_bytes: Bytes of host memory per rank for buffers of parameters on disk, in steps,
+            commits and resuming; at least the three largest units. Default: None, these and
+            ``prefetch`` more. docs/guides/whole-models.md says which cases need more.
+
+    Raises:
+        OptionError: A value that cannot be used, or values that contradict each other.
     """
 
     parameters: Tier = Tier.HOST
@@ -129,20 +137,48 @@ class Plan:
             raise OptionError(message)
 
     def tier_of(self, unit: str) -> Tier:
-        """Return where the parameters of a unit live."""
+        """Return the tier of a unit's parameters.
+
+        Args:
+            unit: The name of the unit.
+
+        Returns:
+            The tier in ``units``, else ``parameters``.
+        """
         return self.units.get(unit, self.parameters)
 
     def but(self, **changes: Any) -> Self:  # noqa: ANN401  # the fields' types
-        """Return a plan that differs in some fields."""
+        """Return a copy of the plan with other values of some fields.
+
+        Args:
+            changes: The fields and their new values.
+
+        Returns:
+            The new plan, checked.
+        """
         return replace(self, **changes)
 
     def to_json(self) -> str:
-        """Return the plan as JSON that ``from_json`` reads."""
+        """Return the plan as JSON that ``from_json`` reads.
+
+        Returns:
+            The text of a JSON object, one field a line.
+        """
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read a plan; raises OptionError for what is no JSON object or has other names."""
+        """Read a plan that ``to_json`` wrote.
+
+        Args:
+            text: A JSON object.
+
+        Returns:
+            The plan.
+
+        Raises:
+            OptionError: The text is no JSON object, or has a field that a plan lacks.
+        """
         try:
             given = json.loads(text)
         except (ValueError, RecursionError) as error:

@@ -24,13 +24,30 @@ logger = logging.getLogger("tensorstow")
 
 
 class CPUAdam(StowedAdam):
-    """Adam(W) for parameters in host memory.
+    """ColossalAI's CPUAdam: Adam or AdamW for parameters in host memory.
 
-    ``nvme_offload_fraction`` of the states' bytes, exactly, live in scratch files in
-    ``nvme_offload_dir``, which is made where it is missing (None: a real disk is chosen, never
-    tmpfs, and logged). ``adamw_mode`` chooses decoupled weight decay over an L2 penalty.
-    ``simd_log`` logs the instruction set. Unlike upstream, ``amsgrad`` works, states can be saved
-    and loaded, and bfloat16 is exact.
+    Unlike upstream, ``amsgrad`` works, states can be saved and loaded, and bfloat16 is exact.
+
+    Args:
+        model_params: Parameters, named parameters, or parameter groups.
+        lr: The learning rate. Default: 1e-3.
+        bias_correction: Whether the moments are corrected for their start at zero.
+        betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
+        eps: Is added to the root of the second moment. Default: 1e-8.
+        weight_decay: The weight decay. Default: 0.
+        adamw_mode: Whether the decay is decoupled (AdamW) instead of an L2 penalty.
+        nvme_offload_fraction: The fraction of the states' bytes that is on disk, 0 to 1, exactly.
+        nvme_offload_dir: The directory of scratch files, which is created if it is missing.
+            Default: None, a real disk that is chosen and logged.
+        amsgrad: Whether the running maximum of the second moment is used.
+        simd_log: Whether the instruction set and the number of threads are logged.
+        grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
+        policy: Sizes, threads and the I/O backend; no value changes a result.
+
+    Raises:
+        OptionError: An argument that cannot be used.
+        DTypeError: A parameter of a dtype, layout or device that no kernel takes.
+        DirectoryError: A directory that is read-only, too full or in RAM.
     """
 
     def __init__(  # upstream's signature
@@ -86,7 +103,20 @@ class CPUAdam(StowedAdam):
     def step(  # type: ignore[override]  # upstream's signature
         self, closure: Callable[[], float] | None = None, div_scale: float = -1
     ) -> float | None:
-        """Take one step by the gradients divided by ``div_scale`` where that is positive."""
+        """Take one step.
+
+        Args:
+            closure: Computes the loss again and returns it.
+            div_scale: The number that gradients are divided by. Default: -1, none.
+
+        Returns:
+            What ``closure`` returned; None without one.
+
+        Raises:
+            OptionError: ``div_scale`` is NaN.
+            DTypeError: A gradient that cannot be used; nothing has changed.
+            TransferError: The disk failed.
+        """
         if math.isnan(div_scale):
             message = "div_scale is NaN: it is what gradients are divided by, or -1 for nothing."
             raise OptionError(message)
@@ -99,9 +129,10 @@ class CPUAdam(StowedAdam):
 
 
 class HybridAdam(CPUAdam):
-    """CPUAdam for parameters in host memory, torch's fused Adam for those on an accelerator.
+    """ColossalAI's HybridAdam: CPUAdam in host memory, torch's fused Adam on accelerators.
 
-    The states of accelerator parameters stay beside them; the fraction on disk is of the others.
+    The states of parameters on an accelerator stay there; ``nvme_offload_fraction`` is of the
+    others. The arguments are those of ``CPUAdam``.
     """
 
     def _takes(self, parameter: torch.Tensor) -> bool:

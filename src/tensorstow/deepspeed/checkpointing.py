@@ -18,28 +18,46 @@ def configure(
     checkpoint_in_cpu: bool | None = None,
     **more: object,
 ) -> None:
-    """Say how ``checkpoint`` keeps what it is given: with ``checkpoint_in_cpu``, in host memory.
+    """Configure how ``checkpoint`` keeps the inputs of what is recomputed.
 
-    ``initialize`` calls it with the configuration's ``activation_checkpointing``. Activations are
-    not partitioned over model-parallel ranks, of which there are none here; the other arguments are
-    accepted and mean nothing.
+    ``initialize`` calls it with the configuration's ``activation_checkpointing``. The other
+    arguments of upstream's are accepted and have no effect: activations are not partitioned over
+    ranks here.
+
+    Args:
+        mpu_: Not used.
+        deepspeed_config: Not used.
+        checkpoint_in_cpu: Whether inputs are kept in host memory. Default: None, they are not.
+        more: Not used.
     """
     del mpu_, deepspeed_config, more
     _told["in_cpu"] = bool(checkpoint_in_cpu)
 
 
 def is_configured() -> bool:
-    """Return whether ``configure`` was called."""
+    """Return whether ``configure`` was called.
+
+    Returns:
+        True after ``configure``, until ``reset``.
+    """
     return bool(_told)
 
 
 def reset() -> None:
-    """Forget what ``configure`` was told."""
+    """Undo ``configure``."""
     _told.clear()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401  # the function's
-    """Call ``function``, keeping its arguments alone; backward calls it again."""
+    """Call a function and keep only its inputs; backward calls it again.
+
+    Args:
+        function: The function.
+        args: Its arguments.
+
+    Returns:
+        What ``function`` returned.
+    """
     with _in_cpu() if _told.get("in_cpu") else nullcontext():
         return torch_checkpoint(function, *args, use_reentrant=False)
 

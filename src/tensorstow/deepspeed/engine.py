@@ -36,9 +36,16 @@ _COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 class DeepSpeedEngine(nn.Module):
-    """A placed model, its optimizer and its schedule: ``engine(...)``, ``backward``, ``step``.
+    """A placed model with its optimizer and scheduler: ``engine(...)``, ``backward``, ``step``.
 
-    Attributes that it has not are the module's.
+    Attributes that the engine lacks are the module's. ``initialize`` creates it.
+
+    Args:
+        module: The model that ``stow`` returned.
+        optimizer: Its optimizer.
+        settings: The configuration.
+        lr_scheduler: A scheduler with ``step()`` and a state dict. Default: None.
+        scale: The loss scale. Default: None, without fp16.
     """
 
     module: nn.Module
@@ -88,7 +95,15 @@ class DeepSpeedEngine(nn.Module):
         *args: Any,  # noqa: ANN401  # torch's
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the sharded parameters, which the last forward may have left gathered."""
+        """Yield the sharded parameters; reshards those that the last forward left unsharded.
+
+        Args:
+            args: As of ``torch.nn.Module.named_parameters``.
+            kwargs: As of ``torch.nn.Module.named_parameters``.
+
+        Yields:
+            Names and parameters.
+        """
         at_rest(self.module)
         yield from super().named_parameters(*args, **kwargs)
 
@@ -98,13 +113,21 @@ class DeepSpeedEngine(nn.Module):
         return self.world_size
 
     def destroy(self) -> None:
-        """End the optimizer: its states, buffers and files; the weights stay."""
+        """Close the optimizer: its states, buffers and files are gone; the weights stay."""
         self.optimizer.close()
 
     # --- a step ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
-        """Call the module."""
+        """Call the module.
+
+        Args:
+            args: The module's.
+            kwargs: The module's.
+
+        Returns:
+            What the module returned.
+        """
         with self._timer.measure("forward"):
             return self.module(*args, **kwargs)
 
@@ -114,9 +137,15 @@ class DeepSpeedEngine(nn.Module):
         retain_graph: bool = False,  # noqa: FBT001, FBT002  # upstream's
         scale_wrt_gas: bool = True,  # noqa: FBT001, FBT002
     ) -> torch.Tensor:
-        """Add the loss's gradients; return the loss over the number of micro-batches.
+        """Compute the gradients of a loss, multiplied by the loss scale, and accumulate them.
 
-        ``scale_wrt_gas=False``: it is divided already.
+        Args:
+            loss: A scalar tensor.
+            retain_graph: As of ``torch.Tensor.backward``.
+            scale_wrt_gas: Whether the loss is divided by the number of micro-batches here.
+
+        Returns:
+            The loss, divided by the number of micro-batches unless ``scale_wrt_gas`` is False.
         """
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
@@ -127,9 +156,12 @@ class DeepSpeedEngine(nn.Module):
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count a micro-batch; with the last one update, and step the schedule.
+        """Count a micro-batch; with the last one of a step, update and step the scheduler.
 
-        A step whose gradients are not finite is skipped on every rank, and the schedule waits.
+        A step whose gradients are not finite is skipped on every rank, and so is the scheduler.
+
+        Args:
+            lr_kwargs: Keywords for the scheduler's ``step()``.
         """
         if self.is_gradient_accumulation_boundary():
             with self._timer.measure("step"):
@@ -145,22 +177,43 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether this micro-batch is the last of a step."""
+        """Return whether this micro-batch is the last one of a step.
+
+        Returns:
+            What ``set_gradient_accumulation_boundary`` set, else by counting.
+        """
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:  # noqa: FBT001
-        """Say so by hand, until said otherwise; under stage 1 a step still has its number."""
+        """Set whether this micro-batch, and those after it, end a step.
+
+        In stage 1 the number of micro-batches per step still holds.
+
+        Args:
+            is_boundary: Whether the next ``step()`` updates.
+        """
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
-        """Drop the gradients of the step so far."""
+        """Drop the gradients of the current step.
+
+        Args:
+            set_to_none: Whether ``.grad`` becomes None rather than zeros.
+        """
         self.optimizer.zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients stay unreduced inside: under stages 0 and 1, as upstream has it."""
+        """Return a context in which gradients are not reduced, in stages 0 and 1 as upstream.
+
+        Returns:
+            The context manager.
+
+        Raises:
+            OptionError: The stage is 2 or 3.
+        """
         stage = self.zero_optimization_stage()
         if stage > 1:
             message = (
@@ -186,11 +239,20 @@ class DeepSpeedEngine(nn.Module):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,  # noqa: FBT001, FBT002  # upstream's
     ) -> bool:
-        """Write weights, states and counts to ``save_dir/tag``; every rank is to call it.
+        """Write weights, states and counters to ``save_dir/tag``; call it on every rank.
 
-        ``tag``: None is "global_step<n>". ``client_state``: numbers, text, bytes, lists, tuples,
-        sets, dicts, tensors and numpy's arrays that ``load_checkpoint`` gives back; TypeError for
-        anything else.
+        Args:
+            save_dir: The directory.
+            tag: The subdirectory. Default: None, "global_step<n>".
+            client_state: What ``load_checkpoint`` returns: numbers, text, bytes, lists, tuples,
+                sets, dicts, tensors and NumPy arrays.
+            save_latest: Whether the file ``latest`` names the tag.
+
+        Returns:
+            True.
+
+        Raises:
+            TypeError: A value in ``client_state`` of another type.
         """
         client_state = client_state or {}
         plain = take_apart(client_state, "client_state")
@@ -212,10 +274,22 @@ class DeepSpeedEngine(nn.Module):
         load_lr_scheduler_states: bool = True,  # noqa: FBT001, FBT002
         load_module_only: bool = False,  # noqa: FBT001, FBT002
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what ``save_checkpoint`` wrote, on as many ranks or others.
+        """Load what ``save_checkpoint`` wrote, on any number of ranks; call it on every rank.
 
-        Returns the folder and the client's state; (None, None) where nothing was saved. ``tag``:
-        None is the newest.
+        Args:
+            load_dir: The directory.
+            tag: The subdirectory. Default: None, the one that ``latest`` names.
+            load_module_strict: Whether the module must have the checkpoint's names.
+            load_optimizer_states: Whether states, groups and the loss scale are loaded.
+            load_lr_scheduler_states: Whether the scheduler's state is loaded.
+            load_module_only: Whether only the weights are loaded.
+
+        Returns:
+            The checkpoint's directory and ``client_state``; (None, None) if nothing was saved.
+
+        Raises:
+            StoreFormatError: There is no checkpoint of this engine's.
+            OptionError: The checkpoint is of another model, or of other groups.
         """
         tag = latest_tag(Path(load_dir)) if tag is None else str(tag)
         if tag is None:
@@ -237,7 +311,11 @@ class DeepSpeedEngine(nn.Module):
         return str(folder), _client_state(kept)
 
     def module_state_dict(self) -> dict[str, Any]:
-        """Return the module's ``state_dict``: of each sharded parameter a DTensor."""
+        """Return the module's state dict.
+
+        Returns:
+            Tensors by name; DTensors for sharded parameters.
+        """
         return self.module.state_dict()
 
     def load_module_state_dict(
@@ -245,7 +323,12 @@ class DeepSpeedEngine(nn.Module):
         state_dict: dict[str, Any],
         strict: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
-        """Load what ``module_state_dict`` returned."""
+        """Load what ``module_state_dict`` returned.
+
+        Args:
+            state_dict: The state dict.
+            strict: Whether the names must be the module's.
+        """
         self.module.load_state_dict(state_dict, strict)
 
     def save_16bit_model(
@@ -254,9 +337,18 @@ class DeepSpeedEngine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
     ) -> bool:
-        """Write whole weights, in their dtype, to one file that torch loads; every rank calls it.
+        """Write the full weights to one file that torch loads; call it on every rank.
 
-        One weight at a time is gathered; the first rank holds all of them in host memory.
+        The dtype is that of the weights. One weight at a time is gathered. Rank 0 holds all of them
+        in host memory.
+
+        Args:
+            save_dir: The directory.
+            save_filename: The file's name.
+            exclude_frozen_parameters: Whether parameters that require no gradients are left out.
+
+        Returns:
+            True.
         """
         whole = full_weights(self.module, frozen=not exclude_frozen_parameters)
         if self.global_rank == 0:
@@ -267,68 +359,132 @@ class DeepSpeedEngine(nn.Module):
     # --- what it was told, and how it went ---
 
     def train_batch_size(self) -> int:
-        """Return how many samples all ranks take in one step."""
+        """Return how many samples all ranks use in one step.
+
+        Returns:
+            Samples.
+        """
         return self.settings.batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return how many samples one forward takes."""
+        """Return how many samples one forward uses.
+
+        Returns:
+            Samples.
+        """
         return self.settings.batch.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Return how many micro-batches a step has."""
+        """Return how many micro-batches a step has.
+
+        Returns:
+            Micro-batches.
+        """
         return self.settings.batch.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the samples of a step, those of a forward, and the micro-batches of a step."""
+        """Return the three batch sizes.
+
+        Returns:
+            Samples of a step, samples of a forward, micro-batches of a step.
+        """
         batch = self.settings.batch
         return batch.train, batch.micro, batch.accumulation
 
     def steps_per_print(self) -> int:
-        """Return after how many steps one is logged."""
+        """Return after how many steps one is logged.
+
+        Returns:
+            Steps.
+        """
         return self.settings.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        """Return whether the parts of a step are timed."""
+        """Return whether the parts of a step are timed.
+
+        Returns:
+            The configuration's value.
+        """
         return self.settings.wall_clock_breakdown
 
     def gradient_clipping(self) -> float:
-        """Return the largest norm; 0 where nothing is clipped."""
+        """Return the largest norm of the gradients.
+
+        Returns:
+            The norm; 0: nothing is clipped.
+        """
         return self.settings.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        """Return ZeRO's stage."""
+        """Return the ZeRO stage.
+
+        Returns:
+            0 to 3.
+        """
         return self.settings.zero.stage
 
     def zero_optimization(self) -> bool:
-        """Return whether anything is shared out: a stage above 0."""
+        """Return whether anything is sharded.
+
+        Returns:
+            Whether the stage is above 0.
+        """
         return self.zero_optimization_stage() > 0
 
     def bfloat16_enabled(self) -> bool:
-        """Return whether the model is in bf16."""
+        """Return whether the model is in bf16.
+
+        Returns:
+            The configuration's value.
+        """
         return self.settings.bf16
 
     def fp16_enabled(self) -> bool:
-        """Return whether the model is in fp16."""
+        """Return whether the model is in fp16.
+
+        Returns:
+            The configuration's value.
+        """
         return self.settings.fp16 is not None
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each group."""
+        """Return the learning rates.
+
+        Returns:
+            One per parameter group.
+        """
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[tuple[float, float]]:
-        """Return the betas of each group."""
+        """Return the betas.
+
+        Returns:
+            One pair per parameter group.
+        """
         return [(float(g["betas"][0]), float(g["betas"][1])) for g in self.optimizer.param_groups]
 
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss's factor moves; False without fp16."""
+        """Return whether the loss scale is dynamic.
+
+        Returns:
+            False without fp16 or with a static scale.
+        """
         return self.settings.fp16 is not None and self.settings.fp16.loss_scale == 0.0
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients before clipping; None before one."""
+        """Return the norm of the last step's gradients over all ranks, before clipping.
+
+        Returns:
+            The 2-norm; None before the first step.
+        """
         return None if self._optimizer_step.norm is None else self._optimizer_step.norm.item()
 
     def was_step_applied(self) -> bool:
-        """Return whether the last step was taken rather than skipped."""
+        """Return whether the last step was applied rather than skipped.
+
+        Returns:
+            False before the first step.
+        """
         norm = self._optimizer_step.norm
         return norm is not None and bool(torch.isfinite(norm))
 

@@ -58,7 +58,17 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print what stage 2 needs for ``model``; the arguments are those of ``..._all_cold``."""
+    """Print the memory that a model needs in stage 2.
+
+    Args:
+        model: The model.
+        num_gpus_per_node: GPUs per node.
+        num_nodes: Nodes.
+        additional_buffer_factor: Bytes are multiplied by it. Default: 1.0; DeepSpeed's is 1.5.
+
+    Raises:
+        OptionError: A number that is too small.
+    """
     total = sum(p.numel() for p in model.parameters())
     setup = _Setup(total, 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
     sys.stdout.write(_table(2, setup))
@@ -70,10 +80,16 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print what stage 2 needs for a model of ``total_params`` parameters.
+    """Print the memory that a model of a given size needs in stage 2.
 
-    ``additional_buffer_factor``: what to multiply by for what comes on top; these bytes are those
-    that are counted, so it is 1 and not DeepSpeed's 1.5.
+    Args:
+        total_params: The number of parameters.
+        num_gpus_per_node: GPUs per node.
+        num_nodes: Nodes.
+        additional_buffer_factor: Bytes are multiplied by it. Default: 1.0; DeepSpeed's is 1.5.
+
+    Raises:
+        OptionError: A number that is too small.
     """
     setup = _Setup(int(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
     sys.stdout.write(_table(2, setup))
@@ -85,7 +101,17 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print what stage 3 needs for ``model``, whose largest unit is what ``stow`` would take."""
+    """Print the memory that a model needs in stage 3; its largest unit is found as ``stow`` does.
+
+    Args:
+        model: The model.
+        num_gpus_per_node: GPUs per node.
+        num_nodes: Nodes.
+        additional_buffer_factor: Bytes are multiplied by it. Default: 1.0; DeepSpeed's is 1.5.
+
+    Raises:
+        OptionError: A number that is too small.
+    """
     units = [sum(p.numel() for p in unit.parameters.values()) for unit in units_of(model)]
     setup = _Setup(sum(units), max(units), num_gpus_per_node, num_nodes, additional_buffer_factor)
     sys.stdout.write(_table(3, setup))
@@ -98,10 +124,18 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print what stage 3 needs for a model of ``total_params`` parameters.
+    """Print the memory that a model of a given size needs in stage 3.
 
-    ``largest_layer_params``: of the largest unit, a transformer block or the embeddings with the
-    head. ``additional_buffer_factor``: as for stage 2.
+    Args:
+        total_params: The number of parameters.
+        largest_layer_params: The parameters of the largest unit: a transformer block, or the
+            embeddings with the head.
+        num_gpus_per_node: GPUs per node.
+        num_nodes: Nodes.
+        additional_buffer_factor: Bytes are multiplied by it. Default: 1.0; DeepSpeed's is 1.5.
+
+    Raises:
+        OptionError: A number that is too small.
     """
     setup = _Setup(
         int(total_params),

@@ -47,19 +47,39 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     *,
     fill: Mapping[str, Any] | None = None,
 ) -> Started:
-    """Place ``model`` as a configuration says; return (engine, optimizer, loader, schedule).
+    """Place a model as a DeepSpeed configuration says.
 
-    ``config`` (or ``config_params``, or ``args.deepspeed_config``): a JSON file or a dict.
-    ``optimizer``: None for the configuration's; an Adam or AdamW over the model, torch's or
-    tensorstow's, whose groups are taken over; a function of ``model_parameters`` that returns one;
-    or what ``tensorstow.stow`` takes. ``lr_scheduler``: None for the configuration's, a function of
-    the optimizer, or a schedule. ``training_data``: a data set, for a loader of micro-batches.
-    ``fill``: what stands for "auto" that nothing else tells, by path:
-    ``{"optimizer.params.lr": 1e-4}``; upstream has its caller write that into the dict.
+    The model is changed in place: it is cast under bf16 and fp16, and sharded. The process group is
+    joined if a launcher started several ranks.
 
-    Ranks are joined where a launcher has started some, unless ``dist_init_required`` is False. The
-    model is changed in place: cast under bf16 and fp16, and sharded. OptionError is raised before
-    that for what cannot be.
+    Args:
+        args: An object that may have ``deepspeed_config``, as a script's arguments have.
+        model: The model.
+        optimizer: Adam or AdamW over the model, torch's or tensorstow's, whose groups are used; a
+            function of ``model_parameters`` that returns one; or what ``tensorstow.stow`` takes.
+            Default: None, the configuration's.
+        model_parameters: The parameters, or parameter groups. Default: None, all that require
+            gradients.
+        training_data: A dataset, for a dataloader of micro-batches.
+        lr_scheduler: A scheduler, or a function of the optimizer. Default: None, the
+            configuration's.
+        distributed_port: See ``init_distributed``.
+        mpu: An object of model parallelism; refused unless its size is 1.
+        dist_init_required: False: the process group is not joined.
+        collate_fn: Makes a batch of a list of samples, for the dataloader.
+        config: The configuration: a JSON file or a dict.
+        mesh_param: The sizes of a mesh; refused unless all but the first are 1.
+        config_params: Another name of ``config``.
+        fill: Values for "auto" that no other value decides, by path: ``{"optimizer.params.lr":
+            1e-4}``.
+
+    Returns:
+        The engine, its optimizer, the dataloader or None, and the scheduler or None.
+
+    Raises:
+        OptionError: Something cannot be honoured; the model was not changed.
+        BudgetError: ``max_in_cpu`` is too small for the parameters that must be in memory at a
+            time.
     """
     if not isinstance(model, nn.Module):
         message = f"model={model!r} was given: initialize() places a torch.nn.Module."
@@ -152,9 +172,15 @@ def _taken_over(schedule: Any, optimizer: StowedAdam) -> Any:  # noqa: ANN401
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config`` to ``parser``, and return it.
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to a parser.
 
-    The older ``--deepscale`` and ``--deepscale_config`` are taken for the same.
+    The older ``--deepscale`` and ``--deepscale_config`` are accepted as well.
+
+    Args:
+        parser: The parser.
+
+    Returns:
+        The same parser.
     """
     group = parser.add_argument_group("DeepSpeed", "where to find the configuration")
     group.add_argument(

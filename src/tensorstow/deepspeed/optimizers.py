@@ -10,7 +10,7 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.settings import Named
-from tensorstow.deepspeed.ops.adam import correct
+from tensorstow.deepspeed.ops.adam import set_bias_correction
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -106,7 +106,7 @@ def _made_of_named(
     plain = dict(keywords)
     kind = AdamW if plain.pop("decoupled_weight_decay") else Adam
     made = kind(params, **plain, **placement)
-    correct(made, bias_correction=corrected)
+    set_bias_correction(made, bias_correction=corrected)
     return made
 
 

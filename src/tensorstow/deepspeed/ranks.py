@@ -24,11 +24,16 @@ def init_distributed(
     distributed_port: int = 29500,
     **more: object,
 ) -> None:
-    """Join the ranks that a launcher started; nothing where they are joined, or there are none.
+    """Join the process group of the ranks that a launcher started.
 
-    ``dist_backend``: None takes the accelerator's beside gloo, which host memory needs. Launchers
-    that set RANK and WORLD_SIZE (torchrun, the deepspeed command, Slurm's wrappers) are understood;
-    MPI is not asked.
+    It does nothing if the group exists, or if RANK and WORLD_SIZE are not set. torchrun, the
+    deepspeed command and Slurm's wrappers set them.
+
+    Args:
+        dist_backend: The backend. Default: None, the accelerator's and gloo for host memory.
+        auto_mpi_discovery: Not used; MPI is not asked.
+        distributed_port: The port of rank 0, unless MASTER_PORT is set. Default: 29500.
+        more: Upstream's other keywords; not used.
     """
     del auto_mpi_discovery, more
     if dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

@@ -20,40 +20,85 @@ _MASTER = "master"
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor:
-    """Return the whole fp32 weight: the master of a 16-bit one."""
+    """Return a parameter's full fp32 weight: the master weight of a 16-bit parameter.
+
+    Args:
+        param: A parameter of an engine. Call it on every rank.
+
+    Returns:
+        A fp32 tensor of the parameter's full shape, in host memory.
+    """
     return joined(safe_get_local_fp32_param(param), param)
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the whole gradient in fp32, summed so far; None where there is none.
+    """Return a parameter's full gradient, as summed so far.
 
-    Between ``backward`` and ``step``; under fp16 it is still multiplied by the loss scale.
+    It exists between ``backward`` and ``step``; under fp16 it is multiplied by the loss scale.
+
+    Args:
+        param: A parameter of an engine. Call it on every rank.
+
+    Returns:
+        A fp32 tensor of the parameter's full shape, in host memory; None: there is no gradient.
     """
     own = safe_get_local_grad(param)
     return None if own is None else joined(own, param)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a whole state ("exp_avg", "exp_avg_sq"), or None before the first step."""
+    """Return a parameter's full state.
+
+    Args:
+        param: A parameter of an engine. Call it on every rank.
+        optim_state_key: "exp_avg", "exp_avg_sq", or "fp32" for the master weight.
+
+    Returns:
+        A fp32 tensor of the parameter's full shape, in host memory; None before the first step.
+    """
     own = safe_get_local_optimizer_state(param, optim_state_key)
     return None if own is None else joined(own, param)
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Let the weight, and the master of a 16-bit one, be ``value``, the same on every rank."""
+    """Set a parameter's full fp32 weight, and the master weight of a 16-bit parameter.
+
+    Args:
+        param: A parameter of an engine. Call it on every rank.
+        value: A tensor of the parameter's full shape, the same on every rank.
+
+    Raises:
+        OptionError: The shape is another one.
+    """
     safe_set_local_fp32_param(param, rows_of(_like(param, value), param))
 
 
 def safe_set_full_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
-    """Let a state be ``value``, the same on every rank, from the next step on."""
+    """Set a parameter's full state, from the next step on.
+
+    Args:
+        param: A parameter of an engine. Call it on every rank.
+        value: A tensor of the parameter's full shape, the same on every rank.
+        optim_state_key: "exp_avg", "exp_avg_sq", or "fp32" for the master weight.
+
+    Raises:
+        OptionError: The shape is another one, or the parameter has no such state.
+    """
     own = rows_of(_like(param, value), param)
     safe_set_local_optimizer_state(param, own, optim_state_key)
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of the fp32 weight."""
+    """Return this rank's shard of the fp32 weight.
+
+    Args:
+        param: A parameter of an engine.
+
+    Returns:
+        A fp32 tensor of the shard's shape, in host memory.
+    """
     optimizer = optimizer_of(param)
     optimizer.wait([param])
     own = own_of(param).detach().cpu()
@@ -64,7 +109,14 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor:
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's elements of the gradient in fp32; None where there is none."""
+    """Return this rank's shard of the gradient.
+
+    Args:
+        param: A parameter of an engine.
+
+    Returns:
+        A fp32 tensor of the shard's shape, in host memory; None: there is no gradient.
+    """
     gradient = gradient_of(param)
     if gradient is None or isinstance(gradient, LandedGradient):
         return None
@@ -74,7 +126,18 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 def safe_get_local_optimizer_state(
     param: torch.Tensor, optim_state_key: str
 ) -> torch.Tensor | None:
-    """Return this rank's elements of a state, or None before the first step."""
+    """Return this rank's shard of a state.
+
+    Args:
+        param: A parameter of an engine.
+        optim_state_key: "exp_avg", "exp_avg_sq", or "fp32" for the master weight.
+
+    Returns:
+        A fp32 tensor of the shard's shape, in host memory; None before the first step.
+
+    Raises:
+        OptionError: The parameter has no such state.
+    """
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()
@@ -90,7 +153,12 @@ def safe_get_local_optimizer_state(
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Let this rank's elements of the weight, and its master, be ``value``."""
+    """Set this rank's shard of the fp32 weight, and of the master weight of a 16-bit parameter.
+
+    Args:
+        param: A parameter of an engine.
+        value: A tensor of the shard's shape.
+    """
     optimizer_of(param).wait()
     own = own_of(param)
     with torch.no_grad():
@@ -102,7 +170,16 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 def safe_set_local_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
-    """Let this rank's elements of a state be ``value``, from the next step on."""
+    """Set this rank's shard of a state, from the next step on.
+
+    Args:
+        param: A parameter of an engine.
+        value: A tensor of the shard's shape.
+        optim_state_key: "exp_avg", "exp_avg_sq", or "fp32" for the master weight.
+
+    Raises:
+        OptionError: The parameter has no such state.
+    """
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()

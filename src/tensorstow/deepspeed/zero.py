@@ -53,13 +53,20 @@ _IDLE = frozenset(
 
 
 class Init:
-    """``with Init():`` modules made inside take no memory until ``initialize`` places them.
+    """A context in which modules are created without memory, until ``initialize`` places them.
 
-    They are on the meta device; ``initialize`` gives one block at a time memory and its first
-    values, by each module's ``reset_parameters``, so what a constructor writes into its parameters
-    besides is not kept (a warning says so): load such values behind it. ``dtype``: what floating
-    parameters are made in. Upstream's other keywords mean nothing here, which is said once;
-    OptionError is raised for what is no keyword of upstream's either.
+    They are on the meta device. ``initialize`` allocates one block at a time and calls
+    ``reset_parameters`` of its modules. What a constructor writes into its parameters besides is
+    not kept, which a warning says: load such values later.
+
+    Args:
+        module: Must be None: a module that exists needs no context.
+        enabled: Whether the context has an effect.
+        dtype: The dtype of floating-point parameters. Default: None, torch's default.
+        others: Upstream's other keywords; they have no effect, which is logged.
+
+    Raises:
+        OptionError: ``module`` is given, or a keyword that upstream lacks.
     """
 
     def __init__(
@@ -122,12 +129,22 @@ def GatheredParameters(  # noqa: N802  # upstream's name
     fwd_module: torch.nn.Module | None = None,
     enabled: bool = True,  # noqa: FBT001, FBT002
 ) -> Iterator[list[torch.nn.Parameter]]:
-    """Let modules of an engine have whole ``params`` inside; yield these. Collective.
+    """Give the modules of an engine full parameters inside the context; call it on every rank.
 
-    With ``modifier_rank`` what that rank has made of them is everybody's behind it; without, what
-    is changed inside is dropped. ``fwd_module`` means nothing here: nothing is fetched for it.
-    ``layer.weight`` is another tensor inside than outside: a variable that was set to it before is
-    still the sharded one, and OptionError is raised behind the context where that one was written.
+    ``layer.weight`` is another tensor inside the context than outside. A variable that was set to
+    it before is still the sharded parameter.
+
+    Args:
+        params: A parameter, or several.
+        modifier_rank: The rank whose changes are kept. Default: None, changes are dropped.
+        fwd_module: Not used: nothing is fetched in advance.
+        enabled: Whether the context has an effect.
+
+    Yields:
+        The full parameters.
+
+    Raises:
+        OptionError: A sharded parameter was written inside the context, with a ``modifier_rank``.
     """
     del fwd_module
     given = [params] if isinstance(params, torch.nn.Parameter) else list(params)

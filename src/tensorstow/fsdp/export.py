@@ -50,23 +50,23 @@ def save_safetensors(
     max_shard_bytes: int = 5 << 30,
     by_rank: bool = False,
 ) -> None:
-    """Write the weights and persistent buffers of a model as safetensors. Collective.
+    """Write the full weights and persistent buffers of a model as safetensors that others load.
 
-    And config.json and generation_config.json of a model of transformers, so that its
-    ``from_pretrained`` reads the directory. Each file replaces an older one when it is whole.
-    Memory: two whole tensors.
+    Call it on every rank. It returns when all files are durable. For a model of transformers,
+    config.json and generation_config.json are written too, so that ``from_pretrained`` can load the
+    directory. At most two full tensors are in memory at a time.
 
     Args:
-        model: A model that ``stow`` placed.
-        path: A directory; it is made where it is not there.
-        max_shard_bytes: The most bytes of a file (default 5 GiB); a larger tensor has its own.
-        by_rank: Whether each rank writes files of its own, all at once, to a directory that all of
-            them see; False: the first rank writes.
+        model: A stowed model, or any other.
+        path: The directory. Older files are replaced when the new ones are complete.
+        max_shard_bytes: The largest size of a file in bytes; a larger tensor gets a file of its
+            own. Default: 5 GiB.
+        by_rank: Whether each rank writes its own files, to a directory that all ranks share.
+            Default: False, rank 0 writes.
 
     Raises:
-        OptionError: ``max_shard_bytes`` is no number of bytes.
-        StowError: Another rank could not write.
-        OSError: This rank could not write.
+        OptionError: ``max_shard_bytes`` is no positive number.
+        StowError: A rank failed to write; it is raised on every rank.
     """
     if isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
         message = f"max_shard_bytes={max_shard_bytes!r} was given: it is a number of bytes above 0."

@@ -91,34 +91,35 @@ def stow(  # noqa: PLR0913  # the one door to everything
     weights: Path = None,
     init: Callable[[nn.Module], None] | None = None,
 ) -> tuple[nn.Module, StowedAdam]:
-    """Place a model and the states of its optimizer as a plan says.
+    """Place a model and the states of its optimizer on device, host and disk.
 
-    Every rank begins with the first one's values. Call it on every rank with the same arguments.
+    The model is changed in place; every rank starts with the values of rank 0.
 
     Args:
-        model: A module as its class makes it; it is changed in place. It may be on the meta device.
-        optimizer: Called with the named parameters and keywords that say where states live
-            (``states``, ``overlap``, ``module``, ``dir`` ...), which it passes on to an optimizer
-            of tensorstow: ``partial(tensorstow.AdamW, lr=1e-5)``, or a function that makes groups.
-        plan: Where everything lives; "auto": the first placement of ``auto_plan`` that fits
-            ``budget``.
-        budget: Bytes that each rank may use of each tier, with ``plan="auto"``; None: no limit.
-        compute_dtype: What forward and backward compute in; None: the parameters' dtype. Masters
-            keep the parameters' dtype.
-        dir: Where states on disk and commits go; None: scratch files on a disk that is chosen.
-        mesh: The ranks, (shard,) or (replicate, shard); None: all there are. Nothing is sharded
-            where this process is alone and nothing is to be cast or fetched.
-        units: Modules whose parameters move together; None: the model's repeated blocks.
-        weights: Safetensors to load, a file or a directory; None: the model's own values.
-        init: Gives one module of a model on the meta device its first values; None: the module's
-            ``reset_parameters``.
+        model: The model. It may be on the meta device.
+        optimizer: A callable that takes the named parameters and the keywords that place the states
+            (``states``, ``overlap``, ``module``, ``dir``, ...) and returns an optimizer of
+            tensorstow: ``partial(tensorstow.AdamW, lr=1e-5)``, or a function that makes parameter
+            groups.
+        plan: A ``Plan``. Default: "auto", the first placement that fits ``budget``.
+        budget: The bytes per rank and tier for ``plan="auto"``. Default: None, no limit.
+        compute_dtype: The dtype of forward and backward; master weights keep the parameters' dtype.
+            Default: None, the parameters' dtype.
+        dir: The directory of states on disk and commits. Default: None, scratch files.
+        mesh: The ranks: a mesh of dimensions (shard,) or (replicate, shard). Default: None, all
+            ranks; a model on one rank that needs no casts and no transfers is not sharded.
+        units: The modules whose parameters are unsharded together. Default: None, the model's
+            repeated blocks.
+        weights: Safetensors to load: a file or a directory. Default: None, the model's own values.
+        init: Sets the first values of one module of a model on the meta device. Default: None, the
+            module's ``reset_parameters``.
 
     Returns:
-        The model, and its optimizer.
+        The model and its optimizer.
 
     Raises:
-        OptionError: An argument is wrong, or two contradict each other. Nothing was placed.
-        BudgetError: The model does not fit. Nothing was placed.
+        OptionError: Arguments that cannot be used; nothing was changed.
+        BudgetError: No placement fits the budget; nothing was changed.
     """
     validate_arguments(model, optimizer, plan, compute_dtype, mesh)
     validate_budget(budget)

@@ -15,26 +15,55 @@ from tensorstow.states.policy import Overlap, PipelinePolicy
 
 
 class AdamW(StowedAdam):
-    """``torch.optim.AdamW`` with its states in RAM, on disk, or shared between the two.
+    """``torch.optim.AdamW`` with its states in RAM, on disk, or split between the two.
 
-    ``states``: "host" (or "ram"), "disk", or the fraction of the states' bytes that goes to disk.
-    ``dir``: the directory of a run, or several to stripe over, whose commits outlive the process;
-    with ``durability="none"``, of scratch files; None picks a real disk for scratch and logs which.
-    ``ram_budget``: bytes ("512MiB") for the buffers that states on disk pass through (48 MiB) and,
-    beyond those, for states that never move. ``state_format``: "fp32"; "split", which loses nothing
-    and is the default for bfloat16 parameters that move; "bf16" and "int8", which are inexact.
-    ``update_on``: "host", the default; "device", where states stream through the accelerator that
-    has the parameters and are updated there, which few cores and a fast link want; "hybrid", both
-    at once, by the share that lets both end together (or a number: the device's share); "auto", the
-    faster of "host" and "device". "hybrid" and "auto" measure the first steps. Same bits in all of
-    them; None goes on as a resumed run did.
-    ``overlap``: "none"; "forward", updates run beside the next forward of ``module``; "backward",
-    beside the backward that makes the gradients (no clipping, no GradScaler; with
-    ``accumulation_steps`` passes per step). ``commit_every``: a time ("10min"), a number of steps,
-    or None for ``commit()`` by hand; ``extra`` returns what the caller keeps with each commit, and
-    ``module`` gives names and buffers. ``grad_dtype``: lets fp32 parameters have 16-bit gradients.
-    The other keywords are torch's; ``foreach=True``, ``capturable=True`` and
-    ``differentiable=True`` are refused by name, ``fused`` changes nothing.
+    Every placement of the states gives bitwise the same parameters. Source: Loshchilov and Hutter,
+    "Decoupled Weight Decay Regularization", 2019; ``amsgrad``: Reddi, Kale and Kumar, "On the
+    Convergence of Adam and Beyond", 2018.
+
+    Args:
+        params: Parameters, named parameters, or parameter groups, as for torch's class.
+        lr: The learning rate. Default: 1e-3.
+        betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
+        eps: Is added to the root of the second moment. Default: 1e-8.
+        weight_decay: The decoupled weight decay. Default: 1e-2.
+        amsgrad: Whether the running maximum of the second moment is used.
+        maximize: Whether parameters move along the gradient instead of against it.
+        foreach: Accepted if None or False; True is refused.
+        capturable: Accepted if False.
+        differentiable: Accepted if False.
+        fused: Accepted, and changes nothing.
+        states: "host" (or "ram"), "disk", or the fraction of the states' bytes that is on disk, 0
+            to 1.
+        dir: The directory of a run, or several to stripe over, whose commits outlive the process;
+            with ``durability="none"``, of scratch files. Default: None, scratch files on a real
+            disk that is chosen and logged.
+        ram_budget: Bytes, or text such as "512MiB", for states on disk: 48 MiB are the ring buffer
+            that they pass through, the rest holds states that stay in RAM. Default: None, the ring
+            buffer.
+        state_format: "fp32"; "split", which is exact and the default for bfloat16 parameters whose
+            states are on disk; "bf16" or "int8", which are inexact.
+        update_on: Where updates run, with the same bits. "host"; "device", on the accelerator that
+            has the parameters; "hybrid", on both at once, or a number between 0 and 1, the device's
+            share; "auto", the faster of "host" and "device". "hybrid" and "auto" measure the first
+            steps. Default: None, as a resumed run did, else "host".
+        overlap: "none"; "forward", updates run during the next forward of ``module``; "backward",
+            updates run during the backward that computes the gradients, without clipping or
+            GradScaler.
+        module: The model that owns the parameters: for names, buffers, and hooks that wait for
+            updates.
+        accumulation_steps: Backward passes per step; used by ``overlap="backward"`` only.
+        durability: "commit" or "none". Default: None, "commit" with ``dir``, else "none".
+        commit_every: A time ("10min"), a number of steps, or None for ``commit()`` by hand.
+        extra: A function that returns a dict to save with each commit: numbers, text, bytes, lists,
+            tuples, sets, dicts, tensors and NumPy arrays.
+        grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
+        policy: Sizes, threads and the I/O backend of the pipeline; no value changes a result.
+
+    Raises:
+        OptionError: An argument that cannot be used.
+        DTypeError: A parameter of a dtype, layout or device that no kernel takes.
+        DirectoryError: A directory that is missing, read-only, too full or in RAM.
     """
 
     def __init__(  # noqa: PLR0913  # torch's own signature, then ours
@@ -83,9 +112,42 @@ class AdamW(StowedAdam):
 
 
 class Adam(StowedAdam):
-    """``torch.optim.Adam`` with its states in RAM, on disk, or shared; see AdamW.
+    """``torch.optim.Adam`` with its states in RAM, on disk, or split between the two.
 
-    ``decoupled_weight_decay=True`` makes it AdamW, as in torch.
+    Every placement of the states gives bitwise the same parameters. Source: Kingma and Ba, "Adam: A
+    Method for Stochastic Optimization", 2015.
+
+    Args:
+        params: Parameters, named parameters, or parameter groups, as for torch's class.
+        lr: The learning rate. Default: 1e-3.
+        betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
+        eps: Is added to the root of the second moment. Default: 1e-8.
+        weight_decay: An L2 penalty. Default: 0.
+        amsgrad: Whether the running maximum of the second moment is used.
+        maximize: Whether parameters move along the gradient instead of against it.
+        foreach: Accepted if None or False; True is refused.
+        capturable: Accepted if False.
+        differentiable: Accepted if False.
+        fused: Accepted, and changes nothing.
+        decoupled_weight_decay: True makes it AdamW, as in torch.
+        states: As in ``AdamW``.
+        dir: As in ``AdamW``.
+        ram_budget: As in ``AdamW``.
+        state_format: As in ``AdamW``.
+        update_on: As in ``AdamW``.
+        overlap: As in ``AdamW``.
+        module: As in ``AdamW``.
+        accumulation_steps: As in ``AdamW``.
+        durability: As in ``AdamW``.
+        commit_every: As in ``AdamW``.
+        extra: As in ``AdamW``.
+        grad_dtype: As in ``AdamW``.
+        policy: As in ``AdamW``.
+
+    Raises:
+        OptionError: An argument that cannot be used.
+        DTypeError: A parameter of a dtype, layout or device that no kernel takes.
+        DirectoryError: A directory that is missing, read-only, too full or in RAM.
     """
 
     def __init__(  # noqa: PLR0913  # torch's own signature, then ours

@@ -128,7 +128,15 @@ class StowedAdam(Optimizer):
 
     @a_call("add_param_group")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its states go where the others' go."""
+        """Add a parameter group as torch does; its states are placed like the others.
+
+        Args:
+            param_group: A dict with "params" and any of the options of the constructor's groups.
+
+        Raises:
+            OptionError: An option that cannot be used, or a parameter that is in a group already.
+            DTypeError: A parameter of a dtype, layout or device that no kernel takes.
+        """
         check_keys(param_group, self.defaults)
         given = param_group["params"]
         if isinstance(given, Iterable) and not isinstance(given, torch.Tensor):
@@ -153,11 +161,19 @@ class StowedAdam(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step; return as ``overlap`` says.
+        """Take one step; returns when ``overlap`` says so, while writes of states go on.
 
-        Writes of states run on behind it. Raises DTypeError for a gradient that cannot be used,
-        before any state is touched; TransferError where the disk failed, after which the
-        optimizer refuses every further step.
+        Args:
+            closure: Computes the loss again and returns it. It is called once, with gradients
+                enabled.
+
+        Returns:
+            What ``closure`` returned; None without one.
+
+        Raises:
+            DTypeError: A gradient that cannot be used; nothing has changed.
+            TransferError: The disk failed. Every later step raises PoisonedError.
+            CommitError: The step is done, and the commit that was due with it did not happen.
         """
         loss = None
         if closure is not None:
@@ -168,7 +184,11 @@ class StowedAdam(Optimizer):
 
     @a_call("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
-        """Drop the gradients, and the clip factor that was computed from them."""
+        """Drop the gradients, and the clip factor that was computed from them.
+
+        Args:
+            set_to_none: Whether ``.grad`` becomes None rather than zeros.
+        """
         self._require(Call.ZERO_GRAD)
         self._drop_gradients(set_to_none=set_to_none)
 
@@ -186,15 +206,26 @@ class StowedAdam(Optimizer):
 
     @a_call("state_dict")
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's would, with the states that are on disk."""
+        """Return what torch's optimizer would return, with the states that are on disk.
+
+        Returns:
+            A dict with "state" and "param_groups". States on disk are tensors in a file that is
+                mapped
+            into memory; see docs/guides/checkpoints.md.
+        """
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
 
-        torch casts states to the parameter's dtype on the way in; here they stay fp32. What saved
-        groups say of ``foreach``, ``fused``, ``capturable`` and ``differentiable`` is left out.
-        Raises OptionError for states that do not fit their parameter, before anything is changed.
+        Torch casts states to the parameter's dtype while it loads; here they stay fp32. The options
+        ``foreach``, ``fused``, ``capturable`` and ``differentiable`` of saved groups are ignored.
+
+        Args:
+            state_dict: What ``state_dict()`` returned.
+
+        Raises:
+            OptionError: States that do not fit their parameter; nothing has changed.
         """
         real = self._core.optimizer()
         if isinstance(real, StowedAdam) and real is not self:
@@ -265,11 +296,22 @@ class StowedAdam(Optimizer):
     @a_call("clip_grad_norm_")
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Clip the gradients of the next ``step()`` by their global 2-norm; return that norm.
+        """Clip the gradients of the next ``step()`` by their global 2-norm.
 
         The norm is the root of binary64 sums per parameter, added in parameter order. The factor
-        ``min(1, max_norm / (norm + 1e-6))`` is applied inside the update: ``.grad`` is not
-        changed and no pass over it is made. A scalar fp64 tensor is returned.
+        ``min(1, max_norm / (norm + 1e-6))`` is applied inside the update: ``.grad`` is not changed,
+        and there is no pass over it but the one for the norm.
+
+        Args:
+            max_norm: The largest norm, at least 0.
+            error_if_nonfinite: Whether a norm that is not finite is an error.
+
+        Returns:
+            The norm before clipping: a scalar fp64 tensor.
+
+        Raises:
+            OptionError: A negative ``max_norm``, or ``overlap="backward"``.
+            RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
         """
         if not max_norm >= 0.0:
             message = f"max_norm={max_norm} was given: it must not be negative."
@@ -298,18 +340,23 @@ class StowedAdam(Optimizer):
         return norm
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Return a context in which backward only accumulates: its gradients are not final.
+        """Return a context in which backward accumulates gradients that are not final yet.
 
-        Where updates run beside backward (``overlap="backward"``); else it changes nothing.
+        With ``overlap="backward"`` no update begins inside; with another overlap it changes
+        nothing.
+
+        Returns:
+            The context manager.
         """
         if isinstance(self._schedule, BesideBackward):
             return self._schedule.landed.accumulate()
         return LandedGradients(1, lambda _: True).accumulate()
 
     def wait(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Return once ``parameters``, or all, have their new values.
+        """Wait until parameters are updated, for readers outside of the forward of ``module``.
 
-        For whoever reads them outside of the forward of ``module``.
+        Args:
+            parameters: The parameters to wait for. Default: None, all.
         """
         self._wait(None if parameters is None else [id(p) for p in parameters])
 
@@ -318,10 +365,13 @@ class StowedAdam(Optimizer):
             self._schedule.wait(self._kept(), ids)
 
     def updated(self) -> AbstractContextManager[None]:
-        """Wait as ``wait()`` does, and return a context in which all weights are new.
+        """Wait for all updates, and return a context inside of which all weights are current.
 
-        For what reads their memory and asks no operation of torch: NumPy arrays, extensions, graphs
-        of one's own. It holds until the next ``step()``.
+        For readers that are no torch operation: NumPy arrays, extensions, captured graphs. The
+        weights stay current until the next ``step()``.
+
+        Returns:
+            The context manager.
         """
         self.wait()
         return nullcontext()
@@ -339,23 +389,29 @@ class StowedAdam(Optimizer):
 
     @a_call("synchronize")
     def synchronize(self) -> None:
-        """Wait until updates and writes have landed; raise what failed behind ``step()``."""
+        """Wait until updates and writes are done; raises the errors of work after ``step()``."""
         self._settle_step()
         self._states().settle()
 
     @a_call("resume")
     def resume(self, which: str | int | None = None) -> int | None:
-        """Go on from the newest commit, a snapshot by name, or a generation by number.
+        """Load the newest commit, a snapshot by name, or a generation by number.
 
-        Weights, buffers (given ``module``), hyper-parameters, step counts and ``extra`` are what
-        they were; states stay on disk until they are needed. Returns how many steps had been taken,
-        or None where nothing was ever committed. Raises OptionError for other parameters than the
-        stored run's.
+        Weights, buffers (with ``module``), hyper-parameters, step counts and ``extra`` are
+        restored; states stay on disk until they are needed. Several ranks load the newest commit
+        that all of them have. It may be called after a failure and after a backward that raised:
+        unfinished updates and gradients are dropped.
 
-        Ranks go on from what all of them have; RankError where that is nothing.
+        Args:
+            which: The name of a snapshot or the number of a generation. Default: None, the newest
+                commit.
 
-        It is the way out of a failure, and of a backward that did not end: what was under way is
-        dropped, gradients too, for they are of weights that are gone.
+        Returns:
+            The number of steps taken before the commit; None if nothing was committed yet.
+
+        Raises:
+            OptionError: The stored run has other parameters, or there is no such snapshot.
+            RankError: The ranks have no commit in common.
         """
         kept = self._kept()
         space = space_of(kept, "resume()")
@@ -374,24 +430,38 @@ class StowedAdam(Optimizer):
         return self._core.extra
 
     def register_resume_hook(self, hook: Callable[[], None]) -> None:
-        """Call ``hook`` before ``resume()`` writes weights: for whoever has copies of them."""
+        """Call ``hook`` before ``resume()`` writes weights, for whoever has copies of them.
+
+        Args:
+            hook: Takes no arguments; its result is ignored.
+        """
         self._before_resume.append(hook)
 
     @a_call("commit")
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:
-        """Make the run of now durable; return the number of steps it has taken.
+        """Make the current state of the run durable.
 
-        ``extra``: numbers, text, bytes, lists, tuples, sets, dicts, tensors and numpy's arrays that
-        ``resume()`` gives back; TypeError for anything else, before anything is done. CommitError
-        inside another call of the same thread, as from a signal handler: see ``request_commit()``.
+        Args:
+            extra: What ``resume()`` shall restore: numbers, text, bytes, lists, tuples, sets,
+                dicts, tensors and NumPy arrays. Default: None, what the constructor's ``extra``
+                returns.
+
+        Returns:
+            The number of steps taken.
+
+        Raises:
+            TypeError: A value in ``extra`` of another type; nothing was done.
+            CommitError: The commit did not happen, or it was called inside another call of the same
+                thread, as from a signal handler: use ``request_commit()`` there.
+            UnlinkedError: The run's files were deleted or moved; see ``commit_to()``.
         """
         return self._commit(extra)
 
     def request_commit(self) -> None:
-        """Have a commit made when the step of now, or else the next one, is over.
+        """Request a commit at the end of the current step, or of the next one.
 
-        For signal handlers: it sets a flag. The commit is durable when that ``step()`` returns.
-        Sharded over ranks, a step that all of them take together commits, whichever rank asks.
+        It sets a flag, so signal handlers may call it. The commit is durable when that ``step()``
+        returns. With several ranks, a step that all of them take commits, whichever rank asked.
         """
         space_of(self._kept(), "request_commit()")
         self._commits.requested = True
@@ -411,10 +481,17 @@ class StowedAdam(Optimizer):
 
     @a_call("commit_to")
     def commit_to(self, dir: options.Directory, extra: Extra | None = None) -> int:  # noqa: A002
-        """Commit the run of now in another directory, and go on there; return its steps.
+        """Commit the run in another directory, and continue there.
 
-        Call it between steps. Snapshots stay where they are. ``extra`` as in ``commit()``. The way
-        on behind an UnlinkedError too: the states are still in the files that are open.
+        Call it between steps, on every rank. Snapshots are not moved. After an UnlinkedError it
+        saves the run: the states are still in the open files.
+
+        Args:
+            dir: An empty directory, or several to stripe over.
+            extra: As in ``commit()``.
+
+        Returns:
+            The number of steps taken.
         """
         kept, before = self._kept(), self._states()
         space_of(kept, "commit_to()")
@@ -432,9 +509,13 @@ class StowedAdam(Optimizer):
 
     @a_call("snapshot")
     def snapshot(self, name: str, extra: Mapping[str, Any] | None = None) -> None:
-        """Keep the run of now under ``name`` until it is dropped; commits where needed.
+        """Keep the current state of the run under a name until ``drop()``; commits if needed.
 
-        Pinning a commit copies nothing; each kept one may hold as much disk again as states do.
+        A snapshot copies nothing. Each may take as much disk space as the states.
+
+        Args:
+            name: The name; one that exists is refused.
+            extra: As in ``commit()``.
         """
         space = space_of(self._kept(), "snapshot()")
         self._settle_step()
@@ -445,7 +526,11 @@ class StowedAdam(Optimizer):
 
     @a_call("snapshots")
     def snapshots(self) -> Sequence[Summary]:
-        """Return what is kept under a name (by all ranks), oldest first."""
+        """Return the snapshots that all ranks have.
+
+        Returns:
+            A summary of each, oldest first.
+        """
         space = space_of(self._kept(), "snapshots()")
         if not self._ranks.alone:
             self._commits.join(self._kept())  # one meeting at a time
@@ -453,7 +538,11 @@ class StowedAdam(Optimizer):
 
     @a_call("drop")
     def drop(self, name: str) -> None:
-        """Keep a snapshot no longer."""
+        """Remove a snapshot; its disk space is free after the next commit.
+
+        Args:
+            name: The name of the snapshot.
+        """
         space = space_of(self._kept(), "drop()")
         self._commits.join(self._kept())
         agreement.unpin(space.store, name, self._ranks)
@@ -462,26 +551,41 @@ class StowedAdam(Optimizer):
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Write all states and hyper-parameters to one file, durably and in bounded memory.
 
-        Tensors are called ``<parameter>.<state>``, by the names that ``module`` or the parameter
-        groups give, else by place. The weights are the model's to save.
+        Tensors are named ``<parameter>.<state>``. Names come from ``module`` or the parameter
+        groups, else positions are used. The weights are not written.
+
+        Args:
+            path: The file; one that exists is replaced when the new one is durable.
         """
         self._settle_step()
         groups, module = self.param_groups, self._commits.module
         optimizer_export.save(Path(path), self._kept(), groups, self.state, module)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
-        """Load what ``save_safetensors`` wrote, in any placement or format, in bounded memory."""
+        """Load what ``save_safetensors`` wrote, into any placement or format, in bounded memory.
+
+        Args:
+            path: The file.
+        """
         module = self._commits.module
         self.load_state_dict(optimizer_export.state_dict_of(Path(path), self.param_groups, module))
 
     def memory(self) -> StateMemory:
-        """Return the bytes of states and buffers, by place."""
+        """Return the bytes of states and buffers, by place.
+
+        Returns:
+            Bytes in RAM, on disk, in the ring buffer, pinned, and on the device.
+        """
         schedule = self._schedule
         held = schedule.landed.most_bytes if isinstance(schedule, BesideBackward) else 0
         return replace(self._kept().memory(), gradient_bytes=held)
 
     def traffic(self) -> Traffic:
-        """Return the bytes of states moved so far."""
+        """Return the bytes of states moved since the optimizer was created.
+
+        Returns:
+            Bytes read, written and not read again, and the device's share of the updates.
+        """
         return self._kept().traffic()
 
     def start_trace(self) -> None:
@@ -489,16 +593,20 @@ class StowedAdam(Optimizer):
         self._states().pipeline.start_trace()
 
     def trace(self) -> list[TraceEvent]:
-        """Return what each lane (read, update, write, wait) did since ``start_trace()``."""
+        """Return what each lane (read, update, write, wait) did since ``start_trace()``.
+
+        Returns:
+            One event per interval, with its lane, chunk, bytes and times in seconds.
+        """
         return self._states().pipeline.trace()
 
     @a_call("close")
     def close(self) -> None:
         """Drop states, buffers and files now rather than with the object. Idempotent.
 
-        Updates and a commit under way are waited for. Steps of a run with ``dir=`` that no commit
-        has are committed, on every rank, as by ``commit()``; with ``commit_every=None`` their
-        number is logged instead. Raises what failed, when all is closed.
+        It waits for updates and a commit. If the run has ``dir=``, steps that are not committed yet
+        are committed, on every rank, as by ``commit()``; with ``commit_every=None`` their number is
+        logged instead. A failure is raised after everything is closed.
         """
         try:
             self._core.finish()

@@ -17,36 +17,35 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class PipelinePolicy:
-    """The sizes and order of moving states between RAM and disk. No value changes a result."""
+    """The sizes, threads and backend that move and update states; no value changes a result.
+
+    Args:
+        chunk_elements: Elements of one state that move as one, a multiple of 32. Default: 524,288,
+            that is 2 MiB of each fp32 moment.
+        schedule: "pipelined" reads ahead during backward and writes after ``step()``. "naive" reads
+            a chunk, updates it and writes it before it reads the next one, for comparison.
+        backend: The I/O backend, "uring" or "threads". Default: None, the best one that works.
+        depth: I/O requests of 1 MiB in flight. Default: None, this rank's share of 32.
+        isa: The instruction set of the kernels: "avx512", "avx2" or "scalar". Default: None, the
+            best one of this CPU.
+        threads: The number of threads that update. Default: None, this rank's share of the cores.
+        node: The NUMA node of the update and I/O threads and of their memory: a number; "any", no
+            restriction; "auto", the node of this rank's accelerator, else ranks are spread over the
+            nodes. It holds for the process: a number stays in force for later optimizers.
+        poison: Whether weights are NaN until their update is published, for tests.
+
+    Raises:
+        OptionError: A value that cannot be used.
+    """
 
     chunk_elements: int = 1 << 19
-    """Elements of one state that move as one: 2 MiB of m beside 2 MiB of v."""
-
     schedule: Literal["pipelined", "naive"] = "pipelined"
-    """``pipelined`` reads ahead during backward and writes behind ``step()``. ``naive`` reads a
-    chunk, updates it, writes it and only then takes the next: what the others are measured by."""
-
     backend: Literal["uring", "threads"] | None = None
-    """The I/O backend; None takes the best one that works here."""
-
     depth: int | None = None
-    """I/O requests of 1 MiB in flight; None takes this rank's part of 32, shared by the ranks of
-    its machine as if they had one disk."""
-
     isa: Literal["avx512", "avx2", "scalar"] | None = None
-    """The instruction set of the kernels; None takes the best one that this CPU runs."""
-
     threads: int | None = None
-    """Threads that update; None takes this rank's share of the cores."""
-
     node: NodeChoice = "auto"
-    """The NUMA node whose cores the update and I/O threads stay on, and whose memory they prefer.
-    ``auto``: where a machine has several, the node of this rank's accelerator, or ranks are spread
-    over them; ``any``: no restriction. Holds for the process: one that is named stays for later
-    optimizers too."""
-
     poison: bool = False
-    """Weights that an update has not published yet are NaN: a test sees who reads them."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""

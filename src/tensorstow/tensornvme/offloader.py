@@ -23,20 +23,29 @@ Directory = str | os.PathLike[str]
 
 
 class DiskOffloader:
-    """Write tensors to disk and free their memory; read them back where they were.
+    """Write tensors to disk and free their memory; read them back into the same tensors.
 
-    Once a write is over the tensor's storage has no bytes; a read gives it new ones. Calls on one
-    tensor take effect in the order in which they are made: each waits for the one before. Tensors
-    written in one call (``writev``) are read in one call, in the same order.
+    After a write the tensor's storage has no bytes; a read allocates new ones. Calls on one tensor
+    take effect in the order in which they are made. Tensors written in one call (``writev``) are
+    read in one call, in the same order.
 
-    ``async_*`` calls return at once. Leave their tensors alone until ``sync_write_events``,
-    ``sync_read_events`` or ``synchronize``: these wait, free memory, run callbacks, and raise
-    what failed. After a failed write the tensor still has its memory; after a failed read it is
-    still on disk. Callbacks run on the thread that calls, in the next call at the latest. Calls
-    from several threads at a time are not served.
+    ``async_*`` calls return at once. Do not use their tensors until ``sync_write_events``,
+    ``sync_read_events`` or ``synchronize`` returned: these wait, free memory, run callbacks, and
+    raise errors. After a failed write the tensor still has its memory; after a failed read it is
+    still on disk. Callbacks run on the calling thread, in the next call at the latest. Use it from
+    one thread at a time.
 
-    The files have no name, so nothing is left behind, and bypass the page cache where the
-    filesystem can do that. When the offloader is closed or dropped, what is on disk is gone.
+    The files have no name and bypass the page cache where the filesystem can do that. When the
+    offloader is closed or dropped, what is on disk is lost.
+
+    Args:
+        dir_name: A directory, or several to stripe over. They are created if they are missing.
+        n_entries: Blocks of 1 MiB in flight. Default: 16.
+        backend: TensorNVMe's name of a backend: "uring", "aio" or "pthread".
+
+    Raises:
+        DirectoryError: A directory that is read-only, too full or in RAM.
+        OptionError: A backend that is not known.
     """
 
     _transit: Transit | None = None  # until all of __init__ has succeeded
@@ -55,61 +64,112 @@ class DiskOffloader:
         self._transit = Transit(_make_files(self.backend.name, n_entries, directories))
 
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
-        """Start writing ``tensor``; once that is over, its memory is freed."""
+        """Start writing a tensor; its memory is freed when the write is done.
+
+        Args:
+            tensor: A contiguous CPU tensor that has its storage for itself.
+            callback: Is called without arguments after the write.
+
+        Raises:
+            OffloadError: The tensor cannot be written, or is on disk.
+            DirectoryError: The disk is full.
+        """
         self._live().write((tensor,), callback)
 
     def async_read(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
-        """Give ``tensor`` memory and start reading it back."""
+        """Allocate a tensor's memory and start reading it back.
+
+        Args:
+            tensor: A tensor that was written.
+            callback: Is called without arguments after the read.
+
+        Raises:
+            OffloadError: The tensor is not on disk.
+        """
         self._live().read((tensor,), callback)
 
     def sync_write(self, tensor: torch.Tensor) -> None:
-        """Write ``tensor`` and free its memory."""
+        """Write a tensor and free its memory.
+
+        Args:
+            tensor: As for ``async_write``.
+
+        Raises:
+            OffloadError: The tensor cannot be written, or is on disk.
+            TransferError: The write failed; the tensor still has its memory.
+        """
         transit = self._live()
         transit.wait_for(transit.write((tensor,), None))
 
     def sync_read(self, tensor: torch.Tensor) -> None:
-        """Give ``tensor`` memory and read it back."""
+        """Allocate a tensor's memory and read it back.
+
+        Args:
+            tensor: A tensor that was written.
+
+        Raises:
+            OffloadError: The tensor is not on disk.
+            TransferError: The read failed; the tensor is still on disk.
+        """
         transit = self._live()
         transit.wait_for(transit.read((tensor,), None))
 
     def async_writev(
         self, tensors: Sequence[torch.Tensor], callback: Callback | None = None
     ) -> None:
-        """Start writing ``tensors`` as one; they can only be read back as one, in this order."""
+        """Start writing tensors as one; they can only be read back together, in this order.
+
+        Args:
+            tensors: The tensors.
+            callback: Is called without arguments after the write.
+        """
         self._live().write(_as_tuple(tensors), callback)
 
     def async_readv(
         self, tensors: Sequence[torch.Tensor], callback: Callback | None = None
     ) -> None:
-        """Start reading back ``tensors``, which were written in one call in this order."""
+        """Start reading back tensors that were written in one call.
+
+        Args:
+            tensors: The tensors, in the order in which they were written.
+            callback: Is called without arguments after the read.
+        """
         self._live().read(_as_tuple(tensors), callback)
 
     def sync_writev(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write ``tensors`` as one; they can only be read back as one, in this order."""
+        """Write tensors as one; they can only be read back together, in this order.
+
+        Args:
+            tensors: The tensors.
+        """
         transit = self._live()
         transit.wait_for(transit.write(_as_tuple(tensors), None))
 
     def sync_readv(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Read back ``tensors``, which were written in one call in this order."""
+        """Read back tensors that were written in one call.
+
+        Args:
+            tensors: The tensors, in the order in which they were written.
+        """
         transit = self._live()
         transit.wait_for(transit.read(_as_tuple(tensors), None))
 
     def sync_write_events(self) -> None:
-        """Wait until every write is over; raise what failed."""
+        """Wait until all writes are done; raises the first error."""
         self._live().wait_for_all({Kind.WRITE})
 
     def sync_read_events(self) -> None:
-        """Wait until every read is over; raise what failed."""
+        """Wait until all reads are done; raises the first error."""
         self._live().wait_for_all({Kind.READ})
 
     def synchronize(self) -> None:
-        """Wait until every write and read is over; raise what failed."""
+        """Wait until all writes and reads are done; raises the first error."""
         self._live().wait_for_all({Kind.WRITE, Kind.READ})
 
     def close(self) -> None:
-        """Finish every read, give up every write, drop the files. Idempotent.
+        """Finish all reads, abandon all writes, and drop the files. Idempotent.
 
-        A tensor whose write is given up keeps its memory. Tensors on disk are lost.
+        A tensor whose write is abandoned keeps its memory. Tensors on disk are lost.
         """
         self._live().close()
 

@@ -30,12 +30,23 @@ class _Piece:
 
 
 class AsyncFileWriter:
-    """Write bytes and tensors to ``path`` in the background.
+    """Write bytes and tensors to a file in the background, one after the other.
 
-    A file that was there is replaced. Each write goes behind the one before and returns at once;
-    ``synchronize`` waits until the system has all bytes and raises what failed; ``close``, which
-    is what ``with`` does, also makes them durable. A writer that is dropped closes itself, and can
-    only log what failed. After a failure the file has a hole, so further writes are refused.
+    An existing file is replaced. Each write returns at once. ``synchronize`` waits until the system
+    has all bytes, and raises errors; ``close``, which ends a ``with`` block, also makes them
+    durable. A writer that is garbage collected closes itself, and logs errors. After an error the
+    file has a hole, so further writes are refused.
+
+    Args:
+        path: The file.
+        n_entries: Blocks of 1 MiB in flight. Default: 16.
+        backend: TensorNVMe's name of a backend: "uring", "aio" or "pthread". Default: None, the
+            best one.
+        n_tasks: As in ``register_tasks``.
+
+    Raises:
+        DirectoryError: The file cannot be created.
+        OptionError: A backend that is not known, or a negative number.
     """
 
     _file: File | None = None  # also until all of __init__ has succeeded
@@ -65,16 +76,30 @@ class AsyncFileWriter:
         self._file = create_file(engine, Path(path))
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write ``data``; return its length. What can be changed is copied, ``bytes`` are not."""
+        """Write bytes after the previous write.
+
+        Args:
+            data: The bytes. A bytearray or memoryview is copied, ``bytes`` are not.
+
+        Returns:
+            The number of bytes.
+        """
         fixed = bytes(data)
         address = np.frombuffer(fixed, np.uint8).ctypes.data if fixed else 0
         self._start(fixed, address, len(fixed), self.offset)
         return len(fixed)
 
     def write_raw(self, py_ref: object, buffer: int, n_bytes: int, offset: int) -> None:
-        """Write ``n_bytes`` from address ``buffer``, which ``py_ref`` keeps alive, at ``offset``.
+        """Write bytes at an address to an offset; the next write goes after them.
 
-        The next write goes behind it. Leave the bytes alone until ``sync_before_step``.
+        Args:
+            py_ref: An object that keeps the memory alive.
+            buffer: The address. Do not change the bytes before ``sync_before_step``.
+            n_bytes: The number of bytes.
+            offset: The offset in the file, in bytes.
+
+        Raises:
+            OptionError: A negative number.
         """
         if n_bytes < 0 or offset < 0:
             message = f"A write of {n_bytes} bytes at {offset} was asked for: both are 0 or more."
@@ -82,12 +107,20 @@ class AsyncFileWriter:
         self._start(py_ref, buffer, n_bytes, offset, is_borrowed=True)
 
     def write_tensor(self, tensor: torch.Tensor, pinned: torch.Tensor | None = None) -> None:
-        """Write the bytes of ``tensor``, in row-major order.
+        """Write the bytes of a tensor, in row-major order.
 
-        A tensor on an accelerator is copied to the host before this returns: into ``pinned``, a
-        contiguous CPU tensor of as many elements of its dtype, where one is given. So is a CPU
-        tensor if ``pinned`` is given; otherwise it is written from where it is. Leave ``pinned``
-        alone until ``synchronize``, a CPU tensor that was not copied until ``sync_before_step``.
+        A tensor on an accelerator is copied to the host before this returns, and so is a CPU tensor
+        if ``pinned`` is given.
+
+        Args:
+            tensor: The tensor. Do not change a CPU tensor that is not copied before
+                ``sync_before_step``.
+            pinned: A contiguous CPU tensor of the same dtype and number of elements to copy into.
+                Do not change it before ``synchronize``. Default: None, memory is allocated if a
+                copy is needed.
+
+        Raises:
+            DTypeError: ``pinned`` does not fit.
         """
         source = tensor.detach().resolve_conj().resolve_neg()
         if pinned is not None:
@@ -101,13 +134,22 @@ class AsyncFileWriter:
         self._awaited -= 1
 
     def register_h2d(self, num_tensors: int) -> None:
-        """Say that ``num_tensors`` calls of ``write_tensor`` come before ``sync_before_step``."""
+        """Announce how many calls of ``write_tensor`` come before ``sync_before_step``.
+
+        Args:
+            num_tensors: The number of calls.
+
+        Raises:
+            OptionError: A negative number.
+        """
         self._awaited = _count("num_tensors", num_tensors)
 
     def sync_before_step(self) -> None:
         """Wait until no tensor given so far is read any more: now they may be changed.
 
-        Raises what failed, and OptionError where ``register_h2d`` promised more tensors.
+        Raises:
+            OptionError: ``register_h2d`` announced more tensors.
+            TransferError: A write failed.
         """
         if self._awaited > 0:
             message = (
@@ -120,20 +162,30 @@ class AsyncFileWriter:
         self._wait(last + 1)
 
     def register_tasks(self, num_tasks: int) -> None:
-        """Check ``num_tasks`` and do no more: here ``synchronize`` knows what was written."""
+        """Check the number and do nothing else: ``synchronize`` knows what was written.
+
+        Args:
+            num_tasks: The number of writes.
+
+        Raises:
+            OptionError: A negative number.
+        """
         _count("num_tasks", num_tasks)
 
     def flush(self) -> None:
         """Do nothing: no write is held back. ``synchronize`` waits for them."""
 
     def synchronize(self) -> None:
-        """Wait until the system has every byte; raise what failed."""
+        """Wait until the system has all bytes; raises the first error."""
         self._wait(len(self._pieces))
 
     def close(self) -> None:
-        """Wait, make the file durable, close it. Raises what failed and was not told. Idempotent.
+        """Wait, make the file durable and close it. Idempotent.
 
         In a forked child only its copy of the descriptor is closed.
+
+        Raises:
+            TransferError: A write failed that was not reported yet.
         """
         file, self._file = self._file, None
         if file is None:

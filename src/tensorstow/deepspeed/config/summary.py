@@ -21,10 +21,19 @@ class SummaryLine(NamedTuple):
 
 
 def summary_of(source: Source) -> str:
-    """Return a table of every key that a configuration has: path, value and answer.
+    """Return a table of what becomes of each key of a configuration.
 
-    Nothing is refused for its value, so that a configuration can be looked at before it runs.
-    Raises OptionError for slips in the JSON and for unknown keys.
+    Values are not refused here, so that a configuration can be checked before a run.
+
+    Args:
+        source: A JSON file or a dict.
+
+    Returns:
+        One line per key: its path, its value, and whether it is honoured, has no meaning, or is
+            refused.
+
+    Raises:
+        OptionError: An error in the JSON, or an unknown key.
     """
     lines = [SummaryLine("key", "value", "answer"), *lines_of(source)]
     path, value = (max(len(line[column]) for line in lines) for column in (0, 1))

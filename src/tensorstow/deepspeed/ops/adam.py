@@ -10,11 +10,25 @@ from tensorstow.optim.stowed_adam import StowedAdam
 
 
 class DeepSpeedCPUAdam(Adam):
-    """Adam(W) with its states in host memory, or wherever ``placement`` says (see AdamW).
+    """DeepSpeed's CPUAdam: Adam or AdamW with its states in host memory, or as ``placement`` says.
 
-    GivenKey to ``initialize`` it is made anew over the placed model, with the same groups. Unlike
-    upstream, ``amsgrad`` works. ``fp32_optimizer_states=False`` is refused: states in fewer bits
-    are asked for by their format, ``state_format="bf16"``.
+    ``initialize`` creates it again over the sharded model, with the same groups. Unlike upstream,
+    ``amsgrad`` works.
+
+    Args:
+        model_params: Parameters, named parameters, or parameter groups.
+        lr: The learning rate. Default: 1e-3.
+        bias_correction: Whether the moments are corrected for their start at zero.
+        betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
+        eps: Is added to the root of the second moment. Default: 1e-8.
+        weight_decay: The weight decay. Default: 0.
+        amsgrad: Whether the running maximum of the second moment is used.
+        adamw_mode: Whether the decay is decoupled (AdamW) instead of an L2 penalty.
+        fp32_optimizer_states: Must be True: ``state_format`` chooses smaller states.
+        placement: The keywords of ``tensorstow.AdamW`` that place the states.
+
+    Raises:
+        OptionError: ``fp32_optimizer_states`` is False, or another argument cannot be used.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  # upstream's
@@ -47,13 +61,23 @@ class DeepSpeedCPUAdam(Adam):
             decoupled_weight_decay=adamw_mode,
             **placement,
         )
-        correct(self, bias_correction=bias_correction)
+        set_bias_correction(self, bias_correction=bias_correction)
 
 
 class FusedAdam(Adam):
-    """Adam(W) by upstream's name for accelerators; updates run on the CPU here, with torch's bits.
+    """DeepSpeed's FusedAdam: Adam or AdamW, updated on the CPU by default, as ``placement`` says.
 
-    ``set_grad_none`` says what ``zero_grad()`` does where it is not told.
+    Args:
+        params: Parameters, named parameters, or parameter groups.
+        lr: The learning rate. Default: 1e-3.
+        bias_correction: Whether the moments are corrected for their start at zero.
+        betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
+        eps: Is added to the root of the second moment. Default: 1e-8.
+        adam_w_mode: Whether the decay is decoupled (AdamW) instead of an L2 penalty.
+        weight_decay: The weight decay. Default: 0.
+        amsgrad: Whether the running maximum of the second moment is used.
+        set_grad_none: What ``zero_grad()`` does by default: True sets ``.grad`` to None.
+        placement: The keywords of ``tensorstow.AdamW`` that place the states.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  # upstream's
@@ -81,15 +105,24 @@ class FusedAdam(Adam):
             **placement,
         )
         self._set_grad_none = set_grad_none
-        correct(self, bias_correction=bias_correction)
+        set_bias_correction(self, bias_correction=bias_correction)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001
-        """Drop the gradients, or zero them, as ``set_grad_none`` says."""
+        """Drop the gradients, or zero them.
+
+        Args:
+            set_to_none: Whether ``.grad`` becomes None. Default: None, as ``set_grad_none`` says.
+        """
         super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
 
 
-def correct(optimizer: StowedAdam, *, bias_correction: bool) -> None:
-    """Let the moments of every group be corrected for their start, or not."""
+def set_bias_correction(optimizer: StowedAdam, *, bias_correction: bool) -> None:
+    """Set whether the moments of every group are corrected for their start at zero.
+
+    Args:
+        optimizer: The optimizer.
+        bias_correction: False turns the correction off.
+    """
     if not bias_correction:
         optimizer.defaults["bias_correction"] = False
         for group in optimizer.param_groups:

@@ -31,29 +31,41 @@ from tensorstow.step.validation import is_to_be_trained, refuse_duplicates
 
 
 class StowedOptimizer(Optimizer):
-    """An optimizer of any class of torch's or your own, its states in RAM, on disk, or shared.
+    """Any torch optimizer class with its states in RAM, on disk, or split between the two.
 
     ``StowedOptimizer(torch.optim.Muon, params, lr=0.02, states="disk", dir="/nvme/run")`` steps
-    Muon itself, one parameter after the other; the results are, bit for bit, those of Muon with
-    ``foreach=False, fused=False``. The options are the class's own, and these:
-
-    ``states``: "disk", "host" (or "ram"), or the fraction of the elements whose states go to disk
-    (whole parameters, the first stay in RAM). Tensors below 16 KiB, and numbers, stay in RAM.
-    ``dir``: a directory for scratch files, or several; None picks a real disk and logs which.
-    ``ram_budget``: bytes ("512MiB") that states on disk pass through, 64 MiB without it; the
-    largest piece must fit, or may run alone where no budget was given.
-    ``elementwise``: says of a class of your own that an element's update depends on no other
-    element, so that large parameters may be stepped in chunks (``policy.chunk_elements``).
+    Muon itself, one parameter after the other; the results are bitwise equal to those of Muon with
+    ``foreach=False, fused=False``. ``train()`` and ``eval()`` exist if the class has them
+    (schedule-free ones).
 
     SGD, Adagrad, Adadelta, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop are known to
-    be elementwise: they go in chunks. Adafactor and Muon go by whole parameters, and so do those
-    of schedulefree, optimi, bitsandbytes and pytorch_optimizer that are known to step each
-    parameter by itself (``piecewise.known``). ``per_parameter=True`` says the same of another
-    class. All but torch's are tried out on small tensors first. What a class counts in its groups
-    or in itself is handed on from piece to piece; what it makes of several parameters' gradients
-    cannot be: LBFGS, SparseAdam and whatever clips or skips over all parameters is refused by name.
+    be elementwise: large parameters are stepped in chunks. Adafactor and Muon are stepped by whole
+    parameters, and so are the classes of schedulefree, optimi, bitsandbytes and pytorch_optimizer
+    that are known to step each parameter by itself. Classes that are not torch's are tried out on
+    small tensors first. Counters in the groups or in the optimizer are handed on from piece to
+    piece. Values made of several parameters' gradients cannot be: LBFGS, SparseAdam, and classes
+    that clip or skip over all parameters are refused.
 
-    ``train()`` and ``eval()`` are there where the class has them (schedule-free ones).
+    Args:
+        optimizer_class: The class.
+        params: Parameters, named parameters, or parameter groups, as for the class.
+        states: "disk", "host" (or "ram"), or the fraction of the elements whose states are on disk,
+            0 to 1, by whole parameters: the first ones stay in RAM. Tensors below 16 KiB and
+            numbers stay in RAM. Default: "disk".
+        dir: A directory for scratch files, or several. Default: None, a real disk that is chosen
+            and logged.
+        ram_budget: Bytes, or text such as "512MiB", of the ring buffer for states on disk; the
+            largest piece must fit. Default: None, 64 MiB, or the largest piece if that is more.
+        elementwise: Declares that an element's update depends on no other element, so that large
+            parameters are stepped in chunks of ``policy.chunk_elements``.
+        per_parameter: Declares that a parameter's update depends on no other parameter.
+        policy: Sizes, threads and the I/O backend; no value changes a result.
+        class_options: The options of the class.
+
+    Raises:
+        OptionError: A class or an argument that cannot be used.
+        DTypeError: A parameter that the class cannot take here.
+        DirectoryError: A directory that is missing, read-only, too full or in RAM.
     """
 
     def __init__(
@@ -99,7 +111,14 @@ class StowedOptimizer(Optimizer):
     # --- torch.optim.Optimizer ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its states go where the others' go."""
+        """Add a parameter group as torch does; its states are placed like the others.
+
+        Args:
+            param_group: A dict with "params" and any of the options of the class's groups.
+
+        Raises:
+            OptionError: An option that cannot be used, or a parameter that is in a group already.
+        """
         given = param_group.get("params")
         if isinstance(given, Iterable) and not isinstance(given, torch.Tensor):
             param_group["params"] = given = list(given)
@@ -123,12 +142,18 @@ class StowedOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step of the class; return once every parameter has its new value.
+        """Take one step of the class; returns when every parameter is updated, while writes go on.
 
-        A class that is not torch's own may read the loss that ``closure`` returned, which is called
-        once. Writes of states run on behind. Raises DTypeError for a gradient that cannot be used,
-        before anything is touched; TransferError where the disk failed, after which the optimizer
-        refuses every further step.
+        Args:
+            closure: Computes the loss again and returns it. It is called once, with gradients
+                enabled; classes that are not torch's may read the loss.
+
+        Returns:
+            What ``closure`` returned; None without one.
+
+        Raises:
+            DTypeError: A gradient that cannot be used; nothing has changed.
+            TransferError: The disk failed. Every later step raises PoisonedError.
         """
         if closure is None:
             self._update()
@@ -139,10 +164,15 @@ class StowedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class or the stowed class itself saved.
+        """Load what this class or the stowed class saved.
 
-        States come in as the class keeps them: torch would cast all to the parameter's dtype.
-        Raises OptionError for states that do not fit, before anything is changed.
+        States keep the dtypes that the class uses; torch would cast them to the parameter's dtype.
+
+        Args:
+            state_dict: What ``state_dict()`` returned.
+
+        Raises:
+            OptionError: States that do not fit; nothing has changed.
         """
         loaded: list[tuple[torch.Tensor, dict[str, Any]]] = []
 
@@ -192,30 +222,46 @@ class StowedOptimizer(Optimizer):
     # --- beyond torch ---
 
     def synchronize(self) -> None:
-        """Wait until every write of states has landed; raise what failed behind ``step()``."""
+        """Wait until all writes of states are done; raises their errors."""
         self._kept().settle()
 
     def memory(self) -> StateMemory:
-        """Return the bytes of states and of the memory that they pass through, by place."""
+        """Return the bytes of states and buffers, by place.
+
+        Returns:
+            Bytes in RAM, on disk and in the ring buffer.
+        """
         entries = (entry for entry in self.state.values() if isinstance(entry, dict))
         return self._kept().memory(sum(t.nbytes for e in entries for t in tensors_in(e)))
 
     def predict(self) -> StateMemory:
-        """Return what ``memory()`` will say once every parameter has been stepped.
+        """Return what ``memory()`` will return once every parameter has been stepped.
 
-        Disk: each piece's tensors in whole blocks of 4 KiB. Memory: the sum of the pieces or the
-        budget, whichever is less, and the largest piece at least. A first step makes the states of
-        one piece more. A class that does not tell its states beforehand is predicted to have none.
+        On disk each tensor of a piece takes whole blocks of 4 KiB. The ring buffer is the sum of
+        the pieces or the budget, whichever is less, and at least the largest piece. The first step
+        allocates the states of one piece in addition. A class that does not tell its states in
+        advance is predicted to have none.
+
+        Returns:
+            Bytes in RAM, on disk and in the ring buffer.
         """
         return self._kept().predict()
 
     def plan(self) -> list[ParameterPlan]:
-        """Return how the states of each parameter are kept, in the order of the groups."""
+        """Return how the states of each parameter are kept.
+
+        Returns:
+            One entry per parameter, in the order of the groups.
+        """
         members = (self._kept().find(p) for _, p in self._all())
         return [plan_of(member) for member in members if member is not None]
 
     def traffic(self) -> Traffic:
-        """Return the bytes of states moved so far."""
+        """Return the bytes of states moved since the optimizer was created.
+
+        Returns:
+            Bytes read and written.
+        """
         return self._kept().traffic()
 
     def close(self) -> None:
@@ -226,30 +272,47 @@ class StowedOptimizer(Optimizer):
     # --- what AdamW and Adam have, and scratch files cannot ---
 
     def commit(self, extra: object = None) -> NoReturn:
-        """Raise OptionError: states are scratch."""
+        """Raise OptionError: the states are in scratch files.
+
+        Args:
+            extra: Not used.
+        """
         del extra
         validation.refuse_commits("commit()")
 
     def request_commit(self) -> NoReturn:
-        """Raise OptionError: states are scratch."""
+        """Raise OptionError: the states are in scratch files."""
         validation.refuse_commits("request_commit()")
 
     def resume(self, which: object = None) -> NoReturn:
-        """Raise OptionError: states are scratch."""
+        """Raise OptionError: the states are in scratch files.
+
+        Args:
+            which: Not used.
+        """
         del which
         validation.refuse_commits("resume()")
 
     def snapshot(self, name: object = None, extra: object = None) -> NoReturn:
-        """Raise OptionError: states are scratch."""
+        """Raise OptionError: the states are in scratch files.
+
+        Args:
+            name: Not used.
+            extra: Not used.
+        """
         del name, extra
         validation.refuse_commits("snapshot()")
 
     def snapshots(self) -> NoReturn:
-        """Raise OptionError: states are scratch."""
+        """Raise OptionError: the states are in scratch files."""
         validation.refuse_commits("snapshots()")
 
     def drop(self, name: object = None) -> NoReturn:
-        """Raise OptionError: states are scratch."""
+        """Raise OptionError: the states are in scratch files.
+
+        Args:
+            name: Not used.
+        """
         del name
         validation.refuse_commits("drop()")
 
