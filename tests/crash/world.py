@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from models import AttentionBlock
 from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.states.policy import Overlap
@@ -40,30 +41,14 @@ class Case:
     policy: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.wide = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH)
-        )
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.mix(self.norm(x)).chunk(3, -1)
-        x = x + self.dropout(self.out(nn.functional.scaled_dot_product_attention(q, k, v)))
-        wide: Tensor = self.wide(x)
-        return x + wide
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.places = nn.Parameter(torch.randn(LENGTH, WIDTH) / 10, requires_grad=False)
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [AttentionBlock(WIDTH, 3 * WIDTH, dropout=0.1, is_causal=False) for _ in range(2)]
+        )
         self.batch_norm = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
         self.seldom = nn.Linear(WIDTH, WORDS, bias=False)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from compare import all_equal
+from models import ResidualLinear
 from tensorstow import AdamW, PipelinePolicy
 
 pytestmark = pytest.mark.skipif(
@@ -58,20 +59,9 @@ def test_weights_are_those_of_the_cpu(dtype: torch.dtype, states: str, tmp_path:
         assert torch.equal(a, b)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.relu(block(x)) + x
-        return x
-
-
 def trained(directory: Path, overlap: str) -> tuple[list[float], list[torch.Tensor]]:
     torch.manual_seed(0)
-    model = Model().to(device(), torch.bfloat16)
+    model = nn.Sequential(*(ResidualLinear(64) for _ in range(4))).to(device(), torch.bfloat16)
     optimizer = AdamW(
         model.parameters(), lr=1e-2, states="disk", dir=directory, durability="none",
         overlap=overlap, module=model, policy=POLICY,

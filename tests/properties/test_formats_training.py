@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from models import AttentionBlock
 from tensorstow import AdamW, PipelinePolicy
 
 STEPS = 2000
@@ -16,28 +17,12 @@ TAIL = 200
 """Steps at the end over which a loss is averaged."""
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return x + self.mlp(x)
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) / 10)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([AttentionBlock(WIDTH, 4 * WIDTH) for _ in range(2)])
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ranks import large
+from tree import TESTS
 
 MIB = 1 << 20
 BUDGET = large.UNITS * large.UNIT_BYTES // 4
@@ -21,9 +22,9 @@ STEPS = 3
 
 def _trained(*arguments: object) -> dict[str, Any]:
     """Train in a process of its own; return what it held, within what the formula says."""
-    script = str(Path(large.__file__))
     done = subprocess.run(
-        [sys.executable, script, str(BUDGET), *map(str, arguments)],
+        [sys.executable, "-m", large.__name__, str(BUDGET), *map(str, arguments)],
+        cwd=TESTS,
         capture_output=True,
         text=True,
         check=True,

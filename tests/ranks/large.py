@@ -9,30 +9,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
 import tensorstow
+from models import ResidualMLP
 from tensorstow import Plan
 from tensorstow.fsdp.report import parameter_bytes
 
 WIDTH = 1024
 UNITS = 16
 UNIT_BYTES = 4 * WIDTH * 4 * WIDTH
-
-
-class Block(nn.Module):
-    """A block of 16 MiB."""
-
-    def __init__(self) -> None:
-        """Make two layers."""
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add to the stream."""
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 def most_resident() -> int:
@@ -48,7 +34,7 @@ def main(budget: int, until: int, *directory: str) -> None:
 
     before = most_resident()
     with torch.device("meta"):
-        model = nn.Sequential(*(Block() for _ in range(UNITS)))
+        model = nn.Sequential(*(ResidualMLP(WIDTH, 2 * WIDTH) for _ in range(UNITS)))
     plan = Plan(
         parameters="disk", states="disk", overlap="backward", prefetch=1, shelf_bytes=budget
     )

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from models import TiedModel
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
 from ranks.twin import FETCHED, Twins, whole
@@ -193,22 +194,16 @@ def test_what_cannot_be_loaded_is_refused_by_name(ranks: Pool) -> None:
     assert "size mismatch for embedding.weight" in misshapen
 
 
-class Tied(nn.Module):
-    """A large weight under two names, and a small one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.embedding = nn.Embedding(1 << 13, 64)
-        self.head = nn.Linear(64, 1 << 13, bias=False)
-        self.head.weight = self.embedding.weight
+def tied() -> TiedModel:
+    """Return a model with a large weight under two names, and small ones."""
+    torch.manual_seed(0)
+    return TiedModel(1 << 13, 64)
 
 
 def test_one_rank_saves_a_weight_on_disk_by_anybody_s_means(tmp_path: Path) -> None:
-    wanted = Tied().state_dict()
+    wanted = tied().state_dict()
     plan = Plan(parameters="disk", states="disk")
-    model, optimizer = stow(Tied(), partial(AdamW, lr=1e-2), plan=plan, dir=tmp_path / "run")
+    model, optimizer = stow(tied(), partial(AdamW, lr=1e-2), plan=plan, dir=tmp_path / "run")
     for _ in range(2):
         state = model.state_dict()
         assert all(type(value) is torch.Tensor for value in state.values())
@@ -221,7 +216,7 @@ def test_one_rank_saves_a_weight_on_disk_by_anybody_s_means(tmp_path: Path) -> N
     save_model(model, tmp_path / "model.safetensors")
     torch.save(state, tmp_path / "model.pt")
     optimizer.close()
-    back = Tied()
+    back = tied()
     load_model(back, tmp_path / "model.safetensors")
     for found in (back.state_dict(), torch.load(tmp_path / "model.pt")):
         assert all(torch.equal(found[name], value) for name, value in wanted.items())

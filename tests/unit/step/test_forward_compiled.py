@@ -9,25 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from models import ResidualLinear
 from parity.beside import in_ram, mean_square, optimizer_for, same, slow, train, weights
 from tensorstow.base.errors import OptionError
 
 DEPTH = 9  # more than torch._dynamo.config.recompile_limit
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + torch.relu(self.linear(x))
-        return out
-
-
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(DEPTH)))
+    return nn.Sequential(*(ResidualLinear(32) for _ in range(DEPTH)))
 
 
 def wrapped(net: nn.Sequential) -> nn.Module:
