@@ -1,0 +1,362 @@
+// The update pipeline.
+#include "pipeline/pipeline.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <tuple>
+
+#include "bindings/bindings.h"
+
+namespace stow {
+namespace {
+
+using Ints = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Hypers = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FailureTuple = std::tuple<int, std::string, int, int, std::int64_t, std::int64_t>;
+using PlaceTuple = std::tuple<int, std::int64_t>;
+using Segments = std::vector<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>>;
+
+FailureTuple as_tuple(const Failure& f) {
+  return {f.error, op_name(f.op), f.file, f.chunk, f.offset, f.length};
+}
+
+constexpr const char* kStates[] = {"resident", "blank",    "stored",  "reading",
+                                   "ready",    "updating", "writing", "lost"};
+constexpr const char* kLanes[] = {"read", "update", "write", "wait"};
+
+Family parse_family(const std::string& dtype, const std::string& format, bool amsgrad) {
+  return {parse_dtype(dtype), parse_format(format), amsgrad};
+}
+
+nb::bytes as_bytes(const std::vector<std::uint32_t>& words) {
+  return nb::bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(words[0]));
+}
+
+std::vector<std::uint32_t> as_words(const nb::bytes& bytes) {
+  std::vector<std::uint32_t> words(bytes.size() / sizeof(std::uint32_t));
+  if (!words.empty()) std::memcpy(words.data(), bytes.c_str(), words.size() * sizeof(words[0]));
+  return words;
+}
+
+std::vector<char*> as_pointers(const std::vector<Address>& addresses) {
+  std::vector<char*> pointers;
+  for (Address address : addresses) pointers.push_back(at<char>(address));
+  return pointers;
+}
+
+// [Note: Owners] Every address comes with its owner, a Python object that keeps the memory: the
+// storage, for a tensor's can be exchanged. Owners are let go of with the GIL, when the pipeline
+// has said that it is done with their memory: gradients parameter by parameter, weights, which a
+// commit also reads where no gradient comes, with the step; all of them behind its destructor. They
+// are taken and let go of under the GIL, and a step begins without leaving it, so no thread can
+// take another's step for one that is over.
+struct PyPipeline {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<Pipeline> pipeline;
+  std::vector<StepParameter> parameters;
+  std::vector<AdamHyper> hypers;
+  std::vector<char> expected;
+  std::vector<std::vector<int>> parameters_of;  // by chunk
+  nb::object ring_owner;
+  std::vector<nb::object> resident_owners;
+  std::vector<nb::object> weight_owners;                 // of the step, by parameter
+  std::vector<std::vector<nb::object>> gradient_owners;  // of the step, by parameter
+
+  PyPipeline(const PyEngine& py_engine, const std::optional<std::string>& isa, bool alternate,
+             std::pair<int, int> team)
+      : engine(py_engine.engine) {
+    const Order order = alternate ? Order::alternating : Order::given;
+    auto made = std::make_unique<Pipeline>(py_engine.get(), parse_isa(isa), order,
+                                           Team{team.first, team.second});
+    pipeline = std::shared_ptr<Pipeline>(made.release(), LeaveInChild<Pipeline>{});
+  }
+
+  ~PyPipeline() {
+    nb::gil_scoped_release release;
+    pipeline.reset();
+  }
+
+  Pipeline& get() const {
+    if (!pipeline->in_owner())
+      throw std::runtime_error("an update pipeline does not live on in a forked process");
+    return *pipeline;
+  }
+
+  int add_chunk(const std::tuple<std::string, std::string, bool>& family, const Segments& segments,
+                std::int64_t elements, const PlaceTuple& place,
+                const std::vector<std::pair<Address, nb::object>>& resident, bool blank,
+                const std::tuple<nb::bytes, nb::bytes>& checksums) {
+    ChunkSpec spec{};
+    std::vector<int> numbers;
+    spec.family = std::apply(parse_family, family);
+    for (const auto& [parameter, from, to, count] : segments) {
+      spec.segments.push_back({parameter, from, to, count});
+      numbers.push_back(parameter);
+    }
+    spec.elements = elements;
+    std::tie(spec.place.file, spec.place.offset) = place;
+    if (!resident.empty() && static_cast<int>(resident.size()) != Layout(spec).streams) {
+      throw std::invalid_argument("a resident chunk names one address per stream");
+    }
+    for (std::size_t k = 0; k < resident.size(); ++k)
+      spec.resident[k] = at<char>(resident[k].first);
+    const int number = get().add_chunk(std::move(spec), blank, as_words(std::get<0>(checksums)),
+                                       as_words(std::get<1>(checksums)));
+    for (const auto& [address, owner] : resident) resident_owners.push_back(owner);
+    parameters_of.push_back(std::move(numbers));
+    return number;
+  }
+
+  void own_gradient(int parameter, const nb::object& owner) {
+    if (!owner.is_none()) gradient_owners.at(parameter).push_back(owner);
+  }
+
+  // Lets go of what the pipeline is done with, of these parameters or with the whole step.
+  void let_go(const std::vector<int>& done) {
+    if (get().is_over()) {
+      weight_owners.clear();
+      for (auto& owners : gradient_owners) owners.clear();
+      return;
+    }
+    for (int parameter : done) {
+      if (static_cast<std::size_t>(parameter) < gradient_owners.size() &&
+          get().is_published(parameter)) {
+        gradient_owners[parameter].clear();
+      }
+    }
+  }
+
+  template <class Wait>
+  FailureTuple wait(Wait until, const std::vector<int>& done = {}) {
+    Failure failure;
+    {
+      nb::gil_scoped_release release;
+      failure = until(get());
+    }
+    let_go(done);
+    return as_tuple(failure);
+  }
+
+  // Hands a step over and, unless it is open, goes on in the background or is updated outside,
+  // waits until it is published: one call, so that no Python exception can come between its
+  // beginning, after which the gradients are being read, and its end.
+  FailureTuple begin(
+      const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
+      Hypers table, std::vector<nb::object> weights, std::vector<nb::object> gradients, bool open,
+      bool capture, bool background, bool home_first, bool outside) {
+    if (rows.shape(1) != 7 || table.shape(1) != 9) {
+      throw std::invalid_argument("begin: rows have seven columns and hypers nine");
+    }
+    if (weights.size() != rows.shape(0) || gradients.size() != rows.shape(0)) {
+      throw std::invalid_argument("begin: an owner for each row's weight and gradient");
+    }
+    parameters.resize(rows.shape(0));
+    expected.assign(rows.shape(0), 0);
+    for (std::size_t i = 0; i < rows.shape(0); ++i) {
+      parameters[i] = {at<void>(static_cast<Address>(rows(i, 0))),
+                       at<void>(static_cast<Address>(rows(i, 1))),
+                       static_cast<DType>(rows(i, 2)),
+                       rows(i, 3) != 0,
+                       static_cast<std::int32_t>(rows(i, 4)),
+                       static_cast<std::uint64_t>(rows(i, 5))};
+      expected[i] = rows(i, 6) != 0;
+    }
+    hypers.resize(table.shape(0));
+    for (std::size_t h = 0; h < hypers.size(); ++h) {
+      hypers[h] = {table(h, 0), table(h, 1), table(h, 2), table(h, 3), table(h, 4),
+                   table(h, 5), table(h, 6), table(h, 7), table(h, 8)};
+    }
+    get().begin(parameters, hypers, {open, capture, background, home_first, outside}, expected);
+    weight_owners = std::move(weights);
+    gradient_owners.assign(rows.shape(0), {});
+    for (std::size_t i = 0; i < gradients.size(); ++i)
+      own_gradient(static_cast<int>(i), gradients[i]);
+    if (open || background || outside) return as_tuple(get().failure());
+    return wait([](Pipeline& native) { return native.wait_published(); });
+  }
+};
+
+nb::list layout_rows(const std::tuple<std::string, std::string, bool>& family,
+                     std::int64_t elements) {
+  ChunkSpec spec{};
+  spec.family = std::apply(parse_family, family);
+  spec.elements = elements;
+  const Layout layout(spec);
+  nb::list rows;
+  for (int k = 0; k <= layout.streams; ++k) {
+    const Layout::Part& part = layout.parts[k];
+    rows.append(nb::make_tuple(part.width, part.per, part.file_at, part.slot_at, part.bytes));
+  }
+  return rows;
+}
+
+void bind_waits(nb::class_<PyPipeline>& c) {
+  c.def("wait_published",
+        [](PyPipeline& self) {
+          return self.wait([](Pipeline& native) { return native.wait_published(); });
+        })
+      .def(
+          "wait_parameters",
+          [](PyPipeline& self, const std::vector<int>& parameters) {
+            return self.wait([&](Pipeline& native) { return native.wait_parameters(parameters); },
+                             parameters);
+          },
+          "parameters"_a)
+      .def("wait_chunk",
+           [](PyPipeline& self, int chunk) {
+             return self.wait([&](Pipeline& native) { return native.wait_chunk(chunk); },
+                              self.parameters_of.at(chunk));
+           })
+      .def("wait_written",
+           [](PyPipeline& self) {
+             return self.wait([](Pipeline& native) { return native.wait_written(); });
+           })
+      .def("quiesce",
+           [](PyPipeline& self) {
+             return self.wait([](Pipeline& native) { return native.quiesce(); });
+           })
+      .def("failure", [](PyPipeline& self) { return as_tuple(self.get().failure()); });
+}
+
+void bind_chunks(nb::class_<PyPipeline>& c) {
+  c.def("state", [](PyPipeline& self,
+                    int chunk) { return kStates[static_cast<int>(self.get().state(chunk))]; })
+      .def("place",
+           [](PyPipeline& self, int chunk) {
+             const Place place = self.get().place(chunk);
+             return PlaceTuple{place.file, place.offset};
+           })
+      .def("captured", [](PyPipeline& self, int chunk) { return self.get().captured(chunk); })
+      .def("forget_capture",
+           [](PyPipeline& self, int parameter) { self.get().forget_capture(parameter); })
+      .def("set_target", [](PyPipeline& self, int chunk, int file,
+                            std::int64_t offset) { self.get().set_target(chunk, {file, offset}); })
+      .def(
+          "checksums",
+          [](PyPipeline& self, int chunk) {
+            const Marks& marks = self.get().marks(chunk);
+            return nb::make_tuple(as_bytes(marks.states), as_bytes(marks.weights));
+          },
+          "chunk"_a, nb::sig("def checksums(self, chunk: int) -> tuple[bytes, bytes]"))
+      .def("rewritten",
+           [](PyPipeline& self, int chunk, const std::vector<Address>& streams) {
+             self.get().rewritten(chunk, as_pointers(streams).data());
+           })
+      .def("intact",
+           [](PyPipeline& self, int chunk, const std::vector<Address>& streams) {
+             return self.get().intact(chunk, as_pointers(streams).data());
+           })
+      .def("publish", [](PyPipeline& self, int parameter,
+                         Address weight) { self.get().publish(parameter, at<void>(weight)); })
+      .def("unpublish", [](PyPipeline& self, int parameter) { self.get().unpublish(parameter); })
+      .def("unchanged", [](PyPipeline& self, int parameter, Address weight) {
+        return self.get().unchanged(parameter, at<void>(weight));
+      });
+}
+
+}  // namespace
+
+void bind_pipeline(nb::module_& m) {
+  m.def("chunk_layout", &layout_rows, "family"_a, "elements"_a,
+        "(width, per, offset in a file, offset in a slot, bytes) of each stream and the weight",
+        nb::sig("def chunk_layout(family: tuple[str, str, bool], elements: int) -> "
+                "list[tuple[int, int, int, int, int]]"));
+  m.attr("UPDATE_BLOCK") = kUpdateBlock;
+  nb::class_<PyPipeline> c(m, "Pipeline");
+  c.def(nb::init<const PyEngine&, const std::optional<std::string>&, bool, std::pair<int, int>>(),
+        "engine"_a, "isa"_a.none(), "alternate"_a, "team"_a)
+      .def(
+          "set_ring",
+          [](PyPipeline& self, Address base, int slots, std::int64_t slot_bytes, nb::object owner) {
+            self.get().set_ring({at<char>(base), slots, slot_bytes});
+            self.ring_owner = std::move(owner);
+          },
+          "base"_a, "slots"_a, "slot_bytes"_a, "owner"_a.none())
+      .def("add_chunk", &PyPipeline::add_chunk, "family"_a, "segments"_a, "elements"_a, "place"_a,
+           "resident"_a, "blank"_a, "checksums"_a)
+      .def("set_order",
+           [](PyPipeline& self, std::vector<int> order) { self.get().set_order(std::move(order)); })
+      .def("set_outside",
+           [](PyPipeline& self, const std::vector<int>& chunks) { self.get().set_outside(chunks); })
+      .def("order", [](PyPipeline& self) { return self.get().order(); })
+      .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
+      .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, "weights"_a, "gradients"_a,
+           nb::kw_only(), "open"_a, "capture"_a, "background"_a, "home_first"_a, "outside"_a,
+           "`weights` and `gradients`: each row's owners, or None")
+      .def(
+          "land",
+          [](PyPipeline& self, int parameter, Address grad, int dtype, const nb::object& owner) {
+            self.get().land(parameter, at<void>(grad), static_cast<DType>(dtype));
+            self.own_gradient(parameter, owner);
+          },
+          "parameter"_a, "grad"_a, "dtype"_a, "owner"_a.none())
+      .def(
+          "land_pieces",
+          [](PyPipeline& self, int chunk,
+             const std::vector<std::tuple<int, Address, int, nb::object>>& pieces) {
+            std::vector<PieceGradient> gradients;
+            for (const auto& [parameter, grad, dtype, owner] : pieces) {
+              gradients.push_back({parameter, at<void>(grad), static_cast<DType>(dtype)});
+            }
+            self.get().land_pieces(chunk, gradients);
+            for (const auto& [parameter, grad, dtype, owner] : pieces) {
+              self.own_gradient(parameter, owner);
+            }
+          },
+          "chunk"_a, "pieces"_a)
+      .def(
+          "next_outside",
+          [](PyPipeline& self, bool wait) {
+            nb::gil_scoped_release release;
+            const Outside outside = self.get().next_outside(wait);
+            return std::tuple(outside.chunk, outside.slot);
+          },
+          nb::kw_only(), "wait"_a, "(chunk, slot): -1 where there is none")
+      .def("outside_done", [](PyPipeline& self, int chunk) { self.get().outside_done(chunk); })
+      .def("is_updated",
+           [](PyPipeline& self, int chunk) {
+             const bool updated = self.get().is_updated(chunk);
+             if (updated) self.let_go(self.parameters_of.at(chunk));
+             return updated;
+           })
+      .def("close", [](PyPipeline& self) { self.get().close(); })
+      .def("is_published",
+           [](PyPipeline& self, int parameter) {
+             const bool published = self.get().is_published(parameter);
+             if (published) self.let_go({parameter});
+             return published;
+           })
+      .def(
+          "counters",
+          [](PyPipeline& self) {
+            const PipelineCounters c = self.get().counters();
+            nb::dict d;
+            d["bytes_read"] = c.bytes_read;
+            d["bytes_written"] = c.bytes_written;
+            d["bytes_spared"] = c.bytes_spared;
+            d["chunks_updated"] = c.chunks_updated;
+            d["slots_in_use"] = c.slots_in_use;
+            d["slots_high_water"] = c.slots_high_water;
+            d["wait_seconds"] = c.wait_seconds;
+            return d;
+          },
+          nb::sig("def counters(self) -> dict[str, float]"))
+      .def("start_trace",
+           [](PyPipeline& self, std::size_t capacity) { self.get().trace().start(capacity); })
+      .def(
+          "trace",
+          [](PyPipeline& self) {
+            nb::list rows;
+            for (const Event& e : self.get().trace().events()) {
+              rows.append(nb::make_tuple(kLanes[static_cast<int>(e.lane)], e.start, e.stop, e.chunk,
+                                         e.bytes));
+            }
+            return rows;
+          },
+          nb::sig("def trace(self) -> list[tuple[str, float, float, int, int]]"));
+  bind_waits(c);
+  bind_chunks(c);
+}
+
+}  // namespace stow
