@@ -18,7 +18,7 @@ from benchmarks.gpu_ways import Moved, Way
 from benchmarks.measure import Contender, Sample
 from benchmarks.place import Place
 from benchmarks.raw import RawFile, alternate, cut
-from tensorstow.io.device_link import Link, open_link
+from tensorstow.io.device_link import DeviceLink, open_link
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.io.pinned import PinnedBlock
@@ -75,7 +75,9 @@ class Rates:
         """Make buffers: ``nbytes`` on the device, in pinned memory, and on disk."""
         self._held = ExitStack()
         link = open_link(place.device)
-        self._block = PinnedBlock(2 * nbytes, place.device, link.settle)  # pinned while it lives
+        self._block = PinnedBlock(
+            2 * nbytes, place.device, link.synchronize
+        )  # pinned while it lives
         self.each = {**_link(link, self._block), DRAM: _dram(nbytes)}
         self.each[DISK] = self._disk(directory, nbytes)
 
@@ -108,30 +110,30 @@ def rates_of(samples: Mapping[str, Sample], each: Mapping[str, Rate]) -> dict[st
     return {name: rate.nbytes / samples[name].median for name, rate in each.items()}
 
 
-def _link(link: Link, block: PinnedBlock) -> dict[str, Rate]:
+def _link(link: DeviceLink, block: PinnedBlock) -> dict[str, Rate]:
     """Return pinned copies down, up, and both ways at once, of half of ``block`` each."""
     nbytes = block.nbytes // 2
     away = torch.ones(2, nbytes, dtype=torch.uint8, device=link.device)
-    made = [link.mark()]
+    made = [link.record_event()]
     piece = nbytes // _PIECES
     here = [block.tensor(i * nbytes, nbytes, torch.uint8) for i in range(2)]
     pieces = [slice(i * piece, (i + 1) * piece) for i in range(_PIECES)]
 
     def down() -> None:
         for at in pieces:
-            link.down([(here[0][at], away[0][at])], made)
-        link.settle()
+            link.d2h([(here[0][at], away[0][at])], made)
+        link.synchronize()
 
     def up() -> None:
         for at in pieces:
-            link.up([(away[1][at], here[1][at])], made)
-        link.settle()
+            link.h2d([(away[1][at], here[1][at])], made)
+        link.synchronize()
 
     def both() -> None:
         for at in pieces:
-            link.down([(here[0][at], away[0][at])], made)
-            link.up([(away[1][at], here[1][at])], made)
-        link.settle()
+            link.d2h([(here[0][at], away[0][at])], made)
+            link.h2d([(away[1][at], here[1][at])], made)
+        link.synchronize()
 
     moved = piece * _PIECES
     return {

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorstow.io import device_link
-from tensorstow.io.device_link import Link, Mark, Pairs
+from tensorstow.io.device_link import DeviceEvent, DeviceLink, Pairs
 
 
 class Later:
@@ -64,11 +64,11 @@ class LateLink:
         self.unseen: list[Unseen] = []
         self.random = random.Random(seed)  # noqa: S311  # no secret
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         """Mark the caller's stream, whose work is over; it has waited for what it has joined."""
         return Caller(self, [copy for copy in self.unseen if copy.joined])
 
-    def down(self, pairs: Pairs, after: Iterable[Mark]) -> Mark:
+    def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
         position = self.falling.done + len(self.falling.work)
         for to, source in pairs:
             position = self.falling.add(late_copy(to, source, after=tuple(after)))
@@ -76,7 +76,7 @@ class LateLink:
         self.copies_down += 1
         return Later(self.falling, position, self.random.randrange(3))
 
-    def up(self, pairs: Pairs, after: Iterable[Mark] = ()) -> Mark:
+    def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
         for copy in self.unseen:
             copy.check()
         position = self.rising.done + len(self.rising.work)
@@ -87,13 +87,13 @@ class LateLink:
         self.copies_up += 1
         return Later(self.rising, position, self.random.randrange(3))
 
-    def join(self, mark: Mark) -> None:
+    def join(self, mark: DeviceEvent) -> None:
         """Let the caller's stream wait, which here is the caller; the host has seen nothing."""
         mark.synchronize()
         for copy in self.unseen:
             copy.joined = True
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         for stream in (self.falling, self.rising):
             stream.run_to(stream.done + len(stream.work))
 
@@ -133,7 +133,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def late_copy(
-    to: torch.Tensor, source: torch.Tensor, *, after: tuple[Mark, ...]
+    to: torch.Tensor, source: torch.Tensor, *, after: tuple[DeviceEvent, ...]
 ) -> Callable[[], None]:
     """Return the copy; it holds neither the memory it reads nor that which it writes."""
     reads, writes = Place.of(source), Place.of(to)
@@ -177,12 +177,12 @@ def every(_: torch.Tensor) -> bool:
 def make_remote(
     patch: pytest.MonkeyPatch,
     is_remote: Callable[[torch.Tensor], bool] = every,
-    link: Callable[[], Link] = LateLink,
-) -> list[Link]:
+    link: Callable[[], DeviceLink] = LateLink,
+) -> list[DeviceLink]:
     """Let parameters count as an accelerator's from now on; return the links as they are opened."""
-    opened: list[Link] = []
+    opened: list[DeviceLink] = []
 
-    def open_link(_: torch.device) -> Link:
+    def open_link(_: torch.device) -> DeviceLink:
         opened.append(link())
         return opened[-1]
 

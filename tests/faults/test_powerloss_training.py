@@ -18,7 +18,7 @@ from powerloss.training import (
 )
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.states.native_pipeline import UpdatePipeline
-from tensorstow.step.param_table import Members
+from tensorstow.step.param_table import ParamTable
 
 CASES = [
     Case("none", "split", commit_every=2, pin_every=4),
@@ -57,7 +57,7 @@ def test_a_commit_that_does_not_wait_for_writes_is_seen(
     case, root = Case(commit_every=2), tmp_path / "run"
     wait, commits, prepare = UpdatePipeline.wait_written, itertools.count(), Commits.prepare
 
-    def prepare_slowly(commits: Commits, kept: Members) -> None:
+    def prepare_slowly(commits: Commits, kept: ParamTable) -> None:
         assert kept.store.engine is not None
         kept.store.engine.inject_fault("write", delay_us=200_000)  # the first of the commit
         prepare(commits, kept)

@@ -25,25 +25,25 @@ def test_copies_there_and_back(device: torch.device) -> None:
     link = StreamLink(device)
     away = torch.arange(1 << 16, dtype=torch.float32, device=device)
     host, back = torch.zeros(1 << 16), torch.zeros(1 << 16, device=device)
-    link.down([(host, away)], [link.mark()]).synchronize()
+    link.d2h([(host, away)], [link.record_event()]).synchronize()
     assert torch.equal(host, away.cpu())
-    link.join(link.up([(back, host)], [link.mark()]))
+    link.join(link.h2d([(back, host)], [link.record_event()]))
     assert torch.equal(back, away)
     assert link.bytes_down == link.bytes_up == 4 << 16
-    link.settle()
+    link.synchronize()
 
 
 def test_memory_is_pinned(device: torch.device) -> None:
     net = Net(torch.bfloat16).to(device)
     optimizer = make(net)
     train(net, optimizer, 0, 1)
-    ferry = optimizer._kept().ferry
-    assert ferry is not None
-    assert ferry.staging.pinned
-    assert ferry.staging.tensor(0, 16, torch.uint8).is_pinned()
-    assert all(m.weight.is_pinned() for m in optimizer._kept().all())
+    device_feed = optimizer._params().device_feed
+    assert device_feed is not None
+    assert device_feed.staging.pinned
+    assert device_feed.staging.tensor(0, 16, torch.uint8).is_pinned()
+    assert all(m.weight.is_pinned() for m in optimizer._params().all())
     held = optimizer.memory()
-    assert held.pinned_bytes == held.mirror_bytes + held.staging_bytes
+    assert held.pinned_bytes == held.host_weight_bytes + held.staging_bytes
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -55,7 +55,7 @@ def test_bytes_over_the_link_and_in_memory(dtype: str, overlap: str, device: tor
     elements = sum(-(-n // 32) * 32 for n in SIZES)
     chunks = -(-elements // SMALL.chunk_elements)
     held = optimizer.memory()
-    assert held.mirror_bytes == sum(-(-n * width // 128) * 128 for n in SIZES)
+    assert held.host_weight_bytes == sum(-(-n * width // 128) * 128 for n in SIZES)
     assert held.staging_bytes == plan_staging([SMALL.chunk_elements] * chunks).nbytes
     train(net, optimizer, 0, 1)
     before = optimizer.traffic()
@@ -85,7 +85,7 @@ def test_updates_on_the_device_pass_through_three_chunks_of_its_memory(
     net = Net(torch.float32).to(device)
     optimizer = make(net, states=states, update_on="device")
     train(net, optimizer, 0, 2)
-    updater = optimizer._kept().updater
+    updater = optimizer._params().updater
     assert updater is not None
     assert all(slot.device == device for slot in updater._slots)
     assert optimizer.memory().device_bytes == 3 * 2 * 4 * SMALL.chunk_elements
@@ -146,11 +146,11 @@ def test_gradients_come_down_beside_what_the_device_computes(device: torch.devic
     torch.autograd.backward(net(2))
     spin(device, 1.0)
     end = torch.accelerator.current_stream(device).record_event()
-    ferry = optimizer._kept().ferry
-    assert ferry is not None
+    device_feed = optimizer._params().device_feed
+    assert device_feed is not None
     deadline = time.monotonic() + 30
-    while any(ferry.needs(n) for n in range(len(SIZES))) and time.monotonic() < deadline:
-        ferry.move_on()
+    while any(device_feed.needs(n) for n in range(len(SIZES))) and time.monotonic() < deadline:
+        device_feed.move_on()
     assert not end.query(), "copies waited for what was computed behind them"
     optimizer.step()
 
@@ -177,7 +177,7 @@ def test_the_benchmark_copies_what_is_there(device: torch.device) -> None:
     """What the link's rate is measured with is made by the device, which may be late."""
     link = StreamLink(device)
     nbytes = 1 << 20
-    block = PinnedBlock(2 * nbytes, device, link.settle)
+    block = PinnedBlock(2 * nbytes, device, link.synchronize)
     spin(device, 0.1)
     rates = gpu_bounds._link(link, block)
     for rate in rates.values():

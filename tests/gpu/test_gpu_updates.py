@@ -50,7 +50,7 @@ def test_states_go_up_while_others_come_down(
 
         simulated.set_delays(5e-3, 5e9, 0)
     _, optimizer = made(device)
-    link = optimizer._kept().updater.link  # type: ignore[union-attr]
+    link = optimizer._params().updater.link  # type: ignore[union-attr]
     assert isinstance(link, links.StreamLink)
     for _ in range(2):
         optimizer.step()
@@ -62,7 +62,7 @@ def test_states_go_up_while_others_come_down(
         start.record(stream)
         nbytes = copy(pairs, stream)
         stop.record(stream)
-        copies.append((stream is link._up, start, stop))
+        copies.append((stream is link._h2d_stream, start, stop))
         return nbytes
 
     monkeypatch.setattr(links, "_copy", timed)
@@ -118,7 +118,7 @@ def test_updates_on_both_sides_have_the_bits_of_the_host(
     train(got, optimizer, 0, 6)
     assert same_weights(got, want)
     assert same_states(optimizer, reference)
-    assert optimizer._kept().division.is_settled
+    assert optimizer._params().division.is_settled
     share = optimizer.traffic().device_share
     if where == "auto":
         assert share in {0.0, 1.0}

@@ -21,10 +21,10 @@ from tensorstow.fsdp import gradient_copies
 from tensorstow.fsdp.gradients import sum_wide
 from tensorstow.fsdp.shard_storage import Cell
 from tensorstow.fsdp.uploads import Uploads
-from tensorstow.io.device_link import Mark, StreamLink
+from tensorstow.io.device_link import DeviceEvent, StreamLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.step import device_update as updater_module
-from tensorstow.step.host_weight import Mirror, deliver, make_mirrors, refresh
+from tensorstow.step.host_weight import HostWeight, deliver, make_host_weights, refresh
 
 COUNT = 1 << 16
 LATE = 0.1
@@ -50,7 +50,7 @@ def test_a_copy_down_waits_for_what_makes_its_source(link: StreamLink) -> None:
     away, host = torch.ones(COUNT, device=link.device), pinned(0)
     spin(link.device, LATE)
     away.fill_(2)
-    link.down([(host, away)], [link.mark()]).synchronize()
+    link.d2h([(host, away)], [link.record_event()]).synchronize()
     assert host.eq(2).all()
 
 
@@ -58,7 +58,7 @@ def test_a_copy_up_waits_for_what_reads_its_target(link: StreamLink) -> None:
     away, host = torch.ones(COUNT, device=link.device), pinned(2)
     spin(link.device, LATE)
     before = away.clone()
-    link.join(link.up([(away, host)], [link.mark()]))
+    link.join(link.h2d([(away, host)], [link.record_event()]))
     after = away.clone()
     assert before.eq(1).all()
     assert after.eq(2).all()
@@ -69,10 +69,10 @@ def test_memory_that_is_freed_behind_a_copy_up_is_not_given_to_others(link: Stre
     busy = torch.Stream(link.device)
     with busy:
         spin(link.device, LATE)
-    link.up([(away, host)], [link.mark(), busy.record_event()])
+    link.h2d([(away, host)], [link.record_event(), busy.record_event()])
     del away
     other = torch.zeros(COUNT, device=link.device)
-    link.settle()
+    link.synchronize()
     assert other.eq(0).all()
 
 
@@ -80,20 +80,20 @@ def test_memory_that_is_freed_behind_a_copy_up_is_not_given_to_others(link: Stre
 def test_nothing_is_under_way_on_a_settled_link(way: str, link: StreamLink) -> None:
     away, host = torch.ones(COUNT, device=link.device), pinned(2)
     spin(link.device, 5 * LATE)
-    mark = link.mark()
-    over = link.down([(host, away)], [mark]) if way == "down" else link.up([(away, host)], [mark])
+    mark = link.record_event()
+    over = link.d2h([(host, away)], [mark]) if way == "down" else link.h2d([(away, host)], [mark])
     assert not mark.query(), "the host waited for a copy that waits for this"
-    link.settle()
+    link.synchronize()
     assert over.query()
 
 
 def test_copies_run_beside_the_caller_s_stream(link: StreamLink) -> None:
     away, host, back = torch.ones(COUNT, device=link.device), pinned(2), pinned(0)
-    there = link.mark()
+    there = link.record_event()
     spin(link.device, 5 * LATE)
-    end = link.mark()
-    up = link.up([(away, host)], [there])
-    link.down([(back, away)], [up]).synchronize()
+    end = link.record_event()
+    up = link.h2d([(away, host)], [there])
+    link.d2h([(back, away)], [up]).synchronize()
     assert back.eq(2).all()
     assert not end.query(), "the copies were behind what the caller's stream computes"
 
@@ -102,28 +102,30 @@ def test_copies_run_beside_the_caller_s_stream(link: StreamLink) -> None:
 
 
 @pytest.fixture
-def mirror(link: StreamLink) -> Mirror:
+def host_weight(link: StreamLink) -> HostWeight:
     """Return the mirror of a weight of ones."""
     weight = nn.Parameter(torch.ones(COUNT, device=link.device))
-    (made,) = make_mirrors([weight], link)[1]
+    (made,) = make_host_weights([weight], link)[1]
     return made
 
 
 def test_a_weight_that_is_still_to_be_written_is_fetched_as_it_will_be(
-    link: StreamLink, mirror: Mirror
+    link: StreamLink, host_weight: HostWeight
 ) -> None:
     spin(link.device, LATE)
-    mirror.parameter.data.fill_(2)
-    refresh([mirror], link)
-    assert mirror.host.eq(2).all()
+    host_weight.parameter.data.fill_(2)
+    refresh([host_weight], link)
+    assert host_weight.host.eq(2).all()
 
 
-def test_a_weight_is_delivered_behind_its_readers(link: StreamLink, mirror: Mirror) -> None:
-    mirror.host.fill_(2)
+def test_a_weight_is_delivered_behind_its_readers(
+    link: StreamLink, host_weight: HostWeight
+) -> None:
+    host_weight.host.fill_(2)
     spin(link.device, LATE)
-    before = mirror.parameter.detach().clone()
-    deliver([mirror], link)
-    after = mirror.parameter.detach().clone()
+    before = host_weight.parameter.detach().clone()
+    deliver([host_weight], link)
+    after = host_weight.parameter.detach().clone()
     assert before.eq(1).all()
     assert after.eq(2).all()
 
@@ -294,10 +296,10 @@ def test_a_step_by_gradients_that_have_landed_already(device: torch.device) -> N
         seen = []
         model(torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)).float().sum().backward()
         for _ in range(2):
-            ferry = optimizer._kept().ferry if optimizer.state else None
-            if ferry is not None:
-                assert isinstance(ferry.link, StreamLink)
-                with ferry.link._up:
+            device_feed = optimizer._params().device_feed if optimizer.state else None
+            if device_feed is not None:
+                assert isinstance(device_feed.link, StreamLink)
+                with device_feed.link._h2d_stream:
                     spin(device, LATE)
             optimizer.step()
             seen.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
@@ -324,7 +326,7 @@ def test_slots_on_the_device_are_made_of_memory_that_is_in_use_still(
     got.bring(range(1))
     torch.autograd.backward(got(0))
     optimizer = make(got, states=states, update_on="device")
-    slot = 2 * 4 * optimizer._kept().stowage.policy.chunk_elements
+    slot = 2 * 4 * optimizer._params().stowage.policy.chunk_elements
     used = [torch.ones(slot, dtype=torch.uint8, device=device) for _ in range(3)]
     spin(device, LATE)
     for memory in used:
@@ -340,9 +342,9 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
     net = Net(torch.bfloat16).to(device)
     optimizer = make(net, update_on="device")
     train(net, optimizer, 0, 1)
-    kept = optimizer._kept()
-    assert kept.updater is not None
-    link = kept.updater.link
+    params = optimizer._params()
+    assert params.updater is not None
+    link = params.updater.link
     assert isinstance(link, StreamLink)
     update = updater_module._update
 
@@ -354,10 +356,10 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(updater_module, "_update", late)
-    monkeypatch.setattr(kept.store.pipeline, "outside_done", fails)
-    marks: list[Mark] = []
-    down = link.down
-    monkeypatch.setattr(link, "down", lambda *given: marks.append(down(*given)) or marks[-1])
+    monkeypatch.setattr(params.store.pipeline, "outside_done", fails)
+    marks: list[DeviceEvent] = []
+    d2h = link.d2h
+    monkeypatch.setattr(link, "d2h", lambda *given: marks.append(d2h(*given)) or marks[-1])
     torch.autograd.backward(net(1))
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
@@ -373,7 +375,7 @@ def units(link: StreamLink, *, ahead: int = 0, cast: bool = False) -> tuple[Uplo
     uploads = Uploads(link, ahead=ahead, beside_forward=False)
     cells = []
     for number in range(4):
-        block = PinnedBlock(4 * COUNT, link.device, link.settle)
+        block = PinnedBlock(4 * COUNT, link.device, link.synchronize)
         cells.append(Cell(block.tensor(0, COUNT, torch.float32), COUNT, block))
         cells[-1].home.fill_(number)
         uploads.add(cells[-1:], [dtype_of(cast=cast)], None)
@@ -393,11 +395,11 @@ def gathered(uploads: Uploads, cell: Cell, *, cast: bool = False, late: float = 
     return got
 
 
-def hold_up(link: StreamLink, seconds: float = LATE) -> Mark:
+def hold_up(link: StreamLink, seconds: float = LATE) -> DeviceEvent:
     """Let copies up be late; return a mark before them."""
-    with link._up:
+    with link._h2d_stream:
         spin(link.device, seconds)
-        return link.mark()
+        return link.record_event()
 
 
 @pytest.mark.parametrize("cast", [False, True])
@@ -435,7 +437,7 @@ def test_nothing_is_waited_for_to_go_ahead(link: StreamLink) -> None:
         for cell in cells:
             gathered(uploads, cell, cast=True)
     uploads.forget()
-    link.settle()
+    link.synchronize()
     mark = hold_up(link, 5 * LATE)
     for cell in cells[:2]:
         gathered(uploads, cell, cast=True)

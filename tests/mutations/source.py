@@ -8,9 +8,9 @@ from mutations.table import Mutation
 
 SOURCE = Path(__file__).parents[2] / "src" / "tensorstow"
 _CALLS = frozenset(
-    {"record_event", "record_stream", "synchronize", "wait_event", "wait_stream", "mark", "query"}
+    {"record_event", "record_stream", "synchronize", "wait_event", "wait_stream", "query"}
 )
-_OF_LINKS = frozenset({"join", "settle"})  # strings join too, and stores settle
+_OF_LINKS = frozenset({"join"})  # strings join too
 _KEYWORDS = frozenset({"non_blocking", "pin_memory"})
 # Here `synchronize` and `query` are an optimizer's, a writer's or SQLite's.
 _ELSEWHERE = ("cli/", "tensornvme/", "store/", "optim/generic/")
@@ -23,7 +23,7 @@ WITHOUT = frozenset(
         # No shard in host memory has an order of its own yet.
         ("step/backward_overlap.py", "fall.synchronize()"),
         # A step is given up by a store that is closed behind it.
-        ("step/param_table.py", "self._link.settle()"),
+        ("step/param_table.py", "self._link.synchronize()"),
     }
 )
 """Calls that no test misses."""
@@ -64,7 +64,7 @@ def _orders(call: ast.Call) -> bool:
     if any(keyword.arg in _KEYWORDS for keyword in call.keywords):
         return True
     if isinstance(call.func, ast.Name):
-        return call.func.id == "settle"
+        return call.func.id == "synchronize"
     if not isinstance(call.func, ast.Attribute):
         return False
     name, of = call.func.attr, call.func.value

@@ -17,9 +17,9 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoredSpace
 from tensorstow.step import forward_overlap, schedules
-from tensorstow.step.backward_overlap import LandedGradients
-from tensorstow.step.param_table import Member
-from tensorstow.step.step_plan import Turn
+from tensorstow.step.backward_overlap import ConsumedGradients
+from tensorstow.step.param_table import ManagedParam
+from tensorstow.step.step_plan import StepPlan
 from tensorstow.store.records import ChunkRecord
 
 Land = Callable[[torch.Tensor], None]
@@ -49,7 +49,7 @@ def blocks_wait_for_nothing(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 
 def weights_not_delivered(patch: pytest.MonkeyPatch, _: Path) -> None:
-    def forget(member: Member) -> None:
+    def forget(member: ManagedParam) -> None:
         member.host = None
 
     patch.setattr(schedules, "deliver", forget)
@@ -57,10 +57,10 @@ def weights_not_delivered(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 def another_gradient(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Let a parameter be updated by the gradient of another one of its size."""
-    hand_over = LandedGradients.hand_over
+    hand_over = ConsumedGradients.hand_over
     last: list[torch.Tensor] = []
 
-    def confused(self: LandedGradients, number: int, parameter: torch.Tensor, land: Land) -> None:
+    def confused(self: ConsumedGradients, number: int, parameter: torch.Tensor, land: Land) -> None:
         def land_last(gradient: torch.Tensor) -> None:
             same = [g for g in last if g.numel() == gradient.numel()]
             last.append(gradient)
@@ -68,7 +68,7 @@ def another_gradient(patch: pytest.MonkeyPatch, _: Path) -> None:
 
         hand_over(self, number, parameter, land_last)
 
-    patch.setattr(LandedGradients, "hand_over", confused)
+    patch.setattr(ConsumedGradients, "hand_over", confused)
 
 
 def first_micro_batches_lost(patch: pytest.MonkeyPatch, _: Path) -> None:
@@ -144,13 +144,13 @@ def committed_extent_is_written_again(patch: pytest.MonkeyPatch, _: Path) -> Non
 
 def commit_without_its_weights(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Let a step that commits not put the new weights beside the states."""
-    make_turn = StowedAdam._make_turn
+    make_plan = StowedAdam._make_plan
 
-    def without(self: StowedAdam, *given: Any, commits: bool) -> Turn:  # noqa: ANN401  # passed on
+    def without(self: StowedAdam, *given: Any, commits: bool) -> StepPlan:  # noqa: ANN401  # passed on
         del commits
-        return make_turn(self, *given, commits=False)
+        return make_plan(self, *given, commits=False)
 
-    patch.setattr(StowedAdam, "_make_turn", without)
+    patch.setattr(StowedAdam, "_make_plan", without)
 
 
 def commit_of_weights_before_the_step(patch: pytest.MonkeyPatch, _: Path) -> None:

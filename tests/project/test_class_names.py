@@ -12,7 +12,6 @@ BOTH_SIDES = {"Family", "Part", "StateFormat", "StreamSpec"}
 """One thing that Python describes and the native core is given: one class on either side."""
 OPEN = {
     "FileFacts",
-    "Member",
     "Memory",
     "Piece",
     "Place",
@@ -21,9 +20,7 @@ OPEN = {
     "Slot",
     "Space",
     "Span",
-    "Turn",
     "_Gradient",
-    "_Trip",
 }
 """Names that still have two meanings. It only shrinks."""
 

@@ -28,7 +28,7 @@ class Pages:
         self.nbytes = sum(t.nbytes for t in self.tensors)
         self._away()
         for parameter in module.parameters():
-            parameter.lessor = self  # type: ignore[assignment]
+            parameter.pager = self  # type: ignore[assignment]
 
     def _away(self) -> None:
         self.saved = [t.clone() for t in self.tensors]

@@ -14,7 +14,7 @@ from tensorstow.fsdp import gradients, sharding
 from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.unshard import MicroBatches
 from tensorstow.optim import stowed_adam
-from tensorstow.step.disk_feed import Leases
+from tensorstow.step.disk_feed import DiskFeed
 
 Mutant = Callable[[ExitStack], None]
 
@@ -61,12 +61,12 @@ def old_weights(patches: ExitStack) -> None:
 def unwritten(patches: ExitStack) -> None:
     """Forget what an update did to a weight on disk."""
 
-    def forget(self: Leases, key: int) -> None:
+    def forget(self: DiskFeed, key: int) -> None:
         lease = self._leases.pop(key)
-        lease.lessor.release(changed=False)
-        lease.lessor.drop_pages()
+        lease.pager.release(changed=False)
+        lease.pager.drop_pages()
 
-    patches.enter_context(patch.object(Leases, "_end", forget))
+    patches.enter_context(patch.object(DiskFeed, "_end", forget))
 
 
 def unreduced(patches: ExitStack) -> None:

@@ -12,13 +12,13 @@ from tensorstow.checkpoint.commits import Commits
 from tensorstow.checkpoint.resume import resume
 from tensorstow.checkpoint.run import Extra
 from tensorstow.states.stored import StoredSpace
-from tensorstow.step.param_table import Members
+from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups
 
 
 def move_run(
     directories: Sequence[Path],
-    kept: Members,
+    params: ParamTable,
     commits: Commits,
     groups: Groups,
     states: MutableMapping[torch.Tensor, dict[str, Any]],
@@ -29,19 +29,19 @@ def move_run(
     The store before is read through the files that are open, wherever they are by now, and closed.
     Raises OptionError where a run is there; until the commit is durable nothing is changed.
     """
-    placement = replace(kept.stowage.placement, directories=tuple(directories))
-    stowage = commits.ranks.own(replace(kept.stowage, placement=placement))
+    placement = replace(params.stowage.placement, directories=tuple(directories))
+    stowage = commits.ranks.own(replace(params.stowage, placement=placement))
     space = StoredSpace(stowage.placement.directories, stowage.policy)
     try:
         _refuse_run(space)
-        generation = commits.commit_in(space, kept, groups, states, extra)
+        generation = commits.commit_in(space, params, groups, states, extra)
     except BaseException:
         space.close()
         raise
-    kept.move_to(space, stowage)
+    params.move_to(space, stowage)
     commits.forget_records()
-    resume(generation, kept, groups, states, commits.module)
-    commits.resumed(generation, kept)
+    resume(generation, params, groups, states, commits.module)
+    commits.resumed(generation, params)
     commits.was_given_extra |= extra is not None
 
 

@@ -33,8 +33,8 @@ from tensorstow.states.layout import parts_of
 from tensorstow.states.native_pipeline import NOWHERE, Place, StepKind, StepRow
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoredSpace
-from tensorstow.step.disk_feed import Leases, lend
-from tensorstow.step.param_table import Member, Members
+from tensorstow.step.disk_feed import DiskFeed, lend
+from tensorstow.step.param_table import ManagedParam, ParamTable
 from tensorstow.step.step_plan import Groups, States, must_seed
 from tensorstow.store.records import (
     ChunkRecord,
@@ -89,19 +89,19 @@ class Commits:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[Generation] | None = None
         self._places: dict[Chunk, Place] = {}
-        self._kept: dict[tuple[str, str], tuple[tuple[int, int], TensorRecord]] = {}
+        self._tensors: dict[tuple[str, str], tuple[tuple[int, int], TensorRecord]] = {}
         self._temporary: list[TensorRecord] = []
         self._told_left_out = False
         self._told_foreign = False
 
-    def refuse_strange(self, kept: Members) -> None:
+    def refuse_strange(self, params: ParamTable) -> None:
         """Raise OptionError where the directory holds a run that this one would bury."""
-        if not kept.stowage.placement.durable or self.committed is not None:
+        if not params.stowage.placement.durable or self.committed is not None:
             return
-        newest = space_of(kept).store.generation()
+        newest = space_of(params).store.generation()
         if newest is not None:
             message = (
-                f"{kept.store.directories[0]} holds a run, committed at step {newest.step}. Call"
+                f"{params.store.directories[0]} holds a run, committed at step {newest.step}. Call"
                 " resume() first to go on with it, or name another directory for a new one"
                 " (`tensorstow clean` removes a dead run)."
             )
@@ -139,7 +139,7 @@ class Commits:
             return nullcontext()
         return self.ranks.telling(f"the commit of step {self.step + 1}")
 
-    def join(self, kept: Members) -> None:
+    def join(self, params: ParamTable) -> None:
         """Wait until the commit under way, if any, is durable; raise what failed in it."""
         if self._pending is None:
             return
@@ -148,9 +148,9 @@ class Commits:
             raise ForkError(message)
         wait([self._pending])  # an interrupt leaves it under way, to be waited for by the next call
         with SignalsDeferred():
-            self._join(kept)
+            self._join(params)
 
-    def _join(self, kept: Members) -> None:
+    def _join(self, params: ParamTable) -> None:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -161,17 +161,17 @@ class Commits:
             except UnlinkedError as error:
                 generation, unlinked = error.committed, error
             if isinstance(generation, Generation):
-                self._settle_on(generation, kept)
+                self._settle_on(generation, params)
         except BaseException as error:
-            kept.store.pipeline.check_alive()  # the caller may have been told already
-            kept.store.pipeline.poison(error)
+            params.store.pipeline.check_alive()  # the caller may have been told already
+            params.store.pipeline.poison(error)
             raise
         if unlinked is not None:
             # States and weights are as good as before: the run may go on in another directory.
             raise unlinked
 
-    def _settle_on(self, generation: Generation, kept: Members) -> None:
-        self._retarget(kept.store, space_of(kept))
+    def _settle_on(self, generation: Generation, params: ParamTable) -> None:
+        self._retarget(params.store, space_of(params))
         self.committed, self.generation = generation.step, generation.number
 
     def abandon(self) -> None:
@@ -183,13 +183,15 @@ class Commits:
             wait([self._pending])
         self._pending = None
 
-    def prepare(self, kept: Members) -> None:
+    def prepare(self, params: ParamTable) -> None:
         """Before a step that commits: find weights that others wrote since the last one."""
-        for member in kept.all():
-            if member.written_by_others:
-                kept.store.pipeline.forget_capture(member.number)
+        for param in params.all():
+            if param.written_by_others:
+                params.store.pipeline.forget_capture(param.number)
 
-    def start(self, kept: Members, groups: Groups, states: States, extra: Extra | None) -> None:
+    def start(
+        self, params: ParamTable, groups: Groups, states: States, extra: Extra | None
+    ) -> None:
         """Make the step that was just taken, with capture, a generation; return before it is one.
 
         ``extra`` None: what the caller's function returns now.
@@ -197,8 +199,8 @@ class Commits:
         what = f"the commit of step {self.step}"
         self.was_given_extra |= extra is not None
         with self.ranks.telling(what):
-            gathered = self._gather(kept, groups, states, extra)
-        store, before = space_of(kept).store, None if self.ranks.alone else self.generation
+            gathered = self._gather(params, groups, states, extra)
+        store, before = space_of(params).store, None if self.ranks.alone else self.generation
 
         def finish_together() -> Generation:
             generation = self.ranks.together(what, lambda: store.commit(gathered(), keep=before))
@@ -217,27 +219,27 @@ class Commits:
             self._last = time.monotonic()
 
     def _gather(
-        self, kept: Members, groups: Groups, states: States, extra: Extra | None
+        self, params: ParamTable, groups: Groups, states: States, extra: Extra | None
     ) -> Callable[[], Content]:
         """Write what is small; return what waits for the states and says all that there is."""
-        space = space_of(kept)
+        space = space_of(params)
         given: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
         plain, tensors = take_apart(extra_of(given), "extra")
-        hyper, numbers = take_apart(self._hyper(kept, groups, states), "a parameter group")
+        hyper, numbers = take_apart(self._hyper(params, groups, states), "a parameter group")
         records = [
             *self._write_all("extra", tensors, space),
             *self._write_all("hyper", numbers, space),
-            *self._write_module(kept, space),
+            *self._write_module(params, space),
         ]
         hyper |= {COMMIT: self.ranks.next_id(), FIRST: self.committed is None}
-        layout = layout_of(kept, names_of(groups, self.module))
+        layout = layout_of(params, names_of(groups, self.module))
         self._tell_foreign(states)
         step = self.step
 
         def finish() -> Content:
-            with kept.store.pipeline.lock:
-                kept.store.pipeline.wait_written()
-                chunks = [_record(chunk, kept.store, space) for chunk in kept.store.chunks]
+            with params.store.pipeline.lock:
+                params.store.pipeline.wait_written()
+                chunks = [_record(chunk, params.store, space) for chunk in params.store.chunks]
             return Content(step, layout, hyper, plain, chunks, records)
 
         return finish
@@ -257,7 +259,7 @@ class Commits:
     def commit_in(
         self,
         target: StoredSpace,
-        kept: Members,
+        params: ParamTable,
         groups: Groups,
         states: States,
         extra: Extra | None,
@@ -265,9 +267,9 @@ class Commits:
         """Make the run of now a generation of another store; what is here stays as it is."""
         what = f"the commit of step {self.step} in another directory"
         with self.ranks.telling(what):
-            self.capture(kept)
-            content = self._gather(kept, groups, states, extra)()
-            content = target.store.copy(space_of(kept).store, content)
+            self.capture(params)
+            content = self._gather(params, groups, states, extra)()
+            content = target.store.copy(space_of(params).store, content)
         try:
             return self.ranks.together(what, lambda: target.store.commit(content))
         finally:
@@ -276,34 +278,34 @@ class Commits:
 
     def forget_records(self) -> None:
         """Forget what is held in a store that is left for another one."""
-        self._kept.clear()
+        self._tensors.clear()
         self._temporary.clear()
         self._places.clear()
 
-    def capture(self, kept: Members) -> None:
+    def capture(self, params: ParamTable) -> None:
         """Write to disk what it has not got of the states and weights of now."""
         with self.ranks.telling(f"the commit of step {self.step}"):
-            kept.refresh()
-            self.prepare(kept)
-            rows = [StepRow(weight=member.weight) for member in kept.all()]
+            params.refresh()
+            self.prepare(params)
+            rows = [StepRow(weight=param.weight) for param in params.all()]
             none = np.zeros((0, 9), dtype=np.float32)
-            leases = lend(kept, rows, captures=True)
-            kind = StepKind(open=leases is not None, capture=True)
-            kept.store.pipeline.step(rows, none, kind)
-            if leases is not None:
+            disk_feed = lend(params, rows, captures=True)
+            kind = StepKind(open=disk_feed is not None, capture=True)
+            params.store.pipeline.step(rows, none, kind)
+            if disk_feed is not None:
                 with SignalsDeferred():
-                    _lend_to(kept, leases)
+                    _lend_to(params, disk_feed)
 
-    def resumed(self, generation: Generation, kept: Members) -> None:
+    def resumed(self, generation: Generation, params: ParamTable) -> None:
         """Go on behind a generation that was just loaded."""
         self.step = self.committed = generation.step
         self.generation = generation.number
         self._last = time.monotonic()
-        for record in (*self._temporary, *(record for _, record in self._kept.values())):
-            space_of(kept).store.release(record.extent)
-        self._kept.clear()
+        for record in (*self._temporary, *(record for _, record in self._tensors.values())):
+            space_of(params).store.release(record.extent)
+        self._tensors.clear()
         self._temporary.clear()
-        self._places = {c: kept.store.pipeline.place(c) for c in kept.store.chunks}
+        self._places = {c: params.store.pipeline.place(c) for c in params.store.chunks}
 
     def close(self) -> None:
         """Let the thread go. Idempotent."""
@@ -327,24 +329,24 @@ class Commits:
             (free,) = space.reserve([chunk.file_bytes])
             store.pipeline.target(chunk, free)
 
-    def _hyper(self, kept: Members, groups: Groups, states: States) -> dict[str, Any]:
+    def _hyper(self, params: ParamTable, groups: Groups, states: States) -> dict[str, Any]:
         saved = [
             {k: v for k, v in group.items() if k not in {"params", "param_names"}}
             for group in groups
         ]
-        members = [[_number(kept.find(p)) for p in group["params"]] for group in groups]
+        members = [[_number(params.find(p)) for p in group["params"]] for group in groups]
         counts = {
             str(m.number): float(states[m.owner]["step"])
-            for m in kept.all()
+            for m in params.all()
             if "step" in states.get(m.owner, {})
         }
-        reseed = [m.number for m in kept.all() if must_seed(m, kept.store)]
+        reseed = [m.number for m in params.all() if must_seed(m, params.store)]
         return {
             "groups": saved,
             "members": members,
             "steps": counts,
             "reseed": reseed,
-            "update_on": kept.stowage.update_on or "host",
+            "update_on": params.stowage.update_on or "host",
         }
 
     def _write_all(
@@ -358,11 +360,11 @@ class Commits:
             records.append(written)
         return records
 
-    def _write_module(self, kept: Members, space: StoredSpace) -> list[TensorRecord]:
+    def _write_module(self, params: ParamTable, space: StoredSpace) -> list[TensorRecord]:
         """Write buffers and parameters that no optimizer updates, where they changed."""
         if self.module is None:
             return []
-        members = {id(m.owner) for m in kept.all()}
+        members = {id(m.owner) for m in params.all()}
         records = []
         left_out = []
         for name, tensor in module_tensors(self.module):
@@ -391,12 +393,12 @@ class Commits:
         nbytes = held.numel() * held.element_size()
         # Both: batch_norm writes its statistics without telling the version counter.
         mark = (tensor._version, _native.checksum(held.data_ptr(), nbytes))  # noqa: SLF001
-        before = self._kept.get(key)
+        before = self._tensors.get(key)
         if before is None or before[0] != mark:
-            self._kept[key] = (mark, space.store.write_tensor(*key, held))
+            self._tensors[key] = (mark, space.store.write_tensor(*key, held))
             if before is not None:
                 self._temporary.append(before[1])
-        return self._kept[key][1]
+        return self._tensors[key][1]
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
@@ -411,18 +413,18 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return not expanded and not is_traceable_wrapper_subclass(shard)
 
 
-def _lend_to(kept: Members, leases: Leases) -> None:
+def _lend_to(params: ParamTable, disk_feed: DiskFeed) -> None:
     """Let the open step of a commit have weights that are on disk, a few units at a time."""
-    pipeline = kept.store.pipeline
+    pipeline = params.store.pipeline
     try:
-        leases.close()
+        disk_feed.close()
         pipeline.close_step()
         pipeline.wait_published()
     except BaseException as error:
         pipeline.poison(error)
         raise
     finally:
-        leases.end_all()
+        disk_feed.end_all()
 
 
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -437,9 +439,9 @@ def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
                 yield name, buffer
 
 
-def space_of(kept: Members, asked: str = "A commit") -> StoredSpace:
+def space_of(params: ParamTable, asked: str = "A commit") -> StoredSpace:
     """Return the durable space; raise OptionError, naming ``asked``, where states are scratch."""
-    space = kept.store.space
+    space = params.store.space
     if isinstance(space, StoredSpace):
         return space
     message = (
@@ -460,7 +462,7 @@ def names_of(groups: Groups, module: torch.nn.Module | None) -> dict[int, str]:
     return by_id
 
 
-def layout_of(kept: Members, names: Mapping[int, str]) -> dict[str, Any]:
+def layout_of(params: ParamTable, names: Mapping[int, str]) -> dict[str, Any]:
     """Return how the states lie in chunks, as JSON."""
     return {
         "parameters": [
@@ -472,9 +474,9 @@ def layout_of(kept: Members, names: Mapping[int, str]) -> dict[str, Any]:
                 "amsgrad": m.family.amsgrad,
                 "format": str(m.family.format),
             }
-            for m in kept.all()
+            for m in params.all()
         ],
-        "chunks": [_chunk_entry(chunk) for chunk in kept.store.chunks],
+        "chunks": [_chunk_entry(chunk) for chunk in params.store.chunks],
     }
 
 
@@ -498,5 +500,5 @@ def _record(chunk: Chunk, store: StateStore, space: StoredSpace) -> ChunkRecord:
     )
 
 
-def _number(member: Member | None) -> int | None:
-    return None if member is None else member.number
+def _number(param: ManagedParam | None) -> int | None:
+    return None if param is None else param.number

@@ -12,7 +12,7 @@ from tensorstow.base.errors import DirectoryError
 from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.mapped import ALIGN, scratch_pieces
 from tensorstow.states.state_store import StateStore
-from tensorstow.step.param_table import Member, Members, in_shape_of
+from tensorstow.step.param_table import ManagedParam, ParamTable, in_shape_of
 from tensorstow.tensors.dtensor import is_sharded, sharded_like
 from tensorstow.tensors.on_disk import StateOnDisk
 
@@ -49,21 +49,23 @@ def gather(store: StateStore, numbers: Sequence[int]) -> dict[int, dict[str, tor
     return out
 
 
-def complete(entries: dict[Any, Any], parameters: Sequence[torch.Tensor], kept: Members) -> None:
+def complete(
+    entries: dict[Any, Any], parameters: Sequence[torch.Tensor], params: ParamTable
+) -> None:
     """Add the states that live on disk to what torch gathered for a state dict."""
-    kept.store.settle()
+    params.store.settle()
     # By parameter: users keep entries under keys of their own, which go as they are, as in torch.
     found = {
-        i: member
+        i: param
         for i, parameter in enumerate(parameters)
-        if isinstance(entries.get(i), dict) and (member := kept.find(parameter)) is not None
+        if isinstance(entries.get(i), dict) and (param := params.find(parameter)) is not None
     }
     missing = {
-        member.number: (i, member.shard)
-        for i, member in found.items()
-        if is_elsewhere(entries[i], member)
+        param.number: (i, param.shard)
+        for i, param in found.items()
+        if is_elsewhere(entries[i], param)
     }
-    for number, tensors in gather(kept.store, list(missing)).items():
+    for number, tensors in gather(params.store, list(missing)).items():
         index, parameter = missing[number]
         entry = entries[index]
         shaped = in_shape_of(parameter, tensors)
@@ -71,15 +73,15 @@ def complete(entries: dict[Any, Any], parameters: Sequence[torch.Tensor], kept: 
         # somebody put in meanwhile, for the next step to take, is kept.
         entries[index] = {**entry, **shaped, **placed(entry)}
         entries[index]["step"] = entry["step"].clone()
-    for i, member in found.items():
-        if is_sharded(member.owner):
-            entries[i] = _as_sharded(entries[i], member)
+    for i, param in found.items():
+        if is_sharded(param.owner):
+            entries[i] = _as_sharded(entries[i], param)
 
 
-def is_elsewhere(entry: Mapping[str, Any], member: Member) -> bool:
+def is_elsewhere(entry: Mapping[str, Any], param: ManagedParam) -> bool:
     """Return whether what ``optimizer.state`` has of a member lacks its states."""
     # Without a step count somebody only asked for a state that does not exist yet.
-    return "step" in entry and not placed(entry).keys() >= set(member.family.states)
+    return "step" in entry and not placed(entry).keys() >= set(param.family.states)
 
 
 def placed(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,10 +89,10 @@ def placed(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if not isinstance(value, StateOnDisk)}
 
 
-def _as_sharded(entry: Mapping[str, Any], member: Member) -> dict[str, Any]:
+def _as_sharded(entry: Mapping[str, Any], param: ManagedParam) -> dict[str, Any]:
     """Return an entry whose states are DTensors, as torch's optimizers have them."""
-    shards = {k: v for k, v in placed(entry).items() if k in member.family.states}
-    whole = {k: v if is_sharded(v) else sharded_like(member.owner, v) for k, v in shards.items()}
+    shards = {k: v for k, v in placed(entry).items() if k in param.family.states}
+    whole = {k: v if is_sharded(v) else sharded_like(param.owner, v) for k, v in shards.items()}
     return {**entry, **whole}
 
 

@@ -20,7 +20,7 @@ from tensorstow.checkpoint.full_state import is_elsewhere, placed
 from tensorstow.checkpoint.serialize import put_together, take_apart
 from tensorstow.io.mapped import Mapped, replacing
 from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
-from tensorstow.step.param_table import Members, in_shape_of
+from tensorstow.step.param_table import ParamTable, in_shape_of
 from tensorstow.step.step_plan import Groups, States, as_step
 from tensorstow.tensors.dtensor import groups_of
 
@@ -51,7 +51,7 @@ class _Contents:
 
 def save(
     path: Path,
-    kept: Members,
+    params: ParamTable,
     groups: Groups,
     states: States,
     module: torch.nn.Module | None,
@@ -68,7 +68,7 @@ def save(
     named, names = _names(groups, module)
     for group, called in zip(groups, names, strict=True):
         for parameter, name in zip(group["params"], called, strict=True):
-            _add_states(contents, name, states.get(parameter) or {}, kept, parameter)
+            _add_states(contents, name, states.get(parameter) or {}, params, parameter)
         plain.append({k: v for k, v in group.items() if k not in _NOT_HYPER})
     hyper, numbers = take_apart(plain, "a parameter group")
     for index, number in enumerate(numbers):
@@ -82,7 +82,7 @@ def save(
         _KEYED_BY: "name" if named else "place",
         _HYPER: json.dumps(hyper),
     }
-    _write(path, lay_out(contents.entries, metadata), contents, kept)
+    _write(path, lay_out(contents.entries, metadata), contents, params)
 
 
 def _refuse_shards(groups: Groups) -> None:
@@ -165,10 +165,10 @@ def _add_states(
     contents: _Contents,
     name: str,
     entry: Mapping[str, Any],
-    kept: Members,
+    params: ParamTable,
     parameter: torch.Tensor,
 ) -> None:
-    member = kept.find(parameter)
+    param = params.find(parameter)
     for key, value in placed(entry).items():
         if key == "step":
             contents.add(f"{name}.{key}", as_step(value))
@@ -180,23 +180,23 @@ def _add_states(
                 " tensors only. Save the state_dict by torch.save."
             )
             raise OptionError(message)
-    if member is None or not is_elsewhere(entry, member):
+    if param is None or not is_elsewhere(entry, param):
         return
-    if member.order is not None:  # its pieces are not those of its shape, one after the other
-        whole = in_shape_of(member.shard, kept.store.read([member.number])[member.number])
+    if param.order is not None:  # its pieces are not those of its shape, one after the other
+        whole = in_shape_of(param.shard, params.store.read([param.number])[param.number])
         for key, state in whole.items():
             if f"{name}.{key}" not in contents.entries:
                 contents.add(f"{name}.{key}", state.contiguous())
         return
-    contents.elsewhere[member.number] = name
-    for key in member.family.states:
+    contents.elsewhere[param.number] = name
+    for key in param.family.states:
         shape = tuple(parameter.shape)
         contents.entries.setdefault(f"{name}.{key}", Entry(torch.float32, shape))
 
 
-def _write(path: Path, table: Table, contents: _Contents, kept: Members) -> None:
+def _write(path: Path, table: Table, contents: _Contents, params: ParamTable) -> None:
     elsewhere = contents.elsewhere
-    with replacing(path, table.nbytes) as file, closing(kept.store.pieces(elsewhere)) as pieces:
+    with replacing(path, table.nbytes) as file, closing(params.store.pieces(elsewhere)) as pieces:
         header = torch.frombuffer(bytearray(table.header), dtype=torch.uint8)
         file.write(header, 0)
         for name, tensor in contents.tensors.items():

@@ -21,17 +21,17 @@ from tensorstow.states.layout import ChunkPlan, Family, Run, parts_of
 from tensorstow.states.native_pipeline import Stored
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoredSpace
-from tensorstow.step.param_table import Member, Members
+from tensorstow.step.param_table import ManagedParam, ParamTable
 from tensorstow.step.step_plan import Groups, States, as_step
 from tensorstow.step.validation import refuse_beside
 from tensorstow.store.checksums import differing_runs, weight_checksums
 from tensorstow.store.records import ChunkShape, Generation, TensorRecord, chunk_shapes
-from tensorstow.tensors.dtensor import Lessor, lent, order_of, shard_of
+from tensorstow.tensors.dtensor import Pager, lent, order_of, shard_of
 
 
 def resume(
     generation: Generation,
-    kept: Members,
+    params: ParamTable,
     groups: Groups,
     states: MutableMapping[torch.Tensor, dict[str, Any]],
     module: torch.nn.Module | None,
@@ -46,9 +46,9 @@ def resume(
     _refuse_other_blocks(generation)
     order = _match(entries, generation.hyper, groups, module)
     _refuse_other_rule(generation.hyper, groups)
-    _refuse_unknown(kept, order, names_of(groups, module))
-    families = [_family(entry, kept) for entry in entries]
-    space = space_of(kept)
+    _refuse_unknown(params, order, names_of(groups, module))
+    families = [_family(entry, params) for entry in entries]
+    space = space_of(params)
     plans = list(_plans(generation.layout["chunks"], families))
     records = sorted(generation.chunks, key=lambda record: record.chunk)
 
@@ -57,40 +57,40 @@ def resume(
             Stored(space.adopt(r.extent), r.blank, r.checksums, r.weight_checksums) for r in records
         ]
 
-    kept.store.check_budget(plans)
-    there = _updated_on(generation.hyper, kept, order)
+    params.store.check_budget(plans)
+    there = _updated_on(generation.hyper, params, order)
     try:
         if there is not None:
-            kept.update_on(there)
-        for member in kept.all():
-            states.pop(member.owner, None)
-        kept.restore(order, families, plans, adopt)
-        _load_weights(generation, kept, space)
-        kept.deliver()
-        _load_module(generation, kept, module, space)
+            params.update_on(there)
+        for param in params.all():
+            states.pop(param.owner, None)
+        params.restore(order, families, plans, adopt)
+        _load_weights(generation, params, space)
+        params.deliver()
+        _load_module(generation, params, module, space)
         hyper = _put_back(generation.hyper, "hyper", generation, space)
         for group, values in zip(groups, hyper["groups"], strict=True):
             group.update(values)
         for number, count in hyper["steps"].items():
-            member = kept.all()[int(number)]
-            states[member.owner] = {"step": as_step(count), **member.views}
-        for member in kept.all():
-            _begin(member, kept.store, reseed=member.number in hyper["reseed"], states=states)
+            param = params.all()[int(number)]
+            states[param.owner] = {"step": as_step(count), **param.views}
+        for param in params.all():
+            _begin(param, params.store, reseed=param.number in hyper["reseed"], states=states)
         return _put_back(generation.extra, "extra", generation, space)
     except BaseException as error:
-        kept.store.pipeline.poison(error)
+        params.store.pipeline.poison(error)
         raise
 
 
 def _updated_on(
-    hyper: Mapping[str, Any], kept: Members, order: Sequence[torch.Tensor]
+    hyper: Mapping[str, Any], params: ParamTable, order: Sequence[torch.Tensor]
 ) -> UpdateOn | None:
     """Return where else to update: as the run did, and nobody says otherwise.
 
     Raises OptionError where this optimizer cannot.
     """
     where = hyper.get("update_on", "host")
-    if kept.stowage.update_on is not None or where == "host":
+    if params.stowage.update_on is not None or where == "host":
         return None
     if not is_update_on(where):
         message = (
@@ -99,7 +99,7 @@ def _updated_on(
         )
         raise OptionError(message)
     why = f"The run that is stored here was written with {told(where)}"
-    refuse_beside(kept.stowage.overlap, why)
+    refuse_beside(params.stowage.overlap, why)
     if not all(device_link.is_remote(shard_of(p)) for p in order):
         message = (
             f"{why}, and here are parameters in host memory. Move the model to the accelerator"
@@ -233,9 +233,11 @@ def _difference(
     )
 
 
-def _refuse_unknown(kept: Members, order: Sequence[torch.Tensor], names: Mapping[int, str]) -> None:
+def _refuse_unknown(
+    params: ParamTable, order: Sequence[torch.Tensor], names: Mapping[int, str]
+) -> None:
     known = {id(p) for p in order}
-    strange = [m for m in kept.all() if id(m.owner) not in known]
+    strange = [m for m in params.all() if id(m.owner) not in known]
     if strange:
         told = [names.get(id(m.owner), f"number {m.number}") for m in strange[:5]]
         message = (
@@ -253,15 +255,15 @@ def _print(parameter: torch.Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
 
 
-def _family(entry: Mapping[str, Any], kept: Members) -> Family:
+def _family(entry: Mapping[str, Any], params: ParamTable) -> Family:
     dtype = getattr(torch, entry["dtype"])
     saved = Family(dtype, bool(entry["amsgrad"]), StateFormat(entry["format"]))
-    wanted = kept.stowage.family(dtype, amsgrad=saved.amsgrad)
-    if kept.stowage.format is not None and wanted != saved:
+    wanted = params.stowage.family(dtype, amsgrad=saved.amsgrad)
+    if params.stowage.format is not None and wanted != saved:
         message = (
-            f"state_format={kept.stowage.format.value!r} was asked for, and the run that is stored"
-            f" here keeps its {entry['dtype']} parameters' states as {saved.format.value!r}. Leave"
-            " state_format out; to change it, save state_dict() and load it into a new run."
+            f"state_format={params.stowage.format.value!r} was asked for, and the run that is"
+            f" stored here keeps its {entry['dtype']} parameters' states as {saved.format.value!r}."
+            " Leave state_format out; to change it, save state_dict() and load it into a new run."
         )
         raise OptionError(message)
     return saved
@@ -274,28 +276,28 @@ def _plans(entries: Sequence[Mapping[str, Any]], families: Sequence[Family]) -> 
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[Callable[[Member], None]]:
+def _one_at_a_time() -> Iterator[Callable[[ManagedParam], None]]:
     """Give what lets a member's weight be in memory, to be changed, until another one's is."""
-    last: Lessor | None = None
+    last: Pager | None = None
     with ExitStack() as held:
 
-        def hold(member: Member) -> None:
+        def hold(param: ManagedParam) -> None:
             nonlocal last
-            if member.lessor is not last:
+            if param.pager is not last:
                 held.close()
-                last = member.lessor
-                held.enter_context(member.held(to_change=True))
+                last = param.pager
+                held.enter_context(param.held(to_change=True))
 
         yield hold
 
 
-def _load_weights(generation: Generation, kept: Members, space: StoredSpace) -> None:
+def _load_weights(generation: Generation, params: ParamTable, space: StoredSpace) -> None:
     with _one_at_a_time() as hold:
-        for chunk, weights in _read_weights(generation, kept.store, space):
+        for chunk, weights in _read_weights(generation, params.store, space):
             for run in chunk.plan.runs:
-                member = kept.all()[run.parameter]
-                hold(member)
-                target = member.weight.detach().reshape(-1)
+                param = params.all()[run.parameter]
+                hold(param)
+                target = param.weight.detach().reshape(-1)
                 piece = weights[run.position : run.position + run.count]
                 target[run.start : run.start + run.count] = piece
 
@@ -352,12 +354,12 @@ def _damaged(
 
 @torch.no_grad()
 def _load_module(
-    generation: Generation, kept: Members, module: torch.nn.Module | None, space: StoredSpace
+    generation: Generation, params: ParamTable, module: torch.nn.Module | None, space: StoredSpace
 ) -> None:
     records = {r.name: r for r in generation.tensors if r.kind == "module"}
     if module is None:
         return
-    members = {id(m.owner) for m in kept.all()}
+    members = {id(m.owner) for m in params.all()}
     for name, tensor in module_tensors(module):
         if id(tensor) not in members and name in records:
             shard = shard_of(tensor)
@@ -384,13 +386,13 @@ def _check_groups(saved: int, groups: Groups) -> None:
         raise OptionError(message)
 
 
-def _begin(member: Member, store: StateStore, *, reseed: bool, states: States) -> None:
-    member.begun = "step" in states.get(member.owner, {})
+def _begin(param: ManagedParam, store: StateStore, *, reseed: bool, states: States) -> None:
+    param.begun = "step" in states.get(param.owner, {})
     if reseed:
-        store.pipeline.unpublish(member.number)
-        member.written = None
+        store.pipeline.unpublish(param.number)
+        param.written = None
         return
-    if member.family.dtype != torch.float32:
-        with member.held():
-            store.pipeline.publish(member.number, member.weight.detach())
-    member.remember()
+    if param.family.dtype != torch.float32:
+        with param.held():
+            store.pipeline.publish(param.number, param.weight.detach())
+    param.remember()

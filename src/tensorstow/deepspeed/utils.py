@@ -11,7 +11,7 @@ from tensorstow.deepspeed.registry import optimizer_of
 from tensorstow.deepspeed.spread import joined, own_of, rows_of
 from tensorstow.step.param_table import in_shape_of
 from tensorstow.step.step_plan import as_step
-from tensorstow.tensors.consumed_gradient import LandedGradient
+from tensorstow.tensors.consumed_gradient import ConsumedGradient
 from tensorstow.tensors.dtensor import gradient_of, shard_of
 from tensorstow.tensors.on_disk import StateOnDisk
 
@@ -118,7 +118,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
         A fp32 tensor of the shard's shape, in host memory; None: there is no gradient.
     """
     gradient = gradient_of(param)
-    if gradient is None or isinstance(gradient, LandedGradient):
+    if gradient is None or isinstance(gradient, ConsumedGradient):
         return None
     return gradient.detach().cpu().float().clone()
 
@@ -141,7 +141,7 @@ def safe_get_local_optimizer_state(
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()
-    member = optimizer._kept().find(param)  # noqa: SLF001  # no public way reads one parameter's
+    member = optimizer._params().find(param)  # noqa: SLF001  # no public way reads one parameter's
     if member is None or param not in optimizer.state:
         return None
     _check_name(name, member.family.states)
@@ -183,7 +183,7 @@ def safe_set_local_optimizer_state(
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()
-    member = optimizer._kept().find(param)  # noqa: SLF001
+    member = optimizer._params().find(param)  # noqa: SLF001
     if member is not None:
         _check_name(name, member.family.states)
     entry = optimizer.state[param]

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from tensorstow.base.signals import SignalsDeferred
-from tensorstow.io.device_link import Link, Mark
+from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 
 MOST_UNDER_WAY = 256 << 20
@@ -51,7 +51,7 @@ class HostSum:
         self.awaited = 0
         """Gradients of which something is still to be added."""
         self._copies = copies
-        self._fallen: Mark | None = None
+        self._fallen: DeviceEvent | None = None
 
     @property
     def landed(self) -> torch.Tensor:
@@ -77,12 +77,12 @@ class HostSum:
             self._fallen.synchronize()
             self._fallen = None
 
-    def fill(self, link: Link, source: torch.Tensor) -> Mark:
+    def fill(self, link: DeviceLink, source: torch.Tensor) -> DeviceEvent:
         """Begin copying a gradient here, behind what the caller's stream was given so far.
 
         It must live until the mark that is returned is over.
         """
-        mark = link.down([(self.elements.view(-1), source.view(-1))], [link.mark()])
+        mark = link.d2h([(self.elements.view(-1), source.view(-1))], [link.record_event()])
         self._fallen = mark
         return mark
 
@@ -122,7 +122,7 @@ class _Gradient:
     left: int
     """How many of them are not where they belong."""
     total: HostSum
-    made: Mark
+    made: DeviceEvent
     narrow: torch.Tensor | None = None
     """What the sum was, in another dtype, where this is the second of its step."""
     alpha: float = 1.0
@@ -137,7 +137,7 @@ class _Copy:
     gradient: _Gradient
     start: int
     count: int
-    over: Mark
+    over: DeviceEvent
     buffer: torch.Tensor | None = None
     """Which they pass through; None: they are the first, and stay where they come down."""
 
@@ -149,7 +149,7 @@ class GradientCopies:
     while the caller is in the next forward ([Note: Hooks] in step/calls.py).
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: DeviceLink) -> None:
         """Let none be under way over ``link``."""
         self._link = link
         self._lock = threading.RLock()
@@ -186,7 +186,7 @@ class GradientCopies:
         """Let a later micro-batch's ``gradient`` be added to ``total``, as ``begin`` does."""
         self._make_way()
         source = gradient.reshape(-1)
-        made = self._link.mark()
+        made = self._link.record_event()
         with SignalsDeferred(), self._lock:
             narrow = total.widen()
             leaving = _Gradient(source, source.numel(), total, made, narrow, alpha)
@@ -238,7 +238,7 @@ class GradientCopies:
         """Begin copying what waits, as far as there are buffers."""
         if self._waiting and self._block is None:
             self._block = block = PinnedBlock(
-                PIECES * PIECE_BYTES, self._link.device, self._link.settle
+                PIECES * PIECE_BYTES, self._link.device, self._link.synchronize
             )
             starts = range(0, block.nbytes, PIECE_BYTES)
             self._free = [block.tensor(at, PIECE_BYTES, torch.uint8) for at in starts]
@@ -246,7 +246,7 @@ class GradientCopies:
             gradient = self._waiting[0]
             source = gradient.source[gradient.begun :][: PIECE_BYTES // gradient.source.itemsize]
             buffer = self._free[-1]
-            over = self._link.down([(_part(buffer, source), source)], [gradient.made])
+            over = self._link.d2h([(_part(buffer, source), source)], [gradient.made])
             self._free.pop()
             count = source.numel()
             self._under_way.append(_Copy(gradient, gradient.begun, count, over, buffer))

@@ -13,7 +13,7 @@ from tensorstow.base.sizes import round_up
 from tensorstow.fsdp.gradient_copies import GradientCopies
 from tensorstow.fsdp.gradient_offload import Passage, Room, WholeTaker, take_down
 from tensorstow.fsdp.validation import validate_no_hooks
-from tensorstow.io.device_link import Link
+from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.tensors.dtensor import shard_of
 
@@ -25,7 +25,11 @@ class Landing:
     """Sees to it that the gradient of every trained one of some parameters leaves the device."""
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], link: Link | None = None, *, pass_on: bool = False
+        self,
+        parameters: Iterable[torch.Tensor],
+        link: DeviceLink | None = None,
+        *,
+        pass_on: bool = False,
     ) -> None:
         """Watch the trained of ``parameters`` now, before their optimizer does; others later.
 
@@ -83,13 +87,13 @@ class Landing:
 
 @torch.no_grad()
 def _rooms(
-    parameters: Sequence[torch.Tensor], link: Link | None
+    parameters: Sequence[torch.Tensor], link: DeviceLink | None
 ) -> tuple[PinnedBlock | None, dict[int, Room]]:
     """Return the memory that gradients fall into, and each parameter's part of it, by id."""
     if link is None:
         return None, {}
     sizes = [round_up(shard_of(p).nbytes, _ALIGN) for p in parameters]
-    block = PinnedBlock(sum(sizes), link.device, link.settle)
+    block = PinnedBlock(sum(sizes), link.device, link.synchronize)
     starts = accumulate(sizes, initial=0)
     rooms = {
         id(p): Room(block.tensor(at, shard_of(p).nbytes, torch.uint8))

@@ -11,7 +11,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from tensorstow.fsdp.gradient_copies import GradientCopies, HostSum
 from tensorstow.fsdp.gradients import HostGradient
 from tensorstow.fsdp.stowed_parameter import storage_of
-from tensorstow.io.device_link import Link
+from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 
 
@@ -48,7 +48,7 @@ class Passage(Room):
     As much as is in use at once: whoever uses a gradient keeps the tensor that ``take`` returned.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: DeviceLink) -> None:
         """Hold no memory yet."""
         super().__init__(torch.empty(0, dtype=torch.uint8, device="cpu"))
         self._link = link
@@ -61,7 +61,7 @@ class Passage(Room):
         rooms = self._rooms.setdefault(like.nbytes, [])
         room = next((room for room in rooms if room.is_free), None)
         if room is None:
-            block = PinnedBlock(like.nbytes, self._link.device, self._link.settle)
+            block = PinnedBlock(like.nbytes, self._link.device, self._link.synchronize)
             self._blocks.append(block)
             room = Room(block.tensor(0, like.nbytes, torch.uint8))
             rooms.append(room)

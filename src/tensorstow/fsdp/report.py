@@ -44,12 +44,12 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         model: A model that ``stow`` placed. Of any other all counts are 0.
     """
     shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
-    on_disk = [shard for shard in shards if shard.lessor is not None]
-    rooms = {id(c.lessor.shelves): c.lessor.shelves for c in on_disk if c.lessor is not None}
+    on_disk = [shard for shard in shards if shard.pager is not None]
+    rooms = {id(c.pager.shelves): c.pager.shelves for c in on_disk if c.pager is not None}
     blocks = {id(block): block.pinned_bytes for shard in shards if (block := _block_of(shard))}
     uploads = uploads_of(model)
     return ParameterBytes(
-        host_bytes=sum(shard.padded.nbytes for shard in shards if shard.lessor is None),
+        host_bytes=sum(shard.padded.nbytes for shard in shards if shard.pager is None),
         disk_bytes=sum(shard.padded.nbytes for shard in on_disk),
         lent_bytes=sum(room.held_bytes for room in rooms.values()),
         most_lent_bytes=sum(room.high_water_bytes for room in rooms.values()),

@@ -25,7 +25,7 @@ class ShardStorage(ABC):
     Padding is the last rows of the first dimension; FSDP2 gathers it too.
     """
 
-    lessor: Shelf | None = None
+    pager: Shelf | None = None
     """The disk-backed buffer that the bytes are in; None: they stay in host memory."""
 
     def __init__(self, padded: torch.Tensor, rows: int) -> None:
@@ -129,7 +129,7 @@ class HostShard(ShardStorage):
 class DiskShard(ShardStorage):
     """A shard that is on disk, and in memory while it is pinned."""
 
-    lessor: Shelf
+    pager: Shelf
 
     def __init__(
         self, padded: torch.Tensor, rows: int, buffer: Shelf, prefetcher: "Prefetcher"
@@ -143,33 +143,33 @@ class DiskShard(ShardStorage):
             prefetcher: What reads the next units' buffers ahead.
         """
         super().__init__(padded, rows)
-        self.lessor = buffer
+        self.pager = buffer
         self._prefetcher = prefetcher
 
     def pin(self) -> torch.Tensor:
         """Return the newest padded weight, which stays in memory until ``unpin``."""
         self.before_read()
-        self.lessor.lease()
+        self.pager.lease()
         try:
-            self._prefetcher.record_use(self.lessor)
+            self._prefetcher.record_use(self.pager)
         except BaseException:  # an interrupt: nobody will unpin what was not returned
-            self.lessor.release()
+            self.pager.release()
             raise
         return self.padded
 
     def unpin(self, *, dirty: bool = False) -> None:
         """End what ``pin`` began; ``dirty``: the bytes were changed and are to be written back."""
-        self.lessor.release(changed=dirty)
+        self.pager.release(changed=dirty)
 
     def pin_for_copy(self) -> torch.Tensor:
         """Return the newest padded weight, to be copied before the next unit's is asked for."""
         self.before_read()
-        self._prefetcher.pin(self.lessor)
+        self._prefetcher.pin(self.pager)
         return self.padded
 
     def unpin_after_copy(self) -> None:
         """End what ``pin_for_copy`` began, for all shards of the unit."""
-        self._prefetcher.unpin(self.lessor)
+        self._prefetcher.unpin(self.pager)
 
     @contextmanager
     def access(self, *, write: bool) -> Iterator[None]:
@@ -177,11 +177,11 @@ class DiskShard(ShardStorage):
         self.before_read()
         if write:
             self.before_write()
-        self.lessor.lease(to_change=write)
+        self.pager.lease(to_change=write)
         try:
             yield
         finally:
-            self.lessor.release(changed=write)
+            self.pager.release(changed=write)
 
 
 class Prefetcher:

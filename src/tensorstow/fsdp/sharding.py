@@ -236,7 +236,7 @@ def _allocate(unit: Unit, sharding: Sharding, pool: DiskPool | None) -> dict[str
     block = None
     if buffer is None and sharding.uploads is not None:
         link = sharding.uploads.link
-        block = PinnedBlock(nbytes, link.device, link.settle)
+        block = PinnedBlock(nbytes, link.device, link.synchronize)
     at = 0
     for name, parameter in unit.parameters.items():
         start, stop, length = sharding.rows(parameter.shape)

@@ -18,14 +18,14 @@ from typing import Any, Self
 import torch
 
 from tensorstow.fsdp.shard_storage import ShardStorage
-from tensorstow.tensors.placeholder import StandIn
+from tensorstow.tensors.placeholder import Placeholder
 
 _FREED = 1 << 20
 """Versions that a freed weight is ahead of what any graph has saved."""
 _set_versions: Any = torch._C._autograd._unsafe_set_version_counter  # noqa: SLF001  # as FSDP2 does
 
 
-class UnshardedAlias(StandIn):
+class UnshardedAlias(Placeholder):
     """Stand-in for the storage of an unsharded weight; ``resize_(0)`` unpins the shard.
 
     It has the weight's shape and dtype and no memory.
@@ -36,7 +36,7 @@ class UnshardedAlias(StandIn):
     @staticmethod
     def __new__(cls: type[Self], shard: ShardStorage) -> Self:
         """Stand for the memory of ``shard``, which is not pinned yet."""
-        tensor = StandIn.__new__(cls, shard.padded)
+        tensor = Placeholder.__new__(cls, shard.padded)
         tensor._storage = _AliasStorage(shard)  # noqa: SLF001  # its own
         return tensor
 

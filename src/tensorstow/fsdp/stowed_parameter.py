@@ -68,9 +68,9 @@ class StowedParameter(torch.Tensor):
         return self.source.storage.home
 
     @property
-    def lessor(self) -> Shelf | None:
+    def pager(self) -> Shelf | None:
         """The disk-backed buffer that ``home`` is in; None: it stays in host memory."""
-        return self.source.storage.lessor
+        return self.source.storage.pager
 
     def fsdp_pre_all_gather(
         self,

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.fsdp.units import Unit
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.tensors.consumed_gradient import LandedGradient
+from tensorstow.tensors.consumed_gradient import ConsumedGradient
 
 _INCOMPLETE = (
     "behind a backward that did not end: some parameters have their gradients and others lost them."
@@ -91,7 +91,7 @@ class UnshardHooks:
             return
         if module is self._root and (self._recover() or self._lost):
             # What is in .grad is its owner's to drop, unless updates by it have begun.
-            begun = any(isinstance(p.grad, LandedGradient) for p in self._root.parameters())
+            begun = any(isinstance(p.grad, ConsumedGradient) for p in self._root.parameters())
             self._lost = _INCOMPLETE if begun else ""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -227,7 +227,7 @@ class MicroBatches:
 
 
 def _advice(gradients: Iterable[torch.Tensor | None]) -> str:
-    if any(isinstance(gradient, LandedGradient) for gradient in gradients):
+    if any(isinstance(gradient, ConsumedGradient) for gradient in gradients):
         return (
             'With overlap="backward" updates by some have begun: call resume(), which goes back to'
             " the last commit of a run that has dir=; a run without one begins anew."

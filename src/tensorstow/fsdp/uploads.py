@@ -31,7 +31,7 @@ from torch import nn
 from tensorstow.base.sizes import round_up
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
 from tensorstow.io.buffer_pool import Shelf
-from tensorstow.io.device_link import Link, Mark, is_away
+from tensorstow.io.device_link import DeviceEvent, DeviceLink, is_away
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -66,9 +66,9 @@ class _Buffer:
 
     away: torch.Tensor
     here: torch.Tensor | None
-    ready: Mark
+    ready: DeviceEvent
     """Behind what used the device's memory last."""
-    copied: Mark | None = None
+    copied: DeviceEvent | None = None
     """Behind the last copy up."""
 
 
@@ -80,7 +80,7 @@ class _Upload:
     buffer: _Buffer
     shards: dict[int, torch.Tensor]
     """On the device, by the cell's id."""
-    copied: Mark
+    copied: DeviceEvent
     asked: set[int] = field(default_factory=set)
     """Cells that FSDP2 has asked for."""
     used: set[int] = field(default_factory=set)
@@ -90,7 +90,7 @@ class _Upload:
 class Uploads:
     """One model's shards on their way to the device. Gathers come from one thread at a time."""
 
-    def __init__(self, link: Link, *, ahead: int, beside_forward: bool) -> None:
+    def __init__(self, link: DeviceLink, *, ahead: int, beside_forward: bool) -> None:
         """Go over ``link``, up to ``ahead`` units ahead of the one that is asked for.
 
         ``beside_forward``: updates run beside the next forward.
@@ -104,7 +104,7 @@ class Uploads:
         self._buffers: list[_Buffer] | None = None
         self._here: PinnedBlock | None = None
         self._under_way: dict[_Unit, _Upload] = {}
-        self._copied: Mark | None = None
+        self._copied: DeviceEvent | None = None
         """Behind the last copy up, and so behind all: they are on one stream."""
         self._last: tuple[_Unit | None, _Unit | None] = (None, None)
         self._next: dict[tuple[_Unit | None, _Unit | None], _Unit] = {}
@@ -132,7 +132,7 @@ class Uploads:
         """
         if not cells:
             return
-        shelf = cells[0].lessor
+        shelf = cells[0].pager
         pairs = list(zip(cells, dtypes, strict=True))
         staged = [not cell.is_page_locked or cell.padded.dtype != dtype for cell, dtype in pairs]
         unit = _Unit(cells, dtypes, shelf, staged)
@@ -298,7 +298,7 @@ class Uploads:
         """Let the buffer be filled again, behind what the caller's stream was given so far."""
         del self._under_way[upload.unit]
         if upload.asked:
-            upload.buffer.ready = self.link.mark()
+            upload.buffer.ready = self.link.record_event()
 
     def _fill(self, unit: _Unit, buffer: _Buffer) -> _Upload:
         """Begin copying a unit's shards to ``buffer``."""
@@ -309,7 +309,7 @@ class Uploads:
         try:
             shards, pairs = self._cut(unit, buffer)
             # Where some of it is pageable, that has been read when this returns.
-            self._copied = copied = self.link.up(pairs, [buffer.ready])
+            self._copied = copied = self.link.h2d(pairs, [buffer.ready])
         finally:
             if unit.shelf is not None:
                 unit.shelf.release()
@@ -350,7 +350,7 @@ class Uploads:
     def _make(self) -> list[_Buffer]:
         """Take the memory of all buffers."""
         count, away, here = self._count, self._largest, self._largest_staged
-        block = PinnedBlock(count * here, self.link.device, self.link.settle) if here else None
+        block = PinnedBlock(count * here, self.link.device, self.link.synchronize) if here else None
         self._here = block
         made = []
         for number in range(count):
@@ -358,7 +358,7 @@ class Uploads:
             staged = None
             if block is not None and block.pinned:
                 staged = block.tensor(number * here, here, torch.uint8)
-            made.append(_Buffer(memory, staged, self.link.mark()))
+            made.append(_Buffer(memory, staged, self.link.record_event()))
         return made
 
     @property

@@ -2,11 +2,11 @@
 
 [Note: Side streams] Gradients go down on one stream of our own and weights up on another, so that
 both directions of the link run at once and beside whatever the caller's stream computes. Nobody
-waits for the whole device: streams wait for marks (events) of other streams, and the host waits
-for the mark behind one copy.
+waits for the whole device: streams wait for events of other streams, and the host waits for the
+event behind one copy.
 
-On the CPU there are no streams. A copy is over when it returns and so is every mark; whoever drives
-a link cannot tell, which is how machines without an accelerator test what drives it.
+On the CPU there are no streams. A copy is over when it returns and so is every event; whoever
+drives a link cannot tell, which is how machines without an accelerator test what drives it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(to, from): 1-D, of one length and dtype."""
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a stream; ``torch.Event`` is one."""
 
     def query(self) -> bool:
@@ -29,32 +29,32 @@ class Mark(Protocol):
         """Return when it is."""
 
 
-class Link(Protocol):
+class DeviceLink(Protocol):
     """Copies between host memory and one device, and what they wait for."""
 
     device: torch.device
     bytes_down: int
     bytes_up: int
 
-    def mark(self) -> Mark:
-        """Return a mark behind everything that the caller's stream was given so far."""
+    def record_event(self) -> DeviceEvent:
+        """Return an event behind everything that the caller's stream was given so far."""
 
-    def down(self, pairs: Pairs, after: Iterable[Mark]) -> Mark:
-        """Copy device to host when ``after`` is over; return a mark behind it, at once.
+    def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
+        """Copy device to host when ``after`` is over; return an event behind it, at once.
 
-        The sources must live until that mark is over.
+        The sources must live until that event is over.
         """
 
-    def up(self, pairs: Pairs, after: Iterable[Mark] = ()) -> Mark:
-        """Copy host to device when ``after`` is over; return a mark behind it, at once.
+    def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
+        """Copy host to device when ``after`` is over; return an event behind it, at once.
 
-        The sources must not change until that mark is over.
+        The sources must not change until that event is over.
         """
 
-    def join(self, mark: Mark) -> None:
-        """Let what the caller's stream is given from now on wait for ``mark``."""
+    def join(self, event: DeviceEvent) -> None:
+        """Let what the caller's stream is given from now on wait for ``event``."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return when no copy is under way."""
 
 
@@ -66,45 +66,45 @@ class StreamLink:
         self.device = device
         self.bytes_down = 0
         self.bytes_up = 0
-        self._down = torch.Stream(device=device)
-        self._up = torch.Stream(device=device)
+        self._d2h_stream = torch.Stream(device=device)
+        self._h2d_stream = torch.Stream(device=device)
 
-    def mark(self) -> Mark:
-        """Return a mark behind everything that the caller's stream was given so far."""
+    def record_event(self) -> DeviceEvent:
+        """Return an event behind everything that the caller's stream was given so far."""
         return torch.accelerator.current_stream(self.device).record_event()
 
-    def down(self, pairs: Pairs, after: Iterable[Mark]) -> Mark:
-        """Copy device to host when ``after`` is over; return a mark behind it, at once."""
-        for mark in after:
-            self._down.wait_event(_event_of(mark))
-        self.bytes_down += _copy(pairs, self._down)
-        return self._down.record_event()
+    def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
+        """Copy device to host when ``after`` is over; return an event behind it, at once."""
+        for event in after:
+            self._d2h_stream.wait_event(_torch_event(event))
+        self.bytes_down += _copy(pairs, self._d2h_stream)
+        return self._d2h_stream.record_event()
 
-    def up(self, pairs: Pairs, after: Iterable[Mark] = ()) -> Mark:
-        """Copy host to device when ``after`` is over; return a mark behind it, at once."""
-        for mark in after:
-            self._up.wait_event(_event_of(mark))
-        self.bytes_up += _copy(pairs, self._up)
+    def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
+        """Copy host to device when ``after`` is over; return an event behind it, at once."""
+        for event in after:
+            self._h2d_stream.wait_event(_torch_event(event))
+        self.bytes_up += _copy(pairs, self._h2d_stream)
         for to, _ in pairs:
             # Its memory must not be anybody else's before the copy is over.
-            to.record_stream(self._up)
-        return self._up.record_event()
+            to.record_stream(self._h2d_stream)
+        return self._h2d_stream.record_event()
 
-    def join(self, mark: Mark) -> None:
-        """Let what the caller's stream is given from now on wait for ``mark``."""
-        torch.accelerator.current_stream(self.device).wait_event(_event_of(mark))
+    def join(self, event: DeviceEvent) -> None:
+        """Let what the caller's stream is given from now on wait for ``event``."""
+        torch.accelerator.current_stream(self.device).wait_event(_torch_event(event))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return when no copy is under way."""
-        self._down.synchronize()
-        self._up.synchronize()
+        self._d2h_stream.synchronize()
+        self._h2d_stream.synchronize()
 
 
-def _event_of(mark: Mark) -> torch.Event:
-    if not isinstance(mark, torch.Event):
-        message = f"A mark of another link was given: {mark!r}."
+def _torch_event(event: DeviceEvent) -> torch.Event:
+    if not isinstance(event, torch.Event):
+        message = f"An event of another link was given: {event!r}."
         raise TypeError(message)
-    return mark
+    return event
 
 
 def _copy(pairs: Pairs, stream: torch.Stream) -> int:
@@ -124,26 +124,26 @@ class PlainLink:
         self.bytes_down = 0
         self.bytes_up = 0
 
-    def mark(self) -> Mark:
-        """Return a mark that is over."""
-        return _OVER
+    def record_event(self) -> DeviceEvent:
+        """Return an event that is over."""
+        return _COMPLETE
 
-    def down(self, pairs: Pairs, after: Iterable[Mark]) -> Mark:
-        """Copy; return a mark that is over."""
+    def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
+        """Copy; return an event that is over."""
         del after
         self.bytes_down += _copy_now(pairs)
-        return _OVER
+        return _COMPLETE
 
-    def up(self, pairs: Pairs, after: Iterable[Mark] = ()) -> Mark:
-        """Copy; return a mark that is over."""
+    def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
+        """Copy; return an event that is over."""
         del after
         self.bytes_up += _copy_now(pairs)
-        return _OVER
+        return _COMPLETE
 
-    def join(self, mark: Mark) -> None:
+    def join(self, event: DeviceEvent) -> None:
         """Return: it is over."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return: nothing is ever under way."""
 
 
@@ -153,7 +153,7 @@ def _copy_now(pairs: Pairs) -> int:
     return sum(to.nbytes for to, _ in pairs)
 
 
-class _Over:
+class _Complete:
     def query(self) -> bool:
         return True
 
@@ -161,7 +161,7 @@ class _Over:
         pass
 
 
-_OVER = _Over()
+_COMPLETE = _Complete()
 
 
 def is_remote(tensor: torch.Tensor) -> bool:
@@ -174,7 +174,7 @@ def is_away(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def open_link(device: torch.device) -> Link:
+def open_link(device: torch.device) -> DeviceLink:
     """Return a new link to ``device``."""
     return PlainLink() if device.type == "cpu" else StreamLink(device)
 

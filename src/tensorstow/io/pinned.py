@@ -43,8 +43,8 @@ class PinnedBlock:
     hold their caller up. For the CPU it is an arena as it is.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, settle: Callable[[], None]) -> None:
-        """Take the memory; ``settle`` returns when no copy uses it, and is called before it goes.
+    def __init__(self, nbytes: int, device: torch.device, synchronize: Callable[[], None]) -> None:
+        """Take the memory; ``synchronize`` returns when no copy uses it, called before it goes.
 
         Raises BudgetError where the system has no room.
         """
@@ -61,7 +61,7 @@ class PinnedBlock:
         """What of it is pinned for an accelerator."""
         self._bytes = memory.bytes
         memory.owner = os.getpid()
-        weakref.finalize(self, _release, settle, memory)
+        weakref.finalize(self, _release, synchronize, memory)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D view of ``count`` elements from byte ``offset``, a multiple of theirs."""
@@ -174,12 +174,12 @@ def _warn(nbytes: int, device: torch.device, refused: str) -> None:
     )
 
 
-def _release(settle: Callable[[], None], memory: _Memory) -> None:
+def _release(synchronize: Callable[[], None], memory: _Memory) -> None:
     """Let go of ``memory`` when no copy uses it; it is an argument so that it lives until then."""
     if memory.owner != os.getpid():
         return
     try:
-        settle()
+        synchronize()
     finally:
         if memory.is_registered:
             unregister(memory.bytes.data_ptr(), memory.device)

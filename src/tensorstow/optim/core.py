@@ -26,18 +26,18 @@ from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, Run
 from tensorstow.checkpoint.serialize import check_extra
 from tensorstow.states.offload_policy import Stowage
-from tensorstow.step.backward_overlap import LandedGradients
+from tensorstow.step.backward_overlap import ConsumedGradients
 from tensorstow.step.calls import Calls
 from tensorstow.step.forward_overlap import ForwardWaits
-from tensorstow.step.param_table import Members
-from tensorstow.step.schedules import AtOnce, BesideBackward, BesideForward
+from tensorstow.step.param_table import ParamTable
+from tensorstow.step.schedules import BackwardOverlap, ForwardOverlap, Synchronous
 from tensorstow.step.step_plan import Groups, States
 
 logger = logging.getLogger("tensorstow")
 
 _LEFT = "%d %s since the last commit of %s %s not committed: %s. resume() goes on before %s."
 
-Schedule = AtOnce | BesideForward | BesideBackward
+Schedule = Synchronous | ForwardOverlap | BackwardOverlap
 
 
 class Core:
@@ -45,7 +45,7 @@ class Core:
 
     def __init__(
         self,
-        members: Members,
+        params: ParamTable,
         commits: Commits,
         ranks: Ranks,
         stowage: Stowage,
@@ -55,7 +55,7 @@ class Core:
         """Make the schedule that ``stowage`` asks for; all of it ends with this object."""
         self._owner = os.getpid()
         self._finished = True  # until there is something to finish
-        self.members = members
+        self.params = params
         self.commits = commits
         self.ranks = ranks
         self.calls = calls
@@ -70,23 +70,23 @@ class Core:
         self.waits: ForwardWaits | None = None
         self.schedule = self._make_schedule(stowage, run)
         self._finished = False
-        members.outlive_finalizers()
+        params.outlive_finalizers()
         _LIVING[next(_NUMBERS)] = self
 
     def _make_schedule(self, stowage: Stowage, run: Run) -> Schedule:
         poison = stowage.policy.poison
-        kept = weakref.ref(self.members)
+        table = weakref.ref(self.params)
 
         def is_used(number: int) -> bool:
-            members = kept()
-            return members is None or not members.uses(number)
+            params = table()
+            return params is None or not params.uses(number)
 
-        landed = LandedGradients(run.accumulation_steps, is_used)
+        landed = ConsumedGradients(run.accumulation_steps, is_used)
         if stowage.overlap != "none" and run.module is not None:
             self.waits = ForwardWaits(run.module, self._make_wait())
         if stowage.overlap == "backward":
-            return BesideBackward(landed, poison=poison)
-        return AtOnce() if self.waits is None else BesideForward(self.waits, poison=poison)
+            return BackwardOverlap(landed, poison=poison)
+        return Synchronous() if self.waits is None else ForwardOverlap(self.waits, poison=poison)
 
     def _make_wait(self) -> Callable[[Iterable[int] | None], None]:
         core = weakref.ref(self)
@@ -95,7 +95,7 @@ class Core:
             alive = core()
             if alive is not None:
                 with alive.calls.alone():
-                    alive.schedule.wait(alive.members, ids)
+                    alive.schedule.wait(alive.params, ids)
 
         return wait
 
@@ -126,8 +126,8 @@ class Core:
         try:
             why: str | None = "what was under way failed"
             try:
-                self.schedule.finish(self.members)
-                self.commits.join(self.members)
+                self.schedule.finish(self.params)
+                self.commits.join(self.params)
                 why = self._why_not(together=together)
                 if why is None:
                     why = "the commit of them failed"
@@ -137,18 +137,18 @@ class Core:
                     steps, are, them = (
                         ("step", "is", "it") if left == 1 else ("steps", "are", "them")
                     )
-                    where = self.members.store.directories[0]
+                    where = self.params.store.directories[0]
                     logger.warning(_LEFT, left, steps, where, are, why, them)
         finally:
             self.commits.close()
             self.ranks.close()
             if self.waits is not None:
                 self.waits.close()
-            self.members.close()
+            self.params.close()
 
     def _uncommitted(self) -> int:
         """Return how many steps of a durable run no commit has."""
-        if not self.members.stowage.placement.durable:
+        if not self.params.stowage.placement.durable:
             return 0
         return self.commits.step - (self.commits.committed or 0)
 
@@ -176,22 +176,22 @@ class Core:
             return "a commit needs all ranks, and this one ended without close()"
         if self._lacks_extra():
             return "they would lack the extra that commits got by hand"
-        if isinstance(self.schedule, BesideBackward) and self.schedule.is_open:
+        if isinstance(self.schedule, BackwardOverlap) and self.schedule.is_open:
             return "a backward has begun to update by the next step"
-        if self.members.store.pipeline.is_poisoned:
+        if self.params.store.pipeline.is_poisoned:
             return "the optimizer failed"
         return None
 
     def _commit_rest(self) -> None:
         if self._uncommitted():
-            self.commits.capture(self.members)
-            self.commits.start(self.members, self.groups, self.states, None)
-            self.commits.join(self.members)
+            self.commits.capture(self.params)
+            self.commits.start(self.params, self.groups, self.states, None)
+            self.commits.join(self.params)
 
     def finish_unasked(self) -> None:
         """Finish, and log what failed: there is nobody to raise it to."""
         if self._owner != os.getpid():  # a forked child has nothing to wait for
-            self.members.abandon()
+            self.params.abandon()
             return
         try:
             self.finish(together=False)

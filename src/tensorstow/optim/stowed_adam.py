@@ -31,25 +31,25 @@ from tensorstow.states.native_pipeline import TraceEvent, Traffic
 from tensorstow.states.offload_policy import Stowage
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
-from tensorstow.step.backward_overlap import LandedGradients
+from tensorstow.step.backward_overlap import ConsumedGradients
 from tensorstow.step.calls import Calls, a_call
 from tensorstow.step.legal_calls import LEGAL, Call, Phase, refuse, require
 from tensorstow.step.norms import squared_norms
-from tensorstow.step.param_table import Member, Members, in_order_of
-from tensorstow.step.schedules import AtOnce, BesideBackward, BesideForward
+from tensorstow.step.param_table import ManagedParam, ParamTable, in_order_of
+from tensorstow.step.schedules import BackwardOverlap, ForwardOverlap, Synchronous
 from tensorstow.step.step_plan import (
-    Due,
-    Turn,
+    ParamUpdate,
+    StepPlan,
     as_step,
     check_due,
     collect,
-    make_turn,
+    make_plan,
     name_of,
     step_of,
 )
 from tensorstow.step.unscaling import is_skipped, unscale, unscaled
 from tensorstow.store.records import Generation, Summary
-from tensorstow.tensors.consumed_gradient import LandedGradient
+from tensorstow.tensors.consumed_gradient import ConsumedGradient
 from tensorstow.tensors.dtensor import (
     gradient_of,
     gradient_on_its_way,
@@ -86,7 +86,7 @@ class StowedAdam(Optimizer):
         extra_checked = is_checked(run.extra)
         self._isa = stowage.policy.isa
         self._update_on = stowage.update_on
-        self._members: Members | None = None  # until the groups are known
+        self._param_table: ParamTable | None = None  # until the groups are known
         self._half_loaded = False
         self._before_resume: list[Callable[[], None]] = []
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
@@ -108,7 +108,7 @@ class StowedAdam(Optimizer):
 
         self._ranks = Ranks.of(self._parameters(), stowage)
         with self._ranks.telling("the making of the optimizer"):
-            self._members = Members(self._ranks.own(stowage), landed)
+            self._param_table = ParamTable(self._ranks.own(stowage), landed)
         self._commits = Commits(
             run.commit_every,
             module=run.module,
@@ -116,7 +116,7 @@ class StowedAdam(Optimizer):
             extra_checked=extra_checked,
             ranks=self._ranks,
         )
-        self._core = Core(self._members, self._commits, self._ranks, stowage, run, self._calls)
+        self._core = Core(self._param_table, self._commits, self._ranks, stowage, run, self._calls)
         self._core.optimizer = weakref.ref(self)
         self._core.groups, self._core.states = self.param_groups, self.state
         self._schedule = self._core.schedule
@@ -150,7 +150,7 @@ class StowedAdam(Optimizer):
             for index, parameter in enumerate(group["params"]):
                 if validation.is_to_be_trained(parameter):
                     self._check(parameter, name_of(self.param_groups, group, index))
-            if self._members is not None:
+            if self._param_table is not None:
                 self._attach(filter(validation.is_to_be_trained, group["params"]))
         except BaseException:
             self.param_groups.pop()
@@ -193,10 +193,10 @@ class StowedAdam(Optimizer):
         self._drop_gradients(set_to_none=set_to_none)
 
     def _drop_gradients(self, *, set_to_none: bool = True) -> None:
-        if isinstance(self._schedule, BesideBackward):
+        if isinstance(self._schedule, BackwardOverlap):
             self._schedule.landed.restart()  # what came of earlier micro-batches is gone
             for parameter in self._parameters() if not set_to_none else ():
-                if isinstance(parameter.grad, LandedGradient):  # it has no elements to be zeroed
+                if isinstance(parameter.grad, ConsumedGradient):  # it has no elements to be zeroed
                     parameter.grad = torch.zeros_like(parameter)
         if not set_to_none:
             self._wait()  # updates may still read the gradients that are about to be zeroed
@@ -316,7 +316,7 @@ class StowedAdam(Optimizer):
         if not max_norm >= 0.0:
             message = f"max_norm={max_norm} was given: it must not be negative."
             raise OptionError(message)
-        if isinstance(self._schedule, BesideBackward):
+        if isinstance(self._schedule, BackwardOverlap):
             message = (
                 'clip_grad_norm_ was called, and with overlap="backward" gradients are used'
                 ' before their norm is known. Use overlap="forward", which is exact under clipping.'
@@ -348,9 +348,9 @@ class StowedAdam(Optimizer):
         Returns:
             The context manager.
         """
-        if isinstance(self._schedule, BesideBackward):
+        if isinstance(self._schedule, BackwardOverlap):
             return self._schedule.landed.accumulate()
-        return LandedGradients(1, lambda _: True).accumulate()
+        return ConsumedGradients(1, lambda _: True).accumulate()
 
     def wait(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Wait until parameters are updated, for readers outside of the forward of ``module``.
@@ -362,7 +362,7 @@ class StowedAdam(Optimizer):
 
     def _wait(self, ids: Iterable[int] | None = None) -> None:
         with self._calls.alone():
-            self._schedule.wait(self._kept(), ids)
+            self._schedule.wait(self._params(), ids)
 
     def updated(self) -> AbstractContextManager[None]:
         """Wait for all updates, and return a context inside of which all weights are current.
@@ -379,12 +379,12 @@ class StowedAdam(Optimizer):
     @property
     def stowage(self) -> Stowage:
         """Where states live, in which format, and when they move."""
-        return self._kept().stowage
+        return self._params().stowage
 
     @property
     def placement_of_states(self) -> str:
         """Where states live: "host", "disk", or "shared" between the two."""
-        fraction = self._kept().stowage.placement.disk_fraction
+        fraction = self._params().stowage.placement.disk_fraction
         return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
 
     @a_call("synchronize")
@@ -413,8 +413,8 @@ class StowedAdam(Optimizer):
             OptionError: The stored run has other parameters, or there is no such snapshot.
             RankError: The ranks have no commit in common.
         """
-        kept = self._kept()
-        space = space_of(kept, "resume()")
+        params = self._params()
+        space = space_of(params, "resume()")
         self._settle_or_give_up()
         for hook in self._before_resume:
             hook()
@@ -463,20 +463,20 @@ class StowedAdam(Optimizer):
         It sets a flag, so signal handlers may call it. The commit is durable when that ``step()``
         returns. With several ranks, a step that all of them take commits, whichever rank asked.
         """
-        space_of(self._kept(), "request_commit()")
+        space_of(self._params(), "request_commit()")
         self._commits.requested = True
 
     def _commit(self, extra: Mapping[str, Any] | None = None) -> int:
-        kept = self._kept()
-        space_of(kept, "commit()")
+        params = self._params()
+        space_of(params, "commit()")
         if extra is not None:
             check_extra(extra)
         self._settle_step()
-        self._commits.refuse_strange(self._kept())
+        self._commits.refuse_strange(self._params())
         self._commits.requested = False
-        self._commits.capture(kept)
-        self._commits.start(kept, self.param_groups, self.state, extra)
-        self._commits.join(kept)
+        self._commits.capture(params)
+        self._commits.start(params, self.param_groups, self.state, extra)
+        self._commits.join(params)
         return self._commits.step
 
     @a_call("commit_to")
@@ -493,17 +493,17 @@ class StowedAdam(Optimizer):
         Returns:
             The number of steps taken.
         """
-        kept, before = self._kept(), self._states()
-        space_of(kept, "commit_to()")
+        params, before = self._params(), self._states()
+        space_of(params, "commit_to()")
         with suppress(UnlinkedError):  # which is why it is called
             self._settle_step()
-        self._commits.refuse_strange(self._kept())
+        self._commits.refuse_strange(self._params())
         self._core.refuse_lack_of_extra("commit_to()", extra)
         try:
             where = options.directories(dir)
-            move_run(where, kept, self._commits, self.param_groups, self.state, extra)
+            move_run(where, params, self._commits, self.param_groups, self.state, extra)
         finally:
-            if kept.store is not before:
+            if params.store is not before:
                 self._schedule.give_up()
         return self._commits.step
 
@@ -517,9 +517,9 @@ class StowedAdam(Optimizer):
             name: The name; one that exists is refused.
             extra: As in ``commit()``.
         """
-        space = space_of(self._kept(), "snapshot()")
+        space = space_of(self._params(), "snapshot()")
         self._settle_step()
-        self._commits.refuse_strange(self._kept())
+        self._commits.refuse_strange(self._params())
         if extra is not None or self._commits.committed != self._commits.step:
             self._commit(extra)
         agreement.pin(space.store, name, self._commits.generation, self._ranks)
@@ -531,9 +531,9 @@ class StowedAdam(Optimizer):
         Returns:
             A summary of each, oldest first.
         """
-        space = space_of(self._kept(), "snapshots()")
+        space = space_of(self._params(), "snapshots()")
         if not self._ranks.alone:
-            self._commits.join(self._kept())  # one meeting at a time
+            self._commits.join(self._params())  # one meeting at a time
         return agreement.snapshots(space.store, self._ranks)
 
     @a_call("drop")
@@ -543,8 +543,8 @@ class StowedAdam(Optimizer):
         Args:
             name: The name of the snapshot.
         """
-        space = space_of(self._kept(), "drop()")
-        self._commits.join(self._kept())
+        space = space_of(self._params(), "drop()")
+        self._commits.join(self._params())
         agreement.unpin(space.store, name, self._ranks)
 
     @a_call("save_safetensors")
@@ -559,7 +559,7 @@ class StowedAdam(Optimizer):
         """
         self._settle_step()
         groups, module = self.param_groups, self._commits.module
-        optimizer_export.save(Path(path), self._kept(), groups, self.state, module)
+        optimizer_export.save(Path(path), self._params(), groups, self.state, module)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Load what ``save_safetensors`` wrote, into any placement or format, in bounded memory.
@@ -577,8 +577,8 @@ class StowedAdam(Optimizer):
             Bytes in RAM, on disk, in the ring buffer, pinned, and on the device.
         """
         schedule = self._schedule
-        held = schedule.landed.most_bytes if isinstance(schedule, BesideBackward) else 0
-        return replace(self._kept().memory(), gradient_bytes=held)
+        held = schedule.landed.most_bytes if isinstance(schedule, BackwardOverlap) else 0
+        return replace(self._params().memory(), gradient_bytes=held)
 
     def traffic(self) -> Traffic:
         """Return the bytes of states moved since the optimizer was created.
@@ -586,7 +586,7 @@ class StowedAdam(Optimizer):
         Returns:
             Bytes read, written and not read again, and the device's share of the updates.
         """
-        return self._kept().traffic()
+        return self._params().traffic()
 
     def start_trace(self) -> None:
         """Begin the event log that ``trace()`` returns."""
@@ -628,18 +628,18 @@ class StowedAdam(Optimizer):
     # --- inside ---
 
     def _go_on_from(self, generation: Generation) -> None:
-        kept, module = self._kept(), self._commits.module
-        before = kept.store
+        params, module = self._params(), self._commits.module
+        before = params.store
         try:
-            self._core.extra = resume(generation, kept, self.param_groups, self.state, module)
+            self._core.extra = resume(generation, params, self.param_groups, self.state, module)
         finally:
-            if kept.store is not before:
+            if params.store is not before:
                 self._schedule.give_up()
         try:
-            self._commits.resumed(generation, kept)
+            self._commits.resumed(generation, params)
             self._drop_gradients()
         except BaseException as error:
-            kept.store.pipeline.poison(error)
+            params.store.pipeline.poison(error)
             raise
 
     def _takes(self, parameter: torch.Tensor) -> bool:
@@ -653,14 +653,14 @@ class StowedAdam(Optimizer):
         validation.check_parameter(in_order(shard, order_of(shard)), name)
         validation.refuse_host(shard_of(parameter), name, self._update_on)
 
-    def _kept(self) -> Members:
-        if self._members is None:
+    def _params(self) -> ParamTable:
+        if self._param_table is None:
             message = "The optimizer is not made yet."
             raise StowError(message)
-        return self._members
+        return self._param_table
 
     def _states(self) -> StateStore:
-        return self._kept().store
+        return self._params().store
 
     def _parameters(self) -> Iterable[torch.Tensor]:
         return (p for group in self.param_groups for p in group["params"])
@@ -668,7 +668,7 @@ class StowedAdam(Optimizer):
     def _attach(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give states to ``parameters`` that have none yet."""
         self._settle_step()
-        self._kept().attach((p for p in parameters if self._takes(p)), self._amsgrad())
+        self._params().attach((p for p in parameters if self._takes(p)), self._amsgrad())
 
     def _amsgrad(self) -> dict[int, bool]:
         return {id(p): bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
@@ -677,11 +677,11 @@ class StowedAdam(Optimizer):
         """Wait for updates and a commit under way: what follows changes states or weights."""
         self._require(Call.WHOLE)
         self._wait()
-        self._commits.join(self._kept())
+        self._commits.join(self._params())
 
     def _settle_or_give_up(self) -> None:
         """Wait for what is under way, but for a step that is open: resume() replaces it all."""
-        is_open = isinstance(self._schedule, BesideBackward) and self._schedule.is_open
+        is_open = isinstance(self._schedule, BackwardOverlap) and self._schedule.is_open
         with suppress(PoisonedError):  # what failed was raised before: this is the way out of it
             if not is_open:
                 self._settle_step()
@@ -704,7 +704,7 @@ class StowedAdam(Optimizer):
         given = getattr(self, "grad_scale", None)
         scale = 1.0 if given is None else float(given)
         factor = self._core.clip_factor_of_now() / (divisor * getattr(self, "_loss_scale", 1.0))
-        if isinstance(self._schedule, BesideBackward):
+        if isinstance(self._schedule, BackwardOverlap):
             validation.refuse_scaling(found_inf, factor / scale)
             self._end_open_step(self._schedule)
         elif found_inf is None or not is_skipped(found_inf, list(self._parameters())):
@@ -716,31 +716,33 @@ class StowedAdam(Optimizer):
         if self._commits.requested and self._ranks.alone:
             self._commit()
 
-    def _take_step(self, schedule: AtOnce | BesideForward, factor: float, scale: float) -> None:
-        dues = unscaled(self._collect(), scale)
+    def _take_step(
+        self, schedule: Synchronous | ForwardOverlap, factor: float, scale: float
+    ) -> None:
+        updates = unscaled(self._collect(), scale)
         commits = self._begin_step()
-        self._kept().refresh(whole=commits)
-        if not dues and commits:
-            self._commits.capture(self._kept())
-        turn = self._make_turn(dues, factor, commits=commits) if dues else None
+        self._params().refresh(whole=commits)
+        if not updates and commits:
+            self._commits.capture(self._params())
+        plan = self._make_plan(updates, factor, commits=commits) if updates else None
         pipeline = self._states().pipeline
-        with self._commits.telling(commits=commits), pipeline.whole_step(turn):
-            if turn is not None:
-                schedule.run(turn, self._kept(), self.state)
+        with self._commits.telling(commits=commits), pipeline.whole_step(plan):
+            if plan is not None:
+                schedule.run(plan, self._params(), self.state)
             self._update_elsewhere(factor / scale)
             self._count_step()
         self._commit_step(commits=commits)
 
     def _begin_step(self) -> bool:
         """Return whether the step commits."""
-        kept = self._kept()
-        if not kept.stowage.placement.durable:
+        params = self._params()
+        if not params.stowage.placement.durable:
             return False
-        self._commits.refuse_strange(self._kept())
+        self._commits.refuse_strange(self._params())
         self._commits.check_extra()
         commits = self._commits.due()
         if commits:
-            self._commits.prepare(kept)
+            self._commits.prepare(params)
         return commits
 
     def _count_step(self) -> None:
@@ -750,23 +752,23 @@ class StowedAdam(Optimizer):
     def _commit_step(self, *, commits: bool) -> None:
         """Make the step that was just taken durable, where it ``commits``."""
         if commits:
-            self._commits.start(self._kept(), self.param_groups, self.state, None)
+            self._commits.start(self._params(), self.param_groups, self.state, None)
         if self._commits.prompt:
-            self._commits.join(self._kept())
+            self._commits.join(self._params())
 
-    def _make_turn(self, dues: list[Due], factor: float, *, commits: bool) -> Turn:
-        turn = make_turn(dues, self._kept(), self.state, factor)
-        turn.commits = commits
-        return turn
+    def _make_plan(self, updates: list[ParamUpdate], factor: float, *, commits: bool) -> StepPlan:
+        plan = make_plan(updates, self._params(), self.state, factor)
+        plan.commits = commits
+        return plan
 
-    def _collect(self) -> list[Due]:
+    def _collect(self) -> list[ParamUpdate]:
         """Return what this step updates, checked; nothing is changed before."""
-        kept = self._kept()
-        found, strangers = collect(self.param_groups, kept, self._takes)
+        params = self._params()
+        found, new_params = collect(self.param_groups, params, self._takes)
         # Parameters unfrozen, or exchanged for others, after the optimizer was made.
-        if strangers:
-            self._attach(strangers)
-        return [Due(group, kept.get(p), gradient) for group, p, gradient in found]
+        if new_params:
+            self._attach(new_params)
+        return [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in found]
 
     def _update_elsewhere(self, factor: float) -> None:
         """Update the parameters that are not ours, by their gradients times ``factor``."""
@@ -776,31 +778,31 @@ class StowedAdam(Optimizer):
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Take a gradient that autograd has just accumulated ([Note: Hooks] in calls)."""
-        if not isinstance(self._schedule, BesideBackward):
+        if not isinstance(self._schedule, BackwardOverlap):
             self._states().pipeline.prefetch()
             return
         self._land(self._schedule, parameter)
 
     @a_call("backward")
-    def _land(self, schedule: BesideBackward, parameter: torch.Tensor) -> None:
-        kept = self._kept()
-        member = kept.find(parameter)
-        kept.store.pipeline.check_alive()
+    def _land(self, schedule: BackwardOverlap, parameter: torch.Tensor) -> None:
+        params = self._params()
+        param = params.find(parameter)
+        params.store.pipeline.check_alive()
         if schedule.is_given_up():
             parameter.grad = None  # of weights that are gone, as those that resume() drops
             return
         try:
-            if member is not None and schedule.landed.is_final(member.number):
-                self._check_gradient(member)
+            if param is not None and schedule.landed.is_final(param.number):
+                self._check_gradient(param)
                 if not schedule.is_open:
                     self._open_step(schedule)
-                schedule.land(member, kept)
+                schedule.land(param, params)
         except BaseException:
             schedule.break_off()
             raise
 
-    def _open_step(self, schedule: BesideBackward) -> None:
-        kept = self._kept()
+    def _open_step(self, schedule: BackwardOverlap) -> None:
+        params = self._params()
         validation.refuse_ranks(self._commits.module, self._parameters())
         self._settle_step()
 
@@ -808,35 +810,35 @@ class StowedAdam(Optimizer):
             return validation.is_to_be_trained(parameter) or parameter.grad is not None
 
         self._attach(p for p in self._parameters() if takes_part(p) and self._takes(p))
-        kept.refresh()
+        params.refresh()
         commits = self._begin_step()
-        dues = [
-            Due(group, member, None)
+        updates = [
+            ParamUpdate(group, param, None)
             for group in self.param_groups
             for p in group["params"]
-            if takes_part(p) and (member := kept.find(p)) is not None
+            if takes_part(p) and (param := params.find(p)) is not None
         ]
         for group in self.param_groups:
             validation.check_hyper(group)
-        for due in dues:
-            parameter, group = due.member.parameter, due.group
-            if not due.member.fits(amsgrad=bool(group["amsgrad"])):
+        for update in updates:
+            parameter, group = update.param.parameter, update.group
+            if not update.param.fits(amsgrad=bool(group["amsgrad"])):
                 validation.refuse_change(
-                    parameter, group, due.member.family, due.member.numel, "A parameter"
+                    parameter, group, update.param.family, update.param.numel, "A parameter"
                 )
-        schedule.open(self._make_turn(dues, 1.0, commits=commits), kept)
+        schedule.open(self._make_plan(updates, 1.0, commits=commits), params)
 
-    def _end_open_step(self, schedule: BesideBackward) -> None:
+    def _end_open_step(self, schedule: BackwardOverlap) -> None:
         self._states().pipeline.check_alive()
         schedule.check_unchanged()
-        kept = self._kept()
-        late, strangers = collect(self.param_groups, kept, self._takes, beside_backward=True)
+        params = self._params()
+        late, new_params = collect(self.param_groups, params, self._takes, backward_overlap=True)
         if not schedule.is_open:
-            if any(isinstance(p.grad, LandedGradient) for p in self._parameters()):
+            if any(isinstance(p.grad, ConsumedGradient) for p in self._parameters()):
                 refuse(Call.STEP, Phase.USED, Phase.USED.value)
             self._open_step(schedule)
-        elif strangers:
-            count = format_count(len(strangers), "parameter")
+        elif new_params:
+            count = format_count(len(new_params), "parameter")
             message = (
                 f"{count} got a gradient and had been frozen when"
                 ' backward began: with overlap="backward" updates have begun by then. Unfreeze'
@@ -844,41 +846,41 @@ class StowedAdam(Optimizer):
             )
             raise OptionError(message)
         commits = schedule.commits
-        whole = kept.store.pipeline.whole_step(schedule.landed.held, is_open=True)
+        whole = params.store.pipeline.whole_step(schedule.landed.held, is_open=True)
         with self._commits.telling(commits=commits), whole:
-            schedule.end([kept.get(parameter) for _, parameter, _ in late], kept, self.state)
+            schedule.end([params.get(parameter) for _, parameter, _ in late], params, self.state)
             self._count_step()
         self._commit_step(commits=commits)
 
-    def _check_gradient(self, member: Member) -> None:
-        if validation.fits(member.parameter, gradient_on_its_way(member.owner)[0]):
+    def _check_gradient(self, param: ManagedParam) -> None:
+        if validation.fits(param.parameter, gradient_on_its_way(param.owner)[0]):
             return
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
-                if parameter is member.owner:
-                    check_due(self.param_groups, group, index, member)
+                if parameter is param.owner:
+                    check_due(self.param_groups, group, index, param)
 
     # --- states that come from outside ---
 
     def _load_states(self, loaded: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
-        kept = self._kept()
-        if kept.differ(self._amsgrad()):
-            kept.renew()  # the saved groups say otherwise: other states exist
+        params = self._params()
+        if params.differ(self._amsgrad()):
+            params.renew()  # the saved groups say otherwise: other states exist
         self._attach(p for p in self._parameters() if validation.is_to_be_trained(p) or p in loaded)
-        members = [(kept.get(parameter), entry) for parameter, entry in loaded.items()]
-        states: dict[int, dict[str, torch.Tensor]] = {m.number: {} for m in kept.all()}
-        for member, entry in members:
-            states[member.number] = {
-                k: in_order_of(member, part_of(v, member.owner, f"The saved {k!r}"))
+        managed = [(params.get(parameter), entry) for parameter, entry in loaded.items()]
+        states: dict[int, dict[str, torch.Tensor]] = {m.number: {} for m in params.all()}
+        for param, entry in managed:
+            states[param.number] = {
+                k: in_order_of(param, part_of(v, param.owner, f"The saved {k!r}"))
                 for k, v in entry.items()
                 if k != "step"
             }
-        kept.store.put(states)
-        kept.forget_versions()
-        for member, entry in members:
-            member.begun = False
-            self.state[member.owner] = {"step": as_step(entry["step"]), **member.views}
-            step_of(member, self.state[member.owner], kept.store)
+        params.store.put(states)
+        params.forget_versions()
+        for param, entry in managed:
+            param.begun = False
+            self.state[param.owner] = {"step": as_step(entry["step"]), **param.views}
+            step_of(param, self.state[param.owner], params.store)
 
 
 def _wait_for_all(optimizer: Optimizer) -> None:
@@ -891,5 +893,5 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
     if not isinstance(optimizer, StowedAdam):
         message = f"The hook of StowedAdam was called for a {type(optimizer).__name__}."
         raise TypeError(message)
-    complete(state_dict["state"], list(optimizer._parameters()), optimizer._kept())  # noqa: SLF001
+    complete(state_dict["state"], list(optimizer._parameters()), optimizer._params())  # noqa: SLF001
     return state_dict

@@ -36,7 +36,7 @@ class StateMemory:
     """One copy of what is on disk, alignment included."""
     ring_bytes: int
     """Host memory that states on disk pass through; does not grow with the model."""
-    mirror_bytes: int = 0
+    host_weight_bytes: int = 0
     """Weights of parameters on an accelerator, kept in host memory too: one copy, aligned."""
     staging_bytes: int = 0
     """Host memory that gradients from an accelerator pass through; does not grow with the model."""
@@ -50,7 +50,7 @@ class StateMemory:
     @property
     def host_bytes(self) -> int:
         """Return the host memory that states and buffers hold."""
-        return self.ram_bytes + self.ring_bytes + self.mirror_bytes + self.staging_bytes
+        return self.ram_bytes + self.ring_bytes + self.host_weight_bytes + self.staging_bytes
 
 
 @dataclass(frozen=True, slots=True)

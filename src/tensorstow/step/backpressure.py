@@ -15,7 +15,7 @@ WINDOW_BYTES = 64 << 20
 """Of gradients that wait for their update."""
 
 
-class Pace:
+class Backpressure:
     """What one step beside backward waits for."""
 
     def __init__(

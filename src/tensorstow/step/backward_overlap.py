@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.consumed_gradient import WAYS_OUT, LandedGradient, refuse_used
+from tensorstow.tensors.consumed_gradient import WAYS_OUT, ConsumedGradient, refuse_used
 from tensorstow.tensors.dtensor import gradient_in_order, gradient_on_its_way, order_of, shard_of
 
 _WORTH_ASKING = 1 << 20
@@ -33,7 +33,7 @@ def newest_backward() -> int:
     return numbers[0]
 
 
-class LandedGradients:
+class ConsumedGradients:
     """Which gradients of the step were handed over, and the memory of those still needed."""
 
     def __init__(self, accumulation_steps: int, is_published: Callable[[int], bool]) -> None:
@@ -57,7 +57,7 @@ class LandedGradients:
         """Of those that came since."""
         self.most_bytes = 0
         """Of gradients that were handed over and still needed, at once."""
-        self._stand_ins: list[tuple[torch.Tensor, LandedGradient]] = []
+        self._placeholders: list[tuple[torch.Tensor, ConsumedGradient]] = []
         self.arrived: list[int] = []
         """Numbers of parameters, in the order in which their gradients became final."""
 
@@ -103,7 +103,7 @@ class LandedGradients:
         whole = parameter.grad
         if whole is None or gradient is None:
             return
-        if isinstance(gradient, LandedGradient):
+        if isinstance(gradient, ConsumedGradient):
             refuse_used("A parameter")
         shard = shard_of(parameter)
         if fall is not None and order_of(shard) is not None:  # it may have to be copied
@@ -111,9 +111,9 @@ class LandedGradients:
         # The tensor itself where it can be: while it lives, what it came down into is its own.
         plain = gradient.detach() if gradient.requires_grad else gradient
         contiguous = gradient_in_order(shard, plain)
-        stand_in = LandedGradient(whole)
-        parameter.grad = stand_in
-        self._stand_ins.append((parameter, stand_in))
+        placeholder = ConsumedGradient(whole)
+        parameter.grad = placeholder
+        self._placeholders.append((parameter, placeholder))
         if self._is_worth_asking():
             self.let_go()
         self._hold(number, contiguous)
@@ -172,19 +172,19 @@ class LandedGradients:
     @property
     def untouched(self) -> bool:
         """Whether each gradient that was handed over still has its stand-in in ``.grad``."""
-        return all(parameter.grad is stand_in for parameter, stand_in in self._stand_ins)
+        return all(parameter.grad is placeholder for parameter, placeholder in self._placeholders)
 
     def take_back(self) -> None:
         """Take the stand-ins out of ``.grad``: their step has failed or is given up."""
-        for parameter, stand_in in self._stand_ins:
-            if parameter.grad is stand_in:
+        for parameter, placeholder in self._placeholders:
+            if parameter.grad is placeholder:
                 parameter.grad = None
-        self._stand_ins.clear()
+        self._placeholders.clear()
 
     def restart(self) -> None:
         """Begin a new step: all gradients of the last one have been used."""
         self._counts.clear()
         self._forget_held()
-        self._stand_ins.clear()
+        self._placeholders.clear()
         self._backward = None
         self.arrived = []

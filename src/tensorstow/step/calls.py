@@ -23,7 +23,7 @@ any order, and finalizers run in either. So:
   is no call, commits may be made in it: it has a lock only while signals are deferred.
 * Where a hook raises, backward raises at once, while a hook in the other thread may still be
   running or about to. It takes its turn behind what its caller does next; the number of its
-  backward tells whether that is over (``BesideBackward.is_given_up``).
+  backward tells whether that is over (``BackwardOverlap.is_given_up``).
 * Finalizers run in any thread, inside hooks too: they take no lock but of what dies with them.
 """
 

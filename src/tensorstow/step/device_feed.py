@@ -17,18 +17,18 @@ from enum import Enum
 
 import torch
 
-from tensorstow.io.device_link import Link, Mark
+from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Run
 from tensorstow.states.memory import StagingPlan, plan_staging
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.closing import Closing
-from tensorstow.step.host_weight import Mirror, flat
+from tensorstow.step.host_weight import HostWeight, flat
 
 
 @dataclass(eq=False, slots=True)
-class _Cargo:
+class _ChunkTransfer:
     """What crosses the link for one chunk."""
 
     chunk: int
@@ -43,20 +43,20 @@ class _Gradient:
     """A gradient, while copies of it are to be made, or it is read."""
 
     flat: torch.Tensor
-    made: Mark | None
+    made: DeviceEvent | None
     """None: it is in host memory, and read where it is."""
     copies_left: int
 
 
 @dataclass(eq=False, slots=True)
-class _Trip:
+class _ChunkInFlight:
     """A cargo under way."""
 
-    cargo: _Cargo
+    transfer: _ChunkTransfer
     slot: int
     landing: list[tuple[int, torch.Tensor | None]]
     """Parameter and gradient in host memory of each piece that the step expects."""
-    fallen: Mark
+    fallen: DeviceEvent
 
 
 class _Stage(Enum):
@@ -69,7 +69,7 @@ class _Stage(Enum):
     FAILED = "nobody may go on from here"
 
 
-class Ferry:
+class DeviceFeed:
     """One optimizer's traffic over the link, a step at a time.
 
     It lives on the thread that steps: whatever it is asked moves everything on that can move.
@@ -77,49 +77,49 @@ class Ferry:
 
     def __init__(
         self,
-        link: Link,
+        link: DeviceLink,
         pipeline: UpdatePipeline,
         chunks: Sequence[Chunk],
-        mirrors: Mapping[int, Mirror],
+        host_weights: Mapping[int, HostWeight],
         closing: Closing | None = None,
     ) -> None:
-        """Serve the parameters of ``mirrors``, by number; take the staging memory.
+        """Serve the parameters of ``host_weights``, by number; take the staging memory.
 
         ``closing`` is told when all gradients have landed; None: nobody else lands any.
         """
         self.link = link
         self._pipeline = pipeline
         self._closing = closing or Closing(pipeline, 1)
-        self._mirrors = mirrors
-        self._cargoes: dict[int, _Cargo] = {}
-        self._of: dict[int, list[_Cargo]] = {}
+        self._host_weights = host_weights
+        self._transfers: dict[int, _ChunkTransfer] = {}
+        self._of: dict[int, list[_ChunkTransfer]] = {}
         self.serve(chunks)
-        elements = [c.plan.elements for c in chunks if c.number in self._cargoes]
+        elements = [c.plan.elements for c in chunks if c.number in self._transfers]
         self.plan: StagingPlan = plan_staging(elements)
-        self.staging = PinnedBlock(self.plan.nbytes, link.device, link.settle)
+        self.staging = PinnedBlock(self.plan.nbytes, link.device, link.synchronize)
         self._free = list(range(self.plan.slots))
         self._expected: set[int] = set()
         self._gradients: dict[int, _Gradient] = {}
         self._targets: dict[int, torch.Tensor] = {}
         """Where new weights go up to: the memory that the step began with, which it holds."""
         self._pending: set[int] = set()
-        self._ready: deque[_Cargo] = deque()
-        self._falling: deque[_Trip] = deque()
-        self._updating: deque[_Trip] = deque()
-        self._risen: Mark | None = None
+        self._ready: deque[_ChunkTransfer] = deque()
+        self._falling: deque[_ChunkInFlight] = deque()
+        self._updating: deque[_ChunkInFlight] = deque()
+        self._risen: DeviceEvent | None = None
         self._caught_up = False
         self._stage = _Stage.OVER
 
     def serve(self, chunks: Iterable[Chunk]) -> None:
         """Carry for ``chunks``, and for no others of those it was made with, between steps."""
-        self._cargoes.clear()
+        self._transfers.clear()
         self._of.clear()
         for chunk in chunks:
-            runs = tuple(run for run in chunk.plan.runs if run.parameter in self._mirrors)
+            runs = tuple(run for run in chunk.plan.runs if run.parameter in self._host_weights)
             if runs:
-                cargo = self._cargoes[chunk.number] = _Cargo(chunk.number, runs)
+                transfer = self._transfers[chunk.number] = _ChunkTransfer(chunk.number, runs)
                 for run in runs:
-                    self._of.setdefault(run.parameter, []).append(cargo)
+                    self._of.setdefault(run.parameter, []).append(transfer)
 
     # --- a step ---
 
@@ -132,36 +132,38 @@ class Ferry:
         # which they do so come down behind the caller's stream, which has waited for it.
         self._risen = None
         self._caught_up = False
-        self._expected = {n for n in numbers if n in self._mirrors}
-        for cargo in self._cargoes.values():
-            cargo.awaited = sum(run.parameter in self._expected for run in cargo.runs)
+        self._expected = {n for n in numbers if n in self._host_weights}
+        for transfer in self._transfers.values():
+            transfer.awaited = sum(run.parameter in self._expected for run in transfer.runs)
         self._gradients.clear()
-        self._targets = {n: flat(self._mirrors[n].parameter) for n in self._expected}
+        self._targets = {n: flat(self._host_weights[n].parameter) for n in self._expected}
         self._pending.clear()
         self._stage = _Stage.OPEN
 
-    def offer(self, number: int, gradient: torch.Tensor, made: Mark | None) -> None:
+    def offer(self, number: int, gradient: torch.Tensor, made: DeviceEvent | None) -> None:
         """Take a parameter's contiguous gradient, which is complete behind ``made``.
 
         None: it has come down already, as a whole.
         """
-        cargoes = self._of.get(number, [])
+        transfers = self._of.get(number, [])
         if made is None and not self._caught_up:
-            self.link.mark().synchronize()  # what went up of the last step, as ``open`` says
+            self.link.record_event().synchronize()  # what went up of the last step: see ``open``
             self._caught_up = True
-        if cargoes:
-            self._gradients[number] = _Gradient(flat(gradient), made, len(cargoes))
-        for cargo in cargoes:
-            self._pending.add(cargo.chunk)
-            cargo.awaited -= 1
-            if cargo.awaited == 0:
-                self._ready.append(cargo)
+        if transfers:
+            self._gradients[number] = _Gradient(flat(gradient), made, len(transfers))
+        for transfer in transfers:
+            self._pending.add(transfer.chunk)
+            transfer.awaited -= 1
+            if transfer.awaited == 0:
+                self._ready.append(transfer)
 
     def end(self) -> None:
         """Say that no more gradients come, and begin with what the pipeline begins with."""
         rank = {chunk: i for i, chunk in enumerate(self._pipeline.order_now())}
-        late = [self._cargoes[c] for c in self._pending if self._cargoes[c].awaited > 0]
-        self._ready = deque(sorted([*self._ready, *late], key=lambda cargo: rank[cargo.chunk]))
+        late = [self._transfers[c] for c in self._pending if self._transfers[c].awaited > 0]
+        self._ready = deque(
+            sorted([*self._ready, *late], key=lambda transfer: rank[transfer.chunk])
+        )
         self._stage = _Stage.WHOLE
         self.move_on()
 
@@ -196,7 +198,7 @@ class Ferry:
         if self._stage in {_Stage.OPEN, _Stage.FAILED}:
             return
         asked = list(self._of if numbers is None else numbers)
-        wanted = {cargo.chunk for n in asked for cargo in self._of.get(n, [])}
+        wanted = {transfer.chunk for n in asked for transfer in self._of.get(n, [])}
         on_host = [n for n in asked if n not in self._of]
         with self._poisoning():
             self._move_on()
@@ -223,7 +225,7 @@ class Ferry:
     def _move_on(self) -> None:
         while self._falling and self._falling[0].fallen.query():
             self._land()
-        while self._updating and self._pipeline.is_updated(self._updating[0].cargo.chunk):
+        while self._updating and self._pipeline.is_updated(self._updating[0].transfer.chunk):
             self._rise()
         while self._ready and self._free:
             self._fall(self._ready.popleft())
@@ -238,15 +240,15 @@ class Ferry:
         if self._falling:
             self._falling[0].fallen.synchronize()
         else:
-            self._pipeline.wait_chunk(self._updating[0].cargo.chunk)
+            self._pipeline.wait_chunk(self._updating[0].transfer.chunk)
 
-    def _fall(self, cargo: _Cargo) -> None:
+    def _fall(self, transfer: _ChunkTransfer) -> None:
         """Send a chunk's gradients down."""
         slot = self._free.pop()
         pairs = []
         landing: list[tuple[int, torch.Tensor | None]] = []
         marks = {}
-        for run in cargo.runs:
+        for run in transfer.runs:
             if run.parameter not in self._expected:
                 continue
             gradient = self._gradients.get(run.parameter)
@@ -262,16 +264,18 @@ class Ferry:
             pairs.append((target, source))
             landing.append((run.parameter, target))
             marks[id(gradient.made)] = gradient.made
-        self._falling.append(_Trip(cargo, slot, landing, self.link.down(pairs, marks.values())))
+        self._falling.append(
+            _ChunkInFlight(transfer, slot, landing, self.link.d2h(pairs, marks.values()))
+        )
 
     def _land(self) -> None:
         """Hand the pipeline what has come down; the device's copy is not needed any more."""
         trip = self._falling.popleft()
-        self._pipeline.land_pieces(trip.cargo.chunk, trip.landing)
+        self._pipeline.land_pieces(trip.transfer.chunk, trip.landing)
         self._let_go(trip, updated=False)
         self._updating.append(trip)
 
-    def _let_go(self, trip: _Trip, *, updated: bool) -> None:
+    def _let_go(self, trip: _ChunkInFlight, *, updated: bool) -> None:
         """Let go of gradients that were copied from, or else, when ``updated``, were read."""
         for number, landed in trip.landing:
             gradient = self._gradients.get(number)
@@ -287,14 +291,14 @@ class Ferry:
         self._let_go(trip, updated=True)
         landed = {number for number, gradient in trip.landing if gradient is not None}
         pairs = []
-        for run in trip.cargo.runs:
+        for run in trip.transfer.runs:
             if run.parameter in landed:
-                mirror = self._mirrors[run.parameter]
+                host_weight = self._host_weights[run.parameter]
                 piece = slice(run.start, run.start + run.count)
-                pairs.append((self._targets[run.parameter][piece], flat(mirror.host)[piece]))
-        self._risen = self.link.up(pairs)
+                pairs.append((self._targets[run.parameter][piece], flat(host_weight.host)[piece]))
+        self._risen = self.link.h2d(pairs)
         self._free.append(trip.slot)
-        self._pending.discard(trip.cargo.chunk)
+        self._pending.discard(trip.transfer.chunk)
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:

@@ -22,12 +22,12 @@ import torch
 from tensorstow.base.errors import StowError
 from tensorstow.formats.reference import AdamScalars
 from tensorstow.formats.reference_in_format import Kept, adam_reference_in_format
-from tensorstow.io.device_link import Link, Mark
+from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Run, parts_of
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.closing import Closing
-from tensorstow.step.host_weight import Mirror, flat
+from tensorstow.step.host_weight import HostWeight, flat
 
 MOST_SLOTS = 3
 _MOST_AHEAD = MOST_SLOTS
@@ -49,29 +49,29 @@ class Work:
 
 
 @dataclass(eq=False, slots=True)
-class _Trip:
+class _ChunkOnDevice:
     """A chunk under way."""
 
     chunk: int
     slot: int
     host: Sequence[torch.Tensor]
     """Its states in host memory, which must live until they have come down."""
-    fallen: Mark
+    fallen: DeviceEvent
 
 
-class Updater:
+class DeviceUpdater:
     """One optimizer's updates on an accelerator. It lives on the thread that steps."""
 
     def __init__(
         self,
-        link: Link,
+        link: DeviceLink,
         pipeline: UpdatePipeline,
         chunks: Sequence[Chunk],
-        mirrors: Mapping[int, Mirror],
+        host_weights: Mapping[int, HostWeight],
         streams_of: StreamsOf,
         closing: Closing,
     ) -> None:
-        """Serve ``chunks``, all of whose parameters ``mirrors`` has; take the device's memory.
+        """Serve ``chunks``, all of whose parameters ``host_weights`` has; take the device's memory.
 
         ``closing`` is told when all gradients have landed.
         """
@@ -79,14 +79,14 @@ class Updater:
         self._pipeline = pipeline
         self._closing = closing
         self._chunks = {chunk.number: chunk for chunk in chunks}
-        self._mirrors = mirrors
+        self._host_weights = host_weights
         self._streams_of = streams_of
         widest = max((_state_bytes(chunk) for chunk in chunks), default=0)
         self._slots = [
             torch.empty(widest, dtype=torch.uint8, device=link.device)
             for _ in range(min(MOST_SLOTS, len(chunks)))
         ]
-        self._made = link.mark()
+        self._made = link.record_event()
         """Behind whatever used the slots' memory before they were ours."""
         self._free = list(range(len(self._slots)))
         self._works: Mapping[int, Work] = {}
@@ -96,7 +96,7 @@ class Updater:
         self._ahead = 0
         """Landed, and not lent yet."""
         self._is_open = False
-        self._trips: deque[_Trip] = deque()
+        self._trips: deque[_ChunkOnDevice] = deque()
 
     @property
     def device_bytes(self) -> int:
@@ -188,19 +188,19 @@ class Updater:
         slot = self._free.pop()
         host = self._streams_of(chunk, ring_slot)
         away = self._streams_in(slot, chunk)
-        self.link.join(self.link.up(list(zip(away, host, strict=True)), [self._made]))
+        self.link.join(self.link.h2d(list(zip(away, host, strict=True)), [self._made]))
         falling = list(zip(host, away, strict=True))
         for run in chunk.plan.runs:
             work = works.get(run.parameter)
             if work is None:
                 continue
-            mirror = self._mirrors[run.parameter]
-            weight = _part(flat(mirror.parameter), run)
+            host_weight = self._host_weights[run.parameter]
+            weight = _part(flat(host_weight.parameter), run)
             _update(weight, run, chunk, away, work)
             if all_weights or weight.dtype != torch.float32:
-                falling.append((_part(flat(mirror.host), run), weight))
-        fallen = self.link.down(falling, [self.link.mark()])
-        self._trips.append(_Trip(chunk.number, slot, host, fallen))
+                falling.append((_part(flat(host_weight.host), run), weight))
+        fallen = self.link.d2h(falling, [self.link.record_event()])
+        self._trips.append(_ChunkOnDevice(chunk.number, slot, host, fallen))
 
     def _streams_in(self, slot: int, chunk: Chunk) -> list[torch.Tensor]:
         """Return the views of a slot that hold a chunk's streams."""

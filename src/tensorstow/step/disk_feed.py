@@ -22,8 +22,8 @@ from tensorstow.base.errors import OptionError
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Run
 from tensorstow.states.native_pipeline import StepRow, UpdatePipeline
-from tensorstow.step.param_table import Member, Members
-from tensorstow.tensors.dtensor import Lessor
+from tensorstow.step.param_table import ManagedParam, ParamTable
+from tensorstow.tensors.dtensor import Pager
 
 _AT_ONCE = 2
 
@@ -46,8 +46,8 @@ class _Part:
 
 
 @dataclass(eq=False, slots=True)
-class _Lease:
-    lessor: Lessor
+class _Pin:
+    pager: Pager
     users: int = 0
     """Chunks that were handed over under it and are not updated yet."""
     changed: bool = False
@@ -56,7 +56,7 @@ class _Lease:
 @dataclass(eq=False, slots=True)
 class _Granted:
     part: _Part
-    lessors: frozenset[int]
+    pagers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +71,15 @@ class Numbers:
     """The pipeline had their gradients when the step began."""
 
 
-def lend(kept: Members, rows: list[StepRow], *, captures: bool) -> "Leases | None":
+def lend(params: ParamTable, rows: list[StepRow], *, captures: bool) -> "DiskFeed | None":
     """Return the leases of the step by ``rows``; None where it touches no weight on disk.
 
     ``captures``: it commits, so it may read weights that it does not update. Their ``rows`` are
     changed: the step waits for our word on them.
     """
-    members = kept.all()
-    due = {n for n, row in enumerate(rows) if row.expected and members[n].mirror is None}
-    lent = {m.number for m in members if m.lessor is not None}
+    managed = params.all()
+    due = {n for n, row in enumerate(rows) if row.expected and managed[n].host_weight is None}
+    lent = {m.number for m in managed if m.pager is not None}
     if not (lent if captures else lent & due):
         return None
     bystanders = lent - due if captures else set()
@@ -87,17 +87,17 @@ def lend(kept: Members, rows: list[StepRow], *, captures: bool) -> "Leases | Non
         rows[number] = replace(rows[number], expected=True)
     given = {n for n, row in enumerate(rows) if row.gradient is not None}
     numbers = Numbers(due, bystanders, given)
-    return Leases(kept.store.pipeline, kept.store.chunks, members, numbers, captures=captures)
+    return DiskFeed(params.store.pipeline, params.store.chunks, managed, numbers, captures=captures)
 
 
-class Leases:
+class DiskFeed:
     """The leases of one step that is open."""
 
     def __init__(
         self,
         pipeline: UpdatePipeline,
         chunks: Iterable[Chunk],
-        members: Sequence[Member],
+        managed: Sequence[ManagedParam],
         numbers: Numbers,
         *,
         captures: bool = False,
@@ -106,7 +106,7 @@ class Leases:
         self._pipeline = pipeline
         self._captures = captures
         self._due = frozenset(numbers.due)
-        self._lessors = {m.number: m.lessor for m in members if m.lessor is not None}
+        self._pagers = {m.number: m.pager for m in managed if m.pager is not None}
         self._gradients: dict[int, torch.Tensor] = {}
         """Until the last of their chunks has been handed over: the pipeline holds them then."""
         self._parts: dict[int, _Part] = {}
@@ -115,10 +115,10 @@ class Leases:
         self._left: dict[int, int] = {}
         """By lessor: chunks that are not updated yet."""
         self._granted: list[_Granted] = []
-        self._leases: dict[int, _Lease] = {}
+        self._pins: dict[int, _Pin] = {}
         expected = self._due.union(numbers.bystanders)
         given = frozenset(numbers.given)
-        carried = frozenset(m.number for m in members if m.mirror is not None)
+        carried = frozenset(m.number for m in managed if m.host_weight is not None)
         for chunk in chunks:
             owners = frozenset(chunk.owners)
             runs = tuple(run for run in chunk.plan.runs if run.parameter in expected)
@@ -127,7 +127,7 @@ class Leases:
             part = _Part(
                 chunk,
                 runs,
-                owners & self._lessors.keys(),
+                owners & self._pagers.keys(),
                 len(owners & self._due),
                 given=not owners.isdisjoint(given),
                 carried=not owners.isdisjoint(carried),
@@ -138,23 +138,23 @@ class Leases:
             for key in self._keys(part.owners):
                 self._left[key] = self._left.get(key, 0) + 1
 
-    def offer(self, member: Member, gradient: torch.Tensor) -> None:
-        """Take the contiguous gradient of ``member``, which stays until its weight is new.
+    def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
+        """Take the contiguous gradient of ``param``, which stays until its weight is new.
 
         Raises OptionError for a parameter that is not due.
         """
-        if member.number not in self._due:
+        if param.number not in self._due:
             message = (
                 "A parameter got a gradient and was frozen when the step began: unfreeze it before"
                 " backward."
             )
             raise OptionError(message)
-        self._gradients[member.number] = gradient.view(-1)
+        self._gradients[param.number] = gradient.view(-1)
 
-    def land(self, member: Member, gradient: torch.Tensor) -> None:
+    def land(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         """Take a gradient as ``offer`` does, and hand over what needs no other one."""
-        self.offer(member, gradient)
-        for part in list(self._parts_of.get(member.number, [])):
+        self.offer(param, gradient)
+        for part in list(self._parts_of.get(param.number, [])):
             part.awaited -= 1
             if part.awaited == 0:
                 self._grant(part)
@@ -163,17 +163,17 @@ class Leases:
     def close(self) -> None:
         """Hand over the rest, chunk by chunk: no more gradients come."""
         numbers = self._pipeline.order_now()
-        for part in self._by_lessor([self._parts[n] for n in numbers if n in self._parts]):
+        for part in self._by_pager([self._parts[n] for n in numbers if n in self._parts]):
             self._grant(part)
 
     def end_all(self) -> None:
         """End every lease, when the step is over."""
-        for key in list(self._leases):
+        for key in list(self._pins):
             self._end(key)
 
     # --- inside ---
 
-    def _by_lessor(self, parts: Sequence[_Part]) -> Sequence[_Part]:
+    def _by_pager(self, parts: Sequence[_Part]) -> Sequence[_Part]:
         """Return ``parts`` in their order, but those of one lessor together: it is lent once."""
         first: dict[int, int] = {}
         ranks = {}
@@ -200,10 +200,10 @@ class Leases:
         needed = self._keys(self._touched(part, changed))
         self._make_room(needed)
         written = self._keys(changed)
-        for key, lessor in needed.items():
-            lease = self._leases.get(key) or self._take(key, lessor)
-            lease.users += 1
-            lease.changed |= key in written
+        for key, pager in needed.items():
+            pin = self._pins.get(key) or self._take(key, pager)
+            pin.users += 1
+            pin.changed |= key in written
         if part.owners:
             self._granted.append(_Granted(part, frozenset(needed)))
         self._pipeline.land_pieces(part.chunk.number, landing)
@@ -216,34 +216,34 @@ class Leases:
             return part.owners
         return ()
 
-    def _make_room(self, needed: Mapping[int, Lessor]) -> None:
+    def _make_room(self, needed: Mapping[int, Pager]) -> None:
         """End others' leases until there is room for those that are ``needed``."""
         self._end_updated()
         while not self._is_room_for(needed):
-            free = (k for k, lease in self._leases.items() if k not in needed and not lease.users)
+            free = (k for k, pin in self._pins.items() if k not in needed and not pin.users)
             key = next(free, None)
             if key is not None:
                 self._end(key)
                 continue
             # What waits for a gradient that somebody else hands over may take as long as the step.
-            others = (g for g in self._granted if g.lessors - needed.keys() and not g.part.carried)
+            others = (g for g in self._granted if g.pagers - needed.keys() and not g.part.carried)
             first = next(others, None)
             if first is None:
                 return
             self._pipeline.wait_chunk(first.part.chunk.number)
             self._end_updated()
 
-    def _is_room_for(self, needed: Mapping[int, Lessor]) -> bool:
-        missing = [lessor for key, lessor in needed.items() if key not in self._leases]
+    def _is_room_for(self, needed: Mapping[int, Pager]) -> bool:
+        missing = [pager for key, pager in needed.items() if key not in self._pins]
         if not missing:
-            return len(self._leases) <= max(_AT_ONCE, len(needed))
-        few = len(self._leases) + len(missing) <= max(_AT_ONCE, len(needed))
-        return few and missing[0].fits(sum(lessor.nbytes for lessor in missing))
+            return len(self._pins) <= max(_AT_ONCE, len(needed))
+        few = len(self._pins) + len(missing) <= max(_AT_ONCE, len(needed))
+        return few and missing[0].fits(sum(pager.nbytes for pager in missing))
 
-    def _take(self, key: int, lessor: Lessor) -> _Lease:
-        lessor.lease(to_change=bool(self._due))
-        lease = self._leases[key] = _Lease(lessor)
-        return lease
+    def _take(self, key: int, pager: Pager) -> _Pin:
+        pager.lease(to_change=bool(self._due))
+        pin = self._pins[key] = _Pin(pager)
+        return pin
 
     def _end_updated(self) -> None:
         """Go on from the chunks that the step is done with."""
@@ -252,19 +252,19 @@ class Leases:
             if not self._pipeline.is_updated(granted.part.chunk.number):
                 under_way.append(granted)
                 continue
-            for key in granted.lessors:
-                self._leases[key].users -= 1
+            for key in granted.pagers:
+                self._pins[key].users -= 1
             for key in self._keys(granted.part.owners):
                 self._left[key] -= 1
         self._granted = under_way
-        for key, lease in list(self._leases.items()):
-            if not lease.users and not self._left[key]:
+        for key, pin in list(self._pins.items()):
+            if not pin.users and not self._left[key]:
                 self._end(key)
 
-    def _keys(self, numbers: Iterable[int]) -> dict[int, Lessor]:
-        found = (self._lessors[n] for n in numbers if n in self._lessors)
-        return {id(lessor): lessor for lessor in found}
+    def _keys(self, numbers: Iterable[int]) -> dict[int, Pager]:
+        found = (self._pagers[n] for n in numbers if n in self._pagers)
+        return {id(pager): pager for pager in found}
 
     def _end(self, key: int) -> None:
-        lease = self._leases.pop(key)
-        lease.lessor.release(changed=lease.changed)
+        pin = self._pins.pop(key)
+        pin.pager.release(changed=pin.changed)

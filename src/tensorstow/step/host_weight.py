@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tensorstow.base.sizes import round_up
-from tensorstow.io.device_link import Link
+from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.tensors.dtensor import in_order, order_of
 
@@ -21,7 +21,7 @@ Stamp = tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
-class Mirror:
+class HostWeight:
     """The weight of one parameter in host memory."""
 
     parameter: torch.Tensor
@@ -55,51 +55,51 @@ def stamp_of(parameter: torch.Tensor, owner: torch.Tensor | None = None) -> Stam
     return parameter._version, parameter.data_ptr(), whole._version  # noqa: SLF001
 
 
-def mirror_bytes(parameters: Iterable[torch.Tensor]) -> int:
+def host_weight_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """Return the host memory that the mirrors of ``parameters`` take."""
     return sum(round_up(p.numel() * p.element_size(), _ALIGN) for p in parameters)
 
 
-def make_mirrors(
+def make_host_weights(
     parameters: Sequence[torch.Tensor],
-    link: Link,
+    link: DeviceLink,
     owners: Sequence[torch.Tensor] | None = None,
     *,
     pinned: bool = True,
-) -> tuple[PinnedBlock, list[Mirror]]:
+) -> tuple[PinnedBlock, list[HostWeight]]:
     """Return mirrors that hold nothing yet, in one block of memory.
 
     ``owners``: the DTensors whose shards ``parameters`` are; None: they are their own. Not
     ``pinned``: no page is there before it is touched, for mirrors that hardly anybody looks at.
     """
     device = link.device if pinned else torch.device("cpu")
-    block = PinnedBlock(mirror_bytes(parameters), device, link.settle)
-    mirrors = []
+    block = PinnedBlock(host_weight_bytes(parameters), device, link.synchronize)
+    host_weights = []
     at = 0
     for parameter, owner in zip(parameters, owners or parameters, strict=True):
         shape = in_order(parameter, order_of(parameter)).shape
         host = block.tensor(at, parameter.numel(), parameter.dtype).view(shape)
-        mirrors.append(Mirror(parameter, host, owner))
-        at += mirror_bytes([parameter])
-    return block, mirrors
+        host_weights.append(HostWeight(parameter, host, owner))
+        at += host_weight_bytes([parameter])
+    return block, host_weights
 
 
-def refresh(mirrors: Iterable[Mirror], link: Link) -> None:
+def refresh(host_weights: Iterable[HostWeight], link: DeviceLink) -> None:
     """Fetch the weights that others wrote; return when they are here."""
-    stale = [m for m in mirrors if m.is_stale]
+    stale = [m for m in host_weights if m.is_stale]
     if not stale:
         return
     pairs = [(flat(m.host), flat(m.parameter)) for m in stale]
-    link.down(pairs, [link.mark()]).synchronize()
-    for mirror in stale:
-        mirror.remember()
+    link.d2h(pairs, [link.record_event()]).synchronize()
+    for host_weight in stale:
+        host_weight.remember()
 
 
-def deliver(mirrors: Iterable[Mirror], link: Link) -> None:
+def deliver(host_weights: Iterable[HostWeight], link: DeviceLink) -> None:
     """Let every parameter be what its mirror is, for whatever the caller's stream does next."""
-    pairs = [(flat(m.parameter), flat(m.host)) for m in mirrors]
+    pairs = [(flat(m.parameter), flat(m.host)) for m in host_weights]
     if pairs:
-        link.join(link.up(pairs, [link.mark()]))
+        link.join(link.h2d(pairs, [link.record_event()]))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from tensorstow.base.errors import OptionError, PoisonedError, StowError
 from tensorstow.base.update_on import UpdateOn, reaches_device, told
 from tensorstow.io import device_link
-from tensorstow.io.device_link import Link
+from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import RESIDENT_CAPACITY, Family
@@ -22,27 +22,27 @@ from tensorstow.states.offload_policy import Stowage
 from tensorstow.states.state_store import Space, StateStore
 from tensorstow.states.stored import StoredSpace
 from tensorstow.step.closing import Closing
-from tensorstow.step.device_feed import Ferry
-from tensorstow.step.device_update import Updater
+from tensorstow.step.device_feed import DeviceFeed
+from tensorstow.step.device_update import DeviceUpdater
 from tensorstow.step.division import Division
 from tensorstow.step.host_weight import (
-    Mirror,
+    HostWeight,
     Stamp,
     deliver,
-    make_mirrors,
-    mirror_bytes,
+    host_weight_bytes,
+    make_host_weights,
     refresh,
     stamp_of,
 )
 from tensorstow.step.sides import Sides
 from tensorstow.tensors.dtensor import (
-    Lessor,
     Order,
+    Pager,
     in_order,
-    lent_by,
-    lessor_of,
     order_of,
     out_of_order,
+    pager_of,
+    pinned_by,
     shard_of,
 )
 from tensorstow.tensors.on_disk import StateOnDisk
@@ -53,7 +53,7 @@ OnGradient = Callable[[torch.Tensor], None]
 
 
 @dataclass(slots=True)
-class Member:
+class ManagedParam:
     """A parameter whose states we keep."""
 
     owner: torch.Tensor
@@ -73,9 +73,9 @@ class Member:
     """It has states that are not zero."""
     written: Stamp | None = None
     """Version counter and address after our last update; others mean that someone else wrote."""
-    mirror: Mirror | None = None
+    host_weight: HostWeight | None = None
     """Its weight in host memory, where the parameter is on an accelerator."""
-    lessor: Lessor | None = None
+    pager: Pager | None = None
     """Who lends its weight memory, where it is on disk."""
     order: Order | None = None
     """Of its dimensions in memory, where not their own ([Note: Memory formats])."""
@@ -107,7 +107,7 @@ class Member:
             parameter.numel() == self.numel
             and parameter.dtype == family.dtype
             and amsgrad == family.amsgrad
-            and device_link.is_remote(parameter) == (self.mirror is not None)
+            and device_link.is_remote(parameter) == (self.host_weight is not None)
         )
 
     @property
@@ -117,28 +117,32 @@ class Member:
 
     def held(self, *, to_change: bool = False) -> AbstractContextManager[None]:
         """Let the weight be in memory inside."""
-        return lent_by(self.lessor, to_change=to_change)
+        return pinned_by(self.pager, to_change=to_change)
 
     @property
     def weight(self) -> torch.Tensor:
         """Return what the kernel writes."""
-        if self.mirror is not None:
-            return self.mirror.host
+        if self.host_weight is not None:
+            return self.host_weight.host
         return self.parameter if self.host is None else self.host
 
     def remember(self) -> None:
         """Take what is there now for our own writing."""
         self.written = stamp_of(self.parameter, self.owner)
-        if self.mirror is not None:
-            self.mirror.remember()
+        if self.host_weight is not None:
+            self.host_weight.remember()
 
     def leave_behind(self) -> None:
         """Say that an update on the device has not brought all of the new weight down."""
-        if self.mirror is not None and self.updated_there and self.family.dtype == torch.float32:
-            self.mirror.leave_behind()
+        if (
+            self.host_weight is not None
+            and self.updated_there
+            and self.family.dtype == torch.float32
+        ):
+            self.host_weight.leave_behind()
 
     @property
-    def needs_mirror(self) -> bool:
+    def needs_host_weight(self) -> bool:
         """Return whether a step that commits nothing looks at the whole of a mirror that is old.
 
         For 16-bit ones, which masters must fit. Of an fp32 one, what the host updates is what it
@@ -149,7 +153,7 @@ class Member:
         return self.updated_here and self.written_by_others
 
 
-class Members:
+class ParamTable:
     """The parameters of one optimizer, the store of their states, and the hooks on them."""
 
     def __init__(self, stowage: Stowage, on_gradient: OnGradient) -> None:
@@ -161,15 +165,15 @@ class Members:
         self.stowage = stowage
         # By id: hashing a tensor is a call into Python, a hundred times a step. Members hold the
         # parameters, so no id is used twice.
-        self._by_id: dict[int, Member] = {}
-        self._numbered: list[Member] = []
+        self._by_id: dict[int, ManagedParam] = {}
+        self._numbered: list[ManagedParam] = []
         self._on_gradient = on_gradient
         self._hooks: list[Any] = []
         self._unhooked: list[torch.Tensor] = []
-        self._link: Link | None = None
-        self.ferry: Ferry | None = None
+        self._link: DeviceLink | None = None
+        self.device_feed: DeviceFeed | None = None
         """What carries gradients and weights of parameters on an accelerator."""
-        self.updater: Updater | None = None
+        self.updater: DeviceUpdater | None = None
         """What updates there instead, where updates may run on the device."""
         self.sides: Sides | None = None
         """What runs a step on both, where there is an updater."""
@@ -227,7 +231,7 @@ class Members:
         if self._link is None:
             message = "Memory for states was asked for before the accelerator was known."
             raise StowError(message)
-        block = PinnedBlock(nbytes, self._link.device, self._link.settle)
+        block = PinnedBlock(nbytes, self._link.device, self._link.synchronize)
         self._blocks.add(block)
         return block
 
@@ -236,12 +240,12 @@ class Members:
 
         A copy where it is on disk.
         """
-        member = self._numbered[number]
-        self._refresh([member])
-        if member.lessor is None:
-            return member.weight
-        with member.held():
-            return member.weight.clone()
+        param = self._numbered[number]
+        self._refresh([param])
+        if param.pager is None:
+            return param.weight
+        with param.held():
+            return param.weight.clone()
 
     def refresh(self, *, whole: bool = True) -> None:
         """Fetch weights on an accelerator that are newer there, as a step begins with it.
@@ -249,33 +253,35 @@ class Members:
         Not ``whole``: only those that a step which commits nothing looks at.
         """
         whole = self._divide() or whole
-        self._refresh(m for m in self._numbered if whole or m.needs_mirror)
+        self._refresh(m for m in self._numbered if whole or m.needs_host_weight)
 
-    def _refresh(self, members: Iterable[Member]) -> None:
+    def _refresh(self, managed: Iterable[ManagedParam]) -> None:
         if self._link is not None:
-            refresh((m.mirror for m in members if m.mirror is not None), self._link)
+            refresh((m.host_weight for m in managed if m.host_weight is not None), self._link)
 
     def deliver(self) -> None:
         """Let every parameter on an accelerator be what host memory has of it."""
         if self._link is not None:
-            remote = [m.parameter for m in self._numbered if m.mirror is not None]
+            remote = [m.parameter for m in self._numbered if m.host_weight is not None]
             torch.autograd.graph.increment_version(remote)
-            deliver((m.mirror for m in self._numbered if m.mirror is not None), self._link)
+            deliver(
+                (m.host_weight for m in self._numbered if m.host_weight is not None), self._link
+            )
 
     def finish(self, numbers: Iterable[int] | None = None) -> None:
         """Let these parameters, or all, have their new weights for the caller's stream."""
-        if self.ferry is not None:
-            self.ferry.finish(numbers)
+        if self.device_feed is not None:
+            self.device_feed.finish(numbers)
 
     def join(self) -> None:
         """Let the caller's stream be behind the weights that have been sent up."""
-        if self.ferry is not None:
-            self.ferry.join()
+        if self.device_feed is not None:
+            self.device_feed.join()
 
     def uses(self, number: int) -> bool:
         """Return whether the gradient of a parameter is still needed."""
-        if self._numbered[number].mirror is not None and self.ferry is not None:
-            return self.ferry.needs(number)
+        if self._numbered[number].host_weight is not None and self.device_feed is not None:
+            return self.device_feed.needs(number)
         return not self.store.pipeline.is_published(number)
 
     def traffic(self) -> Traffic:
@@ -289,11 +295,13 @@ class Members:
 
     def memory(self) -> StateMemory:
         """Return the bytes of states and buffers, by place."""
-        mirrors = (m.parameter for m in self._numbered if m.mirror and self._looks_at_mirror(m))
+        host_weights = (
+            m.parameter for m in self._numbered if m.host_weight and self._reads_host_weight(m)
+        )
         return replace(
             self.store.memory(),
-            mirror_bytes=mirror_bytes(mirrors),
-            staging_bytes=0 if self.ferry is None else self.ferry.plan.nbytes,
+            host_weight_bytes=host_weight_bytes(host_weights),
+            staging_bytes=0 if self.device_feed is None else self.device_feed.plan.nbytes,
             device_bytes=0 if self.updater is None else self.updater.device_bytes,
             pinned_bytes=sum(block.pinned_bytes for block in self._blocks),
         )
@@ -302,19 +310,19 @@ class Members:
         """Return how many there are."""
         return len(self._by_id)
 
-    def find(self, parameter: torch.Tensor) -> Member | None:
+    def find(self, parameter: torch.Tensor) -> ManagedParam | None:
         """Return the member that ``parameter`` is, or None."""
         return self._by_id.get(id(parameter))
 
-    def get(self, parameter: torch.Tensor) -> Member:
+    def get(self, parameter: torch.Tensor) -> ManagedParam:
         """Return the member that ``parameter`` is; KeyError where it is none."""
         return self._by_id[id(parameter)]
 
-    def by_id(self, identity: int) -> Member | None:
+    def by_id(self, identity: int) -> ManagedParam | None:
         """Return the member whose parameter has this ``id``, or None."""
         return self._by_id.get(identity)
 
-    def all(self) -> Sequence[Member]:
+    def all(self) -> Sequence[ManagedParam]:
         """Return every member, by number."""
         return self._numbered
 
@@ -337,7 +345,7 @@ class Members:
         capacity = self.stowage.policy.chunk_elements if is_fine else RESIDENT_CAPACITY
         sizes = [s.numel() for s in shards]
         # What shares a chunk is in memory at once, so those whose weights come and go apart do not.
-        apart = [id(lessor_of(p)) for p in new]
+        apart = [id(pager_of(p)) for p in new]
         numbers = self.store.extend(sizes, families, capacity, apart)
         for parameter, shard, number, family in zip(new, shards, numbers, families, strict=True):
             states = self.store.views(number)
@@ -363,16 +371,16 @@ class Members:
         for number, (parameter, family) in enumerate(zip(parameters, families, strict=True)):
             self._add(parameter, number, family)
         self._connect(self._numbered)
-        for member in self._numbered:
-            if member.mirror is not None:
-                member.mirror.remember()  # the weights are put into it next
+        for param in self._numbered:
+            if param.host_weight is not None:
+                param.host_weight.remember()  # the weights are put into it next
 
     def _open_link(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether any are on an accelerator, to which there is a link from now on.
 
         Raises OptionError where they are on several, or on the host and updates are not.
         """
-        mirrored = [m.parameter for m in self._numbered if m.mirror is not None]
+        mirrored = [m.parameter for m in self._numbered if m.host_weight is not None]
         remote = [p for p in parameters if device_link.is_remote(p)]
         devices = {p.device for p in (*mirrored, *remote)}
         if len(devices) > 1:
@@ -394,35 +402,35 @@ class Members:
             self._link = device_link.open_link(remote[0].device)
         return bool(remote)
 
-    def _connect(self, members: Sequence[Member]) -> None:
-        """Give mirrors to those of ``members`` that are on an accelerator, and carry for them."""
-        remote = [m for m in members if device_link.is_remote(m.parameter)]
+    def _connect(self, managed: Sequence[ManagedParam]) -> None:
+        """Give mirrors to those of ``params`` that are on an accelerator, and carry for them."""
+        remote = [m for m in managed if device_link.is_remote(m.parameter)]
         if not remote:
             return
         link = self._link or device_link.open_link(remote[0].parameter.device)
         self._link = link
         for used in (True, False):
-            group = [m for m in remote if self._looks_at_mirror(m) == used]
-            block, mirrors = make_mirrors(
+            group = [m for m in remote if self._reads_host_weight(m) == used]
+            block, host_weights = make_host_weights(
                 [m.shard for m in group], link, [m.owner for m in group], pinned=used
             )
             self.store.pipeline.lent.append(block)
             self._blocks.add(block)
-            for member, mirror in zip(group, mirrors, strict=True):
-                member.mirror = mirror
-        known = {m.number: m.mirror for m in self._numbered if m.mirror is not None}
+            for param, host_weight in zip(group, host_weights, strict=True):
+                param.host_weight = host_weight
+        known = {m.number: m.host_weight for m in self._numbered if m.host_weight is not None}
         pipeline = self.store.pipeline
         chunks = self.store.chunks
         where = self.stowage.update_on
         closing = Closing(pipeline, 1 + (reaches_device(where) and where != "device"))
         if where != "device":
-            self.ferry = Ferry(link, pipeline, chunks, known, closing)
-            pipeline.lent.append(self.ferry.staging)
-            self._blocks.add(self.ferry.staging)
+            self.device_feed = DeviceFeed(link, pipeline, chunks, known, closing)
+            pipeline.lent.append(self.device_feed.staging)
+            self._blocks.add(self.device_feed.staging)
         if reaches_device(where):
             streams_at = self.store.streams_at
-            self.updater = Updater(link, pipeline, chunks, known, streams_at, closing)
-            self.sides = Sides(link, pipeline, chunks, self.ferry, self.updater)
+            self.updater = DeviceUpdater(link, pipeline, chunks, known, streams_at, closing)
+            self.sides = Sides(link, pipeline, chunks, self.device_feed, self.updater)
             self._share = None
             self._divide()  # who was there before stays on his side: chunks_of_device
 
@@ -434,25 +442,25 @@ class Members:
         self._share = share
         there = {n for chunk in self.sides.divide(share) for n in chunk.owners}
         here = {n for chunk in self.sides.chunks_of_host for n in chunk.owners}
-        for member in self._numbered:
-            member.updated_there = member.number in there
-            member.updated_here = member.number in here
+        for param in self._numbered:
+            param.updated_there = param.number in there
+            param.updated_here = param.number in here
         return True
 
-    def _looks_at_mirror(self, member: Member) -> bool:
+    def _reads_host_weight(self, param: ManagedParam) -> bool:
         """Return whether steps need the weight in host memory."""
         idle = self.stowage.update_on == "device" and not self.stowage.placement.durable
-        return not (idle and member.family.dtype == torch.float32)
+        return not (idle and param.family.dtype == torch.float32)
 
     def differ(self, amsgrad: Mapping[int, bool]) -> bool:
         """Return whether a member has other states than its group wants."""
-        members = self._by_id.items()
-        return any(amsgrad.get(i, m.family.amsgrad) != m.family.amsgrad for i, m in members)
+        managed = self._by_id.items()
+        return any(amsgrad.get(i, m.family.amsgrad) != m.family.amsgrad for i, m in managed)
 
     def forget_versions(self) -> None:
         """Compare every weight with its master at the next update."""
-        for member in self._by_id.values():
-            member.written = None
+        for param in self._by_id.values():
+            param.written = None
 
     def renew(self) -> None:
         """Drop all states and begin with an empty store in the same place."""
@@ -475,12 +483,12 @@ class Members:
         _remove(self._hooks)
         self._unhooked.clear()
         if self._link is not None:
-            self._link.settle()  # a step that is given up: its gradients may be on their way
+            self._link.synchronize()  # a step that is given up: its gradients may be on their way
         self.store = self._new_store(space)
         if self._kept_alive:
             self.store.keep()
         self._by_id, self._numbered = {}, []
-        self.ferry = self.updater = self.sides = None
+        self.device_feed = self.updater = self.sides = None
         self.division = Division(self.stowage.update_on)
 
     def outlive_finalizers(self) -> None:
@@ -506,11 +514,11 @@ class Members:
     ) -> None:
         shard = shard_of(parameter)
         seen = views or dict.fromkeys(family.states, StateOnDisk(shard))
-        member = Member(parameter, shard, number, family, shard.numel(), dict(seen))
-        member.lessor = lessor_of(parameter)
-        member.order = order_of(shard)
-        self._by_id[id(parameter)] = member
-        self._numbered.append(member)
+        param = ManagedParam(parameter, shard, number, family, shard.numel(), dict(seen))
+        param.pager = pager_of(parameter)
+        param.order = order_of(shard)
+        self._by_id[id(parameter)] = param
+        self._numbered.append(param)
         if self.stowage.moving or self.stowage.overlap == "backward":
             self._unhooked.append(parameter)
             self._hook()
@@ -527,11 +535,9 @@ class Members:
         self._unhooked = still
 
 
-def in_order_of(member: Member, state: torch.Tensor) -> torch.Tensor:
-    """Return a saved state of ``member``, of any shape, with its elements as in memory."""
-    return (
-        state if member.order is None else state.reshape(member.shard.shape).permute(member.order)
-    )
+def in_order_of(param: ManagedParam, state: torch.Tensor) -> torch.Tensor:
+    """Return a saved state of ``param``, of any shape, with its elements as in memory."""
+    return state if param.order is None else state.reshape(param.shard.shape).permute(param.order)
 
 
 def in_shape_of(shard: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,35 +4,35 @@ from dataclasses import replace
 
 import torch
 
-from tensorstow.step.param_table import Member
-from tensorstow.step.step_plan import Turn
+from tensorstow.step.param_table import ManagedParam
+from tensorstow.step.step_plan import StepPlan
 
 
-def shadow(turn: Turn) -> None:
+def shadow(plan: StepPlan) -> None:
     """Let the pipeline write to copies of the weights: for tests, which ``hide`` the weights."""
-    for due in turn.dues:
-        member = due.member
-        if member.mirror is not None:
-            member.host = member.mirror.host  # which is a copy already
+    for update in plan.updates:
+        param = update.param
+        if param.host_weight is not None:
+            param.host = param.host_weight.host  # which is a copy already
             continue
-        member.host = member.parameter.detach().clone()
-        row = turn.rows[member.number]
-        turn.rows[member.number] = replace(row, weight=member.host)
+        param.host = param.parameter.detach().clone()
+        row = plan.rows[param.number]
+        plan.rows[param.number] = replace(row, weight=param.host)
 
 
 @torch.no_grad()
-def hide(member: Member) -> None:
+def hide(param: ManagedParam) -> None:
     """Make a weight NaN: whoever reads it before it is delivered computes NaN."""
-    if member.host is not None:
-        member.parameter.fill_(torch.nan)
+    if param.host is not None:
+        param.parameter.fill_(torch.nan)
 
 
 @torch.no_grad()
-def deliver(member: Member) -> None:
+def deliver(param: ManagedParam) -> None:
     """Copy the new weight from host memory to the parameter, where the two are not one."""
-    if member.host is None:
+    if param.host is None:
         return
-    if member.mirror is None:  # else the ferry does it
-        member.parameter.copy_(member.host)
-    member.host = None
-    member.remember()
+    if param.host_weight is None:  # else the ferry does it
+        param.parameter.copy_(param.host)
+    param.host = None
+    param.remember()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.step.param_table import Member
+from tensorstow.step.param_table import ManagedParam
 from tensorstow.tensors.dtensor import shard_of
 
 _WAY_OUT = (
@@ -31,31 +31,31 @@ class Given:
     """Of the storage."""
 
     @classmethod
-    def of(cls, member: Member) -> "Given":
-        """Return what ``member`` is now."""
-        memory = member.parameter.detach()
+    def of(cls, param: ManagedParam) -> "Given":
+        """Return what ``param`` is now."""
+        memory = param.parameter.detach()
         return cls(memory, memory.untyped_storage().nbytes())
 
-    def check(self, member: Member) -> None:
+    def check(self, param: ManagedParam) -> None:
         """Raise OptionError where the weight, whose update is over, was replaced meanwhile."""
         if self.memory.untyped_storage().nbytes() < self.nbytes:
-            raise _refusal(member, "was freed in place (by resize_ of its storage)")
-        if _now(member).data_ptr() != self.memory.data_ptr():
-            raise _refusal(member, "was given other memory")
-        if member.written_by_others:
-            raise _refusal(member, "was written")
+            raise _refusal(param, "was freed in place (by resize_ of its storage)")
+        if _now(param).data_ptr() != self.memory.data_ptr():
+            raise _refusal(param, "was given other memory")
+        if param.written_by_others:
+            raise _refusal(param, "was written")
 
 
-def _now(member: Member) -> torch.Tensor:
-    if member.owner is member.parameter:
-        return member.parameter
+def _now(param: ManagedParam) -> torch.Tensor:
+    if param.owner is param.parameter:
+        return param.parameter
     with torch.no_grad():
-        return shard_of(member.owner)
+        return shard_of(param.owner)
 
 
-def _refusal(member: Member, what: str) -> OptionError:
+def _refusal(param: ManagedParam, what: str) -> OptionError:
     message = (
-        f"A weight of shape {tuple(member.owner.shape)} {what} between step() and whoever waits for"
+        f"A weight of shape {tuple(param.owner.shape)} {what} between step() and whoever waits for"
         ' its update, which with overlap="forward" was under way: what is there now may be of old'
         f" values.{_WAY_OUT}"
     )

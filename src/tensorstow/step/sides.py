@@ -9,11 +9,11 @@ first, and a wait for the kernel ends where there is a chunk for the updater.
 import time
 from collections.abc import Mapping, Sequence
 
-from tensorstow.io.device_link import Link
+from tensorstow.io.device_link import DeviceLink
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_pipeline import UpdatePipeline
-from tensorstow.step.device_feed import Ferry
-from tensorstow.step.device_update import Updater, Work
+from tensorstow.step.device_feed import DeviceFeed
+from tensorstow.step.device_update import DeviceUpdater, Work
 from tensorstow.step.division import Took, chunks_of_device, elements_of
 
 
@@ -22,17 +22,17 @@ class Sides:
 
     def __init__(
         self,
-        link: Link,
+        link: DeviceLink,
         pipeline: UpdatePipeline,
         chunks: Sequence[Chunk],
-        ferry: Ferry | None,
-        updater: Updater,
+        device_feed: DeviceFeed | None,
+        updater: DeviceUpdater,
     ) -> None:
         """Take who carries for the host's chunks, if it may have any, and for the device's."""
         self.link = link
         self._pipeline = pipeline
         self._chunks = chunks
-        self._ferry = ferry
+        self._device_feed = device_feed
         self._updater = updater
         self.chunks_of_host: Sequence[Chunk] = ()
         self._device: Sequence[Chunk] = chunks
@@ -44,8 +44,8 @@ class Sides:
         self.chunks_of_host = [chunk for chunk in self._chunks if chunk.number not in there]
         self._pipeline.set_outside(sorted(there))
         self._updater.serve(self._device)
-        if self._ferry is not None:
-            self._ferry.serve(self.chunks_of_host)
+        if self._device_feed is not None:
+            self._device_feed.serve(self.chunks_of_host)
         return self._device
 
     @property
@@ -62,31 +62,31 @@ class Sides:
         caller's stream does next. ``all_weights``: fp32 ones that the device has updated come down
         too. ``measured``: what makes the gradients is waited for first. Raises what failed.
         """
-        made = self.link.mark()
+        made = self.link.record_event()
         if measured:
             made.synchronize()
         begin = time.monotonic()
-        ferry = self._ferry
+        device_feed = self._device_feed
         self._updater.begin(works, all_weights=all_weights)
-        if ferry is not None:
-            ferry.open(works)
+        if device_feed is not None:
+            device_feed.open(works)
             for number, work in works.items():
-                ferry.offer(number, work.gradient, made)
-            ferry.end()
+                device_feed.offer(number, work.gradient, made)
+            device_feed.end()
         ended: dict[str, float] = {}
         while True:
             self._updater.move_on()
-            if ferry is not None:
-                ferry.move_on()
+            if device_feed is not None:
+                device_feed.move_on()
             if self._updater.is_over:
                 ended.setdefault("device", time.monotonic() - begin)
-            if ferry is None or ferry.is_over:
+            if device_feed is None or device_feed.is_over:
                 ended.setdefault("host", time.monotonic() - begin)
             if len(ended) == 2:
                 break
             self._wait()
-        if ferry is not None:
-            ferry.finish()
+        if device_feed is not None:
+            device_feed.finish()
         return (
             Took(elements_of(self.chunks_of_host), ended["host"]),
             Took(elements_of(self._device), ended["device"]),
@@ -96,7 +96,7 @@ class Sides:
         """Return when one side can go on."""
         if self._updater.under_way:
             self._updater.end_one()
-        elif self._ferry is None or self._ferry.is_over:
+        elif self._device_feed is None or self._device_feed.is_over:
             self._updater.take_one()
         else:
-            self._ferry.wait_for_one()
+            self._device_feed.wait_for_one()

@@ -12,8 +12,8 @@ from tensorstow.formats.reference import adam_scalars
 from tensorstow.states.native_pipeline import StepRow
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
-from tensorstow.step.param_table import Member, Members, in_order_of
-from tensorstow.tensors.consumed_gradient import LandedGradient, refuse_used
+from tensorstow.step.param_table import ManagedParam, ParamTable, in_order_of
+from tensorstow.tensors.consumed_gradient import ConsumedGradient, refuse_used
 from tensorstow.tensors.dtensor import gradient_in_order, gradient_of, in_order, order_of, shard_of
 from tensorstow.tensors.on_disk import StateOnDisk
 
@@ -23,11 +23,11 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads consecutive num
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class ParamUpdate:
     """A parameter that has a gradient in this step."""
 
     group: dict[str, Any]
-    member: Member
+    param: ManagedParam
     gradient: torch.Tensor | None
     """Contiguous; None where it is still to come."""
     scale: float = 1.0
@@ -36,15 +36,15 @@ class Due:
     @property
     def on_host(self) -> torch.Tensor | None:
         """Return the gradient where the kernel can read it, else None."""
-        lent = self.member.lessor is not None
-        return None if lent or self.member.mirror is not None else self.gradient
+        lent = self.param.pager is not None
+        return None if lent or self.param.host_weight is not None else self.gradient
 
 
 @dataclass(slots=True)
-class Turn:
+class StepPlan:
     """One step: what the pipeline gets, and what must stay alive until it is published."""
 
-    dues: list[Due]
+    updates: list[ParamUpdate]
     counts: list[torch.Tensor]
     """Each parameter's step count, before this step."""
     rows: list[StepRow]
@@ -54,107 +54,111 @@ class Turn:
 
 def collect(
     groups: Groups,
-    kept: Members,
+    params: ParamTable,
     takes: Callable[[torch.Tensor], bool],
     *,
-    beside_backward: bool = False,
+    backward_overlap: bool = False,
 ) -> tuple[list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
     """Return (group, parameter, gradient) of this step, checked, and parameters without states.
 
-    ``beside_backward``: gradients may have been handed over already. Raises before anything is
+    ``backward_overlap``: gradients may have been handed over already. Raises before anything is
     changed.
     """
-    due = []
-    strangers = []
+    update = []
+    new_params = []
     for group in groups:
         validation.check_hyper(group)
         validation.refuse_torch_keywords(group)
         for index, parameter in enumerate(group["params"]):
             gradient = gradient_of(parameter)
-            member = kept.find(parameter)
+            param = params.find(parameter)
             if gradient is None:
                 continue
-            if isinstance(gradient, LandedGradient):
-                if not beside_backward:
+            if isinstance(gradient, ConsumedGradient):
+                if not backward_overlap:
                     refuse_used(name_of(groups, group, index))
                 continue
-            if member is None and not takes(parameter):
+            if param is None and not takes(parameter):
                 continue
             shard = shard_of(parameter)
-            if member is not None:
-                member.shard = shard
-            check_due(groups, group, index, member)
-            if member is None:
-                strangers.append(parameter)
-            due.append((group, parameter, gradient_in_order(shard, gradient)))
-    return due, strangers
+            if param is not None:
+                param.shard = shard
+            check_due(groups, group, index, param)
+            if param is None:
+                new_params.append(parameter)
+            update.append((group, parameter, gradient_in_order(shard, gradient)))
+    return update, new_params
 
 
-def check_due(groups: Groups, group: dict[str, Any], index: int, member: Member | None) -> None:
+def check_due(
+    groups: Groups, group: dict[str, Any], index: int, param: ManagedParam | None
+) -> None:
     """Raise for a parameter or a gradient that the kernels cannot take."""
     shard = shard_of(group["params"][index])
-    parameter = in_order(shard, order_of(shard)) if member is None else member.parameter
+    parameter = in_order(shard, order_of(shard)) if param is None else param.parameter
     gradient = gradient_of(group["params"][index])
     amsgrad = bool(group["amsgrad"])
-    if validation.fits(parameter, gradient) and (member is None or member.fits(amsgrad=amsgrad)):
+    if validation.fits(parameter, gradient) and (param is None or param.fits(amsgrad=amsgrad)):
         return
     name = name_of(groups, group, index)
     validation.check_parameter(parameter, name)
     if gradient is not None:
         validation.check_gradient(parameter, gradient, name)
-    if member is not None:
-        validation.refuse_change(parameter, group, member.family, member.numel, name)
+    if param is not None:
+        validation.refuse_change(parameter, group, param.family, param.numel, name)
 
 
-def make_turn(dues: list[Due], kept: Members, states: States, factor: float) -> Turn:
+def make_plan(
+    updates: list[ParamUpdate], params: ParamTable, states: States, factor: float
+) -> StepPlan:
     """Round the hyper-parameters once and lay out what the pipeline gets.
 
     ``factor`` multiplies gradients.
     """
     counts = [
         step_of(
-            due.member,
+            update.param,
             # A mapping that makes what it lacks must make nothing for a gradient that never comes.
-            states[due.member.owner]
-            if due.gradient is not None
-            else states.get(due.member.owner, {}),
-            kept.store,
-            begins=due.gradient is not None,
+            states[update.param.owner]
+            if update.gradient is not None
+            else states.get(update.param.owner, {}),
+            params.store,
+            begins=update.gradient is not None,
         )
-        for due in dues
+        for update in updates
     ]
-    rows = [_row_of_bystander(member) for member in kept.all()]
+    rows = [_row_of_bystander(param) for param in params.all()]
     table: dict[tuple[int, float, float], int] = {}
     scalars: list[tuple[float, ...]] = []
-    for due, count in zip(dues, counts, strict=True):
-        key = (id(due.group), count.item() + 1.0, due.scale)
+    for update, count in zip(updates, counts, strict=True):
+        key = (id(update.group), count.item() + 1.0, update.scale)
         if key not in table:
             table[key] = len(scalars)
-            scalars.append(_scalar_row(due.group, int(key[1]), factor / due.scale))
-        row = _row(due.member, due.on_host, kept.store, table[key], int(key[1]))
-        rows[due.member.number] = row
-    return Turn(dues, counts, rows, np.array(scalars, dtype=np.float32).reshape(-1, 9))
+            scalars.append(_scalar_row(update.group, int(key[1]), factor / update.scale))
+        row = _row(update.param, update.on_host, params.store, table[key], int(key[1]))
+        rows[update.param.number] = row
+    return StepPlan(updates, counts, rows, np.array(scalars, dtype=np.float32).reshape(-1, 9))
 
 
-def account(turn: Turn, states: States) -> None:
+def record_step(plan: StepPlan, states: States) -> None:
     """Count the step, and tell autograd that native code wrote to the weights.
 
     A stale graph would otherwise use the new ones.
     """
-    if not turn.dues:
+    if not plan.updates:
         return
-    torch._foreach_add_(turn.counts, 1.0)
-    torch.autograd.graph.increment_version([due.member.parameter for due in turn.dues])
-    for due, count in zip(turn.dues, turn.counts, strict=True):
-        state = states[due.member.owner]
+    torch._foreach_add_(plan.counts, 1.0)
+    torch.autograd.graph.increment_version([update.param.parameter for update in plan.updates])
+    for update, count in zip(plan.updates, plan.counts, strict=True):
+        state = states[update.param.owner]
         if "step" not in state:
-            state.update({"step": count, **due.member.views})
-        due.member.begun = True
-        due.member.remember()
+            state.update({"step": count, **update.param.views})
+        update.param.begun = True
+        update.param.remember()
 
 
 def step_of(
-    member: Member, state: dict[str, Any], store: StateStore, *, begins: bool = True
+    param: ManagedParam, state: dict[str, Any], store: StateStore, *, begins: bool = True
 ) -> torch.Tensor:
     """Return the parameter's step count, and see to it that its states are what users see.
 
@@ -164,38 +168,38 @@ def step_of(
     step: torch.Tensor | None = state.get("step")
     if step is None:
         step = torch.zeros((), dtype=torch.float32, device="cpu")
-        if member.begun:
-            store.put({member.number: {}})
-            member.begun = False
+        if param.begun:
+            store.put({param.number: {}})
+            param.begun = False
     if not begins and not state:
         return step
     state["step"] = step
-    member.begun = True
-    placed = {k: v for k, v in state.items() if k in member.family.states}
-    if any(placed.get(name) is not view for name, view in member.views.items()):
-        _transplant(member, placed, store)
+    param.begun = True
+    placed = {k: v for k, v in state.items() if k in param.family.states}
+    if any(placed.get(name) is not view for name, view in param.views.items()):
+        _transplant(param, placed, store)
         for name in placed:
             del state[name]
-        state.update(member.views)
+        state.update(param.views)
     return step
 
 
-def _transplant(member: Member, placed: Mapping[str, torch.Tensor], store: StateStore) -> None:
+def _transplant(param: ManagedParam, placed: Mapping[str, torch.Tensor], store: StateStore) -> None:
     """Take states that a user put in; those beside them stay what they were."""
     given = {name: s for name, s in placed.items() if not isinstance(s, StateOnDisk)}
-    given = {name: in_order_of(member, s) for name, s in given.items()}
+    given = {name: in_order_of(param, s) for name, s in given.items()}
     if given and len(given) < len(placed):
-        given = store.read([member.number])[member.number] | given
+        given = store.read([param.number])[param.number] | given
     if given:
-        store.put({member.number: given})
+        store.put({param.number: given})
 
 
-def must_seed(member: Member, store: StateStore) -> bool:
+def must_seed(param: ManagedParam, store: StateStore) -> bool:
     """Return whether someone else wrote the 16-bit weight that a master belongs to."""
-    if member.family.dtype == torch.float32 or not member.written_by_others:
+    if param.family.dtype == torch.float32 or not param.written_by_others:
         return False
-    with member.held():
-        return not store.pipeline.unchanged(member.number, member.weight)
+    with param.held():
+        return not store.pipeline.unchanged(param.number, param.weight)
 
 
 def name_of(groups: Groups, group: dict[str, Any], index: int) -> str:
@@ -211,36 +215,38 @@ def as_step(step: torch.Tensor | float) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
-def scalars_of(dues: Iterable[Due], counts: Sequence[torch.Tensor], factor: float) -> list[Any]:
+def scalars_of(
+    updates: Iterable[ParamUpdate], counts: Sequence[torch.Tensor], factor: float
+) -> list[Any]:
     """Return the hyper-parameters of each parameter's step, to be compared."""
     rows: dict[tuple[int, int], tuple[float, ...]] = {}
     found = []
-    for due, count in zip(dues, counts, strict=True):
-        key = (id(due.group), int(count.item() + 1.0))
+    for update, count in zip(updates, counts, strict=True):
+        key = (id(update.group), int(count.item() + 1.0))
         if key not in rows:
-            rows[key] = _scalar_row(due.group, key[1], factor)
+            rows[key] = _scalar_row(update.group, key[1], factor)
         found.append(rows[key])
     return found
 
 
 def _row(
-    member: Member, gradient: torch.Tensor | None, store: StateStore, scalars: int, step: int
+    param: ManagedParam, gradient: torch.Tensor | None, store: StateStore, scalars: int, step: int
 ) -> StepRow:
     # A function of the parameter and its step alone, so that a resumed run rounds alike.
-    key = (step * _GOLDEN + member.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
+    key = (step * _GOLDEN + param.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
     return StepRow(
-        member.weight,
+        param.weight,
         gradient,
-        must_seed(member, store),
+        must_seed(param, store),
         scalars,
         key,
         expected=gradient is None,
     )
 
 
-def _row_of_bystander(member: Member) -> StepRow:
+def _row_of_bystander(param: ManagedParam) -> StepRow:
     """Name its weight alone: a commit takes that too."""
-    return StepRow(weight=member.weight)
+    return StepRow(weight=param.weight)
 
 
 def _scalar_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:

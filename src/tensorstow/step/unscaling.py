@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.step.step_plan import Due
+from tensorstow.step.step_plan import ParamUpdate
 from tensorstow.tensors.dtensor import anywhere, gradient_of
 
 
@@ -47,25 +47,25 @@ def unscale(parameters: Iterable[torch.Tensor], scale: float) -> None:
         torch._foreach_mul_(gradients, 1.0 / scale)
 
 
-def unscaled(dues: list[Due], scale: float) -> list[Due]:
+def unscaled(updates: list[ParamUpdate], scale: float) -> list[ParamUpdate]:
     """Divide the gradients by ``scale``, where they are; return who is updated by what then."""
     if scale == 1.0:
-        return dues
-    kept = [_copied(due, scale) for due in dues]
-    unscale((due.member.owner for due in dues), scale)
-    return [_read_anew(due) for due in kept]
+        return updates
+    read = [_copied(update, scale) for update in updates]
+    unscale((update.param.owner for update in updates), scale)
+    return [_read_anew(update) for update in read]
 
 
-def _copied(due: Due, scale: float) -> Due:
+def _copied(update: ParamUpdate, scale: float) -> ParamUpdate:
     """Return a due whose 16-bit gradient is a copy: ``.grad`` is multiplied under it."""
-    if due.gradient is None or due.gradient.dtype == torch.float32:
-        return due
-    return replace(due, gradient=due.gradient.clone(), scale=scale)
+    if update.gradient is None or update.gradient.dtype == torch.float32:
+        return update
+    return replace(update, gradient=update.gradient.clone(), scale=scale)
 
 
-def _read_anew(due: Due) -> Due:
+def _read_anew(update: ParamUpdate) -> ParamUpdate:
     """Return a due whose fp32 gradient is what ``.grad`` is now, where it was copied before."""
-    gradient = gradient_of(due.member.owner)
-    if due.scale != 1.0 or gradient is None or gradient.is_contiguous():
-        return due
-    return replace(due, gradient=gradient.contiguous())
+    gradient = gradient_of(update.param.owner)
+    if update.scale != 1.0 or gradient is None or gradient.is_contiguous():
+        return update
+    return replace(update, gradient=gradient.contiguous())

@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.placeholder import StandIn
+from tensorstow.tensors.placeholder import Placeholder
 
 WAYS_OUT = (
     "Behind a backward that has ended step() is next, and zero_grad() behind that. Where it did not"
@@ -34,7 +34,7 @@ def refuse_used(name: str) -> NoReturn:
     raise OptionError(message)
 
 
-class LandedGradient(StandIn):
+class ConsumedGradient(Placeholder):
     """A tensor without memory, of the gradient's shape: its update has begun.
 
     Nobody may take it for a gradient: clipping, unscaling and accumulation, which would do nothing

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.consumed_gradient import LandedGradient
+from tensorstow.tensors.consumed_gradient import ConsumedGradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,7 +72,7 @@ def out_of_order(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
     return tensor.permute(tuple(sorted(range(len(order)), key=order.__getitem__)))
 
 
-class Lessor(Protocol):
+class Pager(Protocol):
     """Who lends a shard its memory, for its bytes are on disk."""
 
     nbytes: int
@@ -91,39 +91,39 @@ class Lessor(Protocol):
         """End a lease; ``changed``: the bytes are to be written back."""
 
 
-def lessor_of(parameter: torch.Tensor) -> Lessor | None:
+def pager_of(parameter: torch.Tensor) -> Pager | None:
     """Return who lends the shard of ``parameter`` its memory; None: it has memory of its own."""
-    lessor: Lessor | None = getattr(_local(parameter), "lessor", None)
-    return lessor
+    pager: Pager | None = getattr(_local(parameter), "pager", None)
+    return pager
 
 
 def lent(parameter: torch.Tensor, *, to_change: bool = False) -> AbstractContextManager[None]:
     """Let the bytes of the shard of ``parameter`` be in memory inside, those on disk too."""
-    return lent_by(lessor_of(parameter), to_change=to_change)
+    return pinned_by(pager_of(parameter), to_change=to_change)
 
 
 @contextmanager
-def lent_by(lessor: Lessor | None, *, to_change: bool = False) -> Iterator[None]:
+def pinned_by(pager: Pager | None, *, to_change: bool = False) -> Iterator[None]:
     """Have a lease inside; ``to_change``: what it lends is written back. None lends nothing."""
-    if lessor is None:
+    if pager is None:
         yield
         return
-    lessor.lease(to_change=to_change)
+    pager.lease(to_change=to_change)
     try:
         yield
     finally:
-        lessor.release(changed=to_change)
+        pager.release(changed=to_change)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's elements of the gradient of ``parameter``, or None.
 
-    A LandedGradient where they were handed over. A gradient that is sharded in another way than its
-    parameter (tensor parallelism leaves ``Partial`` ones, of which each rank has a summand) is
+    A ConsumedGradient where they were handed over. A gradient that is sharded in another way than
+    its parameter (tensor parallelism leaves ``Partial`` ones, of which each rank has a summand) is
     exchanged for one that is sharded as the parameter is, which every rank takes part in.
     """
     gradient = parameter.grad
-    if gradient is None or isinstance(gradient, LandedGradient):
+    if gradient is None or isinstance(gradient, ConsumedGradient):
         return gradient
     if is_sharded(gradient) and is_sharded(parameter):
         wanted = parameter.placements

@@ -5,7 +5,7 @@ from typing import NoReturn, Self
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.placeholder import StandIn
+from tensorstow.tensors.placeholder import Placeholder
 
 
 def _refuse(operation: str) -> NoReturn:
@@ -16,7 +16,7 @@ def _refuse(operation: str) -> NoReturn:
     raise OptionError(message)
 
 
-class StateOnDisk(StandIn):
+class StateOnDisk(Placeholder):
     """A tensor without memory, of the state's shape.
 
     Whoever asks which states a parameter has (``torch.distributed.checkpoint`` does) finds them;
@@ -26,6 +26,6 @@ class StateOnDisk(StandIn):
     @staticmethod
     def __new__(cls: type[Self], parameter: torch.Tensor) -> Self:
         """Stand in for the states of ``parameter``: fp32, in host memory."""
-        return StandIn.__new__(cls, parameter, torch.float32, torch.device("cpu"))
+        return Placeholder.__new__(cls, parameter, torch.float32, torch.device("cpu"))
 
     refuse = staticmethod(_refuse)

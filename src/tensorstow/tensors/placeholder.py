@@ -9,7 +9,7 @@ from tensorstow.base.errors import OptionError
 _QUIET = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
-class StandIn(torch.Tensor):
+class Placeholder(torch.Tensor):
     """A tensor of some shape and dtype whose values nobody may ask for.
 
     Every operation but the ones that only pass it on calls ``refuse``, which a subclass says.
@@ -44,7 +44,7 @@ class StandIn(torch.Tensor):
         types: Any,  # noqa: ANN401
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> "StandIn":
+    ) -> "Placeholder":
         """Refuse every operation but the ones that only pass the tensor on."""
         del kwargs
         if func not in _QUIET:

@@ -16,7 +16,7 @@ from remote import LateLink, Later
 from tensorstow.fsdp import gradient_copies
 from tensorstow.fsdp.gradient_copies import GradientCopies, HostSum
 from tensorstow.fsdp.gradient_offload import Room
-from tensorstow.io.device_link import Mark, Pairs
+from tensorstow.io.device_link import DeviceEvent, Pairs
 
 ELEMENTS = 50
 SMALL = 16 * 4
@@ -88,7 +88,7 @@ def test_a_factor_and_an_empty_gradient() -> None:
 class IdleLink(LateLink):
     """One whose copies are made when somebody waits for them."""
 
-    def down(self, pairs: Pairs, after: Iterable[Mark]) -> Mark:
+    def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
         """Copy so."""
         mark = super().down(pairs, after)
         assert isinstance(mark, Later)

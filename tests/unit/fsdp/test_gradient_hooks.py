@@ -53,12 +53,12 @@ def _settled() -> list[bool]:
     """Tell whether the memory was let go of: with the landing, and before."""
     settled: list[bool] = []
 
-    class Link(LateLink):
+    class DeviceLink(LateLink):
         def settle(self) -> None:
             settled.append(True)
             super().settle()
 
-    landing = Landing([_sharded(torch.zeros(4))], Link())
+    landing = Landing([_sharded(torch.zeros(4))], DeviceLink())
     gc.collect()
     before = bool(settled)
     del landing

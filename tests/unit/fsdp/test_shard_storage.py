@@ -15,7 +15,7 @@ def test_home_is_without_the_padding() -> None:
     shard = HostShard(torch.arange(6.0).view(3, 2), 2)
     assert shard.home.tolist() == [[0, 1], [2, 3]]
     assert shard.pin() is shard.padded
-    assert shard.lessor is None
+    assert shard.pager is None
 
 
 def test_whoever_reads_waits_for_the_newest_weight() -> None:

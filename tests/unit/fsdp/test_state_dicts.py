@@ -146,7 +146,7 @@ def written_in_place(plan: Plan) -> None:
     """Write 16-bit weights by hand, as averaging does; the next update begins with them."""
     both = twins(plan, torch.bfloat16)
     both.train(range(3))
-    members = both.ours._kept().all()
+    members = both.ours._params().all()
     assert not any(member.written_by_others for member in members)
     for model in (both.stowed, both.alone):
         with torch.no_grad():

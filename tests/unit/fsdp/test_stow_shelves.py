@@ -142,10 +142,10 @@ def test_chunks_that_a_resumed_run_cut_over_units_have_these_units_and_one_more(
     widest: list[int] = []
 
     def measure(optimizer: tensorstow.AdamW) -> None:
-        kept = optimizer._kept()
+        kept = optimizer._params()
         for chunk in kept.store.chunks:
-            lessors = {m.lessor for n in chunk.owners if (m := kept.all()[n]).lessor is not None}
-            widest.append(sum(lessor.nbytes for lessor in lessors))
+            pagers = {m.pager for n in chunk.owners if (m := kept.all()[n]).pager is not None}
+            widest.append(sum(pager.nbytes for pager in pagers))
 
     options = {"dir": tmp_path / "run", "commit_every": 1, "chunk_elements": 4096}
     want = _train(Plan(states="disk"), torch.float32, 3, chunk_elements=4096)

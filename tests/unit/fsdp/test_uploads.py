@@ -10,7 +10,7 @@ import torch
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
 from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.buffer_pool import Shelves
-from tensorstow.io.device_link import Mark, Pairs, PlainLink
+from tensorstow.io.device_link import DeviceEvent, Pairs, PlainLink
 from tensorstow.io.pinned import PinnedBlock
 
 CPU = torch.device("cpu")
@@ -24,9 +24,9 @@ class Counted(PlainLink):
         super().__init__()
         self.copied: list[float] = []
 
-    def up(self, pairs: Pairs, after: Iterable[Mark] = ()) -> Mark:
+    def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
         self.copied += [float(source[0]) for _, source in pairs]
-        return super().up(pairs, after)
+        return super().h2d(pairs, after)
 
 
 def made(
@@ -36,7 +36,7 @@ def made(
     uploads = Uploads(link, ahead=ahead, beside_forward=beside_forward)
     cells = []
     for number in range(count):
-        block = PinnedBlock(4 * ROWS, CPU, link.settle)
+        block = PinnedBlock(4 * ROWS, CPU, link.synchronize)
         cells.append(HostShard(block.tensor(0, ROWS, torch.float32).data, ROWS, block))
         cells[-1].home.fill_(number)
         uploads.add(cells[-1:], [torch.float32], None)
@@ -134,8 +134,8 @@ class Numbered(PlainLink):
         super().__init__()
         self.given = self.over = 0
 
-    def up(self, pairs: Pairs, after: Iterable[Mark] = ()) -> Mark:
-        super().up(pairs, after)
+    def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
+        super().h2d(pairs, after)
         self.given += 1
         return Later(self, self.given)
 
@@ -243,8 +243,8 @@ def test_a_shelf_is_lent_for_the_copy_alone(tmp_path: Path) -> None:
             got = uploads.take(cell, torch.bfloat16)
             assert got.dtype == torch.bfloat16
             assert got.eq(number).all()
-            assert cell.lessor is not None
-            assert cell.lessor.leases == 0
+            assert cell.pager is not None
+            assert cell.pager.leases == 0
             uploads.used(cell)
     assert (uploads.device_bytes, uploads.staging_bytes) == (256, 256)
     assert cells[0].bytes_up == 3 * 2 * ROWS  # the last ahead of a third round

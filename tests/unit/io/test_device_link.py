@@ -24,19 +24,19 @@ def test_a_link_to_the_cpu_copies_at_once_and_counts() -> None:
     link = open_link(torch.device("cpu"))
     assert isinstance(link, PlainLink)
     host, away = torch.zeros(6), torch.arange(6.0)
-    mark = link.down([(host[:4], away[:4]), (host[5:], away[5:])], [link.mark()])
+    mark = link.d2h([(host[:4], away[:4]), (host[5:], away[5:])], [link.record_event()])
     assert mark.query()
     assert host.tolist() == [0, 1, 2, 3, 0, 5]
     assert (link.bytes_down, link.bytes_up) == (20, 0)
-    mark = link.up([(away[:1], host[3:4])])
+    mark = link.h2d([(away[:1], host[3:4])])
     mark.synchronize()
     link.join(mark)
-    link.settle()
+    link.synchronize()
     assert away.tolist() == [3, 1, 2, 3, 4, 5]
     assert (link.bytes_down, link.bytes_up) == (20, 4)
 
 
-def test_another_link_s_mark_is_refused() -> None:
-    link = StreamLink(torch.device("cpu"))  # a stream of the CPU is none, but takes no marks either
-    with pytest.raises(TypeError, match="mark of another link"):
-        link.down([], [PlainLink().mark()])
+def test_another_link_s_event_is_refused() -> None:
+    link = StreamLink(torch.device("cpu"))  # it takes no other events either
+    with pytest.raises(TypeError, match="event of another link"):
+        link.d2h([], [PlainLink().record_event()])

@@ -8,7 +8,7 @@ from torch import nn
 
 from tensorstow.optim.adam import AdamW
 from tensorstow.step import schedules
-from tensorstow.step.backpressure import Pace
+from tensorstow.step.backpressure import Backpressure
 
 WIDTH = 512
 NBYTES = WIDTH * WIDTH * 4
@@ -33,7 +33,7 @@ class Of:
 
 def test_the_oldest_that_can_be_is_waited_for() -> None:
     pipeline = Updated()
-    pace = Pace(pipeline, [Of(0, [0, 1]), Of(1, [1]), Of(2, [2, 9])], [0, 1, 2])
+    pace = Backpressure(pipeline, [Of(0, [0, 1]), Of(1, [1]), Of(2, [2, 9])], [0, 1, 2])
     pace.landed(0)
     assert not pace.wait_for_one([0])  # 1 shares its chunk, and may still come
     pace.landed(2)

@@ -30,8 +30,8 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError, TransferError
 from tensorstow.states.policy import Overlap
 from tensorstow.step import validation
-from tensorstow.step.backward_overlap import LandedGradients
-from tensorstow.tensors.consumed_gradient import LandedGradient
+from tensorstow.step.backward_overlap import ConsumedGradients
+from tensorstow.tensors.consumed_gradient import ConsumedGradient
 
 
 def backward(model: nn.Module, step: int = 0) -> None:
@@ -51,7 +51,7 @@ def test_it_gives_the_same_bits(states: str, tmp_path: Path) -> None:
     train(optimizer, model, range(4))
     optimizer.zero_grad()
     backward(model, 4)
-    assert all(isinstance(p.grad, LandedGradient) for p in model.parameters())
+    assert all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
     optimizer.step()
     assert same(weights(model), want)
     optimizer.close()
@@ -62,7 +62,7 @@ def test_states_in_ram_are_updated_before_the_last_gradient_is_there() -> None:
     policy = PipelinePolicy(chunk_elements=CHUNK)
     optimizer = AdamW(model.parameters(), lr=1e-2, overlap="backward", module=model, policy=policy)
     first, *_, last = model.parameters()
-    number = optimizer._kept().get(last).number
+    number = optimizer._params().get(last).number
     updated: list[bool] = []
 
     def look(_: Tensor) -> None:
@@ -297,9 +297,9 @@ def test_more_backward_passes_than_were_said_are_refused(tmp_path: Path) -> None
     model = blocks()
     optimizer = optimizer_for(model, tmp_path, "backward", accumulation_steps=2)
     backward(model, 0)
-    assert not any(isinstance(p.grad, LandedGradient) for p in model.parameters())
+    assert not any(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
     backward(model, 1)
-    assert all(isinstance(p.grad, LandedGradient) for p in model.parameters())
+    assert all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
     with pytest.raises(OptionError, match="accumulation_steps"):
         mean_square(model, 2)
     with pytest.raises(OptionError, match="at least 1"):
@@ -577,9 +577,9 @@ class Counted:
 def test_what_a_failed_step_was_lent_ends_with_resume(overlap: Overlap, tmp_path: Path) -> None:
     want = in_ram(blocks(), range(4))
     model = blocks()
-    lessors = [Counted() for _ in model.parameters()]
-    for parameter, lessor in zip(model.parameters(), lessors, strict=True):
-        parameter.lessor = lessor  # type: ignore[attr-defined]
+    pagers = [Counted() for _ in model.parameters()]
+    for parameter, pager in zip(model.parameters(), pagers, strict=True):
+        parameter.pager = pager  # type: ignore[attr-defined]
     policy = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
     given: dict[str, Any] = {"durability": "commit", "commit_every": None, "policy": policy}
     optimizer = optimizer_for(model, tmp_path, overlap, **given)
@@ -590,12 +590,12 @@ def test_what_a_failed_step_was_lent_ends_with_resume(overlap: Overlap, tmp_path
     engine.inject_fault("read", error=errno.EIO, delay_us=300_000)  # the step has begun by then
     with pytest.raises(TransferError):
         train(optimizer, model, range(2, 4))
-    assert any(lessor.leases for lessor in lessors)
+    assert any(pager.leases for pager in pagers)
     assert optimizer.resume() == 2
-    assert not any(lessor.leases for lessor in lessors)
+    assert not any(pager.leases for pager in pagers)
     train(optimizer, model, range(2, 4))
     assert same(weights(model), want)
-    assert not any(lessor.leases for lessor in lessors)
+    assert not any(pager.leases for pager in pagers)
     optimizer.close()
 
 
@@ -619,10 +619,10 @@ def test_gradients_live_a_layer_or_two_at_a_time(
     """Though all biases share a chunk, which is updated at the end of backward."""
     live: list[weakref.ref[Tensor]] = []
     peaks: list[int] = []
-    hand_over = LandedGradients.hand_over
+    hand_over = ConsumedGradients.hand_over
 
     def counting(
-        self: LandedGradients, number: int, parameter: Tensor, land: Callable[[Tensor], None]
+        self: ConsumedGradients, number: int, parameter: Tensor, land: Callable[[Tensor], None]
     ) -> None:
         def counted(gradient: Tensor) -> None:
             live.append(weakref.ref(gradient))
@@ -633,7 +633,7 @@ def test_gradients_live_a_layer_or_two_at_a_time(
         del parameter
         peaks.append(sum(g.numel() for r in live if (g := r()) is not None))
 
-    monkeypatch.setattr(LandedGradients, "hand_over", counting)
+    monkeypatch.setattr(ConsumedGradients, "hand_over", counting)
     model = blocks(depth=12)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() == 2]},
@@ -653,7 +653,7 @@ def test_gradients_live_a_layer_or_two_at_a_time(
 
 
 def test_which_gradients_are_final() -> None:
-    landed = LandedGradients(3, lambda _: True)
+    landed = ConsumedGradients(3, lambda _: True)
     assert [landed.is_final(7) for _ in range(3)] == [False, False, True]
     with landed.accumulate(), landed.accumulate():
         assert not landed.is_final(8)
@@ -664,7 +664,7 @@ def test_which_gradients_are_final() -> None:
 
 def test_gradients_are_held_until_they_are_used() -> None:
     used: set[int] = set()
-    landed = LandedGradients(1, used.__contains__)
+    landed = ConsumedGradients(1, used.__contains__)
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     refs: list[weakref.ref[Tensor]] = []
     for number, parameter in enumerate(parameters):
@@ -681,7 +681,7 @@ def test_gradients_are_held_until_they_are_used() -> None:
 
 def test_which_gradients_are_used_is_not_asked_for_each_that_comes() -> None:
     asked: list[int] = []
-    landed = LandedGradients(1, lambda number: bool(asked.append(number)))
+    landed = ConsumedGradients(1, lambda number: bool(asked.append(number)))
     for number in range(300):
         parameter = nn.Parameter(torch.ones(4))
         parameter.grad = torch.ones(4)
@@ -696,9 +696,9 @@ def test_hooks_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     inside: list[str] = []
     together: list[list[str]] = []
-    take = LandedGradients.is_final
+    take = ConsumedGradients.is_final
 
-    def watched(self: LandedGradients, number: int) -> bool:
+    def watched(self: ConsumedGradients, number: int) -> bool:
         inside.append(threading.current_thread().name)
         together.append(list(inside))
         time.sleep(0.02)
@@ -706,7 +706,7 @@ def test_hooks_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
         inside.pop()
         return is_final
 
-    monkeypatch.setattr(LandedGradients, "is_final", watched)
+    monkeypatch.setattr(ConsumedGradients, "is_final", watched)
     optimizer = AdamW(model.parameters(), lr=1e-2, states="disk", overlap="backward", module=model)
     barrier = threading.Barrier(2)
 

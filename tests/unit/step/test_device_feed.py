@@ -17,7 +17,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states import memory
 from tensorstow.states.memory import StagingPlan, plan_staging
 from tensorstow.step import validation
-from tensorstow.step.device_feed import Ferry
+from tensorstow.step.device_feed import DeviceFeed
 
 CHUNK = 1024
 SMALL = PipelinePolicy(chunk_elements=CHUNK)
@@ -48,10 +48,10 @@ def train(net: Net, optimizer: StowedAdam, steps: int = 1) -> None:
     optimizer.wait()
 
 
-def ferry_of(optimizer: StowedAdam) -> Ferry:
-    ferry = optimizer._kept().ferry
-    assert ferry is not None
-    return ferry
+def ferry_of(optimizer: StowedAdam) -> DeviceFeed:
+    device_feed = optimizer._params().device_feed
+    assert device_feed is not None
+    return device_feed
 
 
 def link_of(optimizer: StowedAdam) -> LateLink:
@@ -84,12 +84,12 @@ def test_memory_and_bytes_are_the_formula(
     net = Net(DTYPES[dtype])
     optimizer = make(net, states=states)
     width = DTYPES[dtype].itemsize
-    mirrors = sum(-(-n * width // 128) * 128 for n in SIZES)
+    host_weights = sum(-(-n * width // 128) * 128 for n in SIZES)
     elements = sum(-(-n // 32) * 32 for n in SIZES)
     chunks = -(-elements // CHUNK)
     held = optimizer.memory()
-    assert (held.mirror_bytes, held.staging_bytes) == (mirrors, chunks * 4 * CHUNK)
-    assert held.host_bytes == held.ram_bytes + held.ring_bytes + mirrors + held.staging_bytes
+    assert (held.host_weight_bytes, held.staging_bytes) == (host_weights, chunks * 4 * CHUNK)
+    assert held.host_bytes == held.ram_bytes + held.ring_bytes + host_weights + held.staging_bytes
     train(net, optimizer)
     begun = optimizer.traffic()
     assert begun.bytes_down == 2 * sum(SIZES) * width  # the first time, the weights too
@@ -132,7 +132,7 @@ def test_gradients_on_the_device_are_let_go(overlap: str, monkeypatch: pytest.Mo
     optimizer = make(net, overlap=overlap)
     train(net, optimizer, 2)
     assert not any(ferry_of(optimizer).needs(n) for n in range(len(SIZES)))
-    optimizer._kept().finish()  # outside of a step there is nothing to wait for
+    optimizer._params().finish()  # outside of a step there is nothing to wait for
 
 
 def test_beside_backward_gradients_leave_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_an_optimizer_may_go_in_the_middle_of_a_step(
     torch.autograd.backward(net())
     if overlap != "backward":
         optimizer.step()
-    watcher = weakref.ref(optimizer._kept().store)
+    watcher = weakref.ref(optimizer._params().store)
     for parameter in net.parameters():
         parameter.grad = None
     del optimizer
@@ -260,7 +260,7 @@ def test_what_fails_on_the_link_ends_the_run(overlap: str, monkeypatch: pytest.M
         message = "CUDA error: unspecified launch failure"
         raise RuntimeError(message)
 
-    monkeypatch.setattr(link_of(optimizer), "up", broken)
+    monkeypatch.setattr(link_of(optimizer), "h2d", broken)
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
         train(net, optimizer)
     monkeypatch.undo()

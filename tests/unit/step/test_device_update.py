@@ -21,7 +21,7 @@ from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.layout import parts_of
 from tensorstow.states.native_pipeline import UpdatePipeline
-from tensorstow.step.device_update import MOST_SLOTS, Updater
+from tensorstow.step.device_update import MOST_SLOTS, DeviceUpdater
 
 CHUNK = 1024
 SMALL = PipelinePolicy(chunk_elements=CHUNK)
@@ -60,8 +60,8 @@ def make_there(net: Net, **given: Any) -> AdamW:  # noqa: ANN401
     return make(net, **{"update_on": "device", **given})
 
 
-def updater_of(optimizer: StowedAdam) -> Updater:
-    updater = optimizer._kept().updater
+def updater_of(optimizer: StowedAdam) -> DeviceUpdater:
+    updater = optimizer._params().updater
     assert updater is not None
     return updater
 
@@ -171,8 +171,8 @@ def test_memory_and_bytes_are_the_formula(
     slot = max(parts_of(c.family, c.plan.elements)[-1].file_at for c in chunks)
     assert (held.device_bytes, held.staging_bytes) == (MOST_SLOTS * slot, 0)
     # Nobody looks at fp32 weights in host memory where nothing commits.
-    mirrors = 0 if dtype == "fp32" else sum(-(-n * 2 // 128) * 128 for n in SIZES)
-    assert held.mirror_bytes == mirrors
+    host_weights = 0 if dtype == "fp32" else sum(-(-n * 2 // 128) * 128 for n in SIZES)
+    assert held.host_weight_bytes == host_weights
     train(net, optimizer)
     before = optimizer.traffic()
     train(net, optimizer, 3)
@@ -245,8 +245,8 @@ def test_a_run_is_updated_where_it_was_unless_users_say_otherwise(
     optimizer = make(net, dir=tmp_path, update_on=asked, commit_every=None)
     assert optimizer.resume() == 2
     there = asked != "host"
-    assert (optimizer._kept().updater is not None) == there
-    assert (optimizer._kept().ferry is None) == there
+    assert (optimizer._params().updater is not None) == there
+    assert (optimizer._params().device_feed is None) == there
     assert optimizer.stowage.update_on == ("device" if there else "host")
     train(net, optimizer, 2)
     assert same(net, want)
@@ -255,7 +255,7 @@ def test_a_run_is_updated_where_it_was_unless_users_say_otherwise(
     # And what was said last is what the next one finds.
     again = make(Net(torch.bfloat16), dir=tmp_path)
     again.resume()
-    assert (again._kept().updater is not None) == there
+    assert (again._params().updater is not None) == there
     again.close()
 
 
@@ -267,7 +267,7 @@ def test_a_run_of_the_host_stays_there_and_may_move(
     for asked, there in ((None, False), ("device", True)):
         optimizer = make(Net(torch.bfloat16), dir=tmp_path, update_on=asked)
         optimizer.resume()
-        assert (optimizer._kept().updater is not None) == there
+        assert (optimizer._params().updater is not None) == there
         optimizer.close()
 
 
@@ -310,7 +310,7 @@ def test_a_commit_by_hand_has_what_others_wrote(
 # --- what goes wrong ---
 
 
-@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("way", ["h2d", "d2h"])
 def test_what_fails_on_the_link_ends_the_run(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
     net = Net()
@@ -330,7 +330,7 @@ def test_what_fails_on_the_link_ends_the_run(way: str, monkeypatch: pytest.Monke
     optimizer.close()
 
 
-@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("way", ["h2d", "d2h"])
 @pytest.mark.parametrize("copies", [0, 1, 4])
 def test_resume_is_the_way_out(
     copies: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -402,7 +402,7 @@ def test_an_optimizer_goes_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -
     net = Net()
     optimizer = make_there(net)
     train(net, optimizer, 2)
-    watchers = [weakref.ref(optimizer._kept().store), weakref.ref(updater_of(optimizer))]
+    watchers = [weakref.ref(optimizer._params().store), weakref.ref(updater_of(optimizer))]
     del optimizer
     gc.collect()
     assert [watcher() for watcher in watchers] == [None, None]
@@ -431,13 +431,13 @@ def test_parameters_in_host_memory_are_refused_by_name(monkeypatch: pytest.Monke
 
 def not_given_back_in_time(patch: pytest.MonkeyPatch) -> None:
     """Give a chunk back before its states have come down."""
-    started = Updater._start
+    started = DeviceUpdater._start
 
-    def start(self: Updater, *given: Any, **more: Any) -> None:  # noqa: ANN401
+    def start(self: DeviceUpdater, *given: Any, **more: Any) -> None:  # noqa: ANN401
         started(self, *given, **more)
         self._trips[-1].fallen.synchronize = lambda: None  # type: ignore[method-assign]
 
-    patch.setattr(Updater, "_start", start)
+    patch.setattr(DeviceUpdater, "_start", start)
 
 
 def not_joined(patch: pytest.MonkeyPatch) -> None:
@@ -447,29 +447,29 @@ def not_joined(patch: pytest.MonkeyPatch) -> None:
 
 def not_behind_the_update(patch: pytest.MonkeyPatch) -> None:
     """Let states come down while they still go up: the host does not know that those are over."""
-    down = LateLink.down
-    patch.setattr(LateLink, "down", lambda self, pairs, _: down(self, pairs, ()))
+    d2h = LateLink.d2h
+    patch.setattr(LateLink, "d2h", lambda self, pairs, _: d2h(self, pairs, ()))
 
 
 def one_slot_for_all(patch: pytest.MonkeyPatch) -> None:
     """Send the next chunk up over one that has not come down."""
-    started = Updater._start
+    started = DeviceUpdater._start
 
-    def start(self: Updater, *given: Any, **more: Any) -> None:  # noqa: ANN401
+    def start(self: DeviceUpdater, *given: Any, **more: Any) -> None:  # noqa: ANN401
         started(self, *given, **more)
         self._free.append(self._trips[-1].slot)
 
-    patch.setattr(Updater, "_start", start)
+    patch.setattr(DeviceUpdater, "_start", start)
 
 
 def weights_left_up(patch: pytest.MonkeyPatch) -> None:
     """Do not bring 16-bit weights down."""
-    down = LateLink.down
+    d2h = LateLink.d2h
     states = {torch.float32, torch.int16}
     patch.setattr(
         LateLink,
-        "down",
-        lambda self, pairs, after: down(self, [p for p in pairs if p[0].dtype in states], after),
+        "d2h",
+        lambda self, pairs, after: d2h(self, [p for p in pairs if p[0].dtype in states], after),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.states.layout import Run
 from tensorstow.states.native_pipeline import StepRow
-from tensorstow.step.disk_feed import Leases, Numbers, lend
+from tensorstow.step.disk_feed import DiskFeed, Numbers, lend
 
 GRADIENT = torch.ones(8)
 
@@ -47,8 +47,8 @@ class FakeMember:
     """A parameter's number and who lends it memory."""
 
     number: int
-    lessor: FakeLessor | None
-    mirror: object = None
+    pager: FakeLessor | None
+    host_weight: object = None
 
 
 @dataclass(eq=False)
@@ -105,47 +105,47 @@ class Scene:
 
     def __init__(self, owners: list[tuple[int, ...]]) -> None:
         self.log: list[str] = []
-        self.lessors = [FakeLessor(self.log, name) for name in "abc"]
-        self.members = [FakeMember(n, self.lessors[n // 2]) for n in range(6)]
+        self.pagers = [FakeLessor(self.log, name) for name in "abc"]
+        self.params = [FakeMember(n, self.pagers[n // 2]) for n in range(6)]
         self.chunks = [FakeChunk(i, numbers) for i, numbers in enumerate(owners)]
         self.pipeline = FakePipeline(self.log, self.chunks)
 
-    def leases(self, **numbers: Any) -> Leases:  # noqa: ANN401
+    def feed(self, **numbers: Any) -> DiskFeed:  # noqa: ANN401
         """Return the leases of a step in which all get gradients, if nothing else is said."""
         captures = numbers.pop("captures", False)
         given = Numbers(**{"due": range(6), **numbers})
-        return Leases(self.pipeline, self.chunks, self.members, given, captures=captures)
+        return DiskFeed(self.pipeline, self.chunks, self.params, given, captures=captures)
 
-    def land(self, leases: Leases, *numbers: int) -> None:
+    def land(self, disk_feed: DiskFeed, *numbers: int) -> None:
         """Let gradients come."""
         for number in numbers:
-            leases.land(self.members[number], GRADIENT)
+            disk_feed.land(self.params[number], GRADIENT)
 
 
 def test_a_third_lease_waits_for_the_first_to_be_updated() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
-    leases = scene.leases()
-    scene.land(leases, 0, 1, 2, 3, 4)
+    disk_feed = scene.feed()
+    scene.land(disk_feed, 0, 1, 2, 3, 4)
     assert scene.log == ["+a", "0:0,1", "+b", "1:2,3"]  # one of c's is not all that its chunk needs
-    scene.land(leases, 5)
+    scene.land(disk_feed, 5)
     assert scene.log[4:] == ["wait0", "-a!", "+c", "2:4,5"]
-    leases.end_all()
+    disk_feed.end_all()
     assert scene.log[-2:] == ["-b!", "-c!"]
 
 
 def test_without_room_for_two_a_second_lease_waits() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
-    for lessor in scene.lessors:
-        lessor.room = 99
-    leases = scene.leases()
-    scene.land(leases, 0, 1, 2, 3)
+    for pager in scene.pagers:
+        pager.room = 99
+    disk_feed = scene.feed()
+    scene.land(disk_feed, 0, 1, 2, 3)
     assert scene.log == ["+a", "0:0,1", "wait0", "-a!", "+b", "1:2,3"]
 
 
 def test_a_chunk_gets_its_pieces_of_the_gradients() -> None:
     scene = Scene([(0, 1)])
-    leases = scene.leases()
-    scene.land(leases, 0, 1)
+    disk_feed = scene.feed()
+    scene.land(disk_feed, 0, 1)
     landed = [(n, g) for n, g in scene.pipeline.landed[0] if g is not None]
     assert [n for n, _ in landed] == [0, 1]
     assert all(g.data_ptr() == GRADIENT[1:].data_ptr() and g.numel() == 4 for _, g in landed)
@@ -154,62 +154,62 @@ def test_a_chunk_gets_its_pieces_of_the_gradients() -> None:
 def test_a_unit_whose_chunk_lacks_a_gradient_makes_room_and_is_lent_again() -> None:
     """Each unit has a parameter, 1, 3 and 5, in a chunk with one that gets no gradient: 0."""
     scene = Scene([(1,), (3,), (5,), (0, 1, 3)])
-    leases = scene.leases()
-    scene.land(leases, 1, 3)
+    disk_feed = scene.feed()
+    scene.land(disk_feed, 1, 3)
     scene.pipeline.updated |= {0, 1}
-    scene.land(leases, 5)
+    scene.land(disk_feed, 5)
     assert scene.log == ["+a", "0:1", "+b", "1:3", "-a!", "+c", "2:5"]
-    leases.close()
+    disk_feed.close()
     assert scene.log[7:] == [
         "wait2",
         "-c!",
         "+a",
         "3:1,3",
     ]  # b was there still; 0 is not waited for
-    leases.end_all()
+    disk_feed.end_all()
     assert scene.log[-2:] == ["-b!", "-a!"]
 
 
 def test_a_unit_that_gets_nothing_is_never_lent() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
-    leases = scene.leases()
-    scene.land(leases, 2)
-    leases.close()
-    leases.end_all()
+    disk_feed = scene.feed()
+    scene.land(disk_feed, 2)
+    disk_feed.close()
+    disk_feed.end_all()
     assert scene.log == ["0:", "+b", "1:2", "2:", "-b!"]
 
 
 def test_what_is_left_is_handed_over_unit_by_unit() -> None:
     scene = Scene([(0,), (2,), (4,), (1,), (3,), (5,)])
-    leases = scene.leases()
-    for member in scene.members:
-        leases.offer(member, GRADIENT)
-    leases.close()
-    leases.end_all()
+    disk_feed = scene.feed()
+    for param in scene.params:
+        disk_feed.offer(param, GRADIENT)
+    disk_feed.close()
+    disk_feed.end_all()
     lent = [entry for entry in scene.log if entry[0] in "+-"]
     assert lent == ["+a", "+b", "-a!", "+c", "-b!", "-c!"]
 
 
 def test_a_lease_ends_when_all_chunks_of_it_are_updated() -> None:
     scene = Scene([(0,), (1,), (2, 3)])
-    leases = scene.leases()
-    scene.land(leases, 0)
+    disk_feed = scene.feed()
+    scene.land(disk_feed, 0)
     scene.pipeline.updated.add(0)
-    scene.land(leases, 2)
+    scene.land(disk_feed, 2)
     assert scene.log == ["+a", "0:0"]  # its other chunk is to come, and nobody needs the room
-    scene.land(leases, 1)
+    scene.land(disk_feed, 1)
     scene.pipeline.updated.add(1)
-    scene.land(leases, 3)
+    scene.land(disk_feed, 3)
     assert scene.log[2:] == ["1:1", "-a!", "+b", "2:2,3"]
 
 
 def test_a_chunk_of_several_units_has_them_all_and_nobody_else() -> None:
     scene = Scene([(0,), (1, 2, 3, 4), (5,)])
-    leases = scene.leases()
-    for number, member in enumerate(scene.members):
-        leases.offer(member, GRADIENT)
+    disk_feed = scene.feed()
+    for number, param in enumerate(scene.params):
+        disk_feed.offer(param, GRADIENT)
         assert not scene.log, number  # not before it is asked to
-    leases.close()
+    disk_feed.close()
     assert scene.log[:5] == ["+a", "0:0", "+b", "+c", "1:1,2,3,4"]
     assert scene.log[5:] == ["wait0", "wait1", "-a!", "-b!", "2:5"]
 
@@ -217,56 +217,56 @@ def test_a_chunk_of_several_units_has_them_all_and_nobody_else() -> None:
 def test_a_commit_is_lent_unit_by_unit_what_it_has_not_got_and_writes_nothing() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
     scene.pipeline.kept = {1}
-    leases = scene.leases(due=(), bystanders=range(6), captures=True)
-    leases.close()
-    leases.end_all()
+    disk_feed = scene.feed(due=(), bystanders=range(6), captures=True)
+    disk_feed.close()
+    disk_feed.end_all()
     assert scene.log == ["+a", "0:", "1:", "+c", "2:", "-a", "-c"]
-    assert scene.lessors[0].to_change is False
+    assert scene.pagers[0].to_change is False
 
 
 def test_a_step_that_commits_has_the_weights_beside_those_that_it_updates() -> None:
     scene = Scene([(0, 2), (3, 4), (1, 5)])
     scene.pipeline.kept = {0, 1, 2}
-    leases = scene.leases(due=(0, 1, 4), bystanders=(2, 3, 5), captures=True)
-    scene.land(leases, 0)
+    disk_feed = scene.feed(due=(0, 1, 4), bystanders=(2, 3, 5), captures=True)
+    scene.land(disk_feed, 0)
     assert scene.log == ["+a", "+b", "0:0"]
-    leases.close()
+    disk_feed.close()
     # 3 and 4 lie together and 4 gets no gradient: what a commit has of them is what they are.
     assert scene.log[3:] == ["1:", "2:"]
 
 
 def test_without_a_commit_nobody_is_lent_what_is_not_updated() -> None:
     scene = Scene([(0, 2), (4, 5)])
-    leases = scene.leases(due=(0, 4))
-    scene.land(leases, 0)
+    disk_feed = scene.feed(due=(0, 4))
+    scene.land(disk_feed, 0)
     assert scene.log == ["+a", "0:0"]
 
 
 def test_what_others_hand_over_is_not_waited_for() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
-    scene.members[1].lessor = None
-    scene.members[1].mirror = object()
-    leases = scene.leases(due=(0, 2, 3, 4, 5))
-    scene.land(leases, 0, 2, 3, 4, 5)
+    scene.params[1].pager = None
+    scene.params[1].host_weight = object()
+    disk_feed = scene.feed(due=(0, 2, 3, 4, 5))
+    scene.land(disk_feed, 0, 2, 3, 4, 5)
     assert scene.log == ["+a", "0:0", "+b", "1:2,3", "wait1", "-b!", "+c", "2:4,5"]
 
 
 def test_a_gradient_that_was_not_expected_is_refused() -> None:
     scene = Scene([(0, 1)])
-    leases = scene.leases(due=(0,), bystanders=(1,), captures=True)
+    disk_feed = scene.feed(due=(0,), bystanders=(1,), captures=True)
     with pytest.raises(OptionError, match="unfreeze"):
-        scene.land(leases, 1)
+        scene.land(disk_feed, 1)
 
 
-def _kept(scene: Scene) -> Any:  # noqa: ANN401
+def _params(scene: Scene) -> Any:  # noqa: ANN401
     store = SimpleNamespace(pipeline=scene.pipeline, chunks=scene.chunks)
-    return SimpleNamespace(all=lambda: scene.members, store=store)
+    return SimpleNamespace(all=lambda: scene.params, store=store)
 
 
 def test_a_step_over_weights_in_memory_of_their_own_needs_none() -> None:
     scene = Scene([(0, 1, 2, 3, 4, 5)])
     rows = [StepRow(expected=True)] + [StepRow()] * 5
-    scene.members[0].lessor = None
-    assert lend(_kept(scene), rows, captures=False) is None
-    assert lend(_kept(scene), rows, captures=True) is not None
+    scene.params[0].pager = None
+    assert lend(_params(scene), rows, captures=False) is None
+    assert lend(_params(scene), rows, captures=True) is not None
     assert [row.expected for row in rows] == [True] * 6  # a commit would read them

@@ -7,11 +7,11 @@ from torch import nn
 from remote import LateLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.step.host_weight import (
-    Mirror,
+    HostWeight,
     deliver,
     flat,
-    make_mirrors,
-    mirror_bytes,
+    host_weight_bytes,
+    make_host_weights,
     refresh,
     stamp_of,
 )
@@ -26,18 +26,18 @@ def parameters() -> list[nn.Parameter]:
     ]
 
 
-def mirrors_of(given: list[nn.Parameter], link: LateLink) -> list[Mirror]:
-    return make_mirrors(given, link)[1]
+def mirrors_of(given: list[nn.Parameter], link: LateLink) -> list[HostWeight]:
+    return make_host_weights(given, link)[1]
 
 
 def test_bytes_are_one_copy_aligned() -> None:
-    assert mirror_bytes(parameters()) == 128 + 0 + 256 + 128
+    assert host_weight_bytes(parameters()) == 128 + 0 + 256 + 128
     link = LateLink()
-    block, mirrors = make_mirrors(parameters(), link)
+    block, host_weights = make_host_weights(parameters(), link)
     assert block.nbytes == 512
-    assert [m.host.shape for m in mirrors] == [(3, 5), (0, 2), (100,), ()]
-    assert [m.host.dtype for m in mirrors] == [p.dtype for p in parameters()]
-    assert all(m.host.data_ptr() % 128 == 0 for m in mirrors if m.host.numel())
+    assert [m.host.shape for m in host_weights] == [(3, 5), (0, 2), (100,), ()]
+    assert [m.host.dtype for m in host_weights] == [p.dtype for p in parameters()]
+    assert all(m.host.data_ptr() % 128 == 0 for m in host_weights if m.host.numel())
 
 
 def test_those_that_nobody_looks_at_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,40 +52,40 @@ def test_those_that_nobody_looks_at_are_not_pinned(monkeypatch: pytest.MonkeyPat
     link = LateLink()
     link.device = torch.device("cuda", 3)
     given = parameters()
-    make_mirrors(given, link)
-    _, (mirror, *_) = make_mirrors(given, link, pinned=False)
+    make_host_weights(given, link)
+    _, (host_weight, *_) = make_host_weights(given, link, pinned=False)
     assert devices == [torch.device("cuda", 3), torch.device("cpu")]
-    assert mirror.host.shape == given[0].shape
+    assert host_weight.host.shape == given[0].shape
 
 
 def test_what_others_wrote_is_fetched_and_nothing_else() -> None:
     link, given = LateLink(), parameters()
-    mirrors = mirrors_of(given, link)
-    refresh(mirrors, link)
-    assert all(torch.equal(m.host, p) for m, p in zip(mirrors, given, strict=True))
+    host_weights = mirrors_of(given, link)
+    refresh(host_weights, link)
+    assert all(torch.equal(m.host, p) for m, p in zip(host_weights, given, strict=True))
     first = link.bytes_down
     assert first == 60 + 200 + 2
-    refresh(mirrors, link)
+    refresh(host_weights, link)
     assert link.bytes_down == first
     with torch.no_grad():
         given[2].mul_(2)
     given[3].data = torch.ones((), dtype=torch.float16)
-    assert [m.is_stale for m in mirrors] == [False, False, True, True]
-    refresh(mirrors, link)
+    assert [m.is_stale for m in host_weights] == [False, False, True, True]
+    refresh(host_weights, link)
     assert link.bytes_down == first + 200 + 2
-    assert all(torch.equal(m.host, p) for m, p in zip(mirrors, given, strict=True))
+    assert all(torch.equal(m.host, p) for m, p in zip(host_weights, given, strict=True))
 
 
 def test_delivery_is_no_writing_by_others_and_no_part_of_a_graph() -> None:
     link, given = LateLink(), parameters()
-    mirrors = mirrors_of(given, link)
-    refresh(mirrors, link)
+    host_weights = mirrors_of(given, link)
+    refresh(host_weights, link)
     before = [stamp_of(p) for p in given]
-    for mirror in mirrors:
-        mirror.host.fill_(3)
-    deliver(mirrors, link)
+    for host_weight in host_weights:
+        host_weight.host.fill_(3)
+    deliver(host_weights, link)
     assert all(p.eq(3).all() for p in given)
     assert [stamp_of(p) for p in given] == before
-    assert not any(m.is_stale for m in mirrors)
+    assert not any(m.is_stale for m in host_weights)
     assert not flat(given[0]).requires_grad
     deliver([], link)

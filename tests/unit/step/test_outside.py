@@ -12,7 +12,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.formats.reference import AdamScalars
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.step.outside import works_of
-from tensorstow.step.step_plan import Turn
+from tensorstow.step.step_plan import StepPlan
 
 SMALL = PipelinePolicy(chunk_elements=1024)
 
@@ -36,9 +36,9 @@ def test_the_updater_is_told_what_the_kernel_would_be(monkeypatch: pytest.Monkey
     weights, optimizer = made(monkeypatch)
     weights["wide"].grad = torch.arange(2000.0).view(50, 40).t()
     weights["half"].grad = torch.ones(30, dtype=torch.bfloat16)
-    turn: Turn = optimizer._make_turn(optimizer._collect(), 0.5, commits=False)
-    works = works_of(turn)
-    wide, half = (optimizer._kept().get(weights[n]).number for n in ("wide", "half"))
+    plan: StepPlan = optimizer._make_plan(optimizer._collect(), 0.5, commits=False)
+    works = works_of(plan)
+    wide, half = (optimizer._params().get(weights[n]).number for n in ("wide", "half"))
     assert works.keys() == {wide, half}
     assert torch.equal(works[wide].gradient, weights["wide"].grad.reshape(-1))
     assert isinstance(works[wide].scalars, AdamScalars)
@@ -47,8 +47,8 @@ def test_the_updater_is_told_what_the_kernel_would_be(monkeypatch: pytest.Monkey
     assert works[half].seed_master  # nobody has written it yet
     assert not works[wide].seed_master
     assert works[half].key != works[wide].key
-    for due in turn.dues:  # they land by chunk, from there or here
-        row = turn.rows[due.member.number]
+    for due in plan.updates:  # they land by chunk, from there or here
+        row = plan.rows[due.param.number]
         assert row.gradient is None
         assert row.expected
 
@@ -57,17 +57,17 @@ def test_fp32_weights_stay_up_until_somebody_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, optimizer = made(monkeypatch, dir=tmp_path, commit_every=None)
-    kept = optimizer._kept()
+    params = optimizer._params()
     for weight in weights.values():
         weight.grad = torch.ones_like(weight)
     optimizer.step()
-    stale = {n: kept.get(w).mirror.is_stale for n, w in weights.items()}  # type: ignore[union-attr]
+    stale = {n: params.get(w).host_weight.is_stale for n, w in weights.items()}  # type: ignore[union-attr]
     assert stale == {"wide": True, "half": False, "unused": True}
-    number = kept.get(weights["wide"]).number
-    assert torch.equal(kept.weight(number), weights["wide"])
+    number = params.get(weights["wide"]).number
+    assert torch.equal(params.weight(number), weights["wide"])
     optimizer.step()
     optimizer.commit()
-    assert not any(kept.get(w).mirror.is_stale for w in weights.values())  # type: ignore[union-attr]
+    assert not any(params.get(w).host_weight.is_stale for w in weights.values())  # type: ignore[union-attr]
     optimizer.close()
 
 

@@ -14,8 +14,8 @@ from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.base.update_on import UpdateOn
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_pipeline import UpdatePipeline
-from tensorstow.step.device_feed import Ferry
-from tensorstow.step.device_update import Updater
+from tensorstow.step.device_feed import DeviceFeed
+from tensorstow.step.device_update import DeviceUpdater
 
 CHUNK = 1024
 SIZES = (3000, 10, 500, 1, 5000, 700)
@@ -127,9 +127,9 @@ def test_bytes_over_the_link_and_in_memory(dtype: str, monkeypatch: pytest.Monke
     make_remote(monkeypatch)
     net = Net(DTYPES[dtype])
     optimizer = make(net, update_on=0.5)
-    kept = optimizer._kept()
-    assert kept.sides is not None
-    here = {c.number for c in kept.sides.chunks_of_host}
+    params = optimizer._params()
+    assert params.sides is not None
+    here = {c.number for c in params.sides.chunks_of_host}
     chunks = optimizer._states().chunks
 
     def weights(side: list[Chunk]) -> int:
@@ -170,7 +170,7 @@ def test_a_run_goes_on_wherever_it_was_updated(
     assert optimizer.resume() == 2
     wanted = before if now is None else now
     assert (optimizer.stowage.update_on or "host") == wanted
-    assert (optimizer._kept().sides is not None) == (wanted != "host")
+    assert (optimizer._params().sides is not None) == (wanted != "host")
     train(net, optimizer, 5)
     assert same(net, want)
     optimizer.close()
@@ -189,7 +189,7 @@ def test_a_share_that_nobody_knows_is_refused(
     net = Net()
     optimizer = make(net, dir=tmp_path, update_on=0.5)
     train(net, optimizer)
-    object.__setattr__(optimizer._kept().stowage, "update_on", "moon")
+    object.__setattr__(optimizer._params().stowage, "update_on", "moon")
     optimizer.close()
     again = make(Net(), dir=tmp_path)
     with pytest.raises(OptionError, match="says update_on='moon'"):
@@ -212,7 +212,7 @@ def test_parameters_in_host_memory_are_refused_by_name() -> None:
         make(Net(), update_on="auto")
 
 
-@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("way", ["h2d", "d2h"])
 @pytest.mark.parametrize("copies", [0, 1, 5])
 def test_what_fails_on_the_link_ends_the_run(
     copies: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -277,10 +277,10 @@ def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(kind, name, told)
 
-    watch(Ferry, "_fall")
-    watch(Ferry, "_rise")
-    watch(Updater, "_start")
-    watch(Updater, "end_one")
+    watch(DeviceFeed, "_fall")
+    watch(DeviceFeed, "_rise")
+    watch(DeviceUpdater, "_start")
+    watch(DeviceUpdater, "end_one")
     is_updated = UpdatePipeline.is_updated
 
     def is_seen(self: UpdatePipeline, chunk: int) -> bool:

@@ -13,17 +13,25 @@ from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.checkpoint import commits
 from tensorstow.states.policy import Overlap
 from tensorstow.step import step_plan
-from tensorstow.step.param_table import Members
-from tensorstow.step.step_plan import Due, account, as_step, collect, make_turn, must_seed, name_of
+from tensorstow.step.param_table import ParamTable
+from tensorstow.step.step_plan import (
+    ParamUpdate,
+    as_step,
+    collect,
+    make_plan,
+    must_seed,
+    name_of,
+    record_step,
+)
 
 
 def all_of(_: torch.Tensor) -> bool:
     return True
 
 
-def optimizer_with(*parameters: nn.Parameter) -> tuple[AdamW, Members]:
+def optimizer_with(*parameters: nn.Parameter) -> tuple[AdamW, ParamTable]:
     optimizer = AdamW([{"params": [p]} for p in parameters])
-    return optimizer, optimizer._kept()
+    return optimizer, optimizer._params()
 
 
 def weight(numel: int = 4, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -33,92 +41,92 @@ def weight(numel: int = 4, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 def test_only_parameters_with_a_gradient_are_due() -> None:
     used, unused, frozen = weight(), weight(), weight()
     frozen.requires_grad = False
-    optimizer, kept = optimizer_with(used, unused, frozen)
+    optimizer, params = optimizer_with(used, unused, frozen)
     used.grad, frozen.grad = torch.ones(4), torch.ones(4)
-    due, strangers = collect(optimizer.param_groups, kept, all_of)
-    assert [p for _, p, _ in due] == [used, frozen]
-    assert strangers == [frozen]  # frozen when the optimizer was made: it has no states yet
+    update, new_params = collect(optimizer.param_groups, params, all_of)
+    assert [p for _, p, _ in update] == [used, frozen]
+    assert new_params == [frozen]  # frozen when the optimizer was made: it has no states yet
 
 
 def test_gradients_are_contiguous_then() -> None:
     p = nn.Parameter(torch.ones(3, 4))
-    optimizer, kept = optimizer_with(p)
+    optimizer, params = optimizer_with(p)
     p.grad = torch.arange(12.0).view(4, 3).t()
-    [(_, _, gradient)], _ = collect(optimizer.param_groups, kept, all_of)
+    [(_, _, gradient)], _ = collect(optimizer.param_groups, params, all_of)
     assert gradient.is_contiguous()
     assert torch.equal(gradient, p.grad)
 
 
 def test_what_cannot_be_used_is_named_before_anything_changes() -> None:
     good, bad = weight(), weight()
-    optimizer, kept = optimizer_with(good, bad)
+    optimizer, params = optimizer_with(good, bad)
     good.grad = torch.ones(4)
     bad.grad = torch.ones(4).to_sparse()
     with pytest.raises(DTypeError, match="Parameter 0 of group 1 is sparse"):
-        collect(optimizer.param_groups, kept, all_of)
+        collect(optimizer.param_groups, params, all_of)
     bad.grad = None
     optimizer.param_groups[1]["amsgrad"] = True
     bad.grad = torch.ones(4)
     with pytest.raises(OptionError, match="amsgrad of Parameter 0 of group 1"):
-        collect(optimizer.param_groups, kept, all_of)
+        collect(optimizer.param_groups, params, all_of)
     assert not optimizer.state[good]
 
 
 def test_scalars_are_shared_by_group_and_count() -> None:
     parameters = [weight() for _ in range(4)]
     optimizer = AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}])
-    kept = optimizer._kept()
+    params = optimizer._params()
     optimizer.state[parameters[1]]["step"] = as_step(7)
-    dues = [
-        Due(group, kept.get(p), torch.ones(4)) for group in optimizer.param_groups
+    updates = [
+        ParamUpdate(group, params.get(p), torch.ones(4)) for group in optimizer.param_groups
         for p in group["params"]
     ]  # fmt: skip
-    turn = make_turn(dues, kept, optimizer.state, factor=0.5)
-    assert [row.scalars for row in turn.rows] == [0, 1, 0, 2]
-    assert turn.scalars.shape == (3, 9)
-    assert [count.item() for count in turn.counts] == [0, 7, 0, 0]
-    assert len({row.key for row in turn.rows}) == 4
-    assert not turn.commits
+    plan = make_plan(updates, params, optimizer.state, factor=0.5)
+    assert [row.scalars for row in plan.rows] == [0, 1, 0, 2]
+    assert plan.scalars.shape == (3, 9)
+    assert [count.item() for count in plan.counts] == [0, 7, 0, 0]
+    assert len({row.key for row in plan.rows}) == 4
+    assert not plan.commits
 
 
 def test_keys_differ_by_step() -> None:
     p = weight()
-    optimizer, kept = optimizer_with(p)
-    dues = [Due(optimizer.param_groups[0], kept.get(p), torch.ones(4))]
+    optimizer, params = optimizer_with(p)
+    updates = [ParamUpdate(optimizer.param_groups[0], params.get(p), torch.ones(4))]
     keys = []
     for step in range(50):
         optimizer.state[p]["step"] = as_step(step)
-        keys.append(make_turn(dues, kept, optimizer.state, factor=1.0).rows[0].key)
+        keys.append(make_plan(updates, params, optimizer.state, factor=1.0).rows[0].key)
     assert len(set(keys)) == 50
     assert all(0 <= key < 1 << 63 for key in keys)
 
 
 def test_a_gradient_that_is_still_to_come_is_expected() -> None:
     p, q = weight(), weight()
-    optimizer, kept = optimizer_with(p, q)
-    turn = make_turn(
-        [Due(optimizer.param_groups[0], kept.get(p), None)], kept, optimizer.state,
+    optimizer, params = optimizer_with(p, q)
+    plan = make_plan(
+        [ParamUpdate(optimizer.param_groups[0], params.get(p), None)], params, optimizer.state,
         factor=1.0,
     )  # fmt: skip
-    assert turn.rows[0].expected
-    assert turn.rows[0].gradient is None
-    assert not turn.rows[1].expected
-    assert turn.rows[1].weight is q  # a commit takes it too
+    assert plan.rows[0].expected
+    assert plan.rows[0].gradient is None
+    assert not plan.rows[1].expected
+    assert plan.rows[1].weight is q  # a commit takes it too
     assert not optimizer.state[p]  # no gradient yet: no step count
 
 
 def test_accounting_counts_and_tells_autograd() -> None:
     p = weight()
-    optimizer, kept = optimizer_with(p)
-    dues = [Due(optimizer.param_groups[0], kept.get(p), torch.ones(4))]
-    turn = make_turn(dues, kept, optimizer.state, factor=1.0)
+    optimizer, params = optimizer_with(p)
+    updates = [ParamUpdate(optimizer.param_groups[0], params.get(p), torch.ones(4))]
+    plan = make_plan(updates, params, optimizer.state, factor=1.0)
     before = p._version
-    account(turn, optimizer.state)
+    record_step(plan, optimizer.state)
     assert optimizer.state[p]["step"] == 1
     assert p._version > before
-    assert kept.get(p).begun
-    assert not kept.get(p).written_by_others
-    account(step_plan.Turn([], [], [], turn.scalars), optimizer.state)
+    assert params.get(p).begun
+    assert not params.get(p).written_by_others
+    record_step(step_plan.StepPlan([], [], [], plan.scalars), optimizer.state)
 
 
 def test_seeds_are_taken_where_others_wrote_other_bits(tmp_path: Path) -> None:
@@ -127,19 +135,19 @@ def test_seeds_are_taken_where_others_wrote_other_bits(tmp_path: Path) -> None:
         [p], states="disk", dir=tmp_path, durability="none",
         policy=PipelinePolicy(chunk_elements=1024),
     )  # fmt: skip
-    kept = optimizer._kept()
-    member = kept.get(p)
-    assert must_seed(member, kept.store)
+    params = optimizer._params()
+    param = params.get(p)
+    assert must_seed(param, params.store)
     p.grad = torch.ones(4, dtype=torch.bfloat16)
     optimizer.step()
-    assert not must_seed(member, kept.store)
+    assert not must_seed(param, params.store)
     with torch.no_grad():
         p.copy_(p.clone())  # the same bits
-    assert member.written_by_others
-    assert not must_seed(member, kept.store)
+    assert param.written_by_others
+    assert not must_seed(param, params.store)
     with torch.no_grad():
         p.add_(1)
-    assert must_seed(member, kept.store)
+    assert must_seed(param, params.store)
     optimizer.close()
 
 

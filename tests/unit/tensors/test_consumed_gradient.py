@@ -3,29 +3,29 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.consumed_gradient import LandedGradient, refuse
+from tensorstow.tensors.consumed_gradient import ConsumedGradient, refuse
 
 
-def stand_in() -> LandedGradient:
-    return LandedGradient(torch.ones(3, 4, dtype=torch.bfloat16))
+def placeholder() -> ConsumedGradient:
+    return ConsumedGradient(torch.ones(3, 4, dtype=torch.bfloat16))
 
 
 def test_it_looks_like_the_gradient_and_has_no_memory() -> None:
-    landed = stand_in()
+    landed = placeholder()
     assert landed.shape == (3, 4)
     assert landed.dtype == torch.bfloat16
     assert landed.device.type == "cpu"
     assert landed.numel() == 12
     assert landed.untyped_storage().nbytes() == 0 or landed.data_ptr() == 0
     assert repr(landed) == str(landed)
-    assert "LandedGradient(shape=(3, 4), dtype=torch.bfloat16)" in repr(landed)
+    assert "ConsumedGradient(shape=(3, 4), dtype=torch.bfloat16)" in repr(landed)
 
 
 def test_it_may_stand_in_grad_and_be_dropped() -> None:
     parameter = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
-    parameter.grad = stand_in()
+    parameter.grad = placeholder()
     assert parameter.grad is not None
-    assert isinstance(parameter.grad.detach(), LandedGradient)
+    assert isinstance(parameter.grad.detach(), ConsumedGradient)
     parameter.grad = None
 
 
@@ -49,13 +49,13 @@ def test_it_may_stand_in_grad_and_be_dropped() -> None:
 )
 def test_every_operation_is_refused(operation) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
     with pytest.raises(OptionError, match=r'used already: with overlap="backward"'):
-        operation(stand_in())
+        operation(placeholder())
 
 
 def test_what_torch_itself_refuses() -> None:
     for name in ("tolist", "numpy"):
         with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
-            getattr(stand_in(), name)()
+            getattr(placeholder(), name)()
 
 
 def test_a_refusal_names_the_operation() -> None:

@@ -53,7 +53,7 @@ def test_bytes_on_disk_are_lent_for_as_long_as_they_are_used() -> None:
     weight = torch.zeros(2)
     with lent(weight):
         pass  # which has memory of its own
-    weight.lessor = shelf = Shelf()  # type: ignore[attr-defined]
+    weight.pager = shelf = Shelf()  # type: ignore[attr-defined]
     with lent(weight):
         assert shelf.log == ["+False"]
     message = "in the middle"

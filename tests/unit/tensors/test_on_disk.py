@@ -45,11 +45,11 @@ def test_values_are_refused_by_name(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(10))
     optimizer = one(tmp_path, weight)
     optimizer.step()
-    stand_in = optimizer.state[weight]["exp_avg"]
-    assert isinstance(stand_in.to("cpu").detach(), StateOnDisk)
+    placeholder = optimizer.state[weight]["exp_avg"]
+    assert isinstance(placeholder.to("cpu").detach(), StateOnDisk)
     for use in (torch.norm, torch.Tensor.clone, torch.Tensor.zero_, copy.deepcopy, float):
         with pytest.raises(OptionError, match=r"state_dict\(\)"):
-            use(stand_in.sum() if use is float else stand_in)
+            use(placeholder.sum() if use is float else placeholder)
     with pytest.raises(OptionError, match="stands for a state on disk"):
         optimizer.load_state_dict(
             {**optimizer.state_dict(), "state": {0: dict(optimizer.state[weight])}}

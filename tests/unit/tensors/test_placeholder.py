@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.placeholder import StandIn
+from tensorstow.tensors.placeholder import Placeholder
 
 
 def test_it_is_like_what_it_stands_for() -> None:
-    stand_in = StandIn(torch.ones(2, 3, dtype=torch.bfloat16))
-    assert stand_in.shape == (2, 3)
-    assert stand_in.dtype == torch.bfloat16
-    assert stand_in.is_cpu
-    assert type(stand_in.detach()) is StandIn
-    assert "StandIn(shape=(2, 3)" in repr(stand_in)
+    placeholder = Placeholder(torch.ones(2, 3, dtype=torch.bfloat16))
+    assert placeholder.shape == (2, 3)
+    assert placeholder.dtype == torch.bfloat16
+    assert placeholder.is_cpu
+    assert type(placeholder.detach()) is Placeholder
+    assert "Placeholder(shape=(2, 3)" in repr(placeholder)
 
 
 @pytest.mark.parametrize("ask", [torch.sum, torch.clone, lambda t: t.add_(1), lambda t: t[0]])
 def test_values_are_refused(ask: object) -> None:
     with pytest.raises(OptionError, match="stands for another"):
-        ask(StandIn(torch.ones(2)))
+        ask(Placeholder(torch.ones(2)))
