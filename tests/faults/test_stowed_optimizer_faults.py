@@ -51,7 +51,7 @@ class Training:
 
     @property
     def engine(self) -> _native.Engine:
-        engine = self.optimizer._live().engine
+        engine = self.optimizer._kept().engine
         assert engine is not None
         return engine
 

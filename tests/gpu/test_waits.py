@@ -19,7 +19,7 @@ from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.fsdp import gradient_copies
 from tensorstow.fsdp.gradients import sum_wide
-from tensorstow.fsdp.shard_storage import Cell
+from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.device_link import DeviceEvent, StreamLink
 from tensorstow.io.pinned import PinnedBlock
@@ -370,13 +370,15 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
 # --- weights of a stowed model on their way up ---
 
 
-def units(link: StreamLink, *, ahead: int = 0, cast: bool = False) -> tuple[Uploads, list[Cell]]:
+def units(
+    link: StreamLink, *, ahead: int = 0, cast: bool = False
+) -> tuple[Uploads, list[HostShard]]:
     """Return uploads of units of one cell, whose values are their numbers."""
     uploads = Uploads(link, ahead=ahead, beside_forward=False)
     cells = []
     for number in range(4):
         block = PinnedBlock(4 * COUNT, link.device, link.synchronize)
-        cells.append(Cell(block.tensor(0, COUNT, torch.float32), COUNT, block))
+        cells.append(HostShard(block.tensor(0, COUNT, torch.float32), COUNT, block))
         cells[-1].home.fill_(number)
         uploads.add(cells[-1:], [dtype_of(cast=cast)], None)
     return uploads, cells
@@ -386,7 +388,9 @@ def dtype_of(*, cast: bool) -> torch.dtype:
     return torch.bfloat16 if cast else torch.float32
 
 
-def gathered(uploads: Uploads, cell: Cell, *, cast: bool = False, late: float = 0) -> torch.Tensor:
+def gathered(
+    uploads: Uploads, cell: HostShard, *, cast: bool = False, late: float = 0
+) -> torch.Tensor:
     """Do what FSDP2 does; late: when the caller's stream comes to it."""
     shard = uploads.take(cell, dtype_of(cast=cast))
     spin(shard.device, late)

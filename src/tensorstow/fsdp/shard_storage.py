@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from tensorstow.io.buffer_pool import PooledBuffer
+from tensorstow.io.buffer_pool import Shelf
 from tensorstow.io.pinned import PinnedBlock
 
 
@@ -25,7 +25,7 @@ class ShardStorage(ABC):
     Padding is the last rows of the first dimension; FSDP2 gathers it too.
     """
 
-    pager: PooledBuffer | None = None
+    pager: Shelf | None = None
     """The disk-backed buffer that the bytes are in; None: they stay in host memory."""
 
     def __init__(self, padded: torch.Tensor, rows: int) -> None:
@@ -42,8 +42,11 @@ class ShardStorage(ABC):
         """Whether FSDP2 has sharded the parameter; before that nobody may use the bytes."""
         self.before_read: Callable[[], None] = _do_nothing
         """Returns when the pending update of the weight is finished."""
-        self.before_write: Callable[[], None] = _do_nothing
-        """Returns when no copy reads the weight, and copies made ahead are discarded."""
+        self.discard_copies: Callable[[], None] = _do_nothing
+        """Returns when no copy reads the weight, and none made ahead will be used.
+
+        Called before it is written to and behind that.
+        """
         self.bytes_down = 0
         """Bytes of gradients that were copied from the device."""
         self.bytes_up = 0
@@ -121,18 +124,23 @@ class HostShard(ShardStorage):
     def access(self, *, write: bool) -> Iterator[None]:
         """Keep ``home`` and ``padded`` up to date inside; ``write``: they are changed."""
         self.before_read()
-        if write:
-            self.before_write()
-        yield
+        if not write:
+            yield
+            return
+        self.discard_copies()
+        try:
+            yield
+        finally:
+            self.discard_copies()
 
 
 class DiskShard(ShardStorage):
     """A shard that is on disk, and in memory while it is pinned."""
 
-    pager: PooledBuffer
+    pager: Shelf
 
     def __init__(
-        self, padded: torch.Tensor, rows: int, buffer: PooledBuffer, prefetcher: "Prefetcher"
+        self, padded: torch.Tensor, rows: int, buffer: Shelf, prefetcher: "Prefetcher"
     ) -> None:
         """Take a part of ``buffer``.
 
@@ -149,17 +157,17 @@ class DiskShard(ShardStorage):
     def pin(self) -> torch.Tensor:
         """Return the newest padded weight, which stays in memory until ``unpin``."""
         self.before_read()
-        self.pager.pin()
+        self.pager.lease()
         try:
             self._prefetcher.record_use(self.pager)
         except BaseException:  # an interrupt: nobody will unpin what was not returned
-            self.pager.unpin()
+            self.pager.release()
             raise
         return self.padded
 
     def unpin(self, *, dirty: bool = False) -> None:
         """End what ``pin`` began; ``dirty``: the bytes were changed and are to be written back."""
-        self.pager.unpin(dirty=dirty)
+        self.pager.release(changed=dirty)
 
     def pin_for_copy(self) -> torch.Tensor:
         """Return the newest padded weight, to be copied before the next unit's is asked for."""
@@ -176,12 +184,14 @@ class DiskShard(ShardStorage):
         """Keep ``home`` and ``padded`` in memory and up to date inside; ``write``: to change."""
         self.before_read()
         if write:
-            self.before_write()
-        self.pager.pin(for_write=write)
+            self.discard_copies()
+        self.pager.lease(to_change=write)
         try:
             yield
         finally:
-            self.pager.unpin(dirty=write)
+            if write:
+                self.discard_copies()
+            self.pager.release(changed=write)
 
 
 class Prefetcher:
@@ -190,27 +200,27 @@ class Prefetcher:
     def __init__(self, ahead: int) -> None:
         """Read up to ``ahead`` units beyond the one in use."""
         self._ahead = ahead
-        self._pinned: PooledBuffer | None = None
-        self._last: tuple[PooledBuffer | None, PooledBuffer | None] = (None, None)
-        self._next: dict[tuple[PooledBuffer | None, PooledBuffer | None], PooledBuffer] = {}
+        self._pinned: Shelf | None = None
+        self._last: tuple[Shelf | None, Shelf | None] = (None, None)
+        self._next: dict[tuple[Shelf | None, Shelf | None], Shelf] = {}
 
-    def pin(self, buffer: PooledBuffer) -> None:
+    def pin(self, buffer: Shelf) -> None:
         """Return when ``buffer`` is in memory, where it stays until ``unpin``.
 
         The one that was pinned before is unpinned: it has been copied.
         """
         if buffer is not self._pinned:
             self._unpin()
-            buffer.pin()
+            buffer.lease()
             self._pinned = buffer
         self.record_use(buffer)
 
-    def unpin(self, buffer: PooledBuffer) -> None:
+    def unpin(self, buffer: Shelf) -> None:
         """Let ``buffer`` leave memory. Idempotent."""
         if buffer is self._pinned:
             self._unpin()
 
-    def record_use(self, buffer: PooledBuffer) -> None:
+    def record_use(self, buffer: Shelf) -> None:
         """Learn that ``buffer`` is used now, and begin reading those that follow."""
         before, last = self._last
         if buffer is last:
@@ -227,7 +237,7 @@ class Prefetcher:
     def _unpin(self) -> None:
         last, self._pinned = self._pinned, None
         if last is not None:
-            last.unpin()
+            last.release()
 
 
 def _do_nothing() -> None:

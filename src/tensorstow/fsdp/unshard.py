@@ -82,7 +82,7 @@ class UnshardHooks:
         self._root.register_forward_hook(self._post_forward, always_call=True)
         self._reshards_after_forward = stage < 3
         optimizer.register_step_pre_hook(self._pre_step)
-        optimizer.register_resume_hook(self._pre_resume)
+        optimizer.register_resume_hook(self._around_resume)
 
     # A graph would take what is asked here for constants.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -123,7 +123,7 @@ class UnshardHooks:
             self._lost = ""
         self._reshard()
 
-    def _pre_resume(self) -> None:
+    def _around_resume(self) -> None:
         self._lost = ""
         self._recover()
         self._reshard()

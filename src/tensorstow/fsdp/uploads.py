@@ -10,18 +10,25 @@ for each other and the host for none: a buffer is filled again behind the gather
                                -> rising again without a copy, where the same unit comes next
 
 Bytes that a copy can read by itself, pinned ones in the dtype that is computed in, are read where
-they are. Others (in a pool's buffer, pageable, to be cast) pass through a pinned buffer beside the
-device's, so that a buffer's memory is given back at once.
+they are. Others (on a shelf, pageable, to be cast) pass through a pinned buffer beside the
+device's, so that a shelf's memory is given back at once.
 
 [Note: Old weights] What is uploaded must be the newest weight, and host memory must not change
 under a copy. Before a step, a resume or a write to a parameter, uploads are waited for and
 forgotten. Beside backward a weight is updated when its gradient is final, so what was gathered in a
 backward is not uploaded ahead again in it. Under overlap="forward" a weight is uploaded ahead only
 when somebody has waited for its update.
+
+FSDP2 gathers in the device's thread during backward, and of a backward that has raised it may do so
+while the caller is in the next call already ([Note: Hooks] in step/calls.py). So whatever looks at
+uploads or changes them takes its turn with the calls of the optimizer: such a gather comes before
+``resume()`` or behind it. It may come between a step's hooks and its call too, or beside a write to
+a parameter: what was uploaded is forgotten before weights change and once more behind that.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,7 +37,7 @@ from torch import nn
 
 from tensorstow.base.sizes import round_up
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
-from tensorstow.io.buffer_pool import PooledBuffer
+from tensorstow.io.buffer_pool import Shelf
 from tensorstow.io.device_link import DeviceEvent, DeviceLink, is_away
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -47,7 +54,7 @@ class _Unit:
     cells: Sequence[ShardStorage]
     dtypes: Sequence[torch.dtype]
     """That they are computed in."""
-    buffer: PooledBuffer | None
+    shelf: Shelf | None
     staged: Sequence[bool]
     """Which of them pass through pinned memory."""
     is_newest: bool = False
@@ -88,7 +95,7 @@ class _Upload:
 
 
 class Uploads:
-    """One model's shards on their way to the device. Gathers come from one thread at a time."""
+    """One model's shards on their way to the device. Gathers come from any thread."""
 
     def __init__(self, link: DeviceLink, *, ahead: int, beside_forward: bool) -> None:
         """Go over ``link``, up to ``ahead`` units ahead of the one that is asked for.
@@ -111,10 +118,13 @@ class Uploads:
         self._in_backward = False
         self._gathered: set[_Unit] = set()
         """In this backward."""
+        self._alone: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Keeps out the optimizer's calls in other threads."""
 
     def watch(self, model: nn.Module, optimizer: StowedAdam) -> None:
         """Be found by ``model``, whose parameters have the cells; hear of what updates them."""
         _UPLOADS[model] = self
+        self._alone = optimizer.alone
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._behind_step)
         optimizer.register_resume_hook(self.forget)
@@ -127,19 +137,19 @@ class Uploads:
     ) -> None:
         """Take the cells of one unit and the dtypes that they are computed in.
 
-        ``prefetcher``: of their buffer, where they are on one. All units are added before the first
+        ``prefetcher``: of their shelf, where they are on one. All units are added before the first
         gather.
         """
         if not cells:
             return
-        buffer = cells[0].pager
+        shelf = cells[0].pager
         pairs = list(zip(cells, dtypes, strict=True))
         staged = [not cell.is_page_locked or cell.padded.dtype != dtype for cell, dtype in pairs]
-        unit = _Unit(cells, dtypes, buffer, staged)
+        unit = _Unit(cells, dtypes, shelf, staged)
         self._units.append(unit)
         for cell in cells:
             self._of[id(cell)] = unit
-            cell.before_write = partial(self._forget, unit)
+            cell.discard_copies = partial(self._forget, unit)
             if prefetcher is not None:
                 self._prefetchers[id(cell)] = prefetcher
 
@@ -163,7 +173,10 @@ class Uploads:
     @torch.no_grad()
     def take(self, cell: ShardStorage, dtype: torch.dtype) -> torch.Tensor:
         """Return the newest padded weight on the device, for the caller's stream to copy from."""
-        unit = self._of[id(cell)]
+        with self._alone():
+            return self._take(self._of[id(cell)], cell, dtype)
+
+    def _take(self, unit: _Unit, cell: ShardStorage, dtype: torch.dtype) -> torch.Tensor:
         upload = self._under_way.get(unit)
         if upload is None or id(cell) in upload.asked:  # another gather
             if upload is not None:
@@ -183,6 +196,10 @@ class Uploads:
 
     def used(self, cell: ShardStorage) -> None:
         """Say that the caller's stream is behind the copies of what ``take`` returned."""
+        with self._alone():
+            self._used(cell)
+
+    def _used(self, cell: ShardStorage) -> None:
         upload = self._under_way.get(self._of[id(cell)])
         if upload is None or id(cell) not in upload.asked:
             return
@@ -199,32 +216,37 @@ class Uploads:
     # --- what changes weights ---
 
     def forget(self) -> None:
-        """Return when no copy reads host memory; what was uploaded is old. Before a step."""
-        self._wait_for_copies()
-        for upload in list(self._under_way.values()):
-            self._end(upload)
-        self._last = (None, None)
-        self._gathered.clear()
-        for unit in self._units:
-            unit.is_newest = False
+        """Return when no copy reads host memory; what was uploaded is old. Around a step."""
+        with self._alone():
+            self._wait_for_copies()
+            for upload in list(self._under_way.values()):
+                self._end(upload)
+            self._last = (None, None)
+            self._gathered.clear()
+            for unit in self._units:
+                unit.is_newest = False
 
     @torch.no_grad()
     def begin(self) -> None:
         """Upload what the next forward begins with. Behind a step."""
-        self._in_backward = False
-        self._go_ahead()
+        with self._alone():
+            self._in_backward = False
+            self._go_ahead()
 
     def _before_step(self, *_: object) -> None:
         self.forget()
 
     def _behind_step(self, *_: object) -> None:
-        self.begin()
+        with self._alone():
+            self.forget()
+            self.begin()
 
     def _forget(self, unit: _Unit) -> None:
-        self._wait_for_copies()
-        upload = self._under_way.get(unit)
-        if upload is not None:
-            self._end(upload)
+        with self._alone():
+            self._wait_for_copies()
+            upload = self._under_way.get(unit)
+            if upload is not None:
+                self._end(upload)
 
     def _wait_for_copies(self) -> None:
         """Return when no copy reads host memory, also of a unit that gave way to another one."""
@@ -244,8 +266,8 @@ class Uploads:
         self._next[self._last] = unit
         self._last = (self._last[1], unit)
         prefetcher = self._prefetchers.get(id(unit.cells[0]))
-        if prefetcher is not None and unit.buffer is not None:
-            prefetcher.record_use(unit.buffer)
+        if prefetcher is not None and unit.shelf is not None:
+            prefetcher.record_use(unit.shelf)
         self._go_ahead()
 
     def _is_final(self, unit: _Unit) -> bool:
@@ -266,7 +288,7 @@ class Uploads:
         """Begin with a unit that nobody has asked for, where nothing is to be waited for."""
         if self._beside_forward and not unit.is_newest:
             return False
-        if unit.buffer is not None and not unit.buffer.is_ready():
+        if unit.shelf is not None and not unit.shelf.is_ready():
             return False
         buffer = self._idle()
         if buffer is None or (any(unit.staged) and buffer.copied and not buffer.copied.query()):
@@ -304,15 +326,15 @@ class Uploads:
         """Begin copying a unit's shards to ``buffer``."""
         if any(unit.staged) and buffer.copied is not None and not buffer.copied.query():
             buffer.copied.synchronize()  # the link is behind: pinned memory is still read
-        if unit.buffer is not None:
-            unit.buffer.pin()
+        if unit.shelf is not None:
+            unit.shelf.lease()
         try:
             shards, pairs = self._cut(unit, buffer)
             # Where some of it is pageable, that has been read when this returns.
             self._copied = copied = self.link.h2d(pairs, [buffer.ready])
         finally:
-            if unit.buffer is not None:
-                unit.buffer.unpin()
+            if unit.shelf is not None:
+                unit.shelf.release()
         buffer.copied = buffer.ready = copied
         upload = self._under_way[unit] = _Upload(unit, buffer, shards, copied)
         return upload

@@ -88,7 +88,7 @@ class StowedAdam(Optimizer):
         self._update_on = stowage.update_on
         self._param_table: ParamTable | None = None  # until the groups are known
         self._half_loaded = False
-        self._before_resume: list[Callable[[], None]] = []
+        self._around_resume: list[Callable[[], None]] = []
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
         # gradients; beside backward there are no gradients left to scale.
         self._step_supports_amp_scaling = stowage.overlap != "backward"
@@ -416,12 +416,12 @@ class StowedAdam(Optimizer):
         params = self._params()
         space = space_of(params, "resume()")
         self._settle_or_give_up()
-        for hook in self._before_resume:
-            hook()
+        self._call_resume_hooks()
         generation = agreement.choose(space.store, which, self._ranks)
         if generation is None:
             return None
         self._ranks.together("resume()", partial(self._go_on_from, generation))
+        self._call_resume_hooks()
         return generation.step
 
     @property
@@ -430,12 +430,26 @@ class StowedAdam(Optimizer):
         return self._core.extra
 
     def register_resume_hook(self, hook: Callable[[], None]) -> None:
-        """Call ``hook`` before ``resume()`` writes weights, for whoever has copies of them.
+        """Call ``hook`` before ``resume()`` writes weights, and once more behind that.
+
+        For whoever has copies of them, which another thread may make meanwhile.
 
         Args:
             hook: Takes no arguments; its result is ignored.
         """
-        self._before_resume.append(hook)
+        self._around_resume.append(hook)
+
+    def _call_resume_hooks(self) -> None:
+        for hook in self._around_resume:
+            hook()
+
+    @property
+    def alone(self) -> Callable[[], AbstractContextManager[object]]:
+        """What makes a context that other threads' calls of the optimizer wait for.
+
+        For whoever shares the weights with it. Inside one of its calls it is a part of that.
+        """
+        return self._calls.alone
 
     @a_call("commit")
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:

@@ -367,3 +367,17 @@ def test_resuming_an_empty_start_forgets_the_steps_since(tmp_path: Path) -> None
         assert _states_of(optimizer) == []
     assert all_equal(*ends)
     optimizer.close()
+
+
+def test_who_has_copies_of_weights_hears_before_they_change_and_behind_that(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], states="disk", dir=tmp_path)
+    heard: list[float] = []
+    optimizer.register_resume_hook(lambda: heard.append(weight.detach()[0].item()))
+    assert optimizer.resume() is None
+    optimizer.commit()
+    with torch.no_grad():
+        weight.fill_(3)
+    assert optimizer.resume() == 0
+    assert heard == [1, 3, 1]
+    optimizer.close()

@@ -1,17 +1,20 @@
 """Uploads: what is copied before it is asked for, in how many buffers, and what is forgotten."""
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
 from tensorstow.fsdp.uploads import Uploads
-from tensorstow.io.buffer_pool import BufferPool
+from tensorstow.io.buffer_pool import Shelves
 from tensorstow.io.device_link import DeviceEvent, Pairs, PlainLink
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.step.calls import Calls
 
 CPU = torch.device("cpu")
 ROWS = 8
@@ -227,14 +230,14 @@ def test_in_a_backward_nothing_is_copied_ahead_that_may_be_updated() -> None:
 
 
 def test_a_shelf_is_lent_for_the_copy_alone(tmp_path: Path) -> None:
-    pool = BufferPool(tmp_path, 1 << 20, 1 << 20)
+    shelves = Shelves(tmp_path, 1 << 20, 1 << 20)
     prefetcher = Prefetcher(1)
     link = Counted()
     uploads = Uploads(link, ahead=1, beside_forward=False)
     cells = []
     for number in range(3):
-        buffer = pool.add(4096)
-        cells.append(DiskShard(buffer.tensor(0, (ROWS,), torch.float32), ROWS, buffer, prefetcher))
+        shelf = shelves.add(4096)
+        cells.append(DiskShard(shelf.tensor(0, (ROWS,), torch.float32), ROWS, shelf, prefetcher))
         with cells[-1].access(write=True):
             cells[-1].home.fill_(number)
         uploads.add(cells[-1:], [torch.bfloat16], prefetcher)
@@ -244,7 +247,93 @@ def test_a_shelf_is_lent_for_the_copy_alone(tmp_path: Path) -> None:
             assert got.dtype == torch.bfloat16
             assert got.eq(number).all()
             assert cell.pager is not None
-            assert cell.pager.pins == 0
+            assert cell.pager.leases == 0
             uploads.used(cell)
     assert (uploads.device_bytes, uploads.staging_bytes) == (256, 256)
     assert cells[0].bytes_up == 3 * 2 * ROWS  # the last ahead of a third round
+
+
+# --- a gather that another thread makes, of a backward that has raised ---
+
+
+class Optimizer:
+    """What uploads know of one."""
+
+    def __init__(self) -> None:
+        self.calls = Calls()
+        self.alone = self.calls.alone
+        self.hooks: dict[str, Callable[..., None]] = {}
+
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> None:
+        self.hooks["before step"] = hook
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> None:
+        self.hooks["behind step"] = hook
+
+    def register_resume_hook(self, hook: Callable[..., None]) -> None:
+        self.hooks["resume"] = hook
+
+
+def watched(link: PlainLink) -> tuple[Uploads, list[HostShard], Optimizer, nn.Module]:
+    """Return uploads that know in which order units are gathered."""
+    uploads, cells = made(3, link=link)
+    optimizer, model = Optimizer(), nn.Module()
+    uploads.watch(model, optimizer)  # type: ignore[arg-type]  # all that is asked of it
+    for cell in (*cells, *cells, *cells):
+        gather(uploads, cell)
+    uploads.forget()
+    uploads._last = (uploads._of[id(cells[1])], uploads._of[id(cells[2])])
+    return uploads, cells, optimizer, model
+
+
+def test_resume_waits_for_a_gather_that_has_begun() -> None:
+    inside, gate = threading.Event(), threading.Event()
+
+    class Slow(PlainLink):
+        def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
+            mark = super().h2d(pairs, after)
+            if threading.current_thread() is late and pairs[0][1][0] == 1:  # the one ahead
+                inside.set()
+                assert gate.wait(30)
+            return mark
+
+    seen: list[float] = []
+    late = threading.Thread(target=lambda: seen.extend(gather(uploads, cells[0]).tolist()))
+    uploads, cells, optimizer, model = watched(Slow())
+
+    def resume() -> None:
+        optimizer.hooks["resume"]()
+        for cell in cells:
+            cell.home.fill_(9)
+
+    late.start()
+    assert inside.wait(30)
+    threading.Timer(0.2, gate.set).start()
+    optimizer.calls.run("resume", resume)
+    late.join()
+    assert seen == [0] * ROWS, "what it gathered is what was there when it began"
+    for cell in cells:
+        assert gather(uploads, cell).eq(9).all()
+    del model
+
+
+def test_what_is_gathered_between_the_hooks_of_a_step_is_not_kept() -> None:
+    uploads, cells, optimizer, model = watched(PlainLink())
+    optimizer.hooks["before step"]()
+    uploads._last = (uploads._of[id(cells[1])], uploads._of[id(cells[2])])
+    gather(uploads, cells[0])  # and the next one ahead
+    for cell in cells:
+        cell.home.fill_(9)
+    optimizer.hooks["behind step"]()
+    for cell in cells:
+        assert gather(uploads, cell).eq(9).all()
+    del model
+
+
+def test_what_is_gathered_while_a_weight_is_written_is_not_kept() -> None:
+    uploads, cells, _, model = watched(PlainLink())
+    with cells[1].access(write=True):
+        gather(uploads, cells[0])  # and the next one ahead
+        cells[1].home.fill_(9)
+    assert gather(uploads, cells[1]).eq(9).all()
+    del model

@@ -16,30 +16,30 @@ GRADIENT = torch.ones(8)
 
 
 @dataclass(eq=False)
-class FakeBuffer:
+class FakeLessor:
     """Writes down who was lent what."""
 
     log: list[str]
     name: str
-    for_write: bool | None = None
+    to_change: bool | None = None
     nbytes: int = 100
     room: int = 1 << 20
 
     def fetch(self) -> None:
         """Do nothing."""
 
-    def can_pin(self, nbytes: int) -> bool:
+    def fits(self, nbytes: int) -> bool:
         """Have room."""
         return nbytes <= self.room
 
-    def pin(self, *, for_write: bool = False) -> None:
+    def lease(self, *, to_change: bool = False) -> None:
         """Note it."""
-        self.for_write = for_write
+        self.to_change = to_change
         self.log.append(f"+{self.name}")
 
-    def unpin(self, *, dirty: bool = False) -> None:
+    def release(self, *, changed: bool = False) -> None:
         """Note it, and whether the bytes are to be written."""
-        self.log.append(f"-{self.name}" + "!" * dirty)
+        self.log.append(f"-{self.name}" + "!" * changed)
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class FakeMember:
     """A parameter's number and who lends it memory."""
 
     number: int
-    pager: FakeBuffer | None
+    pager: FakeLessor | None
     host_weight: object = None
 
 
@@ -105,7 +105,7 @@ class Scene:
 
     def __init__(self, owners: list[tuple[int, ...]]) -> None:
         self.log: list[str] = []
-        self.pagers = [FakeBuffer(self.log, name) for name in "abc"]
+        self.pagers = [FakeLessor(self.log, name) for name in "abc"]
         self.params = [FakeMember(n, self.pagers[n // 2]) for n in range(6)]
         self.chunks = [FakeChunk(i, numbers) for i, numbers in enumerate(owners)]
         self.pipeline = FakePipeline(self.log, self.chunks)
@@ -221,7 +221,7 @@ def test_a_commit_is_lent_unit_by_unit_what_it_has_not_got_and_writes_nothing() 
     disk_feed.close()
     disk_feed.end_all()
     assert scene.log == ["+a", "0:", "1:", "+c", "2:", "-a", "-c"]
-    assert scene.pagers[0].for_write is False
+    assert scene.pagers[0].to_change is False
 
 
 def test_a_step_that_commits_has_the_weights_beside_those_that_it_updates() -> None:

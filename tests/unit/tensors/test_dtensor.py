@@ -6,7 +6,7 @@ import torch
 from compare import all_equal
 from ranks.pool import Ranks
 from ranks.sharded import Training, alone, sharded
-from tensorstow.tensors.dtensor import in_memory
+from tensorstow.tensors.dtensor import lent
 
 CASES = [
     Training(),
@@ -25,7 +25,7 @@ CASES = [
 ]
 
 
-class PooledBuffer:
+class Shelf:
     """Writes down who was lent what."""
 
     nbytes = 8
@@ -36,30 +36,30 @@ class PooledBuffer:
     def fetch(self) -> None:
         """Do nothing."""
 
-    def can_pin(self, nbytes: int) -> bool:
+    def fits(self, nbytes: int) -> bool:
         """Have room."""
         return nbytes > 0
 
-    def pin(self, *, for_write: bool = False) -> None:
+    def lease(self, *, to_change: bool = False) -> None:
         """Note it."""
-        self.log.append(f"+{for_write}")
+        self.log.append(f"+{to_change}")
 
-    def unpin(self, *, dirty: bool = False) -> None:
+    def release(self, *, changed: bool = False) -> None:
         """Note it."""
-        self.log.append(f"-{dirty}")
+        self.log.append(f"-{changed}")
 
 
 def test_bytes_on_disk_are_lent_for_as_long_as_they_are_used() -> None:
     weight = torch.zeros(2)
-    with in_memory(weight):
+    with lent(weight):
         pass  # which has memory of its own
-    weight.pager = buffer = PooledBuffer()  # type: ignore[attr-defined]
-    with in_memory(weight):
-        assert buffer.log == ["+False"]
+    weight.pager = shelf = Shelf()  # type: ignore[attr-defined]
+    with lent(weight):
+        assert shelf.log == ["+False"]
     message = "in the middle"
-    with pytest.raises(ValueError, match=message), in_memory(weight, for_write=True):
+    with pytest.raises(ValueError, match=message), lent(weight, to_change=True):
         raise ValueError(message)
-    assert buffer.log == ["+False", "-False", "+True", "-True"]
+    assert shelf.log == ["+False", "-False", "+True", "-True"]
 
 
 @pytest.mark.parametrize("world", [1, 2])

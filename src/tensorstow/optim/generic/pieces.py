@@ -8,27 +8,27 @@ from typing import Any, Literal
 import torch
 
 from tensorstow.io.files import IoFuture
-from tensorstow.optim.generic.packing import LARGE_BYTES, PackedEntry, TensorSlot, pack, tensors_in
-from tensorstow.optim.generic.partition import Partition, can_partition, partition
+from tensorstow.optim.generic.packing import LARGE_BYTES, Placed, Slot, place, tensors_in
+from tensorstow.optim.generic.partition import Cut, can_cut, cut
 from tensorstow.optim.generic.places import Place
-from tensorstow.optim.generic.ring import RingBlock
+from tensorstow.optim.generic.ring import Lease
 from tensorstow.optim.generic.stepper import Stepper
 
 How = Literal["ram", "whole", "chunks"]
 
-_SPLIT_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+_CUT_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-class PieceState(Enum):
+class Motion(Enum):
     """Where a piece's states are.
 
-    ON_DISK -> READING -> IN_MEMORY -> WRITING -> ON_DISK; a first step begins at IN_MEMORY. All but
-    ON_DISK hold a block of the ring.
+    AT_REST -> READING -> HERE -> WRITING -> AT_REST; a first step begins at HERE. All but AT_REST
+    hold a lease of the ring.
     """
 
-    ON_DISK = "on disk, or nowhere yet"
+    AT_REST = "on disk, or nowhere yet"
     READING = "on their way into memory"
-    IN_MEMORY = "in memory, the only place where they are right"
+    HERE = "in memory, the only place where they are right"
     WRITING = "in memory, on their way to disk"
 
 
@@ -36,21 +36,21 @@ class PieceState(Enum):
 class Piece:
     """A parameter, or a cut of it, and where its states are."""
 
-    partition: Partition | None = None
+    cut: Cut | None = None
     stowed: dict[str, Any] = field(default_factory=dict)
     """What is on disk, by name, with a Slot in place of each tensor."""
-    slots: tuple[TensorSlot, ...] = ()
+    slots: tuple[Slot, ...] = ()
     place: Place | None = None
     stepped: bool = False
     """What the class keeps is known: without a place there is nothing to stow."""
-    state: PieceState = PieceState.ON_DISK
-    block: RingBlock | None = None
+    motion: Motion = Motion.AT_REST
+    lease: Lease | None = None
     transfer: IoFuture | None = None
 
     @property
     def least_bytes(self) -> int:
         """Return from how many bytes on a tensor goes to disk: a chunk's all do."""
-        return LARGE_BYTES if self.partition is None else 0
+        return LARGE_BYTES if self.cut is None else 0
 
     @property
     def nbytes(self) -> int:
@@ -59,21 +59,21 @@ class Piece:
 
 
 @dataclass(eq=False, slots=True)
-class ParameterStates:
+class Member:
     """A parameter whose states are kept, cut into pieces; none of them where all stay in RAM."""
 
     parameter: torch.Tensor
     numel: int
     dtype: torch.dtype
     pieces: list[Piece]
-    expected: "ExpectedStates"
+    expected: "Expected"
 
     @property
     def how(self) -> How:
         """Return how its states are kept."""
         if not self.pieces:
             return "ram"
-        return "whole" if self.pieces[0].partition is None else "chunks"
+        return "whole" if self.pieces[0].cut is None else "chunks"
 
     @property
     def stows(self) -> bool:
@@ -82,7 +82,7 @@ class ParameterStates:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedStates:
+class Expected:
     """What a parameter's states will take, found out without memory before its first step."""
 
     entry: Mapping[str, Any]
@@ -93,7 +93,7 @@ class ExpectedStates:
     """Of the files, per piece."""
 
 
-def split_into_pieces(
+def cut_up(
     parameter: torch.Tensor, *, elements: int, threads: int, elementwise: bool
 ) -> list[Piece]:
     """Return the pieces in which a parameter's states move.
@@ -104,30 +104,30 @@ def split_into_pieces(
     if (
         elementwise
         and parameter.numel() > elements
-        and parameter.dtype in _SPLIT_DTYPES
+        and parameter.dtype in _CUT_DTYPES
         and parameter.is_contiguous()
-        and can_partition(parameter.numel(), threads)
+        and can_cut(parameter.numel(), threads)
     ):
-        return [Piece(p) for p in partition(parameter.numel(), elements, threads)]
+        return [Piece(c) for c in cut(parameter.numel(), elements, threads)]
     return [Piece()]
 
 
-def expected_states(
+def expect(
     stepper: Stepper, group: Mapping[str, Any], parameter: torch.Tensor, pieces: list[Piece]
-) -> ExpectedStates:
+) -> Expected:
     """Ask the class what it will keep for ``parameter``."""
     entry = stepper.expected_entry(group, parameter)
     if not pieces:
-        return ExpectedStates(entry, _bytes_of(entry), 0, ())
-    lengths = [None if piece.partition is None else piece.partition.numel for piece in pieces]
-    packed: dict[int | None, PackedEntry] = {}
+        return Expected(entry, _bytes_of(entry), 0, ())
+    lengths = [None if piece.cut is None else piece.cut.numel for piece in pieces]
+    placed: dict[int | None, Placed] = {}
     for numel, piece in zip(lengths, pieces, strict=True):
-        if numel not in packed:
+        if numel not in placed:
             shape = None if numel is None else (numel,)
             kept = stepper.expected_entry(group, parameter, shape)
-            packed[numel] = pack(kept, piece.least_bytes)
-    each = [packed[numel] for numel in lengths]
-    return ExpectedStates(
+            placed[numel] = place(kept, piece.least_bytes)
+    each = [placed[numel] for numel in lengths]
+    return Expected(
         entry,
         _bytes_of(each[-1].resident),
         sum(slot.nbytes for p in each for slot in p.slots),
@@ -150,7 +150,7 @@ class ParameterPlan:
     """The largest piece on disk, as far as the class tells before its first step."""
 
 
-def plan_of(member: ParameterStates) -> ParameterPlan:
+def plan_of(member: Member) -> ParameterPlan:
     """Return how ``member``'s states are kept."""
     largest = max((piece.nbytes for piece in member.pieces), default=0)
     expected = max(member.expected.piece_bytes, default=0)

@@ -49,7 +49,7 @@ _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
-class StepBatch:
+class Run:
     """Parameters of one group to be stepped, each with what the optimizer keeps for it."""
 
     group: Mapping[str, Any]
@@ -59,7 +59,7 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedValues:
+class Values:
     """What a step reads and changes beside parameters and their states."""
 
     groups: list[dict[str, Any]]
@@ -69,12 +69,12 @@ class SharedValues:
     """Of ``optimizer.state``, what is under keys that are no parameters."""
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> "SharedValues":
+    def of(cls, optimizer: Optimizer) -> "Values":
         """Return the values that ``optimizer`` has now; nothing is copied."""
         groups = [options_of(group) for group in optimizer.param_groups]
         return cls(groups, own_values(optimizer), foreign(optimizer.state))
 
-    def differences(self, other: "SharedValues") -> list[str]:
+    def differences(self, other: "Values") -> list[str]:
         """Return the names of what is not the same in ``other``."""
         found = [f"self.{name}" for name in _differing(self.own, other.own)]
         found += [f"self.state[{name!r}]" for name in _differing(self.state, other.state)]
@@ -86,7 +86,7 @@ class SharedValues:
         return found
 
 
-class SplitStep:
+class Turn:
     """One step (or change of mode) of a class over all groups, in several runs."""
 
     def __init__(
@@ -101,10 +101,8 @@ class SplitStep:
         self._state = state
         self._numbers = {id(group): number for number, group in enumerate(groups)}
         options = [options_of(group) for group in groups]
-        self._before: SharedValues = copied(
-            SharedValues(options, own_values(inner), foreign(state))
-        )
-        self._after: SharedValues | None = None
+        self._before: Values = copied(Values(options, own_values(inner), foreign(state)))
+        self._after: Values | None = None
 
     @property
     def has_run(self) -> bool:
@@ -116,9 +114,9 @@ class SplitStep:
         """Return whether the runs so far changed a value."""
         return self._after is not None and bool(self._before.differences(self._after))
 
-    def begin(self, runs: Sequence[StepBatch]) -> None:
+    def begin(self, runs: Sequence[Run]) -> None:
         """Lend the optimizer the parameters of ``runs``, and all values as the step found them."""
-        lent: SharedValues = copied(self._before)
+        lent: Values = copied(self._before)
         groups = [
             {**options, **_off(options), **{key: [] for key in _OF_PARAMETERS if key in group}}
             for options, group in zip(lent.groups, self._groups, strict=True)
@@ -131,7 +129,7 @@ class SplitStep:
 
     def end(self) -> None:
         """Note the values that a run left; raise OptionError where another left others."""
-        left = SharedValues.of(self._inner)
+        left = Values.of(self._inner)
         if self._after is None:
             self._after = left
             return
@@ -158,7 +156,7 @@ class SplitStep:
         _set_own(self._inner, self._before.own)
 
 
-def batch_group(run: StepBatch) -> dict[str, Any]:
+def lent_group(run: Run) -> dict[str, Any]:
     """Return the group of ``run`` with its parameters alone."""
     return {**run.group, **_off(run.group), **_parameters_of(run)}
 
@@ -182,8 +180,8 @@ def copied(value: Any) -> Any:  # noqa: ANN401
     """Return ``value`` with containers and tensors of its own; other objects are the same."""
     if type(value) in _ATOMS:
         return value
-    if isinstance(value, SharedValues):
-        return SharedValues(copied(value.groups), copied(value.own), copied(value.state))
+    if isinstance(value, Values):
+        return Values(copied(value.groups), copied(value.own), copied(value.state))
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -252,7 +250,7 @@ def _off(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: False for name in PLAIN_LOOP if name in options}
 
 
-def _parameters_of(run: StepBatch) -> dict[str, Any]:
+def _parameters_of(run: Run) -> dict[str, Any]:
     named = {} if run.names is None else {"param_names": list(run.names)}
     return {"params": [parameter for parameter, _ in run.entries], **named}
 
