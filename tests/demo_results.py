@@ -2,11 +2,18 @@
 
 from dataclasses import replace
 
+from tensorstow.cli.demo.configurations import ANCHOR, CONFIGURATIONS, Configuration
 from tensorstow.cli.demo.crash import Crash
-from tensorstow.cli.demo.result import COMPUTE, OPTIMIZER, Distance, RowResult, Sample, Span
-from tensorstow.cli.demo.rows import ANCHOR, ROWS, Row
-from tensorstow.cli.demo.turns import turns_of
-from tensorstow.cli.demo.verdict import Verdict, judge
+from tensorstow.cli.demo.parity import ParityReport, judge
+from tensorstow.cli.demo.result import (
+    COMPUTE,
+    OPTIMIZER,
+    RunResult,
+    Sample,
+    TimeSpan,
+    UlpDifference,
+)
+from tensorstow.cli.demo.round_robin import turns_of
 from tensorstow.states.memory import StateMemory
 
 PARTS = (("forward", 0.0, 1.0), ("backward", 1.0, 3.0), (OPTIMIZER, 3.0, 3.5))
@@ -17,30 +24,32 @@ MIB = 1 << 20
 CRASH = Crash(committed=1, steps=2, checksum="3" * 64)
 
 
-def judged(results: list[RowResult], crash: Crash = CRASH, others: float | None = 0.02) -> Verdict:
+def judged(
+    results: list[RunResult], crash: Crash = CRASH, others: float | None = 0.02
+) -> ParityReport:
     return judge(results, crash, others=others, at_once=True)
 
 
-def make_results(steps: int = 3) -> list[RowResult]:
-    return [make_result(row, steps) for row in ROWS]
+def make_results(steps: int = 3) -> list[RunResult]:
+    return [make_result(row, steps) for row in CONFIGURATIONS]
 
 
-def make_result(row: Row, steps: int = 3) -> RowResult:
+def make_result(row: Configuration, steps: int = 3) -> RunResult:
     spans = []
     for step in range(steps):
         zero = STEP_SECONDS * step
-        spans += [Span(COMPUTE, name, zero + a, zero + b, step) for name, a, b in PARTS]
+        spans += [TimeSpan(COMPUTE, name, zero + a, zero + b, step) for name, a, b in PARTS]
         if row.is_offloaded:
             # Half of the first read is before opt.step(), half of the last write behind it.
-            spans.append(Span("read", "read", zero + 2.9, zero + 3.1, chunk=0, nbytes=MIB))
-            spans.append(Span("read", "read", zero + 3.0, zero + 3.2, chunk=1, nbytes=MIB))
-            spans.append(Span("update", "update", zero + 3.2, zero + 3.3, chunk=0))
-            spans.append(Span("write", "write", zero + 3.4, zero + 3.6, chunk=0, nbytes=MIB))
-            spans.append(Span("wait", "wait", zero + 3.0, zero + 3.5))
+            spans.append(TimeSpan("read", "read", zero + 2.9, zero + 3.1, chunk=0, nbytes=MIB))
+            spans.append(TimeSpan("read", "read", zero + 3.0, zero + 3.2, chunk=1, nbytes=MIB))
+            spans.append(TimeSpan("update", "update", zero + 3.2, zero + 3.3, chunk=0))
+            spans.append(TimeSpan("write", "write", zero + 3.4, zero + 3.6, chunk=0, nbytes=MIB))
+            spans.append(TimeSpan("wait", "wait", zero + 3.0, zero + 3.5))
     memory = StateMemory(MIB, MIB, 0, 0, 0)
     if row.is_offloaded:
         memory = StateMemory(MIB, 0, MIB, MIB, MIB)
-    return RowResult(
+    return RunResult(
         key=row.key,
         parameters=MIB // 8,
         losses=tuple(10.9 + 0.01 * step for step in range(steps)),
@@ -57,9 +66,9 @@ def make_result(row: Row, steps: int = 3) -> RowResult:
         bytes_spared=MIB if row.schedule == "pipelined" and row.is_offloaded else 0,
         turns=tuple(turns_of(steps)),
         checksums=("3" * 64, "1" * 64) if row.key == ANCHOR else (),
-        from_torch=Distance(2.5, 0.25) if row.key == ANCHOR else None,
+        from_torch=UlpDifference(2.5, 0.25) if row.key == ANCHOR else None,
     )
 
 
-def spoil(results: list[RowResult], key: str, **changes: object) -> list[RowResult]:
+def spoil(results: list[RunResult], key: str, **changes: object) -> list[RunResult]:
     return [replace(r, **changes) if r.key == key else r for r in results]

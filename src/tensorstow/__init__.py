@@ -1,4 +1,4 @@
-"""Train models that do not fit: optimizer states over RAM and disk, exact to the bit."""
+"""Train models that do not fit in memory: parameters, gradients and states over RAM and disk."""
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING

@@ -6,7 +6,7 @@ import pytest
 
 from tensorstow.base.errors import DirectoryError, StowError
 from tensorstow.cli.demo import crash
-from tensorstow.cli.demo.rows import SMALL
+from tensorstow.cli.demo.configurations import SMALL
 
 
 def test_it_lies_in_out_where_that_can_hold_it(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ OPEN = {
     "Run",
     "Slot",
     "Space",
-    "Span",
     "_Gradient",
 }
 """Names that still have two meanings. It only shrinks."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tensorstow.cli.demo.configurations import ROWS
 from tensorstow.cli.demo.events import LANES
-from tensorstow.cli.demo.rows import ROWS
 
 
 @pytest.fixture(scope="module")

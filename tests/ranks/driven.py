@@ -15,13 +15,13 @@ import tensorstow.deepspeed as deepspeed
 from compare import all_equal
 from ranks.stowed import loss_of, model_of
 from ranks.twin import mesh_here
-from tensorstow.deepspeed import spread as spreading
-from tensorstow.deepspeed import utils, zero
+from tensorstow.deepspeed import full_tensors, utils, zero
 from tensorstow.deepspeed.config.settings import Batch, Settings, Zero
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.plans import dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.states import states_of
+from tensorstow.tensors.dtensor import part_of
 
 STEPS = 3
 
@@ -288,13 +288,13 @@ def boundary_by_hand(drive: Drive) -> list[bool]:
     return changed
 
 
-def spread_and_joined(stage: int) -> None:
+def sharded_and_full(stage: int) -> None:
     """Write whole values to odd shards and read them back."""
     with closing(engine_of(Drive(Zero(stage=stage)).settings(dist.get_world_size()))) as engine:
         for parameter in engine.parameters():
             whole = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
-            spreading.put_whole(parameter, whole)
-            assert torch.equal(spreading.whole_of(parameter), whole)
-            own = spreading.rows_of(whole, parameter)
-            assert torch.equal(spreading.own_of(parameter).detach(), own)
-            assert torch.equal(spreading.joined(own.clone(), parameter), whole)
+            full_tensors.copy_from_full(parameter, whole)
+            assert torch.equal(full_tensors.full_copy(parameter), whole)
+            own = part_of(whole, parameter, "The value")
+            assert torch.equal(full_tensors.to_local(parameter).detach(), own)
+            assert torch.equal(full_tensors.full_tensor(own.clone(), parameter), whole)

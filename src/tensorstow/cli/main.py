@@ -24,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command."""
     parser = argparse.ArgumentParser(
         prog="tensorstow",
-        description="Optimizer states over RAM and disk, exact to the bit.",
+        description="Parameters, gradients and optimizer states over device, RAM and disk.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError, StoreFormatError
-from tensorstow.deepspeed.spread import at_rest, own_of, spread
+from tensorstow.deepspeed.full_tensors import host_dtensor, resharded, to_local
 from tensorstow.deepspeed.states import owned_names, set_states, states_of
 from tensorstow.fsdp.sharding import host_group
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -46,7 +46,7 @@ def save(
     for name, entry in states.items():
         for state, values in entry.items():
             if state != "step":
-                tensors[f"{_OPTIMIZER}{name}.{state}"] = spread(values, named[name])
+                tensors[f"{_OPTIMIZER}{name}.{state}"] = host_dtensor(values, named[name])
     groups = [dict(g) for g in optimizer.param_groups]
     names = iter(owned_names(module, optimizer))
     for group in groups:
@@ -101,7 +101,7 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
     targets: Mapping[str, torch.Tensor] = {**dict(module.named_buffers()), **_parameters(module)}
     with torch.no_grad():
         for name, values in taken.items():
-            own_of(targets[name]).copy_(own_of(values))
+            to_local(targets[name]).copy_(to_local(values))
 
 
 def load_states(
@@ -126,14 +126,14 @@ def load_states(
         name = key.removeprefix(_OPTIMIZER).rpartition(".")[0]
         if key.startswith(_OPTIMIZER) and name in named:
             shard = shard_of(named[name])
-            room[key] = spread(torch.empty(shard.shape, device="cpu"), named[name])
+            room[key] = host_dtensor(torch.empty(shard.shape, device="cpu"), named[name])
     _read(folder, room)
     states: dict[str, Tensors] = {
         name: {"step": torch.tensor(step)} for name, step in kept["steps"].items()
     }
     for key, values in room.items():
         name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
-        states[name][state] = own_of(values)
+        states[name][state] = to_local(values)
     set_states(module, optimizer, states)
     for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k not in {"params", "param_names"}})
@@ -162,7 +162,7 @@ def _values_of(module: nn.Module) -> Tensors:
     for name, values in module.state_dict().items():
         if name in named:
             own = values.to_local() if is_sharded(values) else values
-            tensors[_MODULE + name] = spread(own.detach().clone().cpu(), named[name])
+            tensors[_MODULE + name] = host_dtensor(own.detach().clone().cpu(), named[name])
         elif name not in dict(module.named_parameters(remove_duplicate=False)):
             tensors[_MODULE + name] = values
     return tensors
@@ -177,7 +177,7 @@ def _room_for(module: nn.Module) -> Tensors:
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(at_rest(module).named_parameters())
+    return dict(resharded(module).named_parameters())
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -21,11 +21,11 @@ from tensorstow.deepspeed.checkpoint import (
     save,
 )
 from tensorstow.deepspeed.config.settings import Settings
+from tensorstow.deepspeed.full_tensors import resharded
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.ranks import local_rank, rank_here
 from tensorstow.deepspeed.registry import RegisteredModel, register
-from tensorstow.deepspeed.spread import at_rest
 from tensorstow.deepspeed.states import drop_unused_masters, watch_loads
 from tensorstow.deepspeed.step import OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer
@@ -104,7 +104,7 @@ class DeepSpeedEngine(nn.Module):
         Yields:
             Names and parameters.
         """
-        at_rest(self.module)
+        resharded(self.module)
         yield from super().named_parameters(*args, **kwargs)
 
     @property

@@ -4,11 +4,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorstow.deepspeed.spread import rows_of
 from tensorstow.deepspeed.states import owned_names, set_states
 from tensorstow.fsdp.sharding import host_group
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.step.step_plan import as_step
+from tensorstow.tensors.dtensor import part_of
 
 
 class MasterWeights:
@@ -38,7 +38,7 @@ class MasterWeights:
         for name in owned_names(model, optimizer):
             values = self._values.pop(name, None)
             if values is not None:
-                master = rows_of(values, named[name]).clone()
+                master = part_of(values, named[name], name).clone()
                 begun[name] = {"step": as_step(0), "master": master}
         set_states(model, optimizer, begun)
 

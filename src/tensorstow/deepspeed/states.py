@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.spread import at_rest
+from tensorstow.deepspeed.full_tensors import resharded
 from tensorstow.optim.stowed_adam import StowedAdam
 
 StatesByName = dict[str, dict[str, torch.Tensor]]
@@ -16,7 +16,7 @@ StatesByName = dict[str, dict[str, torch.Tensor]]
 
 def owned_names(model: nn.Module, optimizer: StowedAdam) -> list[str]:
     """Return the name of each of the optimizer's parameters, in its order."""
-    names = {id(p): name for name, p in at_rest(model).named_parameters()}
+    names = {id(p): name for name, p in resharded(model).named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -41,7 +41,7 @@ def set_states(
     model: nn.Module, optimizer: StowedAdam, states: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
     """Let the states of these parameters be those given, which the next step takes over."""
-    named = dict(at_rest(model).named_parameters())
+    named = dict(resharded(model).named_parameters())
     for name, entry in states.items():
         optimizer.state[named[name]] = dict(entry)
 

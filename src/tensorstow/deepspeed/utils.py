@@ -7,12 +7,12 @@ elements. All of them settle an update that is under way first.
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.full_tensors import full_tensor, to_local
 from tensorstow.deepspeed.registry import optimizer_of
-from tensorstow.deepspeed.spread import joined, own_of, rows_of
 from tensorstow.step.param_table import in_shape_of
 from tensorstow.step.step_plan import as_step
 from tensorstow.tensors.consumed_gradient import ConsumedGradient
-from tensorstow.tensors.dtensor import gradient_of, shard_of
+from tensorstow.tensors.dtensor import gradient_of, part_of, shard_of
 from tensorstow.tensors.on_disk import StateOnDisk
 
 _FP32 = "fp32"
@@ -28,7 +28,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor:
     Returns:
         A fp32 tensor of the parameter's full shape, in host memory.
     """
-    return joined(safe_get_local_fp32_param(param), param)
+    return full_tensor(safe_get_local_fp32_param(param), param)
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -43,7 +43,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         A fp32 tensor of the parameter's full shape, in host memory; None: there is no gradient.
     """
     own = safe_get_local_grad(param)
-    return None if own is None else joined(own, param)
+    return None if own is None else full_tensor(own, param)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
@@ -57,7 +57,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
         A fp32 tensor of the parameter's full shape, in host memory; None before the first step.
     """
     own = safe_get_local_optimizer_state(param, optim_state_key)
-    return None if own is None else joined(own, param)
+    return None if own is None else full_tensor(own, param)
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     Raises:
         OptionError: The shape is another one.
     """
-    safe_set_local_fp32_param(param, rows_of(_like(param, value), param))
+    safe_set_local_fp32_param(param, part_of(_like(param, value), param, "The value"))
 
 
 def safe_set_full_optimizer_state(
@@ -86,7 +86,7 @@ def safe_set_full_optimizer_state(
     Raises:
         OptionError: The shape is another one, or the parameter has no such state.
     """
-    own = rows_of(_like(param, value), param)
+    own = part_of(_like(param, value), param, "The value")
     safe_set_local_optimizer_state(param, own, optim_state_key)
 
 
@@ -101,7 +101,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor:
     """
     optimizer = optimizer_of(param)
     optimizer.wait([param])
-    own = own_of(param).detach().cpu()
+    own = to_local(param).detach().cpu()
     if own.dtype != torch.float32:
         master = safe_get_local_optimizer_state(param, _MASTER)
         return own.float() if master is None else master
@@ -147,7 +147,7 @@ def safe_get_local_optimizer_state(
     _check_name(name, member.family.states)
     there = optimizer.state[param].get(name)
     if there is not None and not isinstance(there, StateOnDisk):
-        return own_of(there).detach().clone()
+        return to_local(there).detach().clone()
     read = optimizer._states().read([member.number])[member.number]  # noqa: SLF001
     return in_shape_of(shard_of(param), read)[name]
 
@@ -160,7 +160,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         value: A tensor of the shard's shape.
     """
     optimizer_of(param).wait()
-    own = own_of(param)
+    own = to_local(param)
     with torch.no_grad():
         own.copy_(value)
     if own.dtype != torch.float32:

@@ -17,8 +17,8 @@ from tensorstow.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from tensorstow.deepspeed.full_tensors import copy_from_full, full_copy
 from tensorstow.deepspeed.registry import holders_of
-from tensorstow.deepspeed.spread import put_whole, whole_of
 from tensorstow.tensors.dtensor import shard_of
 
 __all__ = [
@@ -151,7 +151,7 @@ def GatheredParameters(  # noqa: N802  # upstream's name
     if not enabled:
         yield given
         return
-    whole = [torch.nn.Parameter(whole_of(p), p.requires_grad) for p in given]
+    whole = [torch.nn.Parameter(full_copy(p), p.requires_grad) for p in given]
     versions = [shard_of(p)._version for p in given]  # noqa: SLF001
     with ExitStack() as exchanged:
         for parameter, values in zip(given, whole, strict=True):
@@ -168,7 +168,7 @@ def GatheredParameters(  # noqa: N802  # upstream's name
     for parameter, values in zip(given, whole, strict=True):
         if dist.is_initialized():
             dist.broadcast(values.detach(), modifier_rank)
-        put_whole(parameter, values.detach())
+        copy_from_full(parameter, values.detach())
 
 
 @contextmanager

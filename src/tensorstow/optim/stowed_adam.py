@@ -552,7 +552,7 @@ class StowedAdam(Optimizer):
 
     @a_call("drop")
     def drop(self, name: str) -> None:
-        """Remove a snapshot; its disk space is free after the next commit.
+        """Remove a snapshot; its disk space is free then, unless it is the newest commit.
 
         Args:
             name: The name of the snapshot.

@@ -11,7 +11,7 @@ _SERVED_BY = {"uring": "uring", "aio": "uring", "pthread": "threads"}
 _NO_AIO = "Linux AIO has no engine here; io_uring is its successor"
 
 
-def choose_for(backend: str | None) -> BackendChoice:
+def choose_tensornvme_backend(backend: str | None) -> BackendChoice:
     """Return what serves TensorNVMe's ``backend``, and why not something else; None: the best."""
     if backend is None:
         return choose_backend()

@@ -14,8 +14,8 @@ from tensorstow.base.errors import DirectoryError
 from tensorstow.io.engine import BackendChoice, open_engine
 from tensorstow.io.files import ALIGN, accepts_direct
 from tensorstow.io.scratch import ScratchFiles
-from tensorstow.tensornvme.backends import choose_for
-from tensorstow.tensornvme.transit import Callback, Kind, OffloadError, Transit
+from tensorstow.tensornvme.backends import choose_tensornvme_backend
+from tensorstow.tensornvme.offload_table import Callback, Direction, OffloadError, OffloadTable
 
 logger = logging.getLogger("tensorstow")
 
@@ -48,7 +48,7 @@ class DiskOffloader:
         OptionError: A backend that is not known.
     """
 
-    _transit: Transit | None = None  # until all of __init__ has succeeded
+    _table: OffloadTable | None = None  # until all of __init__ has succeeded
 
     def __init__(
         self, dir_name: Directory | Sequence[Directory], n_entries: int = 16, backend: str = "uring"
@@ -61,7 +61,7 @@ class DiskOffloader:
         directories = _make_directories(dir_name)
         self.backend: BackendChoice = _choose(backend, directories)
         """What serves here, and what kept anything else out."""
-        self._transit = Transit(_make_files(self.backend.name, n_entries, directories))
+        self._table = OffloadTable(_make_files(self.backend.name, n_entries, directories))
 
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
         """Start writing a tensor; its memory is freed when the write is done.
@@ -98,8 +98,8 @@ class DiskOffloader:
             OffloadError: The tensor cannot be written, or is on disk.
             TransferError: The write failed; the tensor still has its memory.
         """
-        transit = self._live()
-        transit.wait_for(transit.write((tensor,), None))
+        table = self._live()
+        table.wait_for(table.write((tensor,), None))
 
     def sync_read(self, tensor: torch.Tensor) -> None:
         """Allocate a tensor's memory and read it back.
@@ -111,8 +111,8 @@ class DiskOffloader:
             OffloadError: The tensor is not on disk.
             TransferError: The read failed; the tensor is still on disk.
         """
-        transit = self._live()
-        transit.wait_for(transit.read((tensor,), None))
+        table = self._live()
+        table.wait_for(table.read((tensor,), None))
 
     def async_writev(
         self, tensors: Sequence[torch.Tensor], callback: Callback | None = None
@@ -142,8 +142,8 @@ class DiskOffloader:
         Args:
             tensors: The tensors.
         """
-        transit = self._live()
-        transit.wait_for(transit.write(_as_tuple(tensors), None))
+        table = self._live()
+        table.wait_for(table.write(_as_tuple(tensors), None))
 
     def sync_readv(self, tensors: Sequence[torch.Tensor]) -> None:
         """Read back tensors that were written in one call.
@@ -151,20 +151,20 @@ class DiskOffloader:
         Args:
             tensors: The tensors, in the order in which they were written.
         """
-        transit = self._live()
-        transit.wait_for(transit.read(_as_tuple(tensors), None))
+        table = self._live()
+        table.wait_for(table.read(_as_tuple(tensors), None))
 
     def sync_write_events(self) -> None:
         """Wait until all writes are done; raises the first error."""
-        self._live().wait_for_all({Kind.WRITE})
+        self._live().wait_for_all({Direction.WRITE})
 
     def sync_read_events(self) -> None:
         """Wait until all reads are done; raises the first error."""
-        self._live().wait_for_all({Kind.READ})
+        self._live().wait_for_all({Direction.READ})
 
     def synchronize(self) -> None:
         """Wait until all writes and reads are done; raises the first error."""
-        self._live().wait_for_all({Kind.WRITE, Kind.READ})
+        self._live().wait_for_all({Direction.WRITE, Direction.READ})
 
     def close(self) -> None:
         """Finish all reads, abandon all writes, and drop the files. Idempotent.
@@ -183,19 +183,19 @@ class DiskOffloader:
 
     def __del__(self) -> None:
         """Close; what failed can only be logged, and no callback is run from here."""
-        if self._transit is None:
+        if self._table is None:
             return
-        failures, lost = self._transit.shut()
+        failures, lost = self._table.shut()
         for failure in failures:
             logger.error("A DiskOffloader was dropped after a failure: %s", failure)
         if lost and not sys.is_finalizing():
             logger.warning("%d tensors were on disk when their DiskOffloader was dropped", lost)
 
-    def _live(self) -> Transit:
-        if self._transit is None:
+    def _live(self) -> OffloadTable:
+        if self._table is None:
             message = "A DiskOffloader was used that could not be made. Make another."
             raise OffloadError(message)
-        return self._transit
+        return self._table
 
 
 def _make_directories(given: Directory | Sequence[Directory]) -> list[Path]:
@@ -217,7 +217,7 @@ def _make_files(backend: str, depth: int, directories: Sequence[Path]) -> Scratc
 
 
 def _choose(backend: str, directories: Sequence[Path]) -> BackendChoice:
-    choice = choose_for(backend)
+    choice = choose_tensornvme_backend(backend)
     if choice.name == "threads" or all(accepts_direct(d) for d in directories):
         return choice
     reason = "a directory refuses O_DIRECT, and threads are faster through the page cache"

@@ -14,7 +14,7 @@ import torch
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError, StowError
 from tensorstow.io.engine import BackendChoice, open_engine
 from tensorstow.io.files import File, IoFuture, create_file, transfer_error
-from tensorstow.tensornvme.backends import choose_for
+from tensorstow.tensornvme.backends import choose_tensornvme_backend
 
 logger = logging.getLogger("tensorstow")
 
@@ -64,7 +64,7 @@ class AsyncFileWriter:
         serves it. ``n_tasks`` is as in ``register_tasks``.
         """
         _count("n_tasks", n_tasks)
-        self.backend: BackendChoice = choose_for(backend)
+        self.backend: BackendChoice = choose_tensornvme_backend(backend)
         """What serves here, and what kept anything else out."""
         self.offset = 0
         """Where the next write goes."""

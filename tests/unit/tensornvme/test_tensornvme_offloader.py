@@ -49,8 +49,8 @@ def emptied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def scratch_of(offloader: DiskOffloader) -> ScratchFiles:
-    assert offloader._transit is not None
-    return offloader._transit._scratch
+    assert offloader._table is not None
+    return offloader._table._scratch
 
 
 def inject(offloader: DiskOffloader, operation: str, **fault: int) -> None:

@@ -1,8 +1,8 @@
-"""`tensorstow demo`: one small training run per row, then a table, pictures and an event log.
+"""`tensorstow demo`: trains GPT-2 under each configuration; compares time, memory and bits.
 
-Read in this order: ``rows`` (what is run), ``training`` (the loop), ``child`` (one row in a process
-of its own), ``result`` (what it hands back), ``distance`` (a step beside torch's), ``process`` and
-``turns`` (all rows, in turns), ``durable`` and ``crash`` (a run that is killed), ``machine`` (what
-else ran), ``verdict``, ``table``, ``events``, ``timeline``, ``curve``, ``page`` (what is made of
-it), ``run`` (the command).
+``configurations``: what is run. ``training``: the loop. ``worker``: one configuration in its own
+process. ``result``: what it returns. ``ulp_difference``: one step compared with torch's.
+``process``, ``round_robin``: all workers, in turns. ``durable``, ``crash``: a killed run,
+resumed. ``cpu_load``: what else used the cores. ``parity``, ``table``, ``events``, ``timeline``,
+``memory_plot``, ``plots``, ``page``: the output. ``run``: the command.
 """

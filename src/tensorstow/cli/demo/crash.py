@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tensorstow.base.directories import check_directory
 from tensorstow.base.errors import DirectoryError, StowError
+from tensorstow.cli.demo.configurations import TURN_STEPS, ModelSize
 from tensorstow.cli.demo.process import Process, started
 from tensorstow.cli.demo.result import OPTIMIZER
-from tensorstow.cli.demo.rows import TURN_STEPS, Scale
 
 COMMITTED = 1
 """The step behind which it commits; it is killed in the update of the next one."""
@@ -32,7 +32,7 @@ class Crash:
 
 
 def kill_and_resume(
-    out: Path, scratch: Path, scale: Scale, *, small: bool, tell: Announce
+    out: Path, scratch: Path, scale: ModelSize, *, small: bool, tell: Announce
 ) -> Crash:
     """Train, commit, kill in the midst of an update, resume in a fresh process; return the end."""
     run = _make_directory(out, scratch, scale)
@@ -61,7 +61,7 @@ def _kill_in_an_update(process: Process, tell: Announce) -> None:
     raise StowError(message)
 
 
-def _make_directory(out: Path, scratch: Path, scale: Scale) -> Path:
+def _make_directory(out: Path, scratch: Path, scale: ModelSize) -> Path:
     """Return an empty directory: in ``out`` where that can hold a run, else beside the scratch."""
     shutil.rmtree(out / _DIRECTORY, ignore_errors=True)  # of a demo that was killed itself
     try:

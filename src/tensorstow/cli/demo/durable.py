@@ -2,7 +2,7 @@
 
 Trains as the rows do, in a run's directory: goes on from its last commit, commits after the steps
 that it is told, and ends after the last one with a hash of the parameters. Tells what it does as
-``child`` does.
+``worker`` does.
 """
 
 import argparse
@@ -12,9 +12,9 @@ import os
 import torch
 
 import tensorstow
-from tensorstow.cli.demo.child import add_arguments, say, teller
-from tensorstow.cli.demo.rows import FULL, SMALL
+from tensorstow.cli.demo.configurations import FULL, SMALL
 from tensorstow.cli.demo.training import LEARNING_RATE, Clock, Training, checksum, make_model
+from tensorstow.cli.demo.worker import add_arguments, say, teller
 from tensorstow.io.local_share import usable_cores
 from tensorstow.states.policy import PipelinePolicy
 

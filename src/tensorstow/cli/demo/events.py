@@ -9,17 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tensorstow.cli.demo.result import COMPUTE, RowResult, Span, by_key
-from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
+from tensorstow.cli.demo.result import COMPUTE, RunResult, TimeSpan, by_key
 
 LANES = (COMPUTE, "read", "update", "write", "wait")
 _MICROSECONDS = 1e6
 
 
-def trace(results: Sequence[RowResult]) -> dict[str, Any]:
+def trace(results: Sequence[RunResult]) -> dict[str, Any]:
     """Return the log, ready for json.dump."""
     known = by_key(results)
-    events = [e for pid, row in enumerate(ROWS) for e in _of_row(pid, row.name, known[row.key])]
+    events = [
+        e for pid, row in enumerate(CONFIGURATIONS) for e in _of_row(pid, row.name, known[row.key])
+    ]
     summary = {
         result.key: {k: v for k, v in asdict(result).items() if k not in {"spans", "rss"}}
         for result in results
@@ -27,7 +29,7 @@ def trace(results: Sequence[RowResult]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": summary}
 
 
-def _of_row(pid: int, name: str, result: RowResult) -> Iterator[dict[str, Any]]:
+def _of_row(pid: int, name: str, result: RunResult) -> Iterator[dict[str, Any]]:
     yield _label(pid, 0, "process_name", {"name": name})
     yield _label(pid, 0, "process_sort_index", {"sort_index": pid})
     lanes = {span.lane for span in result.spans}
@@ -48,7 +50,7 @@ def _of_row(pid: int, name: str, result: RowResult) -> Iterator[dict[str, Any]]:
         }
 
 
-def _of_span(pid: int, number: int, span: Span) -> Iterator[dict[str, Any]]:
+def _of_span(pid: int, number: int, span: TimeSpan) -> Iterator[dict[str, Any]]:
     facts = {"step": span.step, "chunk": span.chunk, "bytes": span.nbytes}
     event = {
         "name": span.name,

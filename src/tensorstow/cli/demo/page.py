@@ -1,4 +1,4 @@
-"""report.html: verdict, table, pictures and the event log on one page that needs nothing else."""
+"""report.html: parity, table, plots and the event log on one page that needs nothing else."""
 
 import json
 from collections.abc import Sequence
@@ -7,62 +7,62 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
 from tensorstow.cli.demo.palette import SPAN_COLORS, SPAN_INKS
-from tensorstow.cli.demo.pictures import Picture
-from tensorstow.cli.demo.result import COMPUTE, DISK_LANES, RowResult, Span, by_key
-from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.parity import SHOWN, ParityReport
+from tensorstow.cli.demo.plots import Plot
+from tensorstow.cli.demo.result import COMPUTE, DISK_LANES, RunResult, TimeSpan, by_key
 from tensorstow.cli.demo.table import sections
 from tensorstow.cli.demo.timeline import shown_call, shown_step
-from tensorstow.cli.demo.verdict import SHOWN, Verdict
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _LANES = (COMPUTE, *DISK_LANES)
 
 
-class Pictures(NamedTuple):
+class Plots(NamedTuple):
     """The two pictures of the page."""
 
-    timeline: Picture
-    memory: Picture
+    timeline: Plot
+    memory: Plot
 
 
 def compose(
-    results: Sequence[RowResult], heading: str, verdict: Verdict, pictures: Pictures, lines: str
+    results: Sequence[RunResult], heading: str, parity: ParityReport, plots: Plots, lines: str
 ) -> str:
     """Return the page; ``lines`` are the ones to put in one's own script."""
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
     return template.substitute(
         heading=escape(heading),
-        verdict=_verdict(verdict),
+        parity=_verdict(parity),
         rows=_rows(),
         tables=_tables(results),
-        memory=_both(pictures.memory),
-        timeline=_both(pictures.timeline),
+        memory=_both(plots.memory),
+        timeline=_both(plots.timeline),
         lines=escape(lines.strip()),
         log=json.dumps(_log(results), separators=(",", ":")).replace("</", "<\\/"),
     )
 
 
-def _both(picture: Picture) -> str:
+def _both(picture: Plot) -> str:
     return f'<div class="broad">{picture.wide}</div><div class="narrow">{picture.narrow}</div>'
 
 
-def _verdict(verdict: Verdict) -> str:
-    first, *rest = verdict.sentences()
-    outcome = "equal" if verdict.is_equal else "different"
-    if verdict.is_equal and verdict.circumstances.is_busy:
+def _verdict(parity: ParityReport) -> str:
+    first, *rest = parity.sentences()
+    outcome = "equal" if parity.is_equal else "different"
+    if parity.is_equal and parity.circumstances.is_busy:
         outcome = "doubtful"
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in rest)
-    return f'<div class="verdict {outcome}"><p class="cost">{escape(first)}</p>{said}</div>'
+    return f'<div class="parity {outcome}"><p class="cost">{escape(first)}</p>{said}</div>'
 
 
 def _rows() -> str:
-    pairs = (f"<dt>{escape(row.name)}</dt><dd>{escape(row.about)}</dd>" for row in ROWS)
+    pairs = (f"<dt>{escape(row.name)}</dt><dd>{escape(row.about)}</dd>" for row in CONFIGURATIONS)
     return f"<dl>{''.join(pairs)}</dl>"
 
 
-def _tables(results: Sequence[RowResult]) -> str:
-    heads = "".join(f"<th>{escape(row.title)}</th>" for row in ROWS)
+def _tables(results: Sequence[RunResult]) -> str:
+    heads = "".join(f"<th>{escape(row.title)}</th>" for row in CONFIGURATIONS)
     parts = []
     for section in sections(results):
         title, note = escape(section.title), escape(section.note)
@@ -76,18 +76,18 @@ def _tables(results: Sequence[RowResult]) -> str:
     return "\n".join(parts)
 
 
-def _log(results: Sequence[RowResult]) -> dict[str, Any]:
+def _log(results: Sequence[RunResult]) -> dict[str, Any]:
     """Return what the page's script draws."""
     known = by_key(results)
     step = shown_step(results)
-    shown = [known[row.key].step_span(step) for row in ROWS if row.is_offloaded]
+    shown = [known[row.key].step_span(step) for row in CONFIGURATIONS if row.is_offloaded]
     begin, end = min(s.start for s in shown), max(s.stop for s in shown)
-    close = next(row for row in ROWS if row.key == SHOWN)
+    close = next(row for row in CONFIGURATIONS if row.key == SHOWN)
     call = known[close.key].optimizer_span(shown_call(results))
     margin = 0.1 * call.seconds
     whole = (0.0, 1.01 * max(span.stop for result in results for span in result.spans))
     return {
-        "rows": [{"title": row.name, "lanes": _lanes(known[row.key])} for row in ROWS],
+        "rows": [{"title": row.name, "lanes": _lanes(known[row.key])} for row in CONFIGURATIONS],
         "colors": SPAN_COLORS,
         "inks": SPAN_INKS,
         "whole": whole,
@@ -99,7 +99,7 @@ def _log(results: Sequence[RowResult]) -> dict[str, Any]:
     }
 
 
-def _lanes(result: RowResult) -> list[dict[str, Any]]:
+def _lanes(result: RunResult) -> list[dict[str, Any]]:
     return [
         {"name": lane, "spans": [_span(span) for span in spans]}
         for lane in _LANES
@@ -107,7 +107,7 @@ def _lanes(result: RowResult) -> list[dict[str, Any]]:
     ]
 
 
-def _span(span: Span) -> dict[str, Any]:
+def _span(span: TimeSpan) -> dict[str, Any]:
     return {
         "name": span.name,
         "start": round(span.start, 6),

@@ -15,7 +15,7 @@ OPTIMIZER = "opt.step"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """What a lane did between two times, in seconds since the first step began."""
 
     lane: str
@@ -42,7 +42,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Distance:
+class UlpDifference:
     """How far one step of ours is from one of torch's: same weights, states and gradients."""
 
     ulps: float
@@ -52,7 +52,7 @@ class Distance:
 
 
 @dataclass(frozen=True, slots=True)
-class RowResult:
+class RunResult:
     """Everything that is known about one row."""
 
     key: str
@@ -60,7 +60,7 @@ class RowResult:
     losses: tuple[float, ...]
     checksum: str
     """SHA-256 over the names and bytes of all final parameters."""
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
     rss: tuple[Sample, ...]
     peak_rss_bytes: int
     end_rss_bytes: int
@@ -77,20 +77,20 @@ class RowResult:
     """Steps in each turn: the first of a turn begins with nothing under way, and is not counted."""
     checksums: tuple[str, ...] = ()
     """As ``checksum``, after each turn; only of the row that the run which is killed must equal."""
-    from_torch: Distance | None = None
+    from_torch: UlpDifference | None = None
     """One further step against torch's; only of the row that has everything in RAM."""
 
-    def lane(self, lane: str) -> list[Span]:
+    def lane(self, lane: str) -> list[TimeSpan]:
         """Return the spans of one lane."""
         return [span for span in self.spans if span.lane == lane]
 
-    def step_span(self, step: int) -> Span:
+    def step_span(self, step: int) -> TimeSpan:
         """Return the whole of one training step."""
         parts = [s for s in self.lane(COMPUTE) if s.step == step]
         start, stop = min(s.start for s in parts), max(s.stop for s in parts)
-        return Span(COMPUTE, f"step {step + 1}", start, stop, step)
+        return TimeSpan(COMPUTE, f"step {step + 1}", start, stop, step)
 
-    def optimizer_span(self, step: int) -> Span:
+    def optimizer_span(self, step: int) -> TimeSpan:
         """Return the call of ``opt.step()`` in one training step."""
         return next(s for s in self.lane(COMPUTE) if s.name == OPTIMIZER and s.step == step)
 
@@ -151,17 +151,17 @@ class RowResult:
         """Return what was written, read as JSON."""
         plain = dict(said)
         plain["losses"] = tuple(plain["losses"])
-        plain["spans"] = tuple(Span(**span) for span in plain["spans"])
+        plain["spans"] = tuple(TimeSpan(**span) for span in plain["spans"])
         plain["rss"] = tuple(Sample(**sample) for sample in plain["rss"])
         plain["predicted"] = StateMemory(**plain["predicted"]) if plain["predicted"] else None
         plain["measured"] = StateMemory(**plain["measured"])
         plain["turns"] = tuple(plain["turns"])
         plain["checksums"] = tuple(plain["checksums"])
-        plain["from_torch"] = Distance(**plain["from_torch"]) if plain["from_torch"] else None
+        plain["from_torch"] = UlpDifference(**plain["from_torch"]) if plain["from_torch"] else None
         return cls(**plain)
 
 
-def steady(result: RowResult) -> float | None:
+def steady(result: RunResult) -> float | None:
     """Return the median of the steps that count; None where there are none."""
     return median(result.steady_seconds) if result.steady_seconds else None
 
@@ -171,12 +171,12 @@ def spread(values: Sequence[float]) -> float | None:
     return (max(values) - min(values)) / median(values) if len(values) > 1 else None
 
 
-def by_key(results: Iterable[RowResult]) -> dict[str, RowResult]:
+def by_key(results: Iterable[RunResult]) -> dict[str, RunResult]:
     """Return the results by the key of their rows."""
     return {result.key: result for result in results}
 
 
-def _overlap(span: Span, window: Span) -> float:
+def _overlap(span: TimeSpan, window: TimeSpan) -> float:
     """Return the share of ``span`` that lies in ``window``."""
     if span.seconds <= 0:
         return float(window.start <= span.start < window.stop)

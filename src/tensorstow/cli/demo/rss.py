@@ -36,7 +36,7 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-class RssCurve:
+class RssSampler:
     """Samples the resident memory from a thread while the block runs."""
 
     def __init__(self) -> None:

@@ -16,13 +16,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorstow.base.directories import DirectoryFacts, check_directory, choose_directory
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.cli.demo import crash, events, page, pictures
-from tensorstow.cli.demo.machine import Others
-from tensorstow.cli.demo.result import RowResult, by_key
-from tensorstow.cli.demo.rows import DEFAULT_STEPS, FULL, ROWS, SMALL, TURN_STEPS, Row, Scale
+from tensorstow.cli.demo import crash, events, page, plots
+from tensorstow.cli.demo.configurations import (
+    CONFIGURATIONS,
+    DEFAULT_STEPS,
+    FULL,
+    SMALL,
+    TURN_STEPS,
+    Configuration,
+    ModelSize,
+)
+from tensorstow.cli.demo.cpu_load import OtherLoad
+from tensorstow.cli.demo.parity import ParityReport, judge
+from tensorstow.cli.demo.result import RunResult, by_key
+from tensorstow.cli.demo.round_robin import fits_at_once, run_rows
 from tensorstow.cli.demo.table import figures_of, print_tables
-from tensorstow.cli.demo.turns import fits_at_once, run_rows
-from tensorstow.cli.demo.verdict import Verdict, judge
 from tensorstow.cli.output import add_json, make_console, print_json, print_line
 from tensorstow.io.local_share import usable_cores
 
@@ -52,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         default=Path("tensorstow-demo"),
-        help="write pictures, report and event log here (default: ./%(default)s)",
+        help="write plots, report and event log here (default: ./%(default)s)",
     )
     parser.add_argument(
         "--steps",
@@ -84,19 +92,19 @@ def run(given: argparse.Namespace) -> int:
     if not given.json:
         console.print(heading, style="dim", highlight=False, soft_wrap=True)
     started = time.monotonic()
-    results, verdict = _run_all(given, facts, scale, console)
-    written = write_files(given.out, results, heading, verdict)
+    results, parity = _run_all(given, facts, scale, console)
+    written = write_files(given.out, results, heading, parity)
     if given.json:
-        print_json(_as_json(heading, results, verdict, written))
+        print_json(_as_json(heading, results, parity, written))
     else:
-        _print_outcome(console, results, verdict, written)
+        _print_outcome(console, results, parity, written)
         took = time.monotonic() - started
         console.print(f"\nThat took {took:.0f} seconds.", style="dim", highlight=False)
-    return 0 if verdict.is_equal else 1
+    return 0 if parity.is_equal else 1
 
 
 def write_files(
-    out: Path, results: Sequence[RowResult], heading: str, verdict: Verdict
+    out: Path, results: Sequence[RunResult], heading: str, parity: ParityReport
 ) -> dict[str, Path]:
     """Write everything that is kept; return what each file is, by its path."""
     paths = {
@@ -106,11 +114,11 @@ def write_files(
         "event log, for ui.perfetto.dev": out / "events.json",
     }
     log = events.trace(results)
-    drawn = page.Pictures(pictures.draw_timeline(results), pictures.draw_memory(results))
+    drawn = page.Plots(plots.draw_timeline(results), plots.draw_memory(results))
     (out / "timeline.png").write_bytes(drawn.timeline.png)
     (out / "memory.png").write_bytes(drawn.memory.png)
     (out / "events.json").write_text(json.dumps(log, separators=(",", ":")), encoding="utf-8")
-    html = page.compose(results, heading, verdict, drawn, LINES)
+    html = page.compose(results, heading, parity, drawn, LINES)
     (out / "report.html").write_text(html, encoding="utf-8")
     return paths
 
@@ -141,14 +149,14 @@ def _check(given: argparse.Namespace) -> None:
         raise StowError(message) from error
 
 
-def _directory(asked: str | None, scale: Scale) -> DirectoryFacts:
+def _directory(asked: str | None, scale: ModelSize) -> DirectoryFacts:
     needed = scale.run_disk_bytes
     return choose_directory(needed) if asked is None else check_directory(asked, needed)
 
 
 def _run_all(
-    given: argparse.Namespace, facts: DirectoryFacts, scale: Scale, console: Console
-) -> tuple[list[RowResult], Verdict]:
+    given: argparse.Namespace, facts: DirectoryFacts, scale: ModelSize, console: Console
+) -> tuple[list[RunResult], ParityReport]:
     arguments = ["--directory", str(facts.path), *(["--small"] if given.small else [])]
     at_once = fits_at_once(scale, facts.free_bytes)
     columns = (
@@ -158,19 +166,19 @@ def _run_all(
         TextColumn("[dim]{task.fields[part]}"),
         TimeElapsedColumn(),
     )
-    total = len(ROWS) * given.steps
+    total = len(CONFIGURATIONS) * given.steps
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total, name="starting", part="")
-        taken = dict.fromkeys((row.key for row in ROWS), 0)
+        taken = dict.fromkeys((row.key for row in CONFIGURATIONS), 0)
 
-        def announce(row: Row, step: int, part: str) -> None:
+        def announce(row: Configuration, step: int, part: str) -> None:
             doing = _PARTS.get(part, f"step {step + 1}, {part}")
             # A further step is no step of the run: torch's is compared with ours by it.
             taken[row.key] = min(given.steps, max(taken[row.key], step))
             progress.update(task, name=row.name, part=doing, completed=sum(taken.values()))
 
-        others = Others()
-        results = run_rows(ROWS, given.steps, arguments, announce, at_once=at_once)
+        others = OtherLoad()
+        results = run_rows(CONFIGURATIONS, given.steps, arguments, announce, at_once=at_once)
         share = others.share()
         progress.update(task, completed=total, name=crash.NAME)
         ended = crash.kill_and_resume(
@@ -185,24 +193,24 @@ def _run_all(
 
 
 def _as_json(
-    heading: str, results: Sequence[RowResult], verdict: Verdict, written: dict[str, Path]
+    heading: str, results: Sequence[RunResult], parity: ParityReport, written: dict[str, Path]
 ) -> dict[str, Any]:
     torch = by_key(results)["torch"]
     return {
         "what": heading,
-        "is_equal": verdict.is_equal,
-        "verdict": asdict(verdict),
-        "sentences": verdict.sentences(),
+        "is_equal": parity.is_equal,
+        "parity": asdict(parity),
+        "sentences": parity.sentences(),
         "rows": {result.key: figures_of(result, torch) for result in results},
         "files": written,
     }
 
 
 def _print_outcome(
-    console: Console, results: Sequence[RowResult], verdict: Verdict, written: dict[str, Path]
+    console: Console, results: Sequence[RunResult], parity: ParityReport, written: dict[str, Path]
 ) -> None:
     print_tables(console, results)
-    first, *rest = verdict.sentences()
+    first, *rest = parity.sentences()
     console.print(first, style="bold", highlight=False)
     for sentence in rest:
         console.print(sentence, style=_style(sentence), highlight=False)

@@ -9,13 +9,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tensorstow.cli.demo.result import RowResult, by_key, spread, steady
-from tensorstow.cli.demo.rows import ROWS, TURN_STEPS
+from tensorstow.cli.demo.configurations import CONFIGURATIONS, TURN_STEPS
+from tensorstow.cli.demo.result import RunResult, by_key, spread, steady
 from tensorstow.cli.output import fits
 from tensorstow.states.memory import StateMemory
 
 NONE = "\N{EN DASH}"
-ROW_NUMBERS = range(len(ROWS))
+ROW_NUMBERS = range(len(CONFIGURATIONS))
 _MIB = 1 << 20
 
 
@@ -37,16 +37,16 @@ class Section:
     lines: tuple[Line, ...]
 
 
-def sections(results: Sequence[RowResult]) -> list[Section]:
+def sections(results: Sequence[RunResult]) -> list[Section]:
     """Return all figures, formatted."""
     known = by_key(results)
-    ordered = [known[row.key] for row in ROWS]
+    ordered = [known[row.key] for row in CONFIGURATIONS]
     torch = known["torch"]
 
-    def line(label: str, cell: Callable[[RowResult], str]) -> Line:
+    def line(label: str, cell: Callable[[RunResult], str]) -> Line:
         return Line(label, tuple(cell(result) for result in ordered))
 
-    def predicted(cell: Callable[[StateMemory], int]) -> Callable[[RowResult], str]:
+    def predicted(cell: Callable[[StateMemory], int]) -> Callable[[RunResult], str]:
         return lambda result: NONE if result.predicted is None else _mib(cell(result.predicted))
 
     return [
@@ -109,14 +109,14 @@ def sections(results: Sequence[RowResult]) -> list[Section]:
     ]
 
 
-def print_tables(console: Console, results: Sequence[RowResult]) -> None:
+def print_tables(console: Console, results: Sequence[RunResult]) -> None:
     """Print all figures, as many columns beside each other as there is room for."""
     figures = sections(results)
     columns = _columns_that_fit(console, figures)
-    for first in range(0, len(ROWS), columns):
-        console.print(render(figures, range(first, min(first + columns, len(ROWS)))))
+    for first in range(0, len(CONFIGURATIONS), columns):
+        console.print(render(figures, range(first, min(first + columns, len(CONFIGURATIONS)))))
         console.print()
-    for row in ROWS:
+    for row in CONFIGURATIONS:
         console.print(f"[bold]{row.name}[/]: {row.about}", highlight=False)
     for section in figures:
         console.print(f"[bold]{section.title}[/]: {section.note}", highlight=False)
@@ -128,7 +128,7 @@ def render(figures: Sequence[Section], columns: Sequence[int]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("", no_wrap=True)
     for column in columns:
-        table.add_column(ROWS[column].title, justify="right", no_wrap=True)
+        table.add_column(CONFIGURATIONS[column].title, justify="right", no_wrap=True)
     for section in figures:
         table.add_row(f"[bold]{section.title}[/]")
         for line in section.lines:
@@ -137,7 +137,7 @@ def render(figures: Sequence[Section], columns: Sequence[int]) -> Table:
     return table
 
 
-def figures_of(result: RowResult, torch: RowResult) -> dict[str, Any]:
+def figures_of(result: RunResult, torch: RunResult) -> dict[str, Any]:
     """Return what ``--json`` says of one row: all that was measured but each single span."""
     plain = {k: v for k, v in asdict(result).items() if k not in {"key", "spans", "rss"}}
     return {
@@ -152,15 +152,15 @@ def figures_of(result: RowResult, torch: RowResult) -> dict[str, Any]:
 
 def _columns_that_fit(console: Console, figures: Sequence[Section]) -> int:
     """Return how many columns the console has room for, at least one."""
-    return next((n for n in range(len(ROWS), 1, -1) if _all_fit(console, figures, n)), 1)
+    return next((n for n in range(len(CONFIGURATIONS), 1, -1) if _all_fit(console, figures, n)), 1)
 
 
 def _all_fit(console: Console, figures: Sequence[Section], columns: int) -> bool:
-    starts = range(0, len(ROWS), columns)
+    starts = range(0, len(CONFIGURATIONS), columns)
     return all(fits(console, render(figures, ROW_NUMBERS[s : s + columns])) for s in starts)
 
 
-def _loss_lines(ordered: Sequence[RowResult]) -> list[Line]:
+def _loss_lines(ordered: Sequence[RunResult]) -> list[Line]:
     steps = range(len(ordered[0].losses))
     return [
         Line(f"loss, step {step + 1}", tuple(f"{r.losses[step]:.5f}" for r in ordered))
@@ -168,7 +168,7 @@ def _loss_lines(ordered: Sequence[RowResult]) -> list[Line]:
     ]
 
 
-def _short_checksum(result: RowResult) -> str:
+def _short_checksum(result: RunResult) -> str:
     return result.checksum[:8]
 
 
@@ -176,17 +176,17 @@ def _seconds(values: Sequence[float], digits: int) -> str:
     return f"{median(values):.{digits}f}" if values else NONE
 
 
-def _spread(result: RowResult) -> str:
+def _spread(result: RunResult) -> str:
     found = spread(result.steady_seconds)
     return NONE if found is None else f"{found:.0%}"
 
 
-def _against(result: RowResult, base: RowResult) -> str:
+def _against(result: RunResult, base: RunResult) -> str:
     mine, theirs = steady(result), steady(base)
     return NONE if result is base or mine is None or theirs is None else f"{mine / theirs - 1:+.0%}"
 
 
-def _share(result: RowResult, base: RowResult) -> str:
+def _share(result: RunResult, base: RunResult) -> str:
     if result is base:
         return NONE
     saved = base.end_rss_bytes - result.end_rss_bytes
@@ -201,15 +201,15 @@ def _gb(nbytes: int) -> str:
     return f"{nbytes / 1e9:.3g}" if nbytes else NONE
 
 
-def _saved(result: RowResult, base: RowResult) -> str:
+def _saved(result: RunResult, base: RunResult) -> str:
     return NONE if result is base else f"{(base.end_rss_bytes - result.end_rss_bytes) / _MIB:,.1f}"
 
 
-def _bandwidth(result: RowResult) -> str:
+def _bandwidth(result: RunResult) -> str:
     return f"{result.step_bandwidth / 1e9:.2f}" if result.moved_bytes else NONE
 
 
-def _outside(result: RowResult) -> str:
+def _outside(result: RunResult) -> str:
     if not result.moved_bytes:
         return NONE
     return f"{max(0.0, 1 - result.bytes_inside / result.moved_bytes):.0%}"

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
 from tensorstow.cli.demo.palette import FAINT, GRID, INK, SPAN_COLORS, SPAN_INKS
-from tensorstow.cli.demo.result import COMPUTE, DISK_LANES, RowResult, Span, by_key
-from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.result import COMPUTE, DISK_LANES, RunResult, TimeSpan, by_key
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ LANES = (COMPUTE, *DISK_LANES)
 _BAR = 0.78
 _NAMED = 0.12
 """Bars that fill this much of a panel have their name in them."""
-_OFFLOADED = [row for row in ROWS if row.is_offloaded]
+_OFFLOADED = [row for row in CONFIGURATIONS if row.is_offloaded]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class View:
         """Return the length of the panel's axis."""
         return (self.stop - self.start) * self.scale
 
-    def visible(self, spans: Sequence[Span]) -> list[Span]:
+    def visible(self, spans: Sequence[TimeSpan]) -> list[TimeSpan]:
         """Return the parts of ``spans`` that show, on the panel's axis."""
         cut = [
             (max(s.start - self.zero, self.start), min(s.stop - self.zero, self.stop), s)
@@ -48,7 +48,7 @@ class View:
         ]
 
 
-def draw(results: Sequence[RowResult], *, narrow: bool = False) -> "Figure":
+def draw(results: Sequence[RunResult], *, narrow: bool = False) -> "Figure":
     """Return the picture: one training step of each row, and beside it its opt.step().
 
     Beneath it instead, where the picture is to be ``narrow``, for a phone.
@@ -88,17 +88,17 @@ def draw(results: Sequence[RowResult], *, narrow: bool = False) -> "Figure":
     return figure
 
 
-def shown_step(results: Sequence[RowResult]) -> int:
+def shown_step(results: Sequence[RunResult]) -> int:
     """Return the last steady step, which reads what others have written; the first, if none is."""
     return max(results[0].steady_steps, default=0)
 
 
-def shown_call(results: Sequence[RowResult]) -> int:
+def shown_call(results: Sequence[RunResult]) -> int:
     """Return the step whose opt.step() is shown up close: the shown step's forward follows it."""
     return max(0, shown_step(results) - 1)
 
 
-def stack(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+def stack(spans: Sequence[TimeSpan]) -> list[tuple[TimeSpan, int]]:
     """Give each span the first level where nothing that started before it is still running."""
     free: list[float] = []
     placed = []
@@ -109,7 +109,7 @@ def stack(spans: Sequence[Span]) -> list[tuple[Span, int]]:
     return placed
 
 
-def _lanes(axes: "Axes", result: RowResult, view: View) -> None:
+def _lanes(axes: "Axes", result: RunResult, view: View) -> None:
     """Draw all lanes as far as ``view`` shows them."""
     for number, lane in enumerate(LANES):
         placed = stack(view.visible(result.lane(lane)))
@@ -153,7 +153,7 @@ def _bars(
     return PathPatch(Path(corners, codes), facecolor=color, edgecolor=color, linewidth=0.3)
 
 
-def _name_bar(axes: "Axes", span: Span, number: int) -> None:
+def _name_bar(axes: "Axes", span: TimeSpan, number: int) -> None:
     axes.text(
         span.start + span.seconds / 2,
         number,

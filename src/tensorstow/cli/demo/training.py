@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tensorstow
 from tensorstow import AdamW, Plan, Tier
-from tensorstow.cli.demo.result import COMPUTE, OPTIMIZER, Span
-from tensorstow.cli.demo.rows import Row, Scale
+from tensorstow.cli.demo.configurations import Configuration, ModelSize
+from tensorstow.cli.demo.result import COMPUTE, OPTIMIZER, TimeSpan
 from tensorstow.colossalai import HybridAdam
 
 LEARNING_RATE = 1e-3
@@ -42,7 +42,7 @@ class GPTLMLoss(nn.Module):
         return loss
 
 
-def config_of(scale: Scale) -> GPT2Config:
+def config_of(scale: ModelSize) -> GPT2Config:
     """Return the configuration of the model."""
     return GPT2Config(
         n_layer=scale.layers,
@@ -55,14 +55,14 @@ def config_of(scale: Scale) -> GPT2Config:
     )
 
 
-def make_model(scale: Scale) -> nn.Module:
+def make_model(scale: ModelSize) -> nn.Module:
     """Return the model, the same weights in every process."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(config_of(scale))
 
 
 def make_optimizer(
-    row: Row, scale: Scale, model: nn.Module, directory: str | None
+    row: Configuration, scale: ModelSize, model: nn.Module, directory: str | None
 ) -> torch.optim.Optimizer:
     """Return the optimizer of ``row``; hyper-parameters are the same for all of them.
 
@@ -105,7 +105,7 @@ class Clock:
     """Spans of the training loop, in seconds of ``time.monotonic()``."""
 
     progress: Progress
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimeSpan] = field(default_factory=list)
 
     @contextmanager
     def measure(self, step: int, name: str) -> Iterator[None]:
@@ -113,14 +113,14 @@ class Clock:
         self.progress(step, name)
         start = time.monotonic()
         yield
-        self.spans.append(Span(COMPUTE, name, start, time.monotonic(), step))
+        self.spans.append(TimeSpan(COMPUTE, name, start, time.monotonic(), step))
 
 
 class Training:
     """The loop of every row, taken a few steps at a time."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scale: Scale, clock: Clock
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scale: ModelSize, clock: Clock
     ) -> None:
         self.model = model
         self.optimizer = optimizer

@@ -8,7 +8,7 @@ import pytest
 from demo_results import judged, make_results, spoil
 from tensorstow.base.errors import DirectoryError, OptionError, StowError
 from tensorstow.cli.demo import run
-from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
 
 
 def options(out: Path, **changes: object) -> argparse.Namespace:
@@ -65,9 +65,9 @@ def test_json_is_all_that_is_printed(
     assert run.run(options(tmp_path / "out", json=True)) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["is_equal"]
-    assert set(facts["rows"]) == {row.key for row in ROWS}
+    assert set(facts["rows"]) == {row.key for row in CONFIGURATIONS}
     assert facts["rows"]["full"]["less_bytes_than_torch"] == 30 << 20
-    assert facts["verdict"]["crash"]["committed"] == 1
+    assert facts["parity"]["crash"]["committed"] == 1
     assert {Path(path).name for path in facts["files"].values()} == {
         "report.html", "timeline.png", "memory.png", "events.json"
     }  # fmt: skip

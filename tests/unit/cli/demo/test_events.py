@@ -1,8 +1,8 @@
 import json
 
 from demo_results import make_results
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
 from tensorstow.cli.demo.events import LANES, trace
-from tensorstow.cli.demo.rows import ROWS
 
 LOG = json.loads(json.dumps(trace(make_results())))
 EVENTS = LOG["traceEvents"]
@@ -10,11 +10,11 @@ EVENTS = LOG["traceEvents"]
 
 def test_every_row_is_a_named_process() -> None:
     names = {e["pid"]: e["args"]["name"] for e in EVENTS if e["name"] == "process_name"}
-    assert names == {pid: row.name for pid, row in enumerate(ROWS)}
+    assert names == {pid: row.name for pid, row in enumerate(CONFIGURATIONS)}
 
 
 def test_every_lane_of_an_offloaded_row_is_there() -> None:
-    full = [row.key for row in ROWS].index("full")
+    full = [row.key for row in CONFIGURATIONS].index("full")
     assert {e["cat"] for e in EVENTS if e["pid"] == full and "cat" in e} == set(LANES)
 
 
@@ -43,6 +43,6 @@ def test_memory_is_a_counter() -> None:
 
 
 def test_results_are_kept_beside() -> None:
-    assert set(LOG["otherData"]) == {row.key for row in ROWS}
+    assert set(LOG["otherData"]) == {row.key for row in CONFIGURATIONS}
     assert "spans" not in LOG["otherData"]["full"]
     assert LOG["otherData"]["full"]["checksum"] == "1" * 64

@@ -3,9 +3,9 @@ import re
 from html.parser import HTMLParser
 
 from demo_results import judged, make_results, spoil
-from tensorstow.cli.demo.page import Pictures, compose
-from tensorstow.cli.demo.pictures import Picture
-from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
+from tensorstow.cli.demo.page import Plots, compose
+from tensorstow.cli.demo.plots import Plot
 from tensorstow.cli.demo.table import sections
 
 VOID = {"meta", "img", "br"}
@@ -33,9 +33,9 @@ class Reader(HTMLParser):
 
 
 def page_of(results: list, others: float = 0.0) -> str:
-    pictures = Pictures(*(Picture(b"", f"<b>{n} wide</b>", f"<b>{n} narrow</b>") for n in "tm"))
-    verdict = judged(results, others=others)
-    return compose(results, "a <heading> & more", verdict, pictures, "x = '</pre>'")
+    plots = Plots(*(Plot(b"", f"<b>{n} wide</b>", f"<b>{n} narrow</b>") for n in "tm"))
+    parity = judged(results, others=others)
+    return compose(results, "a <heading> & more", parity, plots, "x = '</pre>'")
 
 
 def read(page: str) -> Reader:
@@ -64,7 +64,7 @@ def test_it_holds_table_verdict_and_lines() -> None:
         "t wide",
     ):
         assert piece in text
-    for row in ROWS:
+    for row in CONFIGURATIONS:
         assert row.about in text
     for section in sections(make_results()):
         assert section.note in text
@@ -73,13 +73,13 @@ def test_it_holds_table_verdict_and_lines() -> None:
 
 def test_a_difference_is_shown_as_one() -> None:
     page = page_of(spoil(make_results(), "full", checksum="3" * 64))
-    assert 'class="verdict different"' in page
-    assert 'class="verdict equal"' not in page
+    assert 'class="parity different"' in page
+    assert 'class="parity equal"' not in page
 
 
 def test_a_busy_machine_is_shown_as_one() -> None:
     page = page_of(make_results(), others=0.5)
-    assert 'class="verdict doubtful"' in page
+    assert 'class="parity doubtful"' in page
     assert "THE MACHINE WAS BUSY" in page
 
 
@@ -98,7 +98,7 @@ def test_the_log_is_json_with_every_lane() -> None:
     )
     assert found
     log = json.loads(found[1])
-    assert [row["title"] for row in log["rows"]] == [row.name for row in ROWS]
+    assert [row["title"] for row in log["rows"]] == [row.name for row in CONFIGURATIONS]
     lanes = [[lane["name"] for lane in row["lanes"]] for row in log["rows"]]
     assert lanes[0] == ["compute"]
     assert lanes[-1] == ["compute", "read", "update", "write"]

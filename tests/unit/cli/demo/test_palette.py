@@ -1,13 +1,13 @@
 import itertools
 import re
 
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
 from tensorstow.cli.demo.palette import ROW_COLORS, SPAN_COLORS, SPAN_INKS
 from tensorstow.cli.demo.result import DISK_LANES
-from tensorstow.cli.demo.rows import ROWS
 
 
 def test_everything_that_is_drawn_has_a_colour() -> None:
-    assert set(ROW_COLORS) == {row.key for row in ROWS}
+    assert set(ROW_COLORS) == {row.key for row in CONFIGURATIONS}
     drawn = {"forward", "backward", "opt.step", "zero_grad", "last writes", *DISK_LANES}
     assert set(SPAN_COLORS) == drawn
     for color in (*ROW_COLORS.values(), *SPAN_COLORS.values(), *SPAN_INKS.values()):

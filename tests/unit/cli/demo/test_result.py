@@ -1,28 +1,28 @@
 import pytest
 
 from demo_results import MIB, make_result, make_results
-from tensorstow.cli.demo.result import RowResult, Span, by_key, spread, steady
-from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
+from tensorstow.cli.demo.result import RunResult, TimeSpan, by_key, spread, steady
 
-FULL = make_result(ROWS[4])
+FULL = make_result(CONFIGURATIONS[4])
 
 
 def test_a_line_of_json_brings_everything_back() -> None:
-    for row in ROWS:
+    for row in CONFIGURATIONS:
         result = make_result(row)
-        assert RowResult.from_json(result.to_json()) == result
+        assert RunResult.from_json(result.to_json()) == result
     assert "\n" not in FULL.to_json()
 
 
 def test_losses_survive_to_the_last_bit() -> None:
-    losses = tuple(RowResult.from_json(FULL.to_json()).losses)
+    losses = tuple(RunResult.from_json(FULL.to_json()).losses)
     assert [x.hex() for x in losses] == [x.hex() for x in FULL.losses]
 
 
 def test_times_of_steps() -> None:
     assert FULL.step_seconds == pytest.approx([3.5] * 3)
     assert FULL.optimizer_seconds == pytest.approx([0.5] * 3)
-    assert FULL.step_span(1) == Span("compute", "step 2", 4.0, 7.5, 1)
+    assert FULL.step_span(1) == TimeSpan("compute", "step 2", 4.0, 7.5, 1)
     assert FULL.optimizer_span(2).start == 11.0
 
 
@@ -34,13 +34,13 @@ def test_a_transfer_counts_inside_by_its_overlap() -> None:
 
 
 def test_the_first_step_of_a_turn_does_not_count() -> None:
-    result = make_result(ROWS[4], steps=5)
+    result = make_result(CONFIGURATIONS[4], steps=5)
     assert result.turns == (2, 2, 1)
     assert result.steady_steps == [1, 3]
     assert result.steady_seconds == pytest.approx([3.5, 3.5])
     assert result.steady_optimizer_seconds == pytest.approx([0.5, 0.5])
     assert steady(result) == pytest.approx(3.5)
-    assert steady(make_result(ROWS[4], steps=1)) is None
+    assert steady(make_result(CONFIGURATIONS[4], steps=1)) is None
 
 
 def test_the_spread_is_of_the_median() -> None:
@@ -49,4 +49,4 @@ def test_the_spread_is_of_the_median() -> None:
 
 
 def test_results_are_found_by_key() -> None:
-    assert list(by_key(make_results())) == [row.key for row in ROWS]
+    assert list(by_key(make_results())) == [row.key for row in CONFIGURATIONS]

@@ -2,7 +2,7 @@ import itertools
 import mmap
 import time
 
-from tensorstow.cli.demo.rss import RssCurve, peak_bytes, resident_bytes, return_freed_memory
+from tensorstow.cli.demo.rss import RssSampler, peak_bytes, resident_bytes, return_freed_memory
 
 SIZE = 64 << 20
 
@@ -21,10 +21,10 @@ def test_touched_memory_is_seen_now_and_at_the_peak() -> None:
 
 def test_the_curve_is_sampled_while_the_block_runs() -> None:
     start = time.monotonic()
-    with RssCurve() as curve:
+    with RssSampler() as sampler:
         time.sleep(0.3)
-    times = [moment for moment, _ in curve.samples]
+    times = [moment for moment, _ in sampler.samples]
     assert len(times) >= 3
     assert start <= times[0]
     assert all(a < b for a, b in itertools.pairwise(times))
-    assert all(nbytes > 0 for _, nbytes in curve.samples)
+    assert all(nbytes > 0 for _, nbytes in sampler.samples)

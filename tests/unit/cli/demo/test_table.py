@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from demo_results import make_results
-from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
 from tensorstow.cli.demo.table import NONE, figures_of, print_tables, sections
 
 
@@ -20,7 +20,7 @@ def cells_of(steps: int = 3) -> dict[str, tuple[str, ...]]:
 
 def test_every_figure_is_there_for_every_row() -> None:
     cells = cells_of()
-    assert all(len(row) == len(ROWS) for row in cells.values())
+    assert all(len(row) == len(CONFIGURATIONS) for row in cells.values())
     assert cells["Result: loss, step 3"] == ("10.92000",) * 8
     assert cells["Seconds: steady step"] == ("3.50",) * 8
     assert cells["Seconds:   of it opt.step()"] == ("0.500",) * 8
@@ -57,10 +57,13 @@ def test_a_narrow_terminal_gets_fewer_columns_at_a_time_and_all_of_them(
     losses = re.findall(r"loss, step 1 +(.*)", printed)
     assert len(losses) == blocks
     assert " ".join(losses).split() == ["10.90000"] * 8
-    for row in ROWS:
+    for row in CONFIGURATIONS:
         assert all(piece in printed for piece in row.title.split())
     run_together = " ".join(printed.split())
-    for word in (*(row.about for row in ROWS), *(s.note for s in sections(make_results()))):
+    for word in (
+        *(row.about for row in CONFIGURATIONS),
+        *(s.note for s in sections(make_results())),
+    ):
         assert word in run_together
 
 

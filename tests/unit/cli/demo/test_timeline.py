@@ -3,8 +3,8 @@ import struct
 import pytest
 
 from demo_results import make_results
-from tensorstow.cli.demo.pictures import draw_timeline
-from tensorstow.cli.demo.result import Span
+from tensorstow.cli.demo.plots import draw_timeline
+from tensorstow.cli.demo.result import TimeSpan
 from tensorstow.cli.demo.timeline import View, shown_call, shown_step, stack
 
 pytest.importorskip("matplotlib")
@@ -25,12 +25,12 @@ def test_a_steady_step_is_shown_and_the_call_before_it() -> None:
 
 
 def test_overlapping_spans_get_levels_of_their_own() -> None:
-    spans = [Span("read", "read", a, b) for a, b in ((0, 4), (1, 2), (2, 3), (3.5, 5), (4, 6))]
+    spans = [TimeSpan("read", "read", a, b) for a, b in ((0, 4), (1, 2), (2, 3), (3.5, 5), (4, 6))]
     assert [level for _, level in stack(spans)] == [0, 1, 1, 1, 0]
 
 
 def test_a_view_cuts_what_it_does_not_show() -> None:
     view = View(zero=10.0, start=-1.0, stop=2.0, scale=1e3)
-    spans = [Span("read", "read", a, b) for a, b in ((8, 9), (8.5, 9.5), (11, 13), (12, 14))]
+    spans = [TimeSpan("read", "read", a, b) for a, b in ((8, 9), (8.5, 9.5), (11, 13), (12, 14))]
     assert [(s.start, s.stop) for s in view.visible(spans)] == [(-1000, -500), (1000, 2000)]
     assert view.width == 3000

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tensorstow.cli.demo.rows import FULL, ROWS, SMALL
+from tensorstow.cli.demo.configurations import CONFIGURATIONS, FULL, SMALL
 from tensorstow.cli.demo.training import (
     Clock,
     Training,
@@ -29,7 +29,7 @@ def test_the_number_of_parameters_is_the_formula() -> None:
 
 def test_hyper_parameters_are_those_of_torch() -> None:
     model = make_model(SMALL)
-    theirs, ours = (make_optimizer(row, SMALL, model, None) for row in ROWS[:2])
+    theirs, ours = (make_optimizer(row, SMALL, model, None) for row in CONFIGURATIONS[:2])
     assert isinstance(theirs, torch.optim.AdamW)
     assert isinstance(ours, HybridAdam)
     for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay"):
@@ -43,7 +43,9 @@ def test_training_is_the_same_every_time_and_told_as_it_goes() -> None:
         model = make_model(SMALL)
         torch.rand(7)  # as an optimizer might: dropout must not depend on it
         clock = Clock(lambda step, part, said=said: said.append((step, part)))
-        training = Training(model, make_optimizer(ROWS[1], SMALL, model, None), SMALL, clock)
+        training = Training(
+            model, make_optimizer(CONFIGURATIONS[1], SMALL, model, None), SMALL, clock
+        )
         for _ in range(turns):
             training.take(2 // turns)
         outcomes.append((training.losses, checksum(model)))
@@ -54,12 +56,14 @@ def test_training_is_the_same_every_time_and_told_as_it_goes() -> None:
 
 def test_another_process_goes_on_where_chance_stood() -> None:
     model, other = make_model(SMALL), make_model(SMALL)
-    whole = Training(model, make_optimizer(ROWS[0], SMALL, model, None), SMALL, Clock(_nothing))
+    whole = Training(
+        model, make_optimizer(CONFIGURATIONS[0], SMALL, model, None), SMALL, Clock(_nothing)
+    )
     whole.take(1)
     kept = whole.kept()
     other.load_state_dict(model.state_dict())
     whole.take(1)
-    optimizer = make_optimizer(ROWS[0], SMALL, other, None)
+    optimizer = make_optimizer(CONFIGURATIONS[0], SMALL, other, None)
     rest = Training(other, optimizer, SMALL, Clock(_nothing))
     rest.go_on(1, kept)
     assert rest.make_gradients(1) == whole.losses[1]

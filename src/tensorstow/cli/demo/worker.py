@@ -1,4 +1,4 @@
-"""One row of the demo in a process of its own: ``python -m tensorstow.cli.demo.child``.
+"""One row of the demo in a process of its own: ``python -m tensorstow.cli.demo.worker``.
 
 Reads from standard input how many steps to take in its next turn, a number a line, and ends where
 there is no more. Writes lines of JSON to the descriptor that it is given: ``{"waits": 2}``, the
@@ -19,10 +19,16 @@ from typing import TextIO
 import torch
 from torch import nn
 
-from tensorstow.cli.demo.distance import one_step_apart
-from tensorstow.cli.demo.result import RowResult, Sample, Span
-from tensorstow.cli.demo.rows import ANCHOR, FULL, ROWS, SMALL, Row, Scale
-from tensorstow.cli.demo.rss import RssCurve, peak_bytes, resident_bytes, return_freed_memory
+from tensorstow.cli.demo.configurations import (
+    ANCHOR,
+    CONFIGURATIONS,
+    FULL,
+    SMALL,
+    Configuration,
+    ModelSize,
+)
+from tensorstow.cli.demo.result import RunResult, Sample, TimeSpan
+from tensorstow.cli.demo.rss import RssSampler, peak_bytes, resident_bytes, return_freed_memory
 from tensorstow.cli.demo.training import (
     Clock,
     Progress,
@@ -31,6 +37,7 @@ from tensorstow.cli.demo.training import (
     make_model,
     make_optimizer,
 )
+from tensorstow.cli.demo.ulp_difference import compare_one_step
 from tensorstow.io.local_share import usable_cores
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.layout import Family
@@ -40,11 +47,11 @@ from tensorstow.states.native_pipeline import TraceEvent, Traffic
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the row that the arguments name."""
-    parser = argparse.ArgumentParser(prog="tensorstow.cli.demo.child", description=__doc__)
-    parser.add_argument("--row", choices=[row.key for row in ROWS], required=True)
+    parser = argparse.ArgumentParser(prog="tensorstow.cli.demo.worker", description=__doc__)
+    parser.add_argument("--row", choices=[row.key for row in CONFIGURATIONS], required=True)
     add_arguments(parser)
     given = parser.parse_args(arguments)
-    row = next(row for row in ROWS if row.key == given.row)
+    row = next(row for row in CONFIGURATIONS if row.key == given.row)
     with os.fdopen(given.descriptor, "w", encoding="utf-8") as pipe:
         scale = SMALL if given.small else FULL
         turns = asked_turns(sys.stdin, pipe)
@@ -83,7 +90,7 @@ def asked_turns(orders: TextIO, pipe: TextIO) -> Iterator[int]:
 
 
 @dataclass(slots=True)
-class Turns:
+class TurnClock:
     """When this process had its turns: the time between them is taken out of what is shown."""
 
     windows: list[tuple[float, float]] = field(default_factory=list)
@@ -97,7 +104,7 @@ class Turns:
             before += stop - start
         return None
 
-    def cut(self, span: Span) -> Span:
+    def cut(self, span: TimeSpan) -> TimeSpan:
         """Return ``span`` on that clock; it lies in the turn in which it began."""
         start = self.moment(span.start)
         if start is None:  # begun between turns: it is shown from the next one on
@@ -108,39 +115,39 @@ class Turns:
 
 
 def run_row(
-    row: Row, scale: Scale, turns: Iterable[int], directory: str, progress: Progress
-) -> RowResult:
+    row: Configuration, scale: ModelSize, turns: Iterable[int], directory: str, progress: Progress
+) -> RunResult:
     """Train under ``row``, a turn for each number of steps in ``turns``, and measure."""
     torch.set_num_threads(usable_cores())
     progress(-1, "build")
     model = make_model(scale)
     optimizer = make_optimizer(row, scale, model, directory)
     stowed = optimizer if isinstance(optimizer, StowedAdam) else None
-    clock, mine, taken = Clock(progress), Turns(), []
+    clock, mine, taken = Clock(progress), TurnClock(), []
     training = Training(model, optimizer, scale, clock)
     checksums = []
-    with RssCurve() as curve:
+    with RssSampler() as sampler:
         if stowed is not None:
             stowed.start_trace()
         for steps in turns:
             start = time.monotonic()
-            curve.take()
+            sampler.take()
             training.take(steps)
             if stowed is not None:
                 with clock.measure(-1, "last writes"):
                     stowed.synchronize()  # what is under way must not run in another row's turn
-            curve.take()
+            sampler.take()
             mine.windows.append((start, time.monotonic()))
             taken.append(steps)
             return_freed_memory()  # others have their turn now
             if row.key == ANCHOR:
                 checksums.append(checksum(model))
         end = resident_bytes()
-    peak = peak_bytes() or max(nbytes for _, nbytes in curve.samples)
+    peak = peak_bytes() or max(nbytes for _, nbytes in sampler.samples)
     events = stowed.trace() if stowed is not None else []
     traffic = stowed.traffic() if stowed is not None else Traffic(0, 0, 0, 0, 0.0)
-    moments = [(mine.moment(time), nbytes) for time, nbytes in sorted(curve.samples)]
-    return RowResult(
+    moments = [(mine.moment(time), nbytes) for time, nbytes in sorted(sampler.samples)]
+    return RunResult(
         key=row.key,
         parameters=scale.parameters,
         losses=tuple(training.losses),
@@ -157,11 +164,11 @@ def run_row(
         bytes_spared=traffic.bytes_spared,
         turns=tuple(taken),
         checksums=tuple(checksums),
-        from_torch=one_step_apart(training) if row.key == ANCHOR else None,
+        from_torch=compare_one_step(training) if row.key == ANCHOR else None,
     )
 
 
-def predict(row: Row, scale: Scale, model: nn.Module) -> StateMemory | None:
+def predict(row: Configuration, scale: ModelSize, model: nn.Module) -> StateMemory | None:
     """Return what the states of ``row`` will take, from the sizes of the parameters alone."""
     if row.optimizer == "stow":
         return None  # its chunks follow the units of the model
@@ -200,8 +207,8 @@ def unlinked_file_bytes(directory: str) -> int:
     return sum(files.values())
 
 
-def _as_span(event: TraceEvent) -> Span:
-    return Span(
+def _as_span(event: TraceEvent) -> TimeSpan:
+    return TimeSpan(
         event.lane, event.lane, event.start, event.stop, chunk=event.chunk, nbytes=event.nbytes
     )
 

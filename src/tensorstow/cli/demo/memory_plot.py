@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tensorstow.cli.demo.configurations import CONFIGURATIONS, Configuration
 from tensorstow.cli.demo.palette import FAINT, GRID, INK, PAPER, ROW_COLORS
-from tensorstow.cli.demo.result import RowResult, by_key
-from tensorstow.cli.demo.rows import ROWS, Row
+from tensorstow.cli.demo.result import RunResult, by_key
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 
 
-def draw(results: Sequence[RowResult], *, narrow: bool = False) -> "Figure":
+def draw(results: Sequence[RunResult], *, narrow: bool = False) -> "Figure":
     """Return the picture, for a phone where it is to be ``narrow``."""
     from matplotlib.figure import Figure  # noqa: PLC0415  # the demo extra
 
     known = by_key(results)
     columns, size = (2, (4.6, 9.4)) if narrow else (4, (13.0, 7.4))
     figure = Figure(figsize=size, dpi=150, layout="constrained")
-    grid = figure.subplots(len(ROWS) // columns, columns, sharey=True, squeeze=False)
+    grid = figure.subplots(len(CONFIGURATIONS) // columns, columns, sharey=True, squeeze=False)
     panels = grid.reshape(-1)
     top = max(_peak(result) for result in results) / _MIB
-    for axes, row in zip(panels, ROWS, strict=True):
+    for axes, row in zip(panels, CONFIGURATIONS, strict=True):
         _panel(axes, row, known[row.key], top)
     panels[0].set_ylim(0, top * 1.16)
     figure.supylabel("resident memory (RSS), MiB", fontsize=10, color=INK)
@@ -39,11 +39,11 @@ def draw(results: Sequence[RowResult], *, narrow: bool = False) -> "Figure":
     return figure
 
 
-def _peak(result: RowResult) -> int:
+def _peak(result: RunResult) -> int:
     return max(result.peak_rss_bytes, *(sample.nbytes for sample in result.rss))
 
 
-def _panel(axes: "Axes", row: Row, result: RowResult, top: float) -> None:
+def _panel(axes: "Axes", row: Configuration, result: RunResult, top: float) -> None:
     color = ROW_COLORS[row.key]
     times = [sample.time for sample in result.rss]
     sizes = [sample.nbytes / _MIB for sample in result.rss]

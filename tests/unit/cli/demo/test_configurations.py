@@ -2,11 +2,11 @@ from dataclasses import astuple
 
 import pytest
 
-from tensorstow.cli.demo.rows import FULL, ROWS, SMALL, Scale
+from tensorstow.cli.demo.configurations import CONFIGURATIONS, FULL, SMALL, ModelSize
 
 
 def test_the_rows_are_the_eight_of_the_example() -> None:
-    assert [(r.key, r.optimizer, r.fraction, r.schedule, r.overlap) for r in ROWS] == [
+    assert [(r.key, r.optimizer, r.fraction, r.schedule, r.overlap) for r in CONFIGURATIONS] == [
         ("torch", "torch", 0.0, "pipelined", "none"),
         ("ram", "HybridAdam", 0.0, "pipelined", "none"),
         ("naive", "HybridAdam", 1.0, "naive", "none"),
@@ -19,7 +19,7 @@ def test_the_rows_are_the_eight_of_the_example() -> None:
 
 
 def test_headings_are_short_enough_for_eighty_columns() -> None:
-    assert max(len(line) for row in ROWS for line in row.title.splitlines()) <= 10
+    assert max(len(line) for row in CONFIGURATIONS for line in row.title.splitlines()) <= 10
 
 
 def test_the_model_is_gpt2_as_it_comes() -> None:
@@ -28,7 +28,7 @@ def test_the_model_is_gpt2_as_it_comes() -> None:
 
 
 @pytest.mark.parametrize("scale", [FULL, SMALL])
-def test_disk_holds_every_state(scale: Scale) -> None:
+def test_disk_holds_every_state(scale: ModelSize) -> None:
     assert scale.row_disk_bytes > 12 * scale.parameters  # with the weights that stow puts there
     assert scale.rows_disk_bytes == 6 * scale.row_disk_bytes
     assert scale.run_disk_bytes == 2 * scale.row_disk_bytes
@@ -37,7 +37,7 @@ def test_disk_holds_every_state(scale: Scale) -> None:
 
 
 def test_only_the_naive_row_is_moved_naively() -> None:
-    assert [SMALL.policy(row).schedule == "naive" for row in ROWS] == [
-        row.key == "naive" for row in ROWS
+    assert [SMALL.policy(row).schedule == "naive" for row in CONFIGURATIONS] == [
+        row.key == "naive" for row in CONFIGURATIONS
     ]
-    assert SMALL.policy(ROWS[4]).chunk_elements == astuple(SMALL)[-1]
+    assert SMALL.policy(CONFIGURATIONS[4]).chunk_elements == astuple(SMALL)[-1]

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from demo_results import CRASH, MIB, judged, make_results, spoil
-from tensorstow.cli.demo.verdict import Circumstances, Cost
+from tensorstow.cli.demo.parity import Circumstances, Cost
 
 
 def said(*results: object, **given: object) -> str:
@@ -12,9 +12,9 @@ def said(*results: object, **given: object) -> str:
 
 
 def test_equal_rows_are_called_equal() -> None:
-    verdict = judged(make_results())
-    assert verdict.is_equal
-    assert verdict.differing == ()
+    parity = judged(make_results())
+    assert parity.is_equal
+    assert parity.differing == ()
     assert "All 7 tensorstow rows are bitwise equal" in said(make_results())
 
 
@@ -41,9 +41,9 @@ def test_not_a_number_is_not_hidden() -> None:
 def test_the_distance_to_torch_is_the_largest() -> None:
     results = make_results()
     losses = tuple(x + d for x, d in zip(results[0].losses, (0.0, -0.25, 0.125), strict=True))
-    verdict = judged(spoil(results, "torch", losses=losses))
-    assert verdict.is_equal
-    assert math.isclose(verdict.loss_distance, 0.25, rel_tol=1e-12)
+    parity = judged(spoil(results, "torch", losses=losses))
+    assert parity.is_equal
+    assert math.isclose(parity.loss_distance, 0.25, rel_tol=1e-12)
 
 
 def test_why_the_hash_of_torch_is_another_is_said() -> None:
@@ -97,7 +97,7 @@ def test_the_spread_is_the_largest_of_all_rows() -> None:
 
 
 def test_a_run_that_resumes_to_other_bits_is_no_success() -> None:
-    verdict = judged(make_results(), replace(CRASH, checksum="4" * 64))
-    assert not verdict.is_equal
-    assert "44444444, NOT 33333333" in " ".join(verdict.sentences())
+    parity = judged(make_results(), replace(CRASH, checksum="4" * 64))
+    assert not parity.is_equal
+    assert "44444444, NOT 33333333" in " ".join(parity.sentences())
     assert "33333333, that of the run which was never killed" in said(make_results())

@@ -12,7 +12,7 @@ _BUSY = (0, 1, 2, 5, 6, 7)
 """Columns of a line of /proc/stat: user, nice, system, irq, softirq, steal."""
 
 
-class Others:
+class OtherLoad:
     """Counts from when it is made."""
 
     def __init__(self, stat: Path = _STAT) -> None:

@@ -5,11 +5,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tensorstow.cli.demo.configurations import TURN_STEPS, Configuration, ModelSize
 from tensorstow.cli.demo.process import Process, started
-from tensorstow.cli.demo.result import RowResult
-from tensorstow.cli.demo.rows import TURN_STEPS, Row, Scale
+from tensorstow.cli.demo.result import RunResult
 
-Announce = Callable[[Row, int, str], None]
+Announce = Callable[[Configuration, int, str], None]
 """Called with a row, the step and the part of it that begins."""
 _ROOT = Path("/")
 
@@ -17,7 +17,7 @@ _ROOT = Path("/")
 class Runner:
     """One row in its process."""
 
-    def __init__(self, row: Row, process: Process, announce: Announce) -> None:
+    def __init__(self, row: Configuration, process: Process, announce: Announce) -> None:
         self._row = row
         self._process = process
         self._messages = process.messages()
@@ -39,26 +39,26 @@ class Runner:
         """Give it no more turns."""
         self._process.tell_no_more()
 
-    def result(self) -> RowResult:
+    def result(self) -> RunResult:
         """Wait for its end; return what it measured."""
         last: dict[str, Any] = {}
         for last in self._messages:
             if "part" in last:
                 self._announce(self._row, last["step"], last["part"])
-        return RowResult.of(last)
+        return RunResult.of(last)
 
 
 def run_rows(
-    rows: Sequence[Row],
+    rows: Sequence[Configuration],
     steps: int,
     arguments: Sequence[str],
     announce: Announce,
     *,
     at_once: bool,
-) -> list[RowResult]:
+) -> list[RunResult]:
     """Run ``rows``; take turns where they may be there ``at_once``, else one behind the other."""
     turns = turns_of(steps)
-    results: list[RowResult] = []
+    results: list[RunResult] = []
     for company in [rows] if at_once else [[row] for row in rows]:
         with ExitStack() as stack:
             runners = [_start(row, arguments, announce, stack) for row in company]
@@ -80,7 +80,7 @@ def turns_of(steps: int) -> list[int]:
     return [TURN_STEPS] * whole + [rest] * (rest > 0)
 
 
-def fits_at_once(scale: Scale, free_disk_bytes: int, root: Path = _ROOT) -> bool:
+def fits_at_once(scale: ModelSize, free_disk_bytes: int, root: Path = _ROOT) -> bool:
     """Return whether all rows may be there at once: each waits with its weights and states."""
     available = available_bytes(root)
     ram = available is None or available >= scale.rows_ram_bytes
@@ -106,6 +106,8 @@ def available_bytes(root: Path = _ROOT) -> int | None:
     return min(known, default=None)
 
 
-def _start(row: Row, arguments: Sequence[str], announce: Announce, stack: ExitStack) -> Runner:
-    process = stack.enter_context(started(row.name, "child", ["--row", row.key, *arguments]))
+def _start(
+    row: Configuration, arguments: Sequence[str], announce: Announce, stack: ExitStack
+) -> Runner:
+    process = stack.enter_context(started(row.name, "worker", ["--row", row.key, *arguments]))
     return Runner(row, process, announce)

@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from tensorstow.cli.demo.result import Distance
+from tensorstow.cli.demo.result import UlpDifference
 from tensorstow.cli.demo.training import Training
 
 _SLICE = 1 << 20
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
-def one_step_apart(training: Training) -> Distance:
+def compare_one_step(training: Training) -> UlpDifference:
     """Take a further step by both, and return how far their weights are apart.
 
     A weight near zero may be what is left of larger numbers that cancelled, so a difference is
@@ -36,7 +36,7 @@ def one_step_apart(training: Training) -> Distance:
             worst = max(worst, (apart / _spacing(torch.maximum(c, a.abs()))).max().item())
             differing += int((a != b).sum())
             count += a.numel()
-    return Distance(worst, differing / count)
+    return UlpDifference(worst, differing / count)
 
 
 def _torch_step(

@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tensorstow.cli.demo import curve, timeline
+from tensorstow.cli.demo import memory_plot, timeline
 from tensorstow.cli.demo.palette import FAINT, GRID, INK, PAPER
-from tensorstow.cli.demo.result import RowResult
+from tensorstow.cli.demo.result import RunResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--line)", PAPE
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Plot:
     """One picture for a wide page and for a phone, and as a file of its own."""
 
     png: bytes
@@ -27,16 +27,16 @@ class Picture:
     narrow: str
 
 
-def draw_timeline(results: "Sequence[RowResult]") -> Picture:
+def draw_timeline(results: "Sequence[RunResult]") -> Plot:
     """Return what computing and the disk did, when."""
     wide = timeline.draw(results)
-    return Picture(png(wide), svg(wide), svg(timeline.draw(results, narrow=True)))
+    return Plot(png(wide), svg(wide), svg(timeline.draw(results, narrow=True)))
 
 
-def draw_memory(results: "Sequence[RowResult]") -> Picture:
+def draw_memory(results: "Sequence[RunResult]") -> Plot:
     """Return the resident memory over time."""
-    wide = curve.draw(results)
-    return Picture(png(wide), svg(wide), svg(curve.draw(results, narrow=True)))
+    wide = memory_plot.draw(results)
+    return Plot(png(wide), svg(wide), svg(memory_plot.draw(results, narrow=True)))
 
 
 def png(figure: "Figure") -> bytes:

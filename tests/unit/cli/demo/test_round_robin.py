@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from demo_results import make_result
-from tensorstow.cli.demo import turns
-from tensorstow.cli.demo.rows import FULL, ROWS, SMALL
-from tensorstow.cli.demo.turns import available_bytes, fits_at_once, run_rows, turns_of
+from tensorstow.cli.demo import round_robin
+from tensorstow.cli.demo.configurations import CONFIGURATIONS, FULL, SMALL
+from tensorstow.cli.demo.round_robin import available_bytes, fits_at_once, run_rows, turns_of
 
-THREE = ROWS[:3]
+THREE = CONFIGURATIONS[:3]
 
 
 class Stand:
@@ -33,7 +33,7 @@ class Stand:
         self.said += [{"step": 0, "part": "forward"}, {"waits": 2}]
 
     def tell_no_more(self) -> None:
-        row = next(row for row in ROWS if row.key == self.key)
+        row = next(row for row in CONFIGURATIONS if row.key == self.key)
         self.said.append(json.loads(make_result(row).to_json()))
 
 
@@ -48,7 +48,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield Stand(key, lines)
         lines.append(f"{key} ends")
 
-    monkeypatch.setattr(turns, "started", started)
+    monkeypatch.setattr(round_robin, "started", started)
     return lines
 
 

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tensorstow.cli.demo.configurations import ANCHOR, CONFIGURATIONS
 from tensorstow.cli.demo.crash import Crash
-from tensorstow.cli.demo.result import Distance, RowResult, by_key, spread, steady
-from tensorstow.cli.demo.rows import ANCHOR, ROWS
+from tensorstow.cli.demo.result import RunResult, UlpDifference, by_key, spread, steady
 
 SHOWN = "full"
 """The row that the sentence about cost is about."""
 LIMIT = 0.10
 """Of other programs' share of our cores, and of the spread of equal steps: beyond it we say so."""
-_OURS = [row for row in ROWS if row.is_ours]
+_OURS = [row for row in CONFIGURATIONS if row.is_ours]
 _MIB = 1 << 20
 
 
@@ -84,14 +84,14 @@ class Circumstances:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ParityReport:
     """What the comparison of all rows gave."""
 
     differing: tuple[str, ...]
     """Keys of our rows whose losses or parameters are not those of the anchor."""
     loss_distance: float
     """The largest |difference| between the losses of the anchor and of torch."""
-    from_torch: Distance | None
+    from_torch: UlpDifference | None
     cost: Cost
     circumstances: Circumstances
     crash: Crash
@@ -158,8 +158,8 @@ _BUG = "This is a bug: please report it with events.json and the output of `tens
 
 
 def judge(
-    results: Sequence[RowResult], crash: Crash, *, others: float | None, at_once: bool
-) -> Verdict:
+    results: Sequence[RunResult], crash: Crash, *, others: float | None, at_once: bool
+) -> ParityReport:
     """Compare the losses and the final parameters of all rows, and what they cost."""
     known = by_key(results)
     anchor, torch = known[ANCHOR], known["torch"]
@@ -171,7 +171,7 @@ def judge(
     pairs = zip(anchor.losses, torch.losses, strict=True)
     spreads = [s for r in results if (s := spread(r.steady_seconds)) is not None]
     shown = known[SHOWN]
-    return Verdict(
+    return ParityReport(
         differing=tuple(differing),
         loss_distance=max(abs(ours - theirs) for ours, theirs in pairs),
         from_torch=anchor.from_torch,
@@ -187,6 +187,6 @@ def judge(
     )
 
 
-def _bits(result: RowResult) -> list[str]:
+def _bits(result: RunResult) -> list[str]:
     # As text: NaN equals itself here, and minus zero is not zero.
     return [loss.hex() for loss in result.losses]

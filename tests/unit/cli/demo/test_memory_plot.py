@@ -3,7 +3,7 @@ import struct
 import pytest
 
 from demo_results import make_results
-from tensorstow.cli.demo.pictures import draw_memory
+from tensorstow.cli.demo.plots import draw_memory
 
 pytest.importorskip("matplotlib")
 

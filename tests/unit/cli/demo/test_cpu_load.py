@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.cli.demo import machine
-from tensorstow.cli.demo.machine import Others, busy_seconds
+from tensorstow.cli.demo import cpu_load
+from tensorstow.cli.demo.cpu_load import OtherLoad, busy_seconds
 
 TICK = os.sysconf("SC_CLK_TCK")
 CORES = sorted(os.sched_getaffinity(0))
@@ -31,24 +31,24 @@ def test_what_the_kernel_does_not_tell_is_unknown(text: str | None, tmp_path: Pa
     if text is not None:
         (tmp_path / "stat").write_text(text)
     assert busy_seconds(tmp_path / "stat") is None
-    assert Others(tmp_path / "stat").share() is None
+    assert OtherLoad(tmp_path / "stat").share() is None
 
 
 def test_what_is_not_ours_is_the_share_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "quota_cores", lambda: None)
-    monkeypatch.setattr(machine, "affinity_cores", lambda: len(CORES))
+    monkeypatch.setattr(cpu_load, "quota_cores", lambda: None)
+    monkeypatch.setattr(cpu_load, "affinity_cores", lambda: len(CORES))
     seconds = iter([100.0, 110.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     ours = iter([1.0, 1.0 + 4.0 * len(CORES)])
-    monkeypatch.setattr(machine, "our_seconds", lambda: next(ours))
+    monkeypatch.setattr(cpu_load, "our_seconds", lambda: next(ours))
     path = stat(tmp_path / "stat", user=0)
-    others = Others(path)
+    others = OtherLoad(path)
     stat(path, user=7 * TICK)  # 7 of 10 seconds busy, 4 of them with us
     assert others.share() == pytest.approx(0.3)
 
 
 def test_a_quota_makes_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "quota_cores", lambda: 1.5)
-    assert Others().share() is None
+    monkeypatch.setattr(cpu_load, "quota_cores", lambda: 1.5)
+    assert OtherLoad().share() is None

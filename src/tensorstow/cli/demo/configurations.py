@@ -24,7 +24,7 @@ _ALIGNMENT_OF_A_UNIT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Configuration:
     """One optimizer that trains the model in a process of its own."""
 
     key: str
@@ -54,16 +54,16 @@ class Row:
         return self.fraction > 0
 
 
-ROWS = (
-    Row(
+CONFIGURATIONS = (
+    Configuration(
         "torch",
         "torch\nfused",
         "torch.optim.AdamW(fused=True): weights, gradients and states in RAM",
         "torch",
         0.0,
     ),
-    Row("ram", "tensorstow\nin RAM", "everything in RAM, our kernel", "HybridAdam", 0.0),
-    Row(
+    Configuration("ram", "tensorstow\nin RAM", "everything in RAM, our kernel", "HybridAdam", 0.0),
+    Configuration(
         "naive",
         "tensorstow\n100% naive",
         "all states on disk; read, update, write, one after the other: what a plain loop does",
@@ -71,21 +71,21 @@ ROWS = (
         1.0,
         "naive",
     ),
-    Row(
+    Configuration(
         "half",
         "tensorstow\n50% disk",
         "half of the states on disk; reads, updates and writes at once",
         "HybridAdam",
         0.5,
     ),
-    Row(
+    Configuration(
         "full",
         "tensorstow\n100% disk",
         "all states on disk; reads, updates and writes at once, inside opt.step()",
         "HybridAdam",
         1.0,
     ),
-    Row(
+    Configuration(
         "forward",
         "tensorstow\nforward",
         'all states on disk; overlap="forward": updates run beside the next forward',
@@ -93,7 +93,7 @@ ROWS = (
         1.0,
         overlap="forward",
     ),
-    Row(
+    Configuration(
         "backward",
         "tensorstow\nbackward",
         'all states on disk; overlap="backward": updates run beside the backward that makes'
@@ -102,7 +102,7 @@ ROWS = (
         1.0,
         overlap="backward",
     ),
-    Row(
+    Configuration(
         "stow",
         "stow\nall disk",
         f"tensorstow.stow: weights and states on disk; in RAM are the embedding and {_BLOCKS_HELD}"
@@ -115,7 +115,7 @@ ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class ModelSize:
     """The size of the GPT-2 that is trained, of its batches, and of the chunks on disk."""
 
     layers: int
@@ -160,23 +160,23 @@ class Scale:
     @property
     def rows_disk_bytes(self) -> int:
         """Return the free space that all rows need at once."""
-        return sum(self.row_disk_bytes for row in ROWS if row.is_offloaded)
+        return sum(self.row_disk_bytes for row in CONFIGURATIONS if row.is_offloaded)
 
     @property
     def rows_ram_bytes(self) -> int:
         """Return the RAM that all rows need at once: each waits with its weights and states."""
         kept = sum(
-            _WEIGHT_BYTES + ADAM_STATE_BYTES * (1 - row.fraction) for row in ROWS
+            _WEIGHT_BYTES + ADAM_STATE_BYTES * (1 - row.fraction) for row in CONFIGURATIONS
         )  # per parameter
         working = (_WEIGHT_BYTES + ADAM_STATE_BYTES) * self.parameters  # whoever has its turn
-        return int(kept * self.parameters) + working + len(ROWS) * _LEAST_PROCESS_BYTES
+        return int(kept * self.parameters) + working + len(CONFIGURATIONS) * _LEAST_PROCESS_BYTES
 
-    def policy(self, row: Row) -> PipelinePolicy:
+    def policy(self, row: Configuration) -> PipelinePolicy:
         """Return how ``row`` moves its states."""
         return PipelinePolicy(chunk_elements=self.chunk_elements, schedule=row.schedule)
 
 
-FULL = Scale(
+FULL = ModelSize(
     layers=12,
     heads=12,
     width=768,
@@ -188,7 +188,7 @@ FULL = Scale(
 )
 """``GPT2Config()`` as it comes, batches of 4 x 128."""
 
-SMALL = Scale(
+SMALL = ModelSize(
     layers=2,
     heads=2,
     width=64,

@@ -1,4 +1,4 @@
-"""Pictures as parts of a page: in its colours, for wide ones and for phones."""
+"""Plots as parts of a page: in its colours, for wide ones and for phones."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -6,19 +6,19 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from demo_results import make_results
-from tensorstow.cli.demo.pictures import VARIABLES, Picture, draw_memory
-from tensorstow.cli.demo.rows import ROWS
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
+from tensorstow.cli.demo.plots import VARIABLES, Plot, draw_memory
 
 pytest.importorskip("matplotlib")
 
 
 @pytest.fixture(scope="module")
-def memory() -> Picture:
+def memory() -> Plot:
     return draw_memory(make_results())
 
 
 @pytest.mark.parametrize("form", ["wide", "narrow"])
-def test_it_is_an_element_in_the_colours_of_the_page(memory: Picture, form: str) -> None:
+def test_it_is_an_element_in_the_colours_of_the_page(memory: Plot, form: str) -> None:
     text = getattr(memory, form)
     root = ET.fromstring(text)  # noqa: S314  # our own
     assert root.tag == "svg"
@@ -29,13 +29,13 @@ def test_it_is_an_element_in_the_colours_of_the_page(memory: Picture, form: str)
     assert not re.search(r"https?://|#000000|white|black", text)
 
 
-def test_text_is_text(memory: Picture) -> None:
-    for row in ROWS:
+def test_text_is_text(memory: Plot) -> None:
+    for row in CONFIGURATIONS:
         for piece in row.title.splitlines():
             assert piece in memory.narrow
 
 
-def test_a_phone_gets_a_tall_one(memory: Picture) -> None:
+def test_a_phone_gets_a_tall_one(memory: Plot) -> None:
     shapes = [
         re.search(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', t) for t in (memory.wide, memory.narrow)
     ]

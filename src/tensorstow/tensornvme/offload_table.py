@@ -23,7 +23,7 @@ class OffloadError(StowError, RuntimeError):
     """A tensor cannot be written or read as was asked; TensorNVMe raises RuntimeError here."""
 
 
-class Kind(Enum):
+class Direction(Enum):
     """Which way."""
 
     READ = "read"
@@ -31,7 +31,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parcel:
+class StoredTensors:
     """Storages that are on disk together: written in one call, to be read in one."""
 
     storages: tuple[StorageWeakRef, ...]
@@ -44,7 +44,7 @@ class Parcel:
         """What the storages are known by. A weak reference keeps the address from being reused."""
         return tuple(ref.cdata for ref in self.storages)
 
-    def is_dead(self) -> bool:
+    def is_expired(self) -> bool:
         """Return whether none of the tensors exists any more."""
         return bool(self.storages) and all(map(_is_gone, self.storages))
 
@@ -53,9 +53,9 @@ class Parcel:
 class Operation:
     """One call under way. It holds the storages, not the tensors, which may be given others."""
 
-    kind: Kind
+    direction: Direction
     storages: tuple[torch.UntypedStorage, ...]
-    parcel: Parcel
+    stored: StoredTensors
     futures: tuple[IoFuture, ...]
     callback: Callback | None
 
@@ -74,7 +74,7 @@ class Operation:
         return failure
 
 
-class Transit:
+class OffloadTable:
     """Where each tensor is, and what is under way. Tensors are known by their storage.
 
     [Note: Where a tensor is] A storage is in memory (in neither table), in ``_stored`` with no
@@ -88,10 +88,10 @@ class Transit:
         self._owner = os.getpid()
         self._scratch = scratch
         self._open = True
-        self._stored: dict[int, Parcel] = {}
+        self._stored: dict[int, StoredTensors] = {}
         self._moving: dict[int, Operation] = {}
         self._operations: dict[Operation, None] = {}  # in the order of the calls
-        self._failures: list[tuple[Kind, StowError]] = []
+        self._failures: list[tuple[Direction, StowError]] = []
         self._callbacks: deque[Callback] = deque()
         self._many_stored = _FEW
 
@@ -105,20 +105,20 @@ class Transit:
             _check_freeable(tensor)
         sizes = tuple(tensor.nbytes for tensor in tensors)
         storages = tuple(map(_storage_of, tensors))
-        parcel = Parcel(storages, sizes, self._take_room(sizes))
+        stored = StoredTensors(storages, sizes, self._take_stripes(sizes))
         try:
-            return self._start(Kind.WRITE, tensors, parcel, callback)
+            return self._start(Direction.WRITE, tensors, stored, callback)
         except BaseException:
-            self._give_room(parcel)
+            self._release(stored)
             raise
 
     def read(self, tensors: tuple[torch.Tensor, ...], callback: Callback | None) -> Operation:
         """Give memory and start reading; what is under way is waited for first."""
         keys = self._begin(tensors)
-        parcel = self._stored.get(keys[0]) if keys else None
-        if parcel is None or parcel.keys != keys:
+        stored = self._stored.get(keys[0]) if keys else None
+        if stored is None or stored.keys != keys:
             raise OffloadError(self._why_unreadable(tensors, keys))
-        for tensor, size in zip(tensors, parcel.sizes, strict=True):
+        for tensor, size in zip(tensors, stored.sizes, strict=True):
             if tensor.nbytes != size:
                 message = (
                     f"{_name(tensor)} was asked to be read, but {size} bytes were written."
@@ -128,7 +128,7 @@ class Transit:
         try:
             for tensor in tensors:
                 tensor.untyped_storage().resize_(tensor.nbytes)
-            operation = self._start(Kind.READ, tensors, parcel, callback)
+            operation = self._start(Direction.READ, tensors, stored, callback)
         except BaseException:
             _free([tensor.untyped_storage() for tensor in tensors])
             raise
@@ -143,22 +143,22 @@ class Transit:
             raise failure
         self._run_callbacks()
 
-    def wait_for_all(self, kinds: Collection[Kind]) -> None:
-        """Wait until nothing of ``kinds`` is under way; run callbacks; raise what failed."""
+    def wait_for_all(self, directions: Collection[Direction]) -> None:
+        """Wait until nothing of ``directions`` is under way; run callbacks; raise what failed."""
         self._check_usable()
-        while chosen := [o for o in self._operations if o.kind in kinds]:
+        while chosen := [o for o in self._operations if o.direction in directions]:
             for operation in chosen:
-                self._finish_later_told(operation)
+                self._finish_quietly(operation)
             self._run_callbacks()  # which may start more
         self._run_callbacks()
-        self._raise_failures(kinds)
+        self._raise_failures(directions)
 
     def close(self) -> None:
         """Shut, run the callbacks of what was read, raise what failed. Idempotent."""
         self.shut()
         if self._owner == os.getpid():
             self._run_callbacks()
-            self._raise_failures(set(Kind))
+            self._raise_failures(set(Direction))
 
     def shut(self) -> tuple[list[StowError], int]:
         """Finish reads, give up writes, drop the files; return what failed and how many are lost.
@@ -172,7 +172,7 @@ class Transit:
             self._scratch.close()
             return [], 0
         for operation in list(self._operations):
-            self._finish_later_told(operation)
+            self._finish_quietly(operation)
         self._scratch.close()
         lost = sum(not _is_gone(r) for p in set(self._stored.values()) for r in p.storages)
         return [failure for _, failure in self._failures], lost
@@ -191,7 +191,7 @@ class Transit:
             raise OffloadError(message)
         for operation in list(self._operations):
             if operation.done():
-                self._finish_later_told(operation)
+                self._finish_quietly(operation)
         self._run_callbacks()
         # Callbacks may have started something new: so until nothing is in the way.
         while under_way := next((self._moving[k] for k in keys if k in self._moving), None):
@@ -200,67 +200,67 @@ class Transit:
 
     def _start(
         self,
-        kind: Kind,
+        direction: Direction,
         tensors: tuple[torch.Tensor, ...],
-        parcel: Parcel,
+        stored: StoredTensors,
         callback: Callback | None,
     ) -> Operation:
         futures: list[IoFuture] = []
         try:
-            for tensor, stripes in zip(tensors, parcel.stripes, strict=True):
+            for tensor, stripes in zip(tensors, stored.stripes, strict=True):
                 whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                 for stripe in stripes:
                     file = self._scratch.files[stripe.extent.file]
-                    move = file.write if kind is Kind.WRITE else file.read
+                    move = file.write if direction is Direction.WRITE else file.read
                     part = whole[stripe.start : stripe.stop]
                     futures.append(move(part, stripe.extent.offset))
         except BaseException:
             futures.clear()  # a future waits when it is dropped: the memory is free to go
             raise
         storages = tuple(tensor.untyped_storage() for tensor in tensors)
-        operation = Operation(kind, storages, parcel, tuple(futures), callback)
+        operation = Operation(direction, storages, stored, tuple(futures), callback)
         self._operations[operation] = None
-        self._moving |= dict.fromkeys(parcel.keys, operation)
+        self._moving |= dict.fromkeys(stored.keys, operation)
         return operation
 
     def _finish(self, operation: Operation) -> StowError | None:
         """Wait for ``operation`` and take its effect; return its failure."""
         failure = operation.wait()
         del self._operations[operation]
-        for key in operation.parcel.keys:
+        for key in operation.stored.keys:
             del self._moving[key]
-        writing = operation.kind is Kind.WRITE
+        writing = operation.direction is Direction.WRITE
         given_up = writing and not self._open
         if (failure is None) == writing and not given_up:
             _free(operation.storages)
-            self._stored |= dict.fromkeys(operation.parcel.keys, operation.parcel)
+            self._stored |= dict.fromkeys(operation.stored.keys, operation.stored)
         else:
-            self._give_room(operation.parcel)
+            self._release(operation.stored)
         if failure is None and operation.callback is not None and not given_up:
             self._callbacks.append(operation.callback)
         return failure
 
-    def _finish_later_told(self, operation: Operation) -> None:
+    def _finish_quietly(self, operation: Operation) -> None:
         failure = self._finish(operation)
         if failure is not None:
-            self._failures.append((operation.kind, failure))
+            self._failures.append((operation.direction, failure))
 
     def _run_callbacks(self) -> None:
         # Where one raises, those behind it stay for the next call.
         while self._callbacks:
             self._callbacks.popleft()()
 
-    def _raise_failures(self, kinds: Collection[Kind]) -> None:
-        told = [failure for kind, failure in self._failures if kind in kinds]
-        self._failures = [(k, failure) for k, failure in self._failures if k not in kinds]
+    def _raise_failures(self, directions: Collection[Direction]) -> None:
+        told = [failure for direction, failure in self._failures if direction in directions]
+        self._failures = [(k, failure) for k, failure in self._failures if k not in directions]
         if told:
             for other in told[1:]:
                 told[0].add_note(f"It also happened: {other}")
             raise told[0]
 
-    def _take_room(self, sizes: Sequence[int]) -> tuple[tuple[Stripe, ...], ...]:
+    def _take_stripes(self, sizes: Sequence[int]) -> tuple[tuple[Stripe, ...], ...]:
         if len(self._stored) > self._many_stored:
-            self._bury()
+            self._drop_expired()
             self._many_stored = max(_FEW, 2 * len(self._stored))
         taken: list[tuple[Stripe, ...]] = []
         try:
@@ -268,22 +268,22 @@ class Transit:
         except DirectoryError:
             for stripes in taken:
                 release_stripes(self._scratch, stripes)
-            if self._bury():
-                return self._take_room(sizes)
+            if self._drop_expired():
+                return self._take_stripes(sizes)
             raise
         return tuple(taken)
 
-    def _bury(self) -> bool:
+    def _drop_expired(self) -> bool:
         """Free the room of tensors that no longer exist; return whether there was any."""
-        dead = [parcel for parcel in set(self._stored.values()) if parcel.is_dead()]
-        for parcel in dead:
-            for key in parcel.keys:
+        expired = [stored for stored in set(self._stored.values()) if stored.is_expired()]
+        for stored in expired:
+            for key in stored.keys:
                 del self._stored[key]
-            self._give_room(parcel)
-        return bool(dead)
+            self._release(stored)
+        return bool(expired)
 
-    def _give_room(self, parcel: Parcel) -> None:
-        for stripes in parcel.stripes:
+    def _release(self, stored: StoredTensors) -> None:
+        for stripes in stored.stripes:
             release_stripes(self._scratch, stripes)
 
     def _why_unreadable(self, tensors: Sequence[torch.Tensor], keys: Sequence[int]) -> str:

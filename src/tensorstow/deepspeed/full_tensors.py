@@ -1,0 +1,69 @@
+"""Full tensors of what each rank has a shard of, and shards of full tensors, in host memory."""
+
+from functools import cache
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tensorstow.tensors.dtensor import part_of
+
+
+def resharded(module: nn.Module) -> nn.Module:
+    """Return the module with sharded parameters, also those that a forward left unsharded."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    return module
+
+
+def host_dtensor(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor in host memory, sharded as ``parameter`` is, of which this is a shard."""
+    if not isinstance(parameter, DTensor) or isinstance(own, DTensor):
+        return own
+    return DTensor.from_local(
+        own,
+        _on_host(parameter.device_mesh),
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of ``tensor``; itself where it is no DTensor."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of the shards of all ranks; collective."""
+    tensor = host_dtensor(own, parameter)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def full_copy(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a parameter's full tensor; collective."""
+    with torch.no_grad():
+        # A rank alone has the whole shard for its full tensor: a copy in any case.
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        return whole.detach().clone()
+
+
+def copy_from_full(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's rows of ``whole`` to its shard of a parameter."""
+    with torch.no_grad():
+        to_local(parameter).copy_(part_of(whole, parameter, "The value"))
+
+
+def _on_host(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the same ranks for tensors in host memory."""
+    return mesh if mesh.device_type == "cpu" else _host_mesh(tuple(mesh.shape))
+
+
+@cache
+def _host_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
