@@ -126,7 +126,9 @@ def _contenders(make: Any, directory: Path, *, quick: bool) -> Iterator[Contende
     mesh = make_mesh(torch.device("cpu"), stage=3, replicas=1)
     sharded = stow(model(), make, plan=Plan(), mesh=mesh)
     yield Contender("RAM, sharded", *sharded, ids)
-    plan = Plan(parameters="disk", states="disk", overlap="backward", shelf_bytes=_held(model()))
+    plan = Plan(
+        parameters="disk", states="disk", overlap="backward", buffer_pool_bytes=_held(model())
+    )
     yield Contender("stowed, DISK", *stow(model(), partial(make, **scratch), plan=plan), ids)
 
 
@@ -142,7 +144,7 @@ def _model(**size: int) -> nn.Module:
 
 
 def _held(model: nn.Module) -> int:
-    """Return the bytes of the embedding and three blocks, aligned as shelves are."""
+    """Return the bytes of the embedding and three blocks, aligned as buffers are."""
     *blocks, root = [unit.nbytes + (1 << 14) for unit in units_of(model)]
     return root + _BLOCKS_HELD * max(blocks)
 
@@ -202,7 +204,7 @@ def _bytes(contender: Contender, moved: tuple[float, ...], held: int) -> Iterato
     yield Figure(
         "seed example, parameters on DISK: host memory lent to them / embedding and 3 blocks",
         at_most(1.0),
-        found.most_lent_bytes / held,
+        found.most_buffer_pool_bytes / held,
     )
 
 

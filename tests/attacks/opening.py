@@ -11,7 +11,7 @@ import torch
 from attacks.faults import Faults
 from tensorstow import AdamW
 from tensorstow.base.errors import StowError
-from tensorstow.io.buffer_pool import Shelves
+from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.store.by_rank import stores_in
 from tensorstow.store.cleaning import hold_dead_run
 from tensorstow.store.recovery import hold_recovery
@@ -39,8 +39,8 @@ def scratch(directory: Path) -> None:
     make(directory, durability="none").close()
 
 
-def shelves(directory: Path) -> None:
-    Shelves(directory, 1 << 16, 1 << 16).close()
+def buffer_pool(directory: Path) -> None:
+    BufferPool(directory, 1 << 16, 1 << 16).close()
 
 
 def look(directory: Path) -> None:
@@ -62,7 +62,7 @@ def export(directory: Path) -> None:
     optimizer.close()
 
 
-ACTS = (begin, go_on, scratch, shelves, look, recovery, export)
+ACTS = (begin, go_on, scratch, buffer_pool, look, recovery, export)
 
 
 class OpeningFaults:

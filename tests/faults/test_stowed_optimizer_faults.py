@@ -51,7 +51,7 @@ class Training:
 
     @property
     def engine(self) -> _native.Engine:
-        engine = self.optimizer._kept().engine
+        engine = self.optimizer._live().engine
         assert engine is not None
         return engine
 

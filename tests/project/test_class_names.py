@@ -15,9 +15,7 @@ OPEN = {
     "Memory",
     "Piece",
     "Place",
-    "Ring",
     "Run",
-    "Slot",
     "Space",
     "_Gradient",
 }

@@ -10,7 +10,7 @@ from torch import nn, optim
 from parity.piecewise import MATRICES, Pair, pair
 from tensorstow import StowedOptimizer
 from tensorstow.base.errors import OptimizerError, OptionError, PoisonedError
-from tensorstow.optim.generic.shared_values import Values, copied, options_of
+from tensorstow.optim.generic.shared_values import SharedValues, copied, options_of
 
 SHAPES = ((130, 200), (70, 90), (8, 8), (5,))
 
@@ -340,7 +340,7 @@ def test_a_piece_takes_no_long_look_at_other_groups() -> None:
     """Groups with one parameter each: what is asked of each group with each piece is little."""
     parameters = [torch.ones(64, 64, requires_grad=True) for _ in range(24)]
     groups = [{"params": [p], "lr": 0.1, "betas": (0.9, 0.99)} for p in parameters]
-    values = Values([options_of(group) for group in groups], {}, {})
+    values = SharedValues([options_of(group) for group in groups], {}, {})
     lent = copied(values)
     assert lent.groups[0] is not groups[0]
     assert lent.groups[0]["betas"] is groups[0]["betas"]  # equal by identity: nothing to compare

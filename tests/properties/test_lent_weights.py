@@ -20,11 +20,11 @@ SKIPPED = {1: "2.bias", 3: "0.weight"}
 
 
 class Pages:
-    """A block's weights, which are there while somebody has a lease."""
+    """A block's weights, which are there while somebody has a pin."""
 
     def __init__(self, module: nn.Module) -> None:
         self.tensors = [p.data for p in module.parameters()]
-        self.leases = 0
+        self.pins = 0
         self.nbytes = sum(t.nbytes for t in self.tensors)
         self._away()
         for parameter in module.parameters():
@@ -38,25 +38,25 @@ class Pages:
     def fetch(self) -> None:
         """Do nothing."""
 
-    def fits(self, nbytes: int) -> bool:
+    def can_pin(self, nbytes: int) -> bool:
         """Have room."""
         return nbytes > 0
 
-    def lease(self, *, to_change: bool = False) -> None:
+    def pin(self, *, for_write: bool = False) -> None:
         """Put them back."""
-        del to_change
-        if self.leases == 0:
+        del for_write
+        if self.pins == 0:
             assert all(t.isnan().all() for t in self.tensors), "written while they were away"
             for tensor, saved in zip(self.tensors, self.saved, strict=True):
                 tensor.copy_(saved)
             self.changed = False
-        self.leases += 1
+        self.pins += 1
 
-    def release(self, *, changed: bool = False) -> None:
+    def unpin(self, *, dirty: bool = False) -> None:
         """Take them away; what was changed and not said to be is lost."""
-        self.changed |= changed
-        self.leases -= 1
-        if self.leases == 0:
+        self.changed |= dirty
+        self.pins -= 1
+        if self.pins == 0:
             if not self.changed:
                 for tensor, saved in zip(self.tensors, self.saved, strict=True):
                     tensor.copy_(saved)
@@ -68,8 +68,8 @@ def all_of(pages: Sequence[Pages]) -> Any:  # noqa: ANN401
     """Let all weights be there inside."""
     with ExitStack() as stack:
         for page in pages:
-            page.lease(to_change=True)
-            stack.callback(page.release)
+            page.pin(for_write=True)
+            stack.callback(page.unpin)
         yield
 
 
@@ -134,7 +134,7 @@ def test_weights_are_used_while_they_are_lent_and_no_longer(
     with all_of(pages):
         got = weights(model)
     assert same(got, wanted(4))
-    assert not any(page.leases for page in pages)
+    assert not any(page.pins for page in pages)
     optimizer.close()
 
     model = blocks(depth=DEPTH)

@@ -36,7 +36,7 @@ def main(budget: int, until: int, *directory: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(ResidualMLP(WIDTH, 2 * WIDTH) for _ in range(UNITS)))
     plan = Plan(
-        parameters="disk", states="disk", overlap="backward", prefetch=1, shelf_bytes=budget
+        parameters="disk", states="disk", overlap="backward", prefetch=1, buffer_pool_bytes=budget
     )
     torch.manual_seed(0)
     kept = {"dir": directory[0], "commit_every": 2} if directory else {}
@@ -58,7 +58,7 @@ def main(budget: int, until: int, *directory: str) -> None:
         json.dumps(
             {
                 "grown": most_resident() - before,
-                "lent": found.most_lent_bytes,
+                "lent": found.most_buffer_pool_bytes,
                 "disk": found.disk_bytes,
                 "read": found.bytes_read,
                 "written": found.bytes_written,

@@ -34,8 +34,8 @@ class Plan:
         accumulation_steps: Backward passes per step.
         prefetch: How many units ahead weights are read from disk and copied to an accelerator.
         ram_budget: Bytes of host memory for states on disk; see ``AdamW``.
-        shelf_bytes: Bytes of host memory per rank for buffers of parameters on disk, in steps,
-            commits and resuming; at least the three largest units. Default: None, these and
+        buffer_pool_bytes: Bytes of host memory per rank for buffers of parameters on disk, in
+            steps, commits and resuming; at least the three largest units. Default: None, these and
             ``prefetch`` more. docs/guides/whole-models.md says which cases need more.
 
     Raises:
@@ -52,7 +52,7 @@ class Plan:
     accumulation_steps: int = 1
     prefetch: int = 2
     ram_budget: int | str | None = None
-    shelf_bytes: int | str | None = None
+    buffer_pool_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         """Check every value; raises OptionError."""
@@ -60,7 +60,7 @@ class Plan:
         object.__setattr__(self, "states", _tier(self.states, "states"))
         units = {name: _tier(tier, f"units[{name!r}]") for name, tier in self.units.items()}
         object.__setattr__(self, "units", units)
-        for name in ("ram_budget", "shelf_bytes"):
+        for name in ("ram_budget", "buffer_pool_bytes"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
         if self.stage not in _STAGES:
@@ -129,10 +129,10 @@ class Plan:
                 ' stay there. Leave it out, or say states="disk".'
             )
             raise OptionError(message)
-        if self.shelf_bytes is not None and Tier.DISK not in self._tiers:
+        if self.buffer_pool_bytes is not None and Tier.DISK not in self._tiers:
             message = (
-                f"shelf_bytes={self.shelf_bytes} was given, and no unit's parameters are on disk."
-                ' Leave it out, or say parameters="disk".'
+                f"buffer_pool_bytes={self.buffer_pool_bytes} was given, and no unit's parameters"
+                ' are on disk. Leave it out, or say parameters="disk".'
             )
             raise OptionError(message)
 

@@ -44,7 +44,7 @@ from tensorstow.store.records import (
     StreamShape,
     TensorRecord,
 )
-from tensorstow.tensors.dtensor import lent, shard_of
+from tensorstow.tensors.dtensor import in_memory, shard_of
 
 logger = logging.getLogger("tensorstow")
 
@@ -374,7 +374,7 @@ class Commits:
                 left_out.append(name)
                 continue
             key = ("module", name)
-            with lent(tensor):
+            with in_memory(tensor):
                 records.append(self._write_changed(key, tensor, space))
         if left_out and not self._told_left_out:
             self._told_left_out = True

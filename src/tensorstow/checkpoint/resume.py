@@ -26,7 +26,7 @@ from tensorstow.step.step_plan import Groups, States, as_step
 from tensorstow.step.validation import refuse_beside
 from tensorstow.store.checksums import differing_runs, weight_checksums
 from tensorstow.store.records import ChunkShape, Generation, TensorRecord, chunk_shapes
-from tensorstow.tensors.dtensor import Pager, lent, order_of, shard_of
+from tensorstow.tensors.dtensor import Pager, in_memory, order_of, shard_of
 
 
 def resume(
@@ -286,7 +286,7 @@ def _one_at_a_time() -> Iterator[Callable[[ManagedParam], None]]:
             if param.pager is not last:
                 held.close()
                 last = param.pager
-                held.enter_context(param.held(to_change=True))
+                held.enter_context(param.held(for_write=True))
 
         yield hold
 
@@ -363,7 +363,7 @@ def _load_module(
     for name, tensor in module_tensors(module):
         if id(tensor) not in members and name in records:
             shard = shard_of(tensor)
-            with lent(tensor, to_change=True):
+            with in_memory(tensor, for_write=True):
                 shard.copy_(space.store.read_tensor(records[name]).view(shard.shape))
 
 

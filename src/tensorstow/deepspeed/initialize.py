@@ -115,7 +115,7 @@ def _placed(model: nn.Module, make: Make, settings: Settings) -> tuple[nn.Module
     try:
         placed, optimizer = stow(model, make_placed, plan=plan, dir=directory_of(settings))
     except BudgetError as error:
-        if plan.shelf_bytes is None:
+        if plan.buffer_pool_bytes is None:
             raise
         message = (
             f"zero_optimization.offload_param.max_in_cpu={settings.zero.offload_param.max_in_cpu}"

@@ -42,7 +42,7 @@ def plan_of(settings: Settings, *, overlap: Overlap = "none") -> Plan:
         replicas=_replicas(settings),
         overlap=overlap,
         accumulation_steps=settings.batch.accumulation,
-        shelf_bytes=_shelf_bytes(settings),
+        buffer_pool_bytes=_buffer_pool_bytes(settings),
     )
 
 
@@ -91,7 +91,7 @@ def placement_keywords(settings: Settings, placed: Mapping[str, Any]) -> dict[st
     return keywords
 
 
-def _shelf_bytes(settings: Settings) -> int | None:
+def _buffer_pool_bytes(settings: Settings) -> int | None:
     param = settings.zero.offload_param
     if param.device != "nvme" or not param.max_in_cpu:
         return None

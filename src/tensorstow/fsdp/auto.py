@@ -85,7 +85,7 @@ def auto_plan(
     2. the same, states on DISK behind a ring of 48 MiB;
     3. parameters on HOST, states on HOST; 4. the same, states on DISK;
     5. parameters and states on DISK, three units at a time in memory, and as many more as are
-       fetched ahead where there is room (``shelf_bytes``);
+       fetched ahead where there is room (``buffer_pool_bytes``);
     6. the same with overlap="backward", where no more than a window of 64 MiB and one unit of
        gradients wait for their update.
 
@@ -181,7 +181,7 @@ def _with_disk_buffers(
     if plan.parameters != Tier.DISK or limit is None:
         return plan
     ahead = min(limit - needed[Tier.HOST], plan.prefetch * (sizes.largest_share + ALIGN))
-    return plan.but(shelf_bytes=sizes.least_in_memory + ahead)
+    return plan.but(buffer_pool_bytes=sizes.least_in_memory + ahead)
 
 
 def _share_of(unit: Unit, ranks: int) -> int:

@@ -19,9 +19,9 @@ class ParameterBytes:
     """Of parameters that stay in host memory."""
     disk_bytes: int
     """Of parameters on disk."""
-    lent_bytes: int
+    buffer_pool_bytes: int
     """Host memory that parameters on disk hold now."""
-    most_lent_bytes: int
+    most_buffer_pool_bytes: int
     """The most that they held at once."""
     bytes_read: int
     bytes_written: int
@@ -45,14 +45,14 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
     """
     shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
     on_disk = [shard for shard in shards if shard.pager is not None]
-    rooms = {id(c.pager.shelves): c.pager.shelves for c in on_disk if c.pager is not None}
+    rooms = {id(c.pager.pool): c.pager.pool for c in on_disk if c.pager is not None}
     blocks = {id(block): block.pinned_bytes for shard in shards if (block := _block_of(shard))}
     uploads = uploads_of(model)
     return ParameterBytes(
         host_bytes=sum(shard.padded.nbytes for shard in shards if shard.pager is None),
         disk_bytes=sum(shard.padded.nbytes for shard in on_disk),
-        lent_bytes=sum(room.held_bytes for room in rooms.values()),
-        most_lent_bytes=sum(room.high_water_bytes for room in rooms.values()),
+        buffer_pool_bytes=sum(room.held_bytes for room in rooms.values()),
+        most_buffer_pool_bytes=sum(room.high_water_bytes for room in rooms.values()),
         bytes_read=sum(room.bytes_read for room in rooms.values()),
         bytes_written=sum(room.bytes_written for room in rooms.values()),
         link_bytes_down=sum(shard.bytes_down for shard in shards) + landed_bytes(model),

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from tensorstow.io.buffer_pool import Shelf
+from tensorstow.io.buffer_pool import PooledBuffer
 from tensorstow.io.pinned import PinnedBlock
 
 
@@ -25,7 +25,7 @@ class ShardStorage(ABC):
     Padding is the last rows of the first dimension; FSDP2 gathers it too.
     """
 
-    pager: Shelf | None = None
+    pager: PooledBuffer | None = None
     """The disk-backed buffer that the bytes are in; None: they stay in host memory."""
 
     def __init__(self, padded: torch.Tensor, rows: int) -> None:
@@ -137,10 +137,10 @@ class HostShard(ShardStorage):
 class DiskShard(ShardStorage):
     """A shard that is on disk, and in memory while it is pinned."""
 
-    pager: Shelf
+    pager: PooledBuffer
 
     def __init__(
-        self, padded: torch.Tensor, rows: int, buffer: Shelf, prefetcher: "Prefetcher"
+        self, padded: torch.Tensor, rows: int, buffer: PooledBuffer, prefetcher: "Prefetcher"
     ) -> None:
         """Take a part of ``buffer``.
 
@@ -157,17 +157,17 @@ class DiskShard(ShardStorage):
     def pin(self) -> torch.Tensor:
         """Return the newest padded weight, which stays in memory until ``unpin``."""
         self.before_read()
-        self.pager.lease()
+        self.pager.pin()
         try:
             self._prefetcher.record_use(self.pager)
         except BaseException:  # an interrupt: nobody will unpin what was not returned
-            self.pager.release()
+            self.pager.unpin()
             raise
         return self.padded
 
     def unpin(self, *, dirty: bool = False) -> None:
         """End what ``pin`` began; ``dirty``: the bytes were changed and are to be written back."""
-        self.pager.release(changed=dirty)
+        self.pager.unpin(dirty=dirty)
 
     def pin_for_copy(self) -> torch.Tensor:
         """Return the newest padded weight, to be copied before the next unit's is asked for."""
@@ -185,13 +185,13 @@ class DiskShard(ShardStorage):
         self.before_read()
         if write:
             self.discard_copies()
-        self.pager.lease(to_change=write)
+        self.pager.pin(for_write=write)
         try:
             yield
         finally:
             if write:
                 self.discard_copies()
-            self.pager.release(changed=write)
+            self.pager.unpin(dirty=write)
 
 
 class Prefetcher:
@@ -200,27 +200,27 @@ class Prefetcher:
     def __init__(self, ahead: int) -> None:
         """Read up to ``ahead`` units beyond the one in use."""
         self._ahead = ahead
-        self._pinned: Shelf | None = None
-        self._last: tuple[Shelf | None, Shelf | None] = (None, None)
-        self._next: dict[tuple[Shelf | None, Shelf | None], Shelf] = {}
+        self._pinned: PooledBuffer | None = None
+        self._last: tuple[PooledBuffer | None, PooledBuffer | None] = (None, None)
+        self._next: dict[tuple[PooledBuffer | None, PooledBuffer | None], PooledBuffer] = {}
 
-    def pin(self, buffer: Shelf) -> None:
+    def pin(self, buffer: PooledBuffer) -> None:
         """Return when ``buffer`` is in memory, where it stays until ``unpin``.
 
         The one that was pinned before is unpinned: it has been copied.
         """
         if buffer is not self._pinned:
             self._unpin()
-            buffer.lease()
+            buffer.pin()
             self._pinned = buffer
         self.record_use(buffer)
 
-    def unpin(self, buffer: Shelf) -> None:
+    def unpin(self, buffer: PooledBuffer) -> None:
         """Let ``buffer`` leave memory. Idempotent."""
         if buffer is self._pinned:
             self._unpin()
 
-    def record_use(self, buffer: Shelf) -> None:
+    def record_use(self, buffer: PooledBuffer) -> None:
         """Learn that ``buffer`` is used now, and begin reading those that follow."""
         before, last = self._last
         if buffer is last:
@@ -237,7 +237,7 @@ class Prefetcher:
     def _unpin(self) -> None:
         last, self._pinned = self._pinned, None
         if last is not None:
-            last.release()
+            last.unpin()
 
 
 def _do_nothing() -> None:

@@ -23,7 +23,7 @@ from tensorstow.fsdp.single_rank import InPlaceReduceScatter, UnshardedAlias
 from tensorstow.fsdp.stowed_parameter import AllGatherInput, StowedParameter, storage_of
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.uploads import Uploads
-from tensorstow.io.buffer_pool import Shelves
+from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import is_away
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
@@ -154,7 +154,7 @@ class Sharding:
 class DiskPool:
     """Where units on DISK have their bytes."""
 
-    buffers: Shelves
+    buffers: BufferPool
     prefetcher: Prefetcher
 
 

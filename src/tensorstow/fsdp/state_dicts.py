@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.stowed_parameter import StowedParameter
-from tensorstow.io.buffer_pool import Shelf
+from tensorstow.io.buffer_pool import PooledBuffer
 from tensorstow.io.mapped import scratch_pieces
 from tensorstow.tensors.dtensor import part_of
 
@@ -140,10 +140,10 @@ def to_savable(value: DTensor) -> torch.Tensor:
     return made
 
 
-def _copy(values: torch.Tensor, shelf: Shelf) -> torch.Tensor:
+def _copy(values: torch.Tensor, buffer: PooledBuffer) -> torch.Tensor:
     if values.nbytes <= SMALL_BYTES:
         return values.clone()
-    with scratch_pieces(shelf.shelves.directory, values.nbytes) as file:
+    with scratch_pieces(buffer.pool.directory, values.nbytes) as file:
         file.write(values, 0)
         return file.map().tensor(0, values.shape, values.dtype)
 

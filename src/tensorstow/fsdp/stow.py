@@ -56,7 +56,7 @@ from tensorstow.fsdp.validation import (
     validate_same_on_ranks,
     validate_units,
 )
-from tensorstow.io.buffer_pool import Shelves
+from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import is_away, open_link
 from tensorstow.io.files import ALIGN
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -231,10 +231,10 @@ def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:
         return None
     total = sum(sizes) + ALIGN * len(sizes)
     least = sum(sorted(sizes)[-MIN_UNITS_IN_MEMORY:]) + MIN_UNITS_IN_MEMORY * ALIGN
-    capacity = int(plan.shelf_bytes or 0) or least + plan.prefetch * max(sizes)
+    capacity = int(plan.buffer_pool_bytes or 0) or least + plan.prefetch * max(sizes)
     if capacity < least:
         message = (
-            f"shelf_bytes={format_bytes(capacity)} was given for parameters on disk, and"
+            f"buffer_pool_bytes={format_bytes(capacity)} was given for parameters on disk, and"
             f" {MIN_UNITS_IN_MEMORY} units, of which one is computed with and others are updated,"
             f" have {format_bytes(least)}: give at least that, or smaller units."
         )
@@ -245,7 +245,7 @@ def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:
     place = (
         choose_directory(total) if directory is None else make_directories([directory])[0]
     ).path
-    return DiskPool(Shelves(place, total, capacity), Prefetcher(plan.prefetch))
+    return DiskPool(BufferPool(place, total, capacity), Prefetcher(plan.prefetch))
 
 
 def _automatic(

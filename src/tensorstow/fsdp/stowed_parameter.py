@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.single_rank import UnshardedAlias
 from tensorstow.fsdp.uploads import Uploads
-from tensorstow.io.buffer_pool import Shelf
+from tensorstow.io.buffer_pool import PooledBuffer
 
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _NEW_ZEROS = torch.ops.aten.new_zeros.default
@@ -68,7 +68,7 @@ class StowedParameter(torch.Tensor):
         return self.source.storage.home
 
     @property
-    def pager(self) -> Shelf | None:
+    def pager(self) -> PooledBuffer | None:
         """The disk-backed buffer that ``home`` is in; None: it stays in host memory."""
         return self.source.storage.pager
 

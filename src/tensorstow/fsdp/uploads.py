@@ -10,8 +10,8 @@ for each other and the host for none: a buffer is filled again behind the gather
                                -> rising again without a copy, where the same unit comes next
 
 Bytes that a copy can read by itself, pinned ones in the dtype that is computed in, are read where
-they are. Others (on a shelf, pageable, to be cast) pass through a pinned buffer beside the
-device's, so that a shelf's memory is given back at once.
+they are. Others (in a pool's buffer, pageable, to be cast) pass through a pinned buffer beside the
+device's, so that a buffer's memory is given back at once.
 
 [Note: Old weights] What is uploaded must be the newest weight, and host memory must not change
 under a copy. Before a step, a resume or a write to a parameter, uploads are waited for and
@@ -37,7 +37,7 @@ from torch import nn
 
 from tensorstow.base.sizes import round_up
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
-from tensorstow.io.buffer_pool import Shelf
+from tensorstow.io.buffer_pool import PooledBuffer
 from tensorstow.io.device_link import DeviceEvent, DeviceLink, is_away
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -54,7 +54,7 @@ class _Unit:
     cells: Sequence[ShardStorage]
     dtypes: Sequence[torch.dtype]
     """That they are computed in."""
-    shelf: Shelf | None
+    buffer: PooledBuffer | None
     staged: Sequence[bool]
     """Which of them pass through pinned memory."""
     is_newest: bool = False
@@ -137,15 +137,15 @@ class Uploads:
     ) -> None:
         """Take the cells of one unit and the dtypes that they are computed in.
 
-        ``prefetcher``: of their shelf, where they are on one. All units are added before the first
+        ``prefetcher``: of their buffer, where they are on one. All units are added before the first
         gather.
         """
         if not cells:
             return
-        shelf = cells[0].pager
+        buffer = cells[0].pager
         pairs = list(zip(cells, dtypes, strict=True))
         staged = [not cell.is_page_locked or cell.padded.dtype != dtype for cell, dtype in pairs]
-        unit = _Unit(cells, dtypes, shelf, staged)
+        unit = _Unit(cells, dtypes, buffer, staged)
         self._units.append(unit)
         for cell in cells:
             self._of[id(cell)] = unit
@@ -266,8 +266,8 @@ class Uploads:
         self._next[self._last] = unit
         self._last = (self._last[1], unit)
         prefetcher = self._prefetchers.get(id(unit.cells[0]))
-        if prefetcher is not None and unit.shelf is not None:
-            prefetcher.record_use(unit.shelf)
+        if prefetcher is not None and unit.buffer is not None:
+            prefetcher.record_use(unit.buffer)
         self._go_ahead()
 
     def _is_final(self, unit: _Unit) -> bool:
@@ -288,7 +288,7 @@ class Uploads:
         """Begin with a unit that nobody has asked for, where nothing is to be waited for."""
         if self._beside_forward and not unit.is_newest:
             return False
-        if unit.shelf is not None and not unit.shelf.is_ready():
+        if unit.buffer is not None and not unit.buffer.is_ready():
             return False
         buffer = self._idle()
         if buffer is None or (any(unit.staged) and buffer.copied and not buffer.copied.query()):
@@ -326,15 +326,15 @@ class Uploads:
         """Begin copying a unit's shards to ``buffer``."""
         if any(unit.staged) and buffer.copied is not None and not buffer.copied.query():
             buffer.copied.synchronize()  # the link is behind: pinned memory is still read
-        if unit.shelf is not None:
-            unit.shelf.lease()
+        if unit.buffer is not None:
+            unit.buffer.pin()
         try:
             shards, pairs = self._cut(unit, buffer)
             # Where some of it is pageable, that has been read when this returns.
             self._copied = copied = self.link.h2d(pairs, [buffer.ready])
         finally:
-            if unit.shelf is not None:
-                unit.shelf.release()
+            if unit.buffer is not None:
+                unit.buffer.unpin()
         buffer.copied = buffer.ready = copied
         upload = self._under_way[unit] = _Upload(unit, buffer, shards, copied)
         return upload

@@ -1,13 +1,13 @@
-"""Shelves: tensors on disk that come to memory and go together.
+"""A buffer pool: tensors on disk, read into memory while they are pinned.
 
-[Note: A shelf's memory] Each shelf has a range of addresses of its own for ever, and pages only
+[Note: A buffer's memory] Each buffer has a range of addresses of its own for ever, and pages only
 while somebody needs its bytes: they are read into place, and the pages are given back. So a weight
 has one address for the optimizer's kernels, whoever fetched it and whenever.
 
-    absent --fetch--> reading --lease--> present --(nobody has it, others were used later)--> absent
-    the last lease of changed bytes ends: writing too; absent only when they are on disk
+    absent --fetch--> reading --pin--> present --(nobody has it, others were used later)--> absent
+    the last pin of changed bytes ends: writing too; absent only when they are on disk
 
-The memory of all shelves stays within a capacity, unless more than that is leased at once.
+The memory of all buffers stays within a capacity, unless more than that is pinned at once.
 """
 
 import threading
@@ -27,26 +27,26 @@ from tensorstow.io.files import ALIGN, IoFuture, accepts_direct, scratch_file
 _KEPT = 2
 
 
-class Shelf:
-    """Tensors that move as one: on disk, and in memory while they are leased."""
+class PooledBuffer:
+    """Tensors that move as one: on disk, and in memory while they are pinned."""
 
-    def __init__(self, shelves: "Shelves", nbytes: int, offset: int) -> None:
+    def __init__(self, pool: "BufferPool", nbytes: int, offset: int) -> None:
         """Take ``nbytes`` of the file from ``offset``; hold none of its memory yet."""
         self.nbytes = nbytes
         self.offset = offset
-        self.shelves = shelves
+        self.pool = pool
         self._arena = Arena(nbytes, in_children=False)
         self.bytes = self._arena.tensor(0, nbytes, torch.uint8)
-        self.leases = 0
+        self.pins = 0
         self.present = False
-        self.changed = False
+        self.dirty = False
         self.reading: IoFuture | None = None
         self.writing: IoFuture | None = None
         self.checksum: int | None = None
         """Of what is on disk; None: nothing was ever written."""
 
     def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor over the bytes from ``at``, to be used while leased alone.
+        """Return a tensor over the bytes from ``at``, to be used while pinned alone.
 
         Each has a version counter of its own.
         """
@@ -54,34 +54,34 @@ class Shelf:
 
     def fetch(self) -> None:
         """Begin reading, where there is room without taking it from anybody."""
-        self.shelves.fetch(self)
+        self.pool.fetch(self)
 
     def is_ready(self) -> bool:
-        """Return whether a lease would wait for nothing."""
-        return self.shelves.is_ready(self)
+        """Return whether a pin would wait for nothing."""
+        return self.pool.is_ready(self)
 
-    def lease(self, *, to_change: bool = False) -> None:
+    def pin(self, *, for_write: bool = False) -> None:
         """Return when the bytes are in memory; they stay until ``release``.
 
         Raises TransferError or DamageError where they cannot be read as they were written.
         """
-        self.shelves.lease(self, to_change=to_change)
+        self.pool.pin(self, for_write=for_write)
 
-    def fits(self, nbytes: int) -> bool:
-        """Return whether so much more may be leased, with room for any one shelf besides."""
-        return self.shelves.fits(nbytes)
+    def can_pin(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
+        return self.pool.can_pin(nbytes)
 
-    def release(self, *, changed: bool = False) -> None:
-        """End a lease; ``changed``: the bytes are to be written back."""
-        self.shelves.release(self, changed=changed)
+    def unpin(self, *, dirty: bool = False) -> None:
+        """End a pin; ``dirty``: the bytes are to be written back."""
+        self.pool.unpin(self, dirty=dirty)
 
     def drop_pages(self) -> None:
         """Give the memory back."""
         self._arena.drop()
 
 
-class Shelves:
-    """Shelves in one file, and a bound on their memory."""
+class BufferPool:
+    """Buffers in one file, and a bound on the memory that they take."""
 
     def __init__(self, directory: Path, nbytes: int, capacity: int) -> None:
         """Make a file of ``nbytes`` without a name; hold up to ``capacity`` bytes in memory.
@@ -94,7 +94,7 @@ class Shelves:
         weakref.finalize(self, self._file.close)
         self._capacity = capacity
         self._end = self._largest = 0
-        self._recent: dict[Shelf, None] = {}
+        self._recent: dict[PooledBuffer, None] = {}
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
         self.held_bytes = 0
@@ -102,98 +102,98 @@ class Shelves:
         self.bytes_read = 0
         self.bytes_written = 0
 
-    def add(self, nbytes: int) -> Shelf:
-        """Return a shelf of zeros, of ``nbytes`` rounded up."""
-        shelf = Shelf(self, -(-nbytes // ALIGN) * ALIGN, self._end)
-        self._end += shelf.nbytes
-        self._largest = max(self._largest, shelf.nbytes)
-        return shelf
+    def add(self, nbytes: int) -> PooledBuffer:
+        """Return a buffer of zeros, of ``nbytes`` rounded up."""
+        buffer = PooledBuffer(self, -(-nbytes // ALIGN) * ALIGN, self._end)
+        self._end += buffer.nbytes
+        self._largest = max(self._largest, buffer.nbytes)
+        return buffer
 
-    def fetch(self, shelf: Shelf) -> None:
-        """Begin reading ``shelf``, unless memory would have to be waited for."""
+    def fetch(self, buffer: PooledBuffer) -> None:
+        """Begin reading ``buffer``, unless memory would have to be waited for."""
         with self._poisoning():
-            if not shelf.present and self._make_room(shelf.nbytes, wait=False):
-                self._bring(shelf)
+            if not buffer.present and self._make_room(buffer.nbytes, wait=False):
+                self._bring(buffer)
 
-    def is_ready(self, shelf: Shelf) -> bool:
-        """Return whether ``shelf`` is in memory, and read."""
+    def is_ready(self, buffer: PooledBuffer) -> bool:
+        """Return whether ``buffer`` is in memory, and read."""
         with self._lock:
-            return shelf.present and (shelf.reading is None or shelf.reading.done())
+            return buffer.present and (buffer.reading is None or buffer.reading.done())
 
-    def lease(self, shelf: Shelf, *, to_change: bool) -> None:
-        """Return when the bytes of ``shelf`` are in memory and will stay."""
+    def pin(self, buffer: PooledBuffer, *, for_write: bool) -> None:
+        """Return when the bytes of ``buffer`` are in memory and will stay."""
         with self._poisoning():
-            if not shelf.present:
-                self._make_room(shelf.nbytes, wait=True)
-                self._bring(shelf)
-            shelf.leases += 1
-            self._touch(shelf)
-            self._end_read(shelf)
-            if to_change:
-                self._end_write(shelf)
+            if not buffer.present:
+                self._make_room(buffer.nbytes, wait=True)
+                self._bring(buffer)
+            buffer.pins += 1
+            self._touch(buffer)
+            self._end_read(buffer)
+            if for_write:
+                self._end_write(buffer)
 
-    def fits(self, nbytes: int) -> bool:
-        """Return whether so much more may be leased, with room for any one shelf besides."""
+    def can_pin(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
         with self._lock:
-            leased = sum(shelf.nbytes for shelf in self._recent if shelf.leases)
-            return leased + nbytes + self._largest <= self._capacity
+            pinned = sum(buffer.nbytes for buffer in self._recent if buffer.pins)
+            return pinned + nbytes + self._largest <= self._capacity
 
-    def release(self, shelf: Shelf, *, changed: bool) -> None:
-        """End a lease; begin writing ``changed`` bytes when nobody has one any more."""
+    def unpin(self, buffer: PooledBuffer, *, dirty: bool) -> None:
+        """End a pin; begin writing ``dirty`` bytes when nobody has one any more."""
         with self._poisoning():
-            shelf.leases -= 1
-            shelf.changed |= changed
-            if shelf.leases == 0 and shelf.changed:
-                self._end_write(shelf)
-                shelf.changed = False
-                shelf.checksum = _native.checksum(shelf.bytes.data_ptr(), shelf.nbytes)
-                shelf.writing = self._file.write(shelf.bytes, shelf.offset)
-                self.bytes_written += shelf.nbytes
+            buffer.pins -= 1
+            buffer.dirty |= dirty
+            if buffer.pins == 0 and buffer.dirty:
+                self._end_write(buffer)
+                buffer.dirty = False
+                buffer.checksum = _native.checksum(buffer.bytes.data_ptr(), buffer.nbytes)
+                buffer.writing = self._file.write(buffer.bytes, buffer.offset)
+                self.bytes_written += buffer.nbytes
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return when nothing is under way; raises what failed."""
         with self._poisoning():
-            for shelf in self._recent:
-                self._end_read(shelf)
-                self._end_write(shelf)
+            for buffer in self._recent:
+                self._end_read(buffer)
+                self._end_write(buffer)
 
     def close(self) -> None:
         """Let file and memory go. Idempotent."""
         with self._lock:
             self._file.close()
-            for shelf in list(self._recent):
-                self._drop(shelf)
+            for buffer in list(self._recent):
+                self._drop(buffer)
 
-    def _bring(self, shelf: Shelf) -> None:
-        shelf.present = True
-        self._touch(shelf)
-        self.held_bytes += shelf.nbytes
+    def _bring(self, buffer: PooledBuffer) -> None:
+        buffer.present = True
+        self._touch(buffer)
+        self.held_bytes += buffer.nbytes
         self.high_water_bytes = max(self.high_water_bytes, self.held_bytes)
-        if shelf.checksum is not None:
-            shelf.reading = self._file.read(shelf.bytes, shelf.offset)
-            self.bytes_read += shelf.nbytes
+        if buffer.checksum is not None:
+            buffer.reading = self._file.read(buffer.bytes, buffer.offset)
+            self.bytes_read += buffer.nbytes
 
-    def _touch(self, shelf: Shelf) -> None:
-        self._recent.pop(shelf, None)
-        self._recent[shelf] = None
+    def _touch(self, buffer: PooledBuffer) -> None:
+        self._recent.pop(buffer, None)
+        self._recent[buffer] = None
 
-    def _end_read(self, shelf: Shelf) -> None:
-        if shelf.reading is None:
+    def _end_read(self, buffer: PooledBuffer) -> None:
+        if buffer.reading is None:
             return
-        reading, shelf.reading = shelf.reading, None
+        reading, buffer.reading = buffer.reading, None
         reading.wait()
-        if _native.checksum(shelf.bytes.data_ptr(), shelf.nbytes) != shelf.checksum:
+        if _native.checksum(buffer.bytes.data_ptr(), buffer.nbytes) != buffer.checksum:
             message = (
-                f"read of {shelf.nbytes} bytes at offset {shelf.offset} of {self._file.path} gave"
+                f"read of {buffer.nbytes} bytes at offset {buffer.offset} of {self._file.path} gave"
                 " other weights than were written there: their checksum does not fit. Look at"
                 " `dmesg` and the drive's health; go on from the last commit."
             )
             raise DamageError(message)
 
     @staticmethod
-    def _end_write(shelf: Shelf) -> None:
-        if shelf.writing is not None:
-            writing, shelf.writing = shelf.writing, None
+    def _end_write(buffer: PooledBuffer) -> None:
+        if buffer.writing is not None:
+            writing, buffer.writing = buffer.writing, None
             writing.wait()
 
     def _make_room(self, nbytes: int, *, wait: bool) -> bool:
@@ -203,22 +203,22 @@ class Shelves:
         used last: in a backward, one is computed with and the other will be updated.
         """
         oldest = list(self._recent)
-        for shelf in oldest if wait else oldest[:-_KEPT]:
+        for buffer in oldest if wait else oldest[:-_KEPT]:
             if self.held_bytes + nbytes <= self._capacity:
                 break
-            busy = shelf.reading or (shelf.writing is not None and not shelf.writing.done())
-            if shelf.leases or (busy and not wait):
+            busy = buffer.reading or (buffer.writing is not None and not buffer.writing.done())
+            if buffer.pins or (busy and not wait):
                 continue
-            self._end_read(shelf)
-            self._end_write(shelf)
-            self._drop(shelf)
+            self._end_read(buffer)
+            self._end_write(buffer)
+            self._drop(buffer)
         return self.held_bytes + nbytes <= self._capacity
 
-    def _drop(self, shelf: Shelf) -> None:
-        del self._recent[shelf]
-        shelf.present = False
-        self.held_bytes -= shelf.nbytes
-        shelf.drop_pages()
+    def _drop(self, buffer: PooledBuffer) -> None:
+        del self._recent[buffer]
+        buffer.present = False
+        self.held_bytes -= buffer.nbytes
+        buffer.drop_pages()
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:

@@ -6,9 +6,9 @@ that the chunk waits for. So gradients are kept here until all of a chunk's are 
 lends its weights memory is asked for it, and the pipeline gets them. What a chunk is not to get is
 said at the step's end, in the same way: a commit takes weights out of chunks without a gradient.
 
-A lease ends when nothing more of its lessor is to come. Where others need the room it ends when no
+A lease ends when nothing more of its buffer is to come. Where others need the room it ends when no
 chunk under way needs it, and is taken again later: a parameter that gets no gradient keeps nobody's
-memory. So at most two lessors lend at once, fewer where there is no room for that, or as many as
+memory. So at most two buffers lend at once, fewer where there is no room for that, or as many as
 one chunk has parts of: states are cut so that this is one, unless they were cut for another plan
 and resumed.
 """
@@ -113,7 +113,7 @@ class DiskFeed:
         """Chunks that were not handed over yet."""
         self._parts_of: dict[int, list[_Part]] = {}
         self._left: dict[int, int] = {}
-        """By lessor: chunks that are not updated yet."""
+        """By buffer: chunks that are not updated yet."""
         self._granted: list[_Granted] = []
         self._pins: dict[int, _Pin] = {}
         expected = self._due.union(numbers.bystanders)
@@ -174,7 +174,7 @@ class DiskFeed:
     # --- inside ---
 
     def _by_pager(self, parts: Sequence[_Part]) -> Sequence[_Part]:
-        """Return ``parts`` in their order, but those of one lessor together: it is lent once."""
+        """Return ``parts`` in their order, but those of one buffer together: it is pinned once."""
         first: dict[int, int] = {}
         ranks = {}
         for index, part in enumerate(parts):
@@ -238,10 +238,10 @@ class DiskFeed:
         if not missing:
             return len(self._pins) <= max(_AT_ONCE, len(needed))
         few = len(self._pins) + len(missing) <= max(_AT_ONCE, len(needed))
-        return few and missing[0].fits(sum(pager.nbytes for pager in missing))
+        return few and missing[0].can_pin(sum(pager.nbytes for pager in missing))
 
     def _take(self, key: int, pager: Pager) -> _Pin:
-        pager.lease(to_change=bool(self._due))
+        pager.pin(for_write=bool(self._due))
         pin = self._pins[key] = _Pin(pager)
         return pin
 
@@ -267,4 +267,4 @@ class DiskFeed:
 
     def _end(self, key: int) -> None:
         pin = self._pins.pop(key)
-        pin.pager.release(changed=pin.changed)
+        pin.pager.unpin(dirty=pin.changed)

@@ -76,7 +76,7 @@ class ManagedParam:
     host_weight: HostWeight | None = None
     """Its weight in host memory, where the parameter is on an accelerator."""
     pager: Pager | None = None
-    """Who lends its weight memory, where it is on disk."""
+    """The buffer that its weight is in, where it is on disk."""
     order: Order | None = None
     """Of its dimensions in memory, where not their own ([Note: Memory formats])."""
     updated_there: bool = False
@@ -115,9 +115,9 @@ class ManagedParam:
         """Return whether a 16-bit weight must be compared with its master."""
         return self.written != stamp_of(self.parameter, self.owner)
 
-    def held(self, *, to_change: bool = False) -> AbstractContextManager[None]:
+    def held(self, *, for_write: bool = False) -> AbstractContextManager[None]:
         """Let the weight be in memory inside."""
-        return pinned_by(self.pager, to_change=to_change)
+        return pinned_by(self.pager, for_write=for_write)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -73,46 +73,46 @@ def out_of_order(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
 
 
 class Pager(Protocol):
-    """Who lends a shard its memory, for its bytes are on disk."""
+    """Memory of a shard whose bytes are on disk."""
 
     nbytes: int
-    """What it lends."""
+    """Host memory that pinning it takes."""
 
-    def fits(self, nbytes: int) -> bool:
-        """Return whether so much more may be lent, and whoever computes still has room."""
+    def can_pin(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
 
     def fetch(self) -> None:
         """Begin bringing the bytes in, where there is room."""
 
-    def lease(self, *, to_change: bool = False) -> None:
-        """Return when the bytes are in memory; they stay until ``release``."""
+    def pin(self, *, for_write: bool = False) -> None:
+        """Return when the bytes are in memory; they stay until ``unpin``."""
 
-    def release(self, *, changed: bool = False) -> None:
-        """End a lease; ``changed``: the bytes are to be written back."""
+    def unpin(self, *, dirty: bool = False) -> None:
+        """End a pin; ``dirty``: the bytes are to be written back."""
 
 
 def pager_of(parameter: torch.Tensor) -> Pager | None:
-    """Return who lends the shard of ``parameter`` its memory; None: it has memory of its own."""
+    """Return the buffer that the shard of ``parameter`` is in; None: it stays in memory."""
     pager: Pager | None = getattr(_local(parameter), "pager", None)
     return pager
 
 
-def lent(parameter: torch.Tensor, *, to_change: bool = False) -> AbstractContextManager[None]:
+def in_memory(parameter: torch.Tensor, *, for_write: bool = False) -> AbstractContextManager[None]:
     """Let the bytes of the shard of ``parameter`` be in memory inside, those on disk too."""
-    return pinned_by(pager_of(parameter), to_change=to_change)
+    return pinned_by(pager_of(parameter), for_write=for_write)
 
 
 @contextmanager
-def pinned_by(pager: Pager | None, *, to_change: bool = False) -> Iterator[None]:
-    """Have a lease inside; ``to_change``: what it lends is written back. None lends nothing."""
+def pinned_by(pager: Pager | None, *, for_write: bool = False) -> Iterator[None]:
+    """Pin the buffer for the block; ``for_write``: it is written back. No-op for None."""
     if pager is None:
         yield
         return
-    pager.lease(to_change=to_change)
+    pager.pin(for_write=for_write)
     try:
         yield
     finally:
-        pager.release(changed=to_change)
+        pager.unpin(dirty=for_write)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -53,7 +53,7 @@ def test_json_goes_there_and_back() -> None:
             "run inside step",
         ),
         ({"ram_budget": "64MiB"}, "all of which stay there"),
-        ({"shelf_bytes": "1MiB"}, "no unit's parameters are on disk"),
+        ({"buffer_pool_bytes": "1MiB"}, "no unit's parameters are on disk"),
         ({"states": "disk", "ram_budget": "64" + "M"}, "ram_budget"),
     ],
 )

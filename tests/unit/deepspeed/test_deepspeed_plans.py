@@ -97,4 +97,4 @@ def test_states_in_memory_are_told_of_no_directory() -> None:
 def test_elements_in_memory_are_the_shelves_bytes(elements: int, nbytes: int | None) -> None:
     param = OffloadParam("nvme", "/a", max_in_cpu=elements)
     plan = plan_of(settings(Zero(3, offload_param=param), bf16=True))
-    assert plan.shelf_bytes == nbytes
+    assert plan.buffer_pool_bytes == nbytes

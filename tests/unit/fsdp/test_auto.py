@@ -20,7 +20,7 @@ from tensorstow.step.backpressure import WINDOW_BYTES
 
 G = 1 << 30
 SIZES = Sizes(100 * G, gradients=100 * G, states=200 * G, largest_unit=10 * G, largest_share=10 * G)
-SHELVED = 30 * G + 3 * ALIGN
+POOLED = 30 * G + 3 * ALIGN
 """Of HOST: three units of parameters on DISK."""
 DEVICE = 120 * G + MOST_UNDER_WAY
 """Parameters, two units gathered, and gradients on their way down."""
@@ -44,8 +44,8 @@ def test_everything_is_as_high_as_it_fits() -> None:
 
 
 def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
-    roomy = 100 * G + SHELVED + RING_BYTES
-    tight = 10 * G + WINDOW_BYTES + SHELVED + RING_BYTES
+    roomy = 100 * G + POOLED + RING_BYTES
+    tight = 10 * G + WINDOW_BYTES + POOLED + RING_BYTES
     assert auto_plan(SIZES, Budget(host=roomy), device_is_host=True).overlap == "none"
     assert auto_plan(SIZES, Budget(host=tight), device_is_host=True).overlap == "backward"
     with pytest.raises(BudgetError, match=r"1 B of HOST"):
@@ -53,14 +53,14 @@ def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
 
 
 def test_shelves_have_what_the_budget_leaves() -> None:
-    least = 100 * G + SHELVED + RING_BYTES
-    for host, shelves in (
-        (least, SHELVED),
-        (least + 7, SHELVED + 7),
-        (least + 50 * G, SHELVED + 2 * (10 * G + ALIGN)),  # two are fetched ahead
+    least = 100 * G + POOLED + RING_BYTES
+    for host, pool_bytes in (
+        (least, POOLED),
+        (least + 7, POOLED + 7),
+        (least + 50 * G, POOLED + 2 * (10 * G + ALIGN)),  # two are fetched ahead
     ):
         plan = auto_plan(SIZES, Budget(host=host), device_is_host=True)
-        assert (plan.parameters, plan.shelf_bytes) == (Tier.DISK, shelves)
+        assert (plan.parameters, plan.buffer_pool_bytes) == (Tier.DISK, pool_bytes)
 
 
 class Deep(nn.Module):
@@ -85,7 +85,7 @@ def test_a_run_holds_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) ->
         model(torch.randn(2, 512)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    memory, lent = optimizer.memory(), parameter_bytes(model).most_lent_bytes
+    memory, lent = optimizer.memory(), parameter_bytes(model).most_buffer_pool_bytes
     optimizer.close()
     assert lent > 3 << 20  # the sum below is of a run whose parameters are on disk
     assert memory.ring_bytes + memory.gradient_bytes + lent <= budget

@@ -47,14 +47,14 @@ def test_parameters_in_host_memory_are_counted_with_their_padding(
 @pytest.mark.parametrize(("world", "rows"), [(1, 33), (2, 17)])
 def test_parameters_on_disk_are_lent_memory_and_read(ranks: Pool, world: int, rows: int) -> None:
     shard = rows * COLUMNS * 4
-    shelf = -(-shard // PAGE) * PAGE
-    plan = Plan(parameters="disk", prefetch=0, shelf_bytes=3 * (shelf + PAGE))
+    nbytes = -(-shard // PAGE) * PAGE
+    plan = Plan(parameters="disk", prefetch=0, buffer_pool_bytes=3 * (nbytes + PAGE))
     for before, after in ranks(world).run(reported, plan):
         assert (after.host_bytes, after.disk_bytes) == (0, LAYERS * shard)
-        assert before.bytes_written == after.bytes_written == LAYERS * shelf
-        assert 0 < after.lent_bytes <= after.most_lent_bytes <= 3 * (shelf + PAGE)
+        assert before.bytes_written == after.bytes_written == LAYERS * nbytes
+        assert 0 < after.buffer_pool_bytes <= after.most_buffer_pool_bytes <= 3 * (nbytes + PAGE)
         # Those in memory are the last ones: every forward begins with others.
-        assert after.bytes_read - before.bytes_read == LAYERS * shelf
+        assert after.bytes_read - before.bytes_read == LAYERS * nbytes
 
 
 def test_a_model_that_is_not_stowed_holds_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
-from tensorstow.io.buffer_pool import Shelf, Shelves
+from tensorstow.io.buffer_pool import BufferPool, PooledBuffer
 
 MIB = 1 << 20
 
@@ -29,31 +29,31 @@ def test_whoever_reads_waits_for_the_newest_weight() -> None:
 
 
 def test_a_shard_on_disk_is_read_when_pinned_and_written_when_dirty(tmp_path: Path) -> None:
-    shelves = Shelves(tmp_path, 2 * MIB, MIB)
-    shelf, other = shelves.add(MIB), shelves.add(MIB)
-    shard = DiskShard(shelf.tensor(0, (4, 2), torch.float32), 3, shelf, Prefetcher(0))
+    pool = BufferPool(tmp_path, 2 * MIB, MIB)
+    buffer, other = pool.add(MIB), pool.add(MIB)
+    shard = DiskShard(buffer.tensor(0, (4, 2), torch.float32), 3, buffer, Prefetcher(0))
     with shard.access(write=True):
         shard.home.fill_(5.0)
     with torch.no_grad():
-        other.lease()  # takes the memory
-        assert not shelf.present
-        other.release()
+        other.pin()  # takes the memory
+        assert not buffer.present
+        other.unpin()
     assert shard.pin()[:3].eq(5.0).all()
     assert shard.pin_for_copy() is shard.padded
     shard.unpin_after_copy()
-    assert shelf.leases == 1
+    assert buffer.pins == 1
     shard.unpin()
-    assert shelves.bytes_written == MIB
-    assert shelf.leases == 0
+    assert pool.bytes_written == MIB
+    assert buffer.pins == 0
 
 
 def test_what_could_not_be_pinned_is_not_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelves = Shelves(tmp_path, MIB, MIB)
-    shelf = shelves.add(4096)
+    pool = BufferPool(tmp_path, MIB, MIB)
+    buffer = pool.add(4096)
     prefetcher = Prefetcher(1)
-    shard = DiskShard(shelf.tensor(0, (4, 2), torch.float32), 4, shelf, prefetcher)
+    shard = DiskShard(buffer.tensor(0, (4, 2), torch.float32), 4, buffer, prefetcher)
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
@@ -61,29 +61,29 @@ def test_what_could_not_be_pinned_is_not_held(
     monkeypatch.setattr(prefetcher, "record_use", interrupted)
     with pytest.raises(KeyboardInterrupt):
         shard.pin()
-    assert shelf.leases == 0
-    shelves.close()
+    assert buffer.pins == 0
+    pool.close()
 
 
 SIZE = 1 << 16
 
 
-def _use(shelf: Shelf, prefetcher: Prefetcher) -> bool:
+def _use(buffer: PooledBuffer, prefetcher: Prefetcher) -> bool:
     """Return whether it was in memory before it was asked for."""
-    there = shelf.present
-    prefetcher.pin(shelf)
-    assert shelf.present
-    prefetcher.unpin(shelf)
+    there = buffer.present
+    prefetcher.pin(buffer)
+    assert buffer.present
+    prefetcher.unpin(buffer)
     return there
 
 
 def test_units_are_fetched_in_the_order_of_forward_and_of_backward(tmp_path: Path) -> None:
-    shelves = Shelves(tmp_path, 5 * SIZE, 3 * SIZE)
-    made = [shelves.add(SIZE) for _ in range(5)]
-    for shelf in made:
-        shelf.lease(to_change=True)
-        shelf.release(changed=True)
-        shelves.settle()
+    pool = BufferPool(tmp_path, 5 * SIZE, 3 * SIZE)
+    made = [pool.add(SIZE) for _ in range(5)]
+    for buffer in made:
+        buffer.pin(for_write=True)
+        buffer.unpin(dirty=True)
+        pool.synchronize()
     prefetcher = Prefetcher(1)
     course = [0, 1, 2, 3, 4, 3, 2, 1, 0]
     first = [_use(made[i], prefetcher) for i in course]
@@ -93,27 +93,27 @@ def test_units_are_fetched_in_the_order_of_forward_and_of_backward(tmp_path: Pat
 
 
 def test_one_shelf_is_open_at_a_time(tmp_path: Path) -> None:
-    shelves = Shelves(tmp_path, 2 * SIZE, 2 * SIZE)
-    first, second = shelves.add(SIZE), shelves.add(SIZE)
+    pool = BufferPool(tmp_path, 2 * SIZE, 2 * SIZE)
+    first, second = pool.add(SIZE), pool.add(SIZE)
     prefetcher = Prefetcher(0)
     prefetcher.pin(first)
     prefetcher.pin(first)  # another parameter of the unit
-    assert (first.leases, second.leases) == (1, 0)
+    assert (first.pins, second.pins) == (1, 0)
     prefetcher.pin(second)  # and nobody has closed the first
-    assert (first.leases, second.leases) == (0, 1)
+    assert (first.pins, second.pins) == (0, 1)
     prefetcher.unpin(first)
-    assert (first.leases, second.leases) == (0, 1)
+    assert (first.pins, second.pins) == (0, 1)
     prefetcher.unpin(second)
     prefetcher.unpin(second)
-    assert (first.leases, second.leases) == (0, 0)
+    assert (first.pins, second.pins) == (0, 0)
 
 
 def test_nothing_is_fetched_ahead_where_that_was_not_asked(tmp_path: Path) -> None:
-    shelves = Shelves(tmp_path, 3 * SIZE, SIZE)
-    made = [shelves.add(SIZE) for _ in range(3)]
-    for shelf in made:
-        shelf.lease(to_change=True)
-        shelf.release(changed=True)
+    pool = BufferPool(tmp_path, 3 * SIZE, SIZE)
+    made = [pool.add(SIZE) for _ in range(3)]
+    for buffer in made:
+        buffer.pin(for_write=True)
+        buffer.unpin(dirty=True)
     prefetcher = Prefetcher(0)
     for _ in range(2):
         assert not any(_use(made[i], prefetcher) for i in (0, 1, 2))

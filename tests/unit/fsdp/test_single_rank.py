@@ -120,9 +120,9 @@ def test_weights_are_computed_with_where_they_live(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert used == homes
-    shelves = {s for m in model for p in m.parameters() if (s := p.to_local().pager)}
-    assert len(shelves) == 4
-    assert [shelf.leases for shelf in shelves] == [0] * 4
+    pool = {s for m in model for p in m.parameters() if (s := p.to_local().pager)}
+    assert len(pool) == 4
+    assert [buffer.pins for buffer in pool] == [0] * 4
     assert parameter_bytes(model).bytes_read > 0
     optimizer.close()
 
@@ -178,6 +178,6 @@ def test_training_goes_on_behind_an_interrupt_between_two_weights_of_a_unit(
     loss = model(torch.ones(2, 8)).sum()
     loss.backward()
     optimizer.step()
-    shelves = {p.to_local().pager for p in model.parameters()}
-    assert [shelf.leases for shelf in shelves if shelf] == [0] * 4
+    pool = {p.to_local().pager for p in model.parameters()}
+    assert [buffer.pins for buffer in pool if buffer] == [0] * 4
     optimizer.close()

@@ -11,7 +11,7 @@ from torch import nn
 
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
 from tensorstow.fsdp.uploads import Uploads
-from tensorstow.io.buffer_pool import Shelves
+from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import DeviceEvent, Pairs, PlainLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.step.calls import Calls
@@ -230,14 +230,14 @@ def test_in_a_backward_nothing_is_copied_ahead_that_may_be_updated() -> None:
 
 
 def test_a_shelf_is_lent_for_the_copy_alone(tmp_path: Path) -> None:
-    shelves = Shelves(tmp_path, 1 << 20, 1 << 20)
+    pool = BufferPool(tmp_path, 1 << 20, 1 << 20)
     prefetcher = Prefetcher(1)
     link = Counted()
     uploads = Uploads(link, ahead=1, beside_forward=False)
     cells = []
     for number in range(3):
-        shelf = shelves.add(4096)
-        cells.append(DiskShard(shelf.tensor(0, (ROWS,), torch.float32), ROWS, shelf, prefetcher))
+        buffer = pool.add(4096)
+        cells.append(DiskShard(buffer.tensor(0, (ROWS,), torch.float32), ROWS, buffer, prefetcher))
         with cells[-1].access(write=True):
             cells[-1].home.fill_(number)
         uploads.add(cells[-1:], [torch.bfloat16], prefetcher)
@@ -247,7 +247,7 @@ def test_a_shelf_is_lent_for_the_copy_alone(tmp_path: Path) -> None:
             assert got.dtype == torch.bfloat16
             assert got.eq(number).all()
             assert cell.pager is not None
-            assert cell.pager.leases == 0
+            assert cell.pager.pins == 0
             uploads.used(cell)
     assert (uploads.device_bytes, uploads.staging_bytes) == (256, 256)
     assert cells[0].bytes_up == 3 * 2 * ROWS  # the last ahead of a third round

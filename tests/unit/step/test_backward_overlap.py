@@ -554,23 +554,23 @@ class Counted:
     """Lends a weight memory that it never takes back, and counts."""
 
     def __init__(self) -> None:
-        self.leases = 0
+        self.pins = 0
 
     def fetch(self) -> None:
         pass
 
     nbytes = 1
 
-    def fits(self, nbytes: int) -> bool:
+    def can_pin(self, nbytes: int) -> bool:
         return nbytes > 0
 
-    def lease(self, *, to_change: bool = False) -> None:
-        del to_change
-        self.leases += 1
+    def pin(self, *, for_write: bool = False) -> None:
+        del for_write
+        self.pins += 1
 
-    def release(self, *, changed: bool = False) -> None:
-        del changed
-        self.leases -= 1
+    def unpin(self, *, dirty: bool = False) -> None:
+        del dirty
+        self.pins -= 1
 
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
@@ -590,12 +590,12 @@ def test_what_a_failed_step_was_lent_ends_with_resume(overlap: Overlap, tmp_path
     engine.inject_fault("read", error=errno.EIO, delay_us=300_000)  # the step has begun by then
     with pytest.raises(TransferError):
         train(optimizer, model, range(2, 4))
-    assert any(pager.leases for pager in pagers)
+    assert any(pager.pins for pager in pagers)
     assert optimizer.resume() == 2
-    assert not any(pager.leases for pager in pagers)
+    assert not any(pager.pins for pager in pagers)
     train(optimizer, model, range(2, 4))
     assert same(weights(model), want)
-    assert not any(pager.leases for pager in pagers)
+    assert not any(pager.pins for pager in pagers)
     optimizer.close()
 
 

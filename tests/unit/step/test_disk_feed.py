@@ -16,30 +16,30 @@ GRADIENT = torch.ones(8)
 
 
 @dataclass(eq=False)
-class FakeLessor:
+class FakeBuffer:
     """Writes down who was lent what."""
 
     log: list[str]
     name: str
-    to_change: bool | None = None
+    for_write: bool | None = None
     nbytes: int = 100
     room: int = 1 << 20
 
     def fetch(self) -> None:
         """Do nothing."""
 
-    def fits(self, nbytes: int) -> bool:
+    def can_pin(self, nbytes: int) -> bool:
         """Have room."""
         return nbytes <= self.room
 
-    def lease(self, *, to_change: bool = False) -> None:
+    def pin(self, *, for_write: bool = False) -> None:
         """Note it."""
-        self.to_change = to_change
+        self.for_write = for_write
         self.log.append(f"+{self.name}")
 
-    def release(self, *, changed: bool = False) -> None:
+    def unpin(self, *, dirty: bool = False) -> None:
         """Note it, and whether the bytes are to be written."""
-        self.log.append(f"-{self.name}" + "!" * changed)
+        self.log.append(f"-{self.name}" + "!" * dirty)
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class FakeMember:
     """A parameter's number and who lends it memory."""
 
     number: int
-    pager: FakeLessor | None
+    pager: FakeBuffer | None
     host_weight: object = None
 
 
@@ -105,7 +105,7 @@ class Scene:
 
     def __init__(self, owners: list[tuple[int, ...]]) -> None:
         self.log: list[str] = []
-        self.pagers = [FakeLessor(self.log, name) for name in "abc"]
+        self.pagers = [FakeBuffer(self.log, name) for name in "abc"]
         self.params = [FakeMember(n, self.pagers[n // 2]) for n in range(6)]
         self.chunks = [FakeChunk(i, numbers) for i, numbers in enumerate(owners)]
         self.pipeline = FakePipeline(self.log, self.chunks)
@@ -221,7 +221,7 @@ def test_a_commit_is_lent_unit_by_unit_what_it_has_not_got_and_writes_nothing() 
     disk_feed.close()
     disk_feed.end_all()
     assert scene.log == ["+a", "0:", "1:", "+c", "2:", "-a", "-c"]
-    assert scene.pagers[0].to_change is False
+    assert scene.pagers[0].for_write is False
 
 
 def test_a_step_that_commits_has_the_weights_beside_those_that_it_updates() -> None:

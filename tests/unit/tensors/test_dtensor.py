@@ -6,7 +6,7 @@ import torch
 from compare import all_equal
 from ranks.pool import Ranks
 from ranks.sharded import Training, alone, sharded
-from tensorstow.tensors.dtensor import lent
+from tensorstow.tensors.dtensor import in_memory
 
 CASES = [
     Training(),
@@ -25,7 +25,7 @@ CASES = [
 ]
 
 
-class Shelf:
+class PooledBuffer:
     """Writes down who was lent what."""
 
     nbytes = 8
@@ -36,30 +36,30 @@ class Shelf:
     def fetch(self) -> None:
         """Do nothing."""
 
-    def fits(self, nbytes: int) -> bool:
+    def can_pin(self, nbytes: int) -> bool:
         """Have room."""
         return nbytes > 0
 
-    def lease(self, *, to_change: bool = False) -> None:
+    def pin(self, *, for_write: bool = False) -> None:
         """Note it."""
-        self.log.append(f"+{to_change}")
+        self.log.append(f"+{for_write}")
 
-    def release(self, *, changed: bool = False) -> None:
+    def unpin(self, *, dirty: bool = False) -> None:
         """Note it."""
-        self.log.append(f"-{changed}")
+        self.log.append(f"-{dirty}")
 
 
 def test_bytes_on_disk_are_lent_for_as_long_as_they_are_used() -> None:
     weight = torch.zeros(2)
-    with lent(weight):
+    with in_memory(weight):
         pass  # which has memory of its own
-    weight.pager = shelf = Shelf()  # type: ignore[attr-defined]
-    with lent(weight):
-        assert shelf.log == ["+False"]
+    weight.pager = buffer = PooledBuffer()  # type: ignore[attr-defined]
+    with in_memory(weight):
+        assert buffer.log == ["+False"]
     message = "in the middle"
-    with pytest.raises(ValueError, match=message), lent(weight, to_change=True):
+    with pytest.raises(ValueError, match=message), in_memory(weight, for_write=True):
         raise ValueError(message)
-    assert shelf.log == ["+False", "-False", "+True", "-True"]
+    assert buffer.log == ["+False", "-False", "+True", "-True"]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -133,7 +133,7 @@ class ModelSize:
         return self.layers * self._block + self._rest
 
     @property
-    def shelf_bytes(self) -> int:
+    def buffer_pool_bytes(self) -> int:
         """Return the RAM for weights on disk: of the rest, and of as many blocks as are held."""
         held = self._rest + _BLOCKS_HELD * self._block
         return _WEIGHT_BYTES * held + (1 + _BLOCKS_HELD) * _ALIGNMENT_OF_A_UNIT

@@ -86,7 +86,7 @@ def make_optimizer(
             parameters=Tier.DISK,
             states=Tier.DISK,
             overlap=row.overlap,
-            shelf_bytes=scale.shelf_bytes,
+            buffer_pool_bytes=scale.buffer_pool_bytes,
         )
         _, optimizer = tensorstow.stow(model, partial(AdamW, **given), plan=plan, dir=directory)
         return optimizer

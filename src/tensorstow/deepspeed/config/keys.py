@@ -233,7 +233,7 @@ _OFFLOAD = [
     honoured(f"{_OP}device", _DEVICE, off="none"),
     honoured(f"{_OP}nvme_path", TEXT, off=None),
     honoured(f"{_OP}max_in_cpu", whole(0), off=1_000_000_000),
-    *idle(_OP, whole(0), "buffer_count", "buffer_size", why="a shelf fits the largest unit"),
+    *idle(_OP, whole(0), "buffer_count", "buffer_size", why="a buffer holds the largest unit"),
     *idle(_OP, BOOL, "pin_memory", why="host memory is pinned where that helps"),
     *idle(
         "aio.", whole(1), "block_size", why="transfers are cut into blocks of 1 MiB", off=1 << 20

@@ -24,7 +24,7 @@ _STAGGER = 3 * 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """Where a tensor is in its piece's run of bytes, and what it is."""
 
     offset: int
@@ -47,17 +47,17 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Placed:
+class PackedEntry:
     """An entry taken apart."""
 
     resident: dict[str, Any] = field(default_factory=dict)
     """What stays in RAM, as it was."""
     stowed: dict[str, Any] = field(default_factory=dict)
     """What goes to disk: values with a Slot where each large tensor was."""
-    tensors: list[tuple[Slot, torch.Tensor]] = field(default_factory=list)
+    tensors: list[tuple[TensorSlot, torch.Tensor]] = field(default_factory=list)
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
+    def slots(self) -> tuple[TensorSlot, ...]:
         """Return the places, in order."""
         return tuple(slot for slot, _ in self.tensors)
 
@@ -69,18 +69,18 @@ class Placed:
         last = self.tensors[-1][0]
         return round_up(last.offset + last.nbytes, ALIGN)
 
-    def copied(self) -> "Placed":
+    def copied(self) -> "PackedEntry":
         """Return the same with tensors of its own."""
         copies = [(slot, tensor.clone()) for slot, tensor in self.tensors]
-        return Placed(self.resident, self.stowed, copies)
+        return PackedEntry(self.resident, self.stowed, copies)
 
 
-def place(entry: Mapping[str, Any], least: int = LARGE_BYTES) -> Placed:
+def pack(entry: Mapping[str, Any], least: int = LARGE_BYTES) -> PackedEntry:
     """Take ``entry`` apart; tensors of ``least`` bytes and more get slots, one behind the other.
 
     Raises DTypeError for a large tensor that is not one run of bytes in host memory.
     """
-    placed = Placed()
+    packed = PackedEntry()
     end = 0
 
     def put(leaf: object) -> object:
@@ -88,38 +88,38 @@ def place(entry: Mapping[str, Any], least: int = LARGE_BYTES) -> Placed:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or _bytes(leaf) < least:
             return leaf
         _refuse_layout(leaf)
-        slot = Slot(end, leaf.dtype, tuple(leaf.shape), leaf.stride())
+        slot = TensorSlot(end, leaf.dtype, tuple(leaf.shape), leaf.stride())
         # Streams of one update must not sit a power of two apart, which large ones would.
         end += round_up(slot.nbytes, _TENSOR_ALIGN)
         end += _STAGGER if slot.nbytes >= _STAGGERED_BYTES else 0
-        placed.tensors.append((slot, leaf))
+        packed.tensors.append((slot, leaf))
         return slot
 
     for name, value in entry.items():
-        before = len(placed.tensors)
-        changed = replace(value, put)
-        target = placed.resident if len(placed.tensors) == before else placed.stowed
+        before = len(packed.tensors)
+        changed = map_leaves(value, put)
+        target = packed.resident if len(packed.tensors) == before else packed.stowed
         target[name] = changed
-    return placed
+    return packed
 
 
-def restore(stowed: Mapping[str, Any], region: torch.Tensor) -> dict[str, Any]:
+def unpack(stowed: Mapping[str, Any], region: torch.Tensor) -> dict[str, Any]:
     """Return what was stowed, its tensors views into ``region``."""
 
     def find(leaf: object) -> object:
-        return leaf.view(region) if isinstance(leaf, Slot) else leaf
+        return leaf.view(region) if isinstance(leaf, TensorSlot) else leaf
 
-    return {name: replace(value, find) for name, value in stowed.items()}
+    return {name: map_leaves(value, find) for name, value in stowed.items()}
 
 
-def replace(value: Any, change: Callable[[object], object]) -> Any:  # noqa: ANN401
+def map_leaves(value: Any, change: Callable[[object], object]) -> Any:  # noqa: ANN401
     """Return ``value`` with ``change`` made to everything in it that is no container."""
     if isinstance(value, dict):
-        return {key: replace(item, change) for key, item in value.items()}
+        return {key: map_leaves(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(replace(item, change) for item in value))
+        return type(value)(*(map_leaves(item, change) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(replace(item, change) for item in value)
+        return type(value)(map_leaves(item, change) for item in value)
     return change(value)
 
 
@@ -132,13 +132,13 @@ def tensors_in(value: object) -> list[torch.Tensor]:
             found.append(leaf)
         return leaf
 
-    replace(value, note)
+    map_leaves(value, note)
     return found
 
 
 def cloned(value: Any) -> Any:  # noqa: ANN401
     """Return ``value`` with a copy of each tensor in it."""
-    return replace(value, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+    return map_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def refuse_aliases(

@@ -26,7 +26,7 @@ GRAINS = (32768, 2048)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Partition:
     """A piece of a flat parameter: slices of ``lengths`` elements, one after the other."""
 
     start: int
@@ -46,23 +46,23 @@ class Cut:
             begin += length
 
 
-def can_cut(numel: int, threads: int) -> bool:
+def can_partition(numel: int, threads: int) -> bool:
     """Return whether all kernels share ``numel`` elements among threads in the same ranges."""
     return len({_sharers(numel, grain, threads) for grain in GRAINS}) == 1
 
 
-def cut(numel: int, elements: int, threads: int) -> list[Cut]:
+def partition(numel: int, elements: int, threads: int) -> list[Partition]:
     """Cut ``numel`` elements into pieces of at most ``elements`` (at least VECTOR)."""
     size = _whole_vectors(max(elements, VECTOR), threads)
     sharers = _sharers(numel, GRAINS[0], threads)
     span = -(-numel // sharers)
     if span % VECTOR == 0:
         span = numel
-    pieces: list[Cut] = []
+    pieces: list[Partition] = []
     for begin in range(0, numel, span):
         end = min(begin + span, numel)
         pieces.extend(
-            Cut(start, tuple(_slices(min(size, end - start), threads)))
+            Partition(start, tuple(_slices(min(size, end - start), threads)))
             for start in range(begin, end, size)
         )
     return pieces

@@ -1,4 +1,4 @@
-"""One piece's visit to memory: its states are handed to the class, what comes back is placed."""
+"""One piece's step: its states are handed to the class, what comes back is packed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from tensorstow.optim.generic.packing import (
-    Placed,
+    PackedEntry,
     cloned,
-    place,
+    pack,
     refuse_aliases,
     refuse_unsliced,
-    restore,
     tensors_in,
+    unpack,
 )
-from tensorstow.optim.generic.partition import Cut
-from tensorstow.optim.generic.pieces import Member, Piece
-from tensorstow.optim.generic.shared_values import Run
+from tensorstow.optim.generic.partition import Partition
+from tensorstow.optim.generic.pieces import ParameterStates, Piece
+from tensorstow.optim.generic.shared_values import StepBatch
 from tensorstow.optim.generic.stepper import Stepper
 
 
@@ -27,7 +27,7 @@ class Job:
     """A parameter that a step is to update."""
 
     group: Mapping[str, Any]
-    member: Member
+    member: ParameterStates
     resident: dict[str, Any]
     """What of its states is in RAM, where users see it."""
     name: str | None = None
@@ -40,64 +40,68 @@ def names_of(jobs: Sequence[Job]) -> list[str] | None:
     return names if len(names) == len(jobs) else None
 
 
-def step_piece(stepper: Stepper, job: Job, piece: Piece, region: torch.Tensor | None) -> Placed:
+def step_piece(
+    stepper: Stepper, job: Job, piece: Piece, region: torch.Tensor | None
+) -> PackedEntry:
     """Step ``piece``, its states being in ``region``; return its new states, taken apart.
 
     They are in ``region`` still, unless the class made new tensors.
     """
-    stowed = {} if region is None else restore(piece.stowed, region)
-    if piece.cut is None:
-        placed = _step_whole(stepper, job, piece, stowed)
+    stowed = {} if region is None else unpack(piece.stowed, region)
+    if piece.partition is None:
+        packed = _step_whole(stepper, job, piece, stowed)
     else:
         last = piece is job.member.pieces[-1]
-        placed = _step_slices(stepper, job, piece, stowed, last=last)
+        packed = _step_slices(stepper, job, piece, stowed, last=last)
         if not last:
-            return placed
+            return packed
     job.resident.clear()
-    job.resident.update(placed.resident)
-    return placed
+    job.resident.update(packed.resident)
+    return packed
 
 
-def _step_whole(stepper: Stepper, job: Job, piece: Piece, stowed: dict[str, Any]) -> Placed:
+def _step_whole(stepper: Stepper, job: Job, piece: Piece, stowed: dict[str, Any]) -> PackedEntry:
     parameter = job.member.parameter
     entry = {**stowed, **job.resident}
-    made = stepper.run([Run(job.group, [(parameter, entry)], names_of([job]))])[0][0]
-    placed = place(made, piece.least_bytes)
+    made = stepper.run([StepBatch(job.group, [(parameter, entry)], names_of([job]))])[0][0]
+    packed = pack(made, piece.least_bytes)
     if not piece.stepped:
-        _refuse_sharing(placed, stowed, parameter)
-    return placed
+        _refuse_sharing(packed, stowed, parameter)
+    return packed
 
 
 def _step_slices(
     stepper: Stepper, job: Job, piece: Piece, stowed: dict[str, Any], *, last: bool
-) -> Placed:
-    if piece.cut is None:
+) -> PackedEntry:
+    if piece.partition is None:
         message = "A whole parameter has no slices."
         raise AssertionError(message)
     parameter = job.member.parameter
-    bounds = list(piece.cut.bounds)
+    bounds = list(piece.partition.bounds)
     entries = []
-    for (begin, end), leaf in zip(bounds, slices(parameter, piece.cut), strict=True):
+    for (begin, end), leaf in zip(bounds, slices(parameter, piece.partition), strict=True):
         # Each slice steps the numbers from where they were; the last one's are kept.
-        ours = last and end == piece.cut.numel
+        ours = last and end == piece.partition.numel
         numbers = dict(job.resident) if ours else cloned(dict(job.resident))
         entries.append((leaf, {**{k: v[begin:end] for k, v in stowed.items()}, **numbers}))
     with _torch_threads(stepper.threads):
-        made = stepper.run([Run(job.group, entries, names_of([job] * len(entries)))])[0]
+        made = stepper.run([StepBatch(job.group, entries, names_of([job] * len(entries)))])[0]
     if not piece.stepped:
         for entry, (leaf, _) in zip(made, entries, strict=True):
-            _refuse_sharing(place(entry, piece.least_bytes), stowed, leaf)
-    return place(_joined(made, stowed, bounds), piece.least_bytes)
+            _refuse_sharing(pack(entry, piece.least_bytes), stowed, leaf)
+    return pack(_joined(made, stowed, bounds), piece.least_bytes)
 
 
-def slices(parameter: torch.Tensor, cut: Cut) -> Iterator[torch.Tensor]:
+def slices(parameter: torch.Tensor, partition: Partition) -> Iterator[torch.Tensor]:
     """Yield the slices of a cut as parameters of their own, with their gradients."""
     flat = parameter.detach().view(-1)
     gradient = parameter.grad
-    for begin, end in cut.bounds:
-        leaf = flat[cut.start + begin : cut.start + end].requires_grad_(parameter.requires_grad)
+    for begin, end in partition.bounds:
+        leaf = flat[partition.start + begin : partition.start + end].requires_grad_(
+            parameter.requires_grad
+        )
         if gradient is not None:
-            leaf.grad = gradient.detach().view(-1)[cut.start + begin : cut.start + end]
+            leaf.grad = gradient.detach().view(-1)[partition.start + begin : partition.start + end]
         yield leaf
 
 
@@ -124,19 +128,21 @@ def _joined(
     return joined
 
 
-def sliced_entry(entry: Mapping[str, Any], cut: Cut, numel: int) -> dict[str, Any]:
-    """Return what of a whole parameter's entry belongs to ``cut``, numbers left out."""
+def sliced_entry(entry: Mapping[str, Any], partition: Partition, numel: int) -> dict[str, Any]:
+    """Return what of a whole parameter's entry belongs to ``partition``, numbers left out."""
     part = {}
     for name, value in entry.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
-            part[name] = value.reshape(-1)[cut.start : cut.start + cut.numel]
+            part[name] = value.reshape(-1)[partition.start : partition.start + partition.numel]
     return part
 
 
-def _refuse_sharing(placed: Placed, stowed: Mapping[str, Any], parameter: torch.Tensor) -> None:
+def _refuse_sharing(
+    packed: PackedEntry, stowed: Mapping[str, Any], parameter: torch.Tensor
+) -> None:
     """Refuse a state that is the gradient itself, say; those that were stowed share the ring."""
     known = {tensor.data_ptr() for tensor in tensors_in(dict(stowed))}
-    fresh = [tensor for _, tensor in placed.tensors if tensor.data_ptr() not in known]
+    fresh = [tensor for _, tensor in packed.tensors if tensor.data_ptr() not in known]
     if fresh:
         others = [parameter] if parameter.grad is None else [parameter, parameter.grad]
         refuse_aliases(fresh, others, "a parameter")

@@ -8,27 +8,27 @@ from typing import Any, Literal
 import torch
 
 from tensorstow.io.files import IoFuture
-from tensorstow.optim.generic.packing import LARGE_BYTES, Placed, Slot, place, tensors_in
-from tensorstow.optim.generic.partition import Cut, can_cut, cut
+from tensorstow.optim.generic.packing import LARGE_BYTES, PackedEntry, TensorSlot, pack, tensors_in
+from tensorstow.optim.generic.partition import Partition, can_partition, partition
 from tensorstow.optim.generic.places import Place
-from tensorstow.optim.generic.ring import Lease
+from tensorstow.optim.generic.ring import RingBlock
 from tensorstow.optim.generic.stepper import Stepper
 
 How = Literal["ram", "whole", "chunks"]
 
-_CUT_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+_SPLIT_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-class Motion(Enum):
+class PieceState(Enum):
     """Where a piece's states are.
 
-    AT_REST -> READING -> HERE -> WRITING -> AT_REST; a first step begins at HERE. All but AT_REST
-    hold a lease of the ring.
+    ON_DISK -> READING -> IN_MEMORY -> WRITING -> ON_DISK; a first step begins at IN_MEMORY. All but
+    ON_DISK hold a block of the ring.
     """
 
-    AT_REST = "on disk, or nowhere yet"
+    ON_DISK = "on disk, or nowhere yet"
     READING = "on their way into memory"
-    HERE = "in memory, the only place where they are right"
+    IN_MEMORY = "in memory, the only place where they are right"
     WRITING = "in memory, on their way to disk"
 
 
@@ -36,21 +36,21 @@ class Motion(Enum):
 class Piece:
     """A parameter, or a cut of it, and where its states are."""
 
-    cut: Cut | None = None
+    partition: Partition | None = None
     stowed: dict[str, Any] = field(default_factory=dict)
     """What is on disk, by name, with a Slot in place of each tensor."""
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[TensorSlot, ...] = ()
     place: Place | None = None
     stepped: bool = False
     """What the class keeps is known: without a place there is nothing to stow."""
-    motion: Motion = Motion.AT_REST
-    lease: Lease | None = None
+    state: PieceState = PieceState.ON_DISK
+    block: RingBlock | None = None
     transfer: IoFuture | None = None
 
     @property
     def least_bytes(self) -> int:
         """Return from how many bytes on a tensor goes to disk: a chunk's all do."""
-        return LARGE_BYTES if self.cut is None else 0
+        return LARGE_BYTES if self.partition is None else 0
 
     @property
     def nbytes(self) -> int:
@@ -59,21 +59,21 @@ class Piece:
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class ParameterStates:
     """A parameter whose states are kept, cut into pieces; none of them where all stay in RAM."""
 
     parameter: torch.Tensor
     numel: int
     dtype: torch.dtype
     pieces: list[Piece]
-    expected: "Expected"
+    expected: "ExpectedStates"
 
     @property
     def how(self) -> How:
         """Return how its states are kept."""
         if not self.pieces:
             return "ram"
-        return "whole" if self.pieces[0].cut is None else "chunks"
+        return "whole" if self.pieces[0].partition is None else "chunks"
 
     @property
     def stows(self) -> bool:
@@ -82,7 +82,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedStates:
     """What a parameter's states will take, found out without memory before its first step."""
 
     entry: Mapping[str, Any]
@@ -93,7 +93,7 @@ class Expected:
     """Of the files, per piece."""
 
 
-def cut_up(
+def split_into_pieces(
     parameter: torch.Tensor, *, elements: int, threads: int, elementwise: bool
 ) -> list[Piece]:
     """Return the pieces in which a parameter's states move.
@@ -104,30 +104,30 @@ def cut_up(
     if (
         elementwise
         and parameter.numel() > elements
-        and parameter.dtype in _CUT_DTYPES
+        and parameter.dtype in _SPLIT_DTYPES
         and parameter.is_contiguous()
-        and can_cut(parameter.numel(), threads)
+        and can_partition(parameter.numel(), threads)
     ):
-        return [Piece(c) for c in cut(parameter.numel(), elements, threads)]
+        return [Piece(p) for p in partition(parameter.numel(), elements, threads)]
     return [Piece()]
 
 
-def expect(
+def expected_states(
     stepper: Stepper, group: Mapping[str, Any], parameter: torch.Tensor, pieces: list[Piece]
-) -> Expected:
+) -> ExpectedStates:
     """Ask the class what it will keep for ``parameter``."""
     entry = stepper.expected_entry(group, parameter)
     if not pieces:
-        return Expected(entry, _bytes_of(entry), 0, ())
-    lengths = [None if piece.cut is None else piece.cut.numel for piece in pieces]
-    placed: dict[int | None, Placed] = {}
+        return ExpectedStates(entry, _bytes_of(entry), 0, ())
+    lengths = [None if piece.partition is None else piece.partition.numel for piece in pieces]
+    packed: dict[int | None, PackedEntry] = {}
     for numel, piece in zip(lengths, pieces, strict=True):
-        if numel not in placed:
+        if numel not in packed:
             shape = None if numel is None else (numel,)
             kept = stepper.expected_entry(group, parameter, shape)
-            placed[numel] = place(kept, piece.least_bytes)
-    each = [placed[numel] for numel in lengths]
-    return Expected(
+            packed[numel] = pack(kept, piece.least_bytes)
+    each = [packed[numel] for numel in lengths]
+    return ExpectedStates(
         entry,
         _bytes_of(each[-1].resident),
         sum(slot.nbytes for p in each for slot in p.slots),
@@ -150,7 +150,7 @@ class ParameterPlan:
     """The largest piece on disk, as far as the class tells before its first step."""
 
 
-def plan_of(member: Member) -> ParameterPlan:
+def plan_of(member: ParameterStates) -> ParameterPlan:
     """Return how ``member``'s states are kept."""
     largest = max((piece.nbytes for piece in member.pieces), default=0)
     expected = max(member.expected.piece_bytes, default=0)

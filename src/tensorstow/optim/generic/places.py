@@ -25,7 +25,7 @@ class Place:
     nbytes: int
 
 
-class ScratchPlaces:
+class PieceFiles:
     """Places in scratch files without a name, one per directory, which pieces go round in turn."""
 
     def __init__(self, directories: Sequence[Path], expected: int, policy: PipelinePolicy) -> None:
@@ -46,7 +46,7 @@ class ScratchPlaces:
         self._ends = [0] * len(chosen)
         self._reserved = [share] * len(chosen)
         self._free: dict[int, list[Place]] = {}
-        self._turn = 0
+        self._next_file = 0
 
     @property
     def file_bytes(self) -> int:
@@ -60,7 +60,7 @@ class ScratchPlaces:
         """
         if self._free.get(nbytes):
             return self._free[nbytes].pop()
-        turn = self._turn
+        turn = self._next_file
         end = self._ends[turn] + nbytes
         if end > self._reserved[turn]:
             reserved = round_up(end, _GROWTH)
@@ -68,10 +68,10 @@ class ScratchPlaces:
             self._reserved[turn] = reserved
         place = Place(turn, self._ends[turn], nbytes)
         self._ends[turn] = end
-        self._turn = (turn + 1) % len(self.files)
+        self._next_file = (turn + 1) % len(self.files)
         return place
 
-    def give_back(self, place: Place) -> None:
+    def free(self, place: Place) -> None:
         """Let another piece of the same size have the room."""
         self._free.setdefault(place.nbytes, []).append(place)
 

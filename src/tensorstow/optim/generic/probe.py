@@ -18,7 +18,14 @@ from torch.optim import Optimizer
 from tensorstow.base.errors import OptimizerError, OptionError, StowError
 from tensorstow.optim.generic.packing import refuse_unsliced
 from tensorstow.optim.generic.partition import VECTOR
-from tensorstow.optim.generic.shared_values import PLAIN_LOOP, Run, Values, copied, same, same_bits
+from tensorstow.optim.generic.shared_values import (
+    PLAIN_LOOP,
+    SharedValues,
+    StepBatch,
+    copied,
+    same,
+    same_bits,
+)
 from tensorstow.optim.generic.stepper import Stepper
 
 _SCALES = (1.0, 1e-3, 0.1, 1e-6, 3.0, 10.0, 1e-2, 1e2, 1e-4, 1e3, nan, 1.0)
@@ -34,7 +41,7 @@ _LEAST_SIDE, _SIDES = 3, 12
 _Kept = dict[tuple[int, int], dict[str, Any]]
 
 
-def try_out(
+def probe(
     optimizer_class: type[Optimizer],
     groups: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
@@ -115,8 +122,8 @@ class _Together:
         found: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
         return found
 
-    def values(self) -> Values:
-        return Values.of(self.optimizer)
+    def values(self) -> SharedValues:
+        return SharedValues.of(self.optimizer)
 
 
 class _Apart:
@@ -137,7 +144,7 @@ class _Apart:
         is_step = method == "step"
         if not is_step and not self.stepper.changes_mode(self.groups, self.state, method):
             return
-        with self.stepper.turn(self.groups, self.state, method):
+        with self.stepper.split_step(self.groups, self.state, method):
             for group, name, parameter in _named_parameters(self.groups):
                 if parameter.grad is not None or not is_step:
                     self._step(group, name, parameter)
@@ -153,7 +160,7 @@ class _Apart:
             if entry is None:
                 begins = self.stepper.begins_with_states
                 entry = self.stepper.first_entry(group, piece, name) if begins else {}
-            run = Run(group, [(piece, entry)], None if name is None else [name])
+            run = StepBatch(group, [(piece, entry)], None if name is None else [name])
             made = self.stepper.run([run])[0][0]
             self.kept[id(tensor), begin] = made
             if self.sliced:
@@ -162,9 +169,9 @@ class _Apart:
     def entry(self, parameter: torch.Tensor) -> Mapping[str, Any]:
         return self.kept.get((id(parameter), 0), {})
 
-    def values(self) -> Values:
+    def values(self) -> SharedValues:
         options = [{k: v for k, v in g.items() if k not in _NOT_OPTIONS} for g in self.groups]
-        return Values(options, Values.of(self.stepper.inner).own, self.state)
+        return SharedValues(options, SharedValues.of(self.stepper.inner).own, self.state)
 
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})

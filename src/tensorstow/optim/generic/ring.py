@@ -9,7 +9,7 @@ from tensorstow.io.arena import Arena
 
 
 @dataclass(eq=False, slots=True)
-class Lease:
+class RingBlock:
     """Bytes of the ring that one piece has for a while."""
 
     offset: int
@@ -23,7 +23,7 @@ class Lease:
         return self.offset + self.region.numel()
 
 
-class Ring:
+class PieceRing:
     """``capacity`` bytes. What is lent first comes free first, so there are no holes to search."""
 
     def __init__(self, capacity: int) -> None:
@@ -31,35 +31,35 @@ class Ring:
         self.capacity = capacity
         # A forked child must not share pages that the kernel may be writing to.
         self._arena = Arena(capacity, in_children=False) if capacity else None
-        self._leases: deque[Lease] = deque()
+        self._blocks: deque[RingBlock] = deque()
         self.high_water = 0
-        """The most bytes from the first lease to the last, so far."""
+        """The most bytes from the first block to the last, so far."""
 
     def __bool__(self) -> bool:
         """Return whether anything is lent."""
-        return bool(self._leases)
+        return bool(self._blocks)
 
-    def lend(self, nbytes: int) -> Lease | None:
+    def allocate(self, nbytes: int) -> RingBlock | None:
         """Return ``nbytes`` in one run, or None where there is no room now."""
         offset = self._gap(nbytes)
         if offset is None or self._arena is None:
             return None
-        lease = Lease(offset, self._arena.tensor(offset, nbytes, torch.uint8))
-        self._leases.append(lease)
-        self.high_water = max(self.high_water, sum(x.region.numel() for x in self._leases))
-        return lease
+        block = RingBlock(offset, self._arena.tensor(offset, nbytes, torch.uint8))
+        self._blocks.append(block)
+        self.high_water = max(self.high_water, sum(x.region.numel() for x in self._blocks))
+        return block
 
-    def give_back(self, lease: Lease) -> None:
+    def free(self, block: RingBlock) -> None:
         """Take the bytes back; they come free once all that was lent before is back."""
-        lease.released = True
-        while self._leases and self._leases[0].released:
-            self._leases.popleft()
+        block.released = True
+        while self._blocks and self._blocks[0].released:
+            self._blocks.popleft()
 
     def _gap(self, nbytes: int) -> int | None:
-        if not self._leases:
+        if not self._blocks:
             return 0 if nbytes <= self.capacity else None
-        first, end = self._leases[0].offset, self._leases[-1].end
-        if self._leases[-1].offset >= first:
+        first, end = self._blocks[0].offset, self._blocks[-1].end
+        if self._blocks[-1].offset >= first:
             if self.capacity - end >= nbytes:
                 return end
             return 0 if first >= nbytes else None

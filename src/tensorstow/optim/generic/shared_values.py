@@ -49,7 +49,7 @@ _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StepBatch:
     """Parameters of one group to be stepped, each with what the optimizer keeps for it."""
 
     group: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class SharedValues:
     """What a step reads and changes beside parameters and their states."""
 
     groups: list[dict[str, Any]]
@@ -69,12 +69,12 @@ class Values:
     """Of ``optimizer.state``, what is under keys that are no parameters."""
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> "Values":
+    def of(cls, optimizer: Optimizer) -> "SharedValues":
         """Return the values that ``optimizer`` has now; nothing is copied."""
         groups = [options_of(group) for group in optimizer.param_groups]
         return cls(groups, own_values(optimizer), foreign(optimizer.state))
 
-    def differences(self, other: "Values") -> list[str]:
+    def differences(self, other: "SharedValues") -> list[str]:
         """Return the names of what is not the same in ``other``."""
         found = [f"self.{name}" for name in _differing(self.own, other.own)]
         found += [f"self.state[{name!r}]" for name in _differing(self.state, other.state)]
@@ -86,7 +86,7 @@ class Values:
         return found
 
 
-class Turn:
+class SplitStep:
     """One step (or change of mode) of a class over all groups, in several runs."""
 
     def __init__(
@@ -101,8 +101,10 @@ class Turn:
         self._state = state
         self._numbers = {id(group): number for number, group in enumerate(groups)}
         options = [options_of(group) for group in groups]
-        self._before: Values = copied(Values(options, own_values(inner), foreign(state)))
-        self._after: Values | None = None
+        self._before: SharedValues = copied(
+            SharedValues(options, own_values(inner), foreign(state))
+        )
+        self._after: SharedValues | None = None
 
     @property
     def has_run(self) -> bool:
@@ -114,9 +116,9 @@ class Turn:
         """Return whether the runs so far changed a value."""
         return self._after is not None and bool(self._before.differences(self._after))
 
-    def begin(self, runs: Sequence[Run]) -> None:
+    def begin(self, runs: Sequence[StepBatch]) -> None:
         """Lend the optimizer the parameters of ``runs``, and all values as the step found them."""
-        lent: Values = copied(self._before)
+        lent: SharedValues = copied(self._before)
         groups = [
             {**options, **_off(options), **{key: [] for key in _OF_PARAMETERS if key in group}}
             for options, group in zip(lent.groups, self._groups, strict=True)
@@ -129,7 +131,7 @@ class Turn:
 
     def end(self) -> None:
         """Note the values that a run left; raise OptionError where another left others."""
-        left = Values.of(self._inner)
+        left = SharedValues.of(self._inner)
         if self._after is None:
             self._after = left
             return
@@ -156,7 +158,7 @@ class Turn:
         _set_own(self._inner, self._before.own)
 
 
-def lent_group(run: Run) -> dict[str, Any]:
+def batch_group(run: StepBatch) -> dict[str, Any]:
     """Return the group of ``run`` with its parameters alone."""
     return {**run.group, **_off(run.group), **_parameters_of(run)}
 
@@ -180,8 +182,8 @@ def copied(value: Any) -> Any:  # noqa: ANN401
     """Return ``value`` with containers and tensors of its own; other objects are the same."""
     if type(value) in _ATOMS:
         return value
-    if isinstance(value, Values):
-        return Values(copied(value.groups), copied(value.own), copied(value.state))
+    if isinstance(value, SharedValues):
+        return SharedValues(copied(value.groups), copied(value.own), copied(value.state))
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -250,7 +252,7 @@ def _off(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: False for name in PLAIN_LOOP if name in options}
 
 
-def _parameters_of(run: Run) -> dict[str, Any]:
+def _parameters_of(run: StepBatch) -> dict[str, Any]:
     named = {} if run.names is None else {"param_names": list(run.names)}
     return {"params": [parameter for parameter, _ in run.entries], **named}
 

@@ -12,20 +12,25 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import ForkError, OptionError, PoisonedError, TransferError
-from tensorstow.optim.generic.packing import LARGE_BYTES, cloned, place, restore
+from tensorstow.optim.generic.packing import LARGE_BYTES, cloned, pack, unpack
 from tensorstow.optim.generic.piece_step import Job, names_of, sliced_entry, step_piece
-from tensorstow.optim.generic.pieces import Member, Piece, cut_up, expect
-from tensorstow.optim.generic.places import ScratchPlaces
-from tensorstow.optim.generic.shared_values import Run
+from tensorstow.optim.generic.pieces import (
+    ParameterStates,
+    Piece,
+    expected_states,
+    split_into_pieces,
+)
+from tensorstow.optim.generic.places import PieceFiles
+from tensorstow.optim.generic.shared_values import StepBatch
 from tensorstow.optim.generic.stepper import Stepper
-from tensorstow.optim.generic.transfers import Mover, wanted_bytes
+from tensorstow.optim.generic.transfers import Transfers, wanted_bytes
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import Traffic
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
 
 
-class Keeper:
+class StateManager:
     """Members by parameter, and the way of their pieces through memory."""
 
     def __init__(
@@ -43,9 +48,9 @@ class Keeper:
         self._policy = policy
         self._elementwise = elementwise
         # By id: hashing a tensor is a call into Python. Members hold their parameters.
-        self._members: dict[int, Member] = {}
-        self._mover: Mover | None = None
-        self._places: list[ScratchPlaces] = []
+        self._members: dict[int, ParameterStates] = {}
+        self._transfers: Transfers | None = None
+        self._places: list[PieceFiles] = []
         self._owner = os.getpid()
         self._poison: BaseException | None = None
         self._finalizer = weakref.finalize(self, _release, self._places, self._owner)
@@ -54,11 +59,11 @@ class Keeper:
 
     # --- who is kept ---
 
-    def find(self, parameter: torch.Tensor) -> Member | None:
+    def find(self, parameter: torch.Tensor) -> ParameterStates | None:
         """Return the member that ``parameter`` is, or None."""
         return self._members.get(id(parameter))
 
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[ParameterStates]:
         """Return every member, in the order in which they came."""
         return list(self._members.values())
 
@@ -76,33 +81,35 @@ class Keeper:
             seen += parameter.numel()
             small = parameter.nbytes < LARGE_BYTES
             pieces = [] if small or seen <= in_ram else self._cut_up(parameter)
-            expected = expect(self._stepper, group, parameter, pieces)
-            made.append(Member(parameter, parameter.numel(), parameter.dtype, pieces, expected))
+            expected = expected_states(self._stepper, group, parameter, pieces)
+            made.append(
+                ParameterStates(parameter, parameter.numel(), parameter.dtype, pieces, expected)
+            )
         if any(member.pieces for member in made):
             self._make_room([*self._members.values(), *made])
         self._members.update({id(member.parameter): member for member in made})
 
     def _cut_up(self, parameter: torch.Tensor) -> list[Piece]:
-        return cut_up(
+        return split_into_pieces(
             parameter,
             elements=self._policy.chunk_elements,
             threads=self._stepper.threads,
             elementwise=self._elementwise,
         )
 
-    def _make_room(self, members: Sequence[Member]) -> None:
+    def _make_room(self, members: Sequence[ParameterStates]) -> None:
         expected = [n for member in members for n in member.expected.piece_bytes]
         largest, total = max(expected, default=0), sum(expected)
-        if self._mover is None:
+        if self._transfers is None:
             wanted_bytes(total, largest, self._placement.ram_budget)
-            places = ScratchPlaces(self._placement.directories, total, self._policy)
+            places = PieceFiles(self._placement.directories, total, self._policy)
             self._places.append(places)
-            self._mover = Mover(places, self._placement.ram_budget)
-        self._mover.make_room(total, largest)
+            self._transfers = Transfers(places, self._placement.ram_budget)
+        self._transfers.make_room(total, largest)
 
     # --- a step ---
 
-    def take_turn(
+    def step(
         self,
         jobs: Sequence[Job],
         groups: Sequence[dict[str, Any]],
@@ -118,31 +125,31 @@ class Keeper:
         with (
             self.lock,
             self._failing(BaseException),
-            self._stepper.turn(groups, state, method, closure),
+            self._stepper.split_step(groups, state, method, closure),
         ):
-            visits = [(job, piece) for job in jobs for piece in job.member.pieces]
-            ahead = self._read_ahead(visits, 0, 0)
+            steps = [(job, piece) for job in jobs for piece in job.member.pieces]
+            ahead = self._read_ahead(steps, 0, 0)
             self._step_residents([job for job in jobs if not job.member.pieces])
-            for index, (job, piece) in enumerate(visits):
-                region = self._arrive(piece)
+            for index, (job, piece) in enumerate(steps):
+                region = self._read(piece)
                 if piece.stepped:
-                    ahead = self._read_ahead(visits, index + 1, ahead)
-                placed = step_piece(self._stepper, job, piece, region)
-                if placed.slots != piece.slots:
-                    for _, other in visits[index + 1 : ahead]:
-                        self._moving().drop(other)
+                    ahead = self._read_ahead(steps, index + 1, ahead)
+                packed = step_piece(self._stepper, job, piece, region)
+                if packed.slots != piece.slots:
+                    for _, other in steps[index + 1 : ahead]:
+                        self._moves().drop(other)
                     ahead = index + 1
-                self._moving().put(piece, placed)
+                self._moves().put(piece, packed)
                 if self._policy.schedule == "naive":
                     self.settle()
 
-    def _read_ahead(self, visits: Sequence[tuple[Job, Piece]], index: int, ahead: int) -> int:
+    def _read_ahead(self, steps: Sequence[tuple[Job, Piece]], index: int, ahead: int) -> int:
         """Start reading from ``index`` on; return the first that was not."""
         ahead = max(index, ahead)
-        while ahead < len(visits) and self._policy.schedule != "naive":
-            piece = visits[ahead][1]
+        while ahead < len(steps) and self._policy.schedule != "naive":
+            piece = steps[ahead][1]
             # Behind a piece that is new nothing is read: it will want room, and comes first.
-            if not piece.stepped or (piece.place and not self._moving().read_ahead(piece)):
+            if not piece.stepped or (piece.place and not self._moves().read_ahead(piece)):
                 break
             ahead += 1
         return ahead
@@ -152,7 +159,7 @@ class Keeper:
         for job in jobs:
             groups.setdefault(id(job.group), []).append(job)
         runs = [
-            Run(
+            StepBatch(
                 same[0].group,
                 [(j.member.parameter, dict(j.resident)) for j in same],
                 names_of(same),
@@ -165,57 +172,57 @@ class Keeper:
                     job.resident.clear()
                     job.resident.update(entry)
 
-    def _arrive(self, piece: Piece) -> torch.Tensor | None:
-        return None if piece.place is None else self._moving().arrive(piece)
+    def _read(self, piece: Piece) -> torch.Tensor | None:
+        return None if piece.place is None else self._moves().read(piece)
 
     # --- reading and setting ---
 
-    def read(self, member: Member) -> dict[str, Any]:
+    def read(self, member: ParameterStates) -> dict[str, Any]:
         """Return copies of what of ``member``'s states is on disk, in the parameter's shape."""
         whole: dict[str, Any] = {}
         with self.lock, self._failing(TransferError):
             for piece in member.pieces:
                 if piece.place is None:
                     continue
-                part = restore(piece.stowed, self._moving().arrive(piece))
+                part = unpack(piece.stowed, self._moves().read(piece))
                 try:
-                    if piece.cut is None:
+                    if piece.partition is None:
                         return {name: cloned(value) for name, value in part.items()}
                     for name, tensor in part.items():
                         if name not in whole:
                             whole[name] = tensor.new_zeros(member.numel)
-                        begin = piece.cut.start
-                        whole[name][begin : begin + piece.cut.numel] = tensor
+                        begin = piece.partition.start
+                        whole[name][begin : begin + piece.partition.numel] = tensor
                 finally:
-                    self._moving().drop(piece)
+                    self._moves().drop(piece)
         return {name: flat.view(member.parameter.shape) for name, flat in whole.items()}
 
-    def put(self, member: Member, entry: Mapping[str, Any]) -> dict[str, Any]:
+    def put(self, member: ParameterStates, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Set ``member``'s states to ``entry``; return what of it stays in RAM, a copy."""
         stowed: set[str] = set()
         with self.lock, self._failing(BaseException):
             for piece in member.pieces:
-                cut = piece.cut
-                part = entry if cut is None else sliced_entry(entry, cut, member.numel)
-                placed = place(part, piece.least_bytes)
-                self._moving().drop(piece)
-                self._moving().put(piece, placed)
-                stowed |= placed.stowed.keys()
+                partition = piece.partition
+                part = entry if partition is None else sliced_entry(entry, partition, member.numel)
+                packed = pack(part, piece.least_bytes)
+                self._moves().drop(piece)
+                self._moves().put(piece, packed)
+                stowed |= packed.stowed.keys()
         return {name: cloned(value) for name, value in entry.items() if name not in stowed}
 
-    def forget(self, member: Member) -> None:
+    def forget(self, member: ParameterStates) -> None:
         """Drop what of ``member``'s states is on disk: a user emptied its state."""
         with self.lock, self._failing(BaseException):
             for piece in member.pieces:
-                self._moving().forget(piece)
+                self._moves().forget(piece)
 
     # --- the whole ---
 
     def settle(self) -> None:
         """Wait until every write has landed."""
         with self.lock, self._failing(BaseException):
-            if self._mover is not None:
-                self._mover.settle()
+            if self._transfers is not None:
+                self._transfers.settle()
 
     def memory(self, ram_bytes: int) -> StateMemory:
         """Return the bytes by place, ``ram_bytes`` of states being in RAM."""
@@ -226,7 +233,7 @@ class Keeper:
             ram_bytes=ram_bytes,
             disk_bytes=disk_bytes,
             file_bytes=sum(places.file_bytes for places in self._places),
-            ring_bytes=0 if self._mover is None else self._mover.capacity,
+            ring_bytes=0 if self._transfers is None else self._transfers.capacity,
         )
 
     def predict(self) -> StateMemory:
@@ -247,7 +254,7 @@ class Keeper:
 
     def traffic(self) -> Traffic:
         """Return what moved so far."""
-        return Traffic(0, 0, 0, 0, 0.0) if self._mover is None else self._mover.traffic()
+        return Traffic(0, 0, 0, 0, 0.0) if self._transfers is None else self._transfers.traffic()
 
     @property
     def engine(self) -> _native.Engine | None:
@@ -258,7 +265,7 @@ class Keeper:
         """Drop states, memory and files. Idempotent."""
         with self.lock:
             self._finalizer()
-            self._members, self._mover = {}, None
+            self._members, self._transfers = {}, None
             self._places = []
 
     def live(self) -> None:
@@ -279,11 +286,11 @@ class Keeper:
             message = "This optimizer was closed: its states are gone. Make a new one."
             raise PoisonedError(message)
 
-    def _moving(self) -> Mover:
-        if self._mover is None:
+    def _moves(self) -> Transfers:
+        if self._transfers is None:
             message = "No piece is on disk."
             raise OptionError(message)
-        return self._mover
+        return self._transfers
 
     @contextmanager
     def _failing(self, kind: type[BaseException]) -> Iterator[None]:
@@ -296,7 +303,7 @@ class Keeper:
             raise
 
 
-def _release(places: Sequence[ScratchPlaces], owner: int) -> None:
+def _release(places: Sequence[PieceFiles], owner: int) -> None:
     if owner == os.getpid():  # a forked child has neither the threads nor a right to the files
         for each in places:
             each.close()

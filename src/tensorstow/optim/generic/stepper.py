@@ -15,10 +15,10 @@ from tensorstow.base.errors import OptimizerError, OptionError, StowError
 from tensorstow.optim.generic.known_classes import keeps_nothing_over_all
 from tensorstow.optim.generic.shared_values import (
     PLAIN_LOOP,
-    Run,
-    Turn,
+    SplitStep,
+    StepBatch,
+    batch_group,
     foreign,
-    lent_group,
     options_of,
 )
 
@@ -45,7 +45,7 @@ class Stepper:
         """
         self.optimizer_class = optimizer_class
         self._options = dict(options)
-        stand_ins = [_stand_in(group) for group in groups]
+        stand_ins = [_meta_group(group) for group in groups]
         with self._naming("was constructed", OptionError):
             self.inner = optimizer_class(stand_ins, **options)
             self._check_groups(stand_ins)
@@ -65,31 +65,31 @@ class Stepper:
         """Cuts are made for it, and results in 16 bits depend on it: for chunks it stays."""
         self._call: Callable[..., Any] = _unhooked(optimizer_class.step)
         self._hands_on = not keeps_nothing_over_all(optimizer_class)
-        self._turn: Turn | None = None
+        self._split_step: SplitStep | None = None
         self._closure: Callable[[], Any] | None = None
 
     @contextmanager
-    def turn(
+    def split_step(
         self,
         groups: Sequence[MutableMapping[str, Any]],
         state: MutableMapping[Any, Any],
         method: str = "step",
         closure: Callable[[], Any] | None = None,
-    ) -> Iterator[Turn | None]:
+    ) -> Iterator[SplitStep | None]:
         """Let the runs inside be one call of ``method`` over all ``groups``.
 
         Behind it ``groups``, and ``state`` under keys that are no parameters, have what the call
         made of them. None for classes that are known to keep nothing there. ``closure`` is given
         to every run, which may call it once, and is not to evaluate anything again.
         """
-        with self._opened(groups, state, method) as turn:
-            if turn is not None:
+        with self._opened(groups, state, method) as step:
+            if step is not None:
                 self._closure = closure
-            yield turn
-            if turn is not None:
-                if not turn.has_run:
+            yield step
+            if step is not None:
+                if not step.has_run:
                     self.run([])
-                turn.keep()
+                step.keep()
 
     @contextmanager
     def _opened(
@@ -97,19 +97,19 @@ class Stepper:
         groups: Sequence[MutableMapping[str, Any]],
         state: MutableMapping[Any, Any],
         method: str,
-    ) -> Iterator[Turn | None]:
-        """Open a turn, of which nothing is left unless it is kept."""
+    ) -> Iterator[SplitStep | None]:
+        """Open a step, of which nothing is left unless it is kept."""
         if not self._hands_on:
             yield None
             return
-        outer, call = self._turn, self._call
-        self._turn = turn = Turn(self.inner, groups, state)
+        outer, call = self._split_step, self._call
+        self._split_step = step = SplitStep(self.inner, groups, state)
         self._call = _unhooked(getattr(self.optimizer_class, method))
         try:
-            yield turn
+            yield step
         finally:
-            turn.close()
-            self._turn, self._call, self._closure = outer, call, None
+            step.close()
+            self._split_step, self._call, self._closure = outer, call, None
 
     def changes_mode(
         self,
@@ -118,30 +118,30 @@ class Stepper:
         mode: str,
     ) -> bool:
         """Return whether going over to ``mode`` would change anything."""
-        with self._opened(groups, state, mode) as turn:
+        with self._opened(groups, state, mode) as step:
             self.run([])
-            return turn is not None and turn.changes
+            return step is not None and step.changes
 
     def has_mode(self, mode: str) -> bool:
         """Return whether the class has the method ``mode``."""
         return callable(getattr(self.optimizer_class, mode, None))
 
-    def run(self, runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
+    def run(self, runs: Sequence[StepBatch]) -> list[list[dict[str, Any]]]:
         """Step the parameters of ``runs`` by their gradients; return what is kept for them now."""
         inner = self.inner
         inner.state = defaultdict(dict, {p: entry for run in runs for p, entry in run.entries})
-        if self._turn is None:
-            inner.param_groups = [lent_group(run) for run in runs]
+        if self._split_step is None:
+            inner.param_groups = [batch_group(run) for run in runs]
         else:
-            self._turn.begin(runs)
+            self._split_step.begin(runs)
         try:
             with self._naming("took a step", OptimizerError):
                 if self._closure is None:
                     self._call(inner)
                 else:
                     self._call(inner, self._called_once(self._closure))
-            if self._turn is not None:
-                self._turn.end()
+            if self._split_step is not None:
+                self._split_step.end()
             return [[inner.state.get(p, {}) for p, _ in run.entries] for run in runs]
         finally:
             self._clear()
@@ -179,13 +179,13 @@ class Stepper:
 
         Empty where the class does not say before it has numbers. ``shape`` is a slice's.
         """
-        stand_in = _without_memory(parameter, shape)
+        stand_in = _meta_parameter(parameter, shape)
         stand_in.grad = torch.empty_like(stand_in)
         # It fails where a number is asked of a tensor that has none: the states are made by then.
         entry: dict[str, Any] = {}
         alone = dict(group)
         name = name_in(group, parameter)
-        run = Run(alone, [(stand_in, entry)], None if name is None else [name])
+        run = StepBatch(alone, [(stand_in, entry)], None if name is None else [name])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -198,7 +198,7 @@ class Stepper:
         """Let the class check a new group; return the options that it makes of it."""
         try:
             with self._naming("was given a group", OptionError):
-                self.inner.add_param_group(_stand_in(group))
+                self.inner.add_param_group(_meta_group(group))
                 return self._without_flags(options_of(self.inner.param_groups[-1]))
         finally:
             self._clear()
@@ -272,21 +272,21 @@ def name_in(group: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
     return next((name for name, other in pairs if other is parameter), None)
 
 
-def _stand_in(group: Mapping[str, Any]) -> dict[str, Any]:
+def _meta_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the group, as a user would give it, over parameters without memory."""
-    stand_ins: list[Any] = [_without_memory(p) for p in group["params"]]
+    stand_ins: list[Any] = [_meta_parameter(p) for p in group["params"]]
     if group.get("param_names"):
         stand_ins = list(zip(group["param_names"], stand_ins, strict=True))
     return {**options_of(group), "params": stand_ins}
 
 
-def _without_memory(
+def _meta_parameter(
     parameter: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.nn.Parameter:
     if is_lazy(parameter):
         message = (
             "A parameter of a lazy module was given, which has no shape yet, and StowedOptimizer"
-            " tries the class out on shapes. Run a forward of the model before it is made."
+            " tries the class out on shapes. StepBatch a forward of the model before it is made."
         )
         raise OptionError(message)
     if shape is None:

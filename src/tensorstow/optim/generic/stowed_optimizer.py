@@ -19,9 +19,9 @@ from tensorstow.optim.generic.known_classes import (
 )
 from tensorstow.optim.generic.packing import cloned, tensors_in
 from tensorstow.optim.generic.piece_step import Job
-from tensorstow.optim.generic.pieces import Member, ParameterPlan, plan_of
-from tensorstow.optim.generic.probe import try_out
-from tensorstow.optim.generic.state_manager import Keeper
+from tensorstow.optim.generic.pieces import ParameterPlan, ParameterStates, plan_of
+from tensorstow.optim.generic.probe import probe
+from tensorstow.optim.generic.state_manager import StateManager
 from tensorstow.optim.generic.stepper import MODES, Stepper, listed, name_in
 from tensorstow.optim.options import Directory, States
 from tensorstow.states.memory import StateMemory
@@ -91,18 +91,20 @@ class StowedOptimizer(Optimizer):
         self._stepper = Stepper(optimizer_class, groups, class_options)
         known = optimizer_class in ELEMENTWISE
         if not known and (elementwise or not keeps_nothing_over_all(optimizer_class)):
-            try_out(optimizer_class, groups, class_options, elementwise=elementwise)
-        self._keeper: Keeper | None = None  # until the groups are known
+            probe(optimizer_class, groups, class_options, elementwise=elementwise)
+        self._manager: StateManager | None = None  # until the groups are known
         super().__init__(given, self._stepper.defaults)
         for group, made in zip(self.param_groups, self._stepper.group_options, strict=True):
             group.update(made)
         self.state.update(self._stepper.first_state)
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
-        policy = validation.accept_policy(policy)
-        self._keeper = Keeper(self._stepper, placement, policy, elementwise=known or elementwise)
+        policy = validation.check_policy(policy)
+        self._manager = StateManager(
+            self._stepper, placement, policy, elementwise=known or elementwise
+        )
         everyone = self._stepper.begins_with_states
         takes = is_to_be_trained
-        self._keeper.attach([(g, p) for g, p in self._all() if everyone or takes(p)])
+        self._manager.attach([(g, p) for g, p in self._all() if everyone or takes(p)])
         if everyone:
             for group, parameter in self._all():
                 name = name_in(group, parameter)
@@ -130,9 +132,9 @@ class StowedOptimizer(Optimizer):
             for index, parameter in enumerate(group["params"]):
                 if is_to_be_trained(parameter) or self._stepper.begins_with_states:
                     validation.check_parameter(parameter, self._name(group, index))
-            if self._keeper is not None:
+            if self._manager is not None:
                 group.update(self._stepper.add_group(group))
-                self._keeper.attach([(group, p) for p in group["params"] if is_to_be_trained(p)])
+                self._manager.attach([(group, p) for p in group["params"] if is_to_be_trained(p)])
         except BaseException:
             self.param_groups.pop()
             raise
@@ -223,7 +225,7 @@ class StowedOptimizer(Optimizer):
 
     def synchronize(self) -> None:
         """Wait until all writes of states are done; raises their errors."""
-        self._kept().settle()
+        self._live().settle()
 
     def memory(self) -> StateMemory:
         """Return the bytes of states and buffers, by place.
@@ -232,7 +234,7 @@ class StowedOptimizer(Optimizer):
             Bytes in RAM, on disk and in the ring buffer.
         """
         entries = (entry for entry in self.state.values() if isinstance(entry, dict))
-        return self._kept().memory(sum(t.nbytes for e in entries for t in tensors_in(e)))
+        return self._live().memory(sum(t.nbytes for e in entries for t in tensors_in(e)))
 
     def predict(self) -> StateMemory:
         """Return what ``memory()`` will return once every parameter has been stepped.
@@ -245,7 +247,7 @@ class StowedOptimizer(Optimizer):
         Returns:
             Bytes in RAM, on disk and in the ring buffer.
         """
-        return self._kept().predict()
+        return self._live().predict()
 
     def plan(self) -> list[ParameterPlan]:
         """Return how the states of each parameter are kept.
@@ -253,7 +255,7 @@ class StowedOptimizer(Optimizer):
         Returns:
             One entry per parameter, in the order of the groups.
         """
-        members = (self._kept().find(p) for _, p in self._all())
+        members = (self._live().find(p) for _, p in self._all())
         return [plan_of(member) for member in members if member is not None]
 
     def traffic(self) -> Traffic:
@@ -262,11 +264,11 @@ class StowedOptimizer(Optimizer):
         Returns:
             Bytes read and written.
         """
-        return self._kept().traffic()
+        return self._live().traffic()
 
     def close(self) -> None:
         """Drop states, memory and files now rather than with the object. Idempotent."""
-        self._kept().close()
+        self._live().close()
         self.state.clear()
 
     # --- what AdamW and Adam have, and scratch files cannot ---
@@ -318,11 +320,11 @@ class StowedOptimizer(Optimizer):
 
     # --- inside ---
 
-    def _kept(self) -> Keeper:
-        if self._keeper is None:
+    def _live(self) -> StateManager:
+        if self._manager is None:
             message = "The optimizer is not made yet."
             raise StowError(message)
-        return self._keeper
+        return self._manager
 
     def _all(self) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
         return ((group, p) for group in self.param_groups for p in group["params"])
@@ -330,28 +332,28 @@ class StowedOptimizer(Optimizer):
     # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _update(self, closure: Callable[[], float] | None = None) -> None:
-        kept = self._kept()
-        kept.live()
-        with kept.lock:
-            self._take_turn("step", self._due(), closure)
+        manager = self._live()
+        manager.live()
+        with manager.lock:
+            self._step("step", self._due(), closure)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _change_mode(self, mode: str) -> None:
         """Call the class's ``mode`` over all parameters that have states."""
-        kept = self._kept()
-        kept.live()
-        with kept.lock:
+        manager = self._live()
+        manager.live()
+        with manager.lock:
             if self._stepper.changes_mode(self.param_groups, self.state, mode):
-                self._take_turn(mode, [(g, p) for g, p in self._all() if p in self.state])
+                self._step(mode, [(g, p) for g, p in self._all() if p in self.state])
 
-    def _take_turn(
+    def _step(
         self,
         method: str,
         due: Sequence[tuple[dict[str, Any], torch.Tensor]],
         closure: Callable[[], float] | None = None,
     ) -> None:
-        kept = self._kept()
-        kept.attach(due)
+        manager = self._live()
+        manager.attach(due)
         names = {
             id(parameter): name
             for group in self.param_groups
@@ -359,12 +361,12 @@ class StowedOptimizer(Optimizer):
         }
         jobs = []
         for group, parameter in due:
-            if (member := kept.find(parameter)) is not None:
+            if (member := manager.find(parameter)) is not None:
                 self._take_edits(member)
                 name = names.get(id(parameter))
                 jobs.append(Job(group, member, self.state.get(parameter, {}), name))
         if jobs or not keeps_nothing_over_all(self._stepper.optimizer_class):
-            kept.take_turn(jobs, self.param_groups, self.state, method, closure)
+            manager.step(jobs, self.param_groups, self.state, method, closure)
         for job in jobs:
             if job.resident or job.member.stows:  # SGD without momentum keeps nothing at all
                 self.state[job.member.parameter] = job.resident
@@ -377,43 +379,43 @@ class StowedOptimizer(Optimizer):
             for index, parameter in enumerate(group["params"]):
                 if parameter.grad is None:
                     continue
-                member = self._kept().find(parameter)
+                member = self._live().find(parameter)
                 validation.check_gradient(parameter, member, self._name(group, index))
                 due.append((group, parameter))
         return due
 
-    def _take_edits(self, member: Member) -> None:
+    def _take_edits(self, member: ParameterStates) -> None:
         """See to it that the states are what users see: emptied (a reset), or replaced."""
         parameter = member.parameter
         if parameter not in self.state:
             if member.stows:
-                self._kept().forget(member)
+                self._live().forget(member)
         elif member.how == "chunks":
             seen = self.state[parameter]
             if any(tensor.dim() for tensor in tensors_in(seen)):
                 self._check_saved(seen, parameter, "A parameter")
-                self._put(parameter, {**self._kept().read(member), **seen})
+                self._put(parameter, {**self._live().read(member), **seen})
 
     def _put(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        member = self._kept().find(parameter)
+        member = self._live().find(parameter)
         if member is not None:
-            self.state[parameter] = self._kept().put(member, entry)
+            self.state[parameter] = self._live().put(member, entry)
 
     def _check_saved(self, entry: Mapping[str, Any], parameter: torch.Tensor, name: str) -> None:
-        member = self._kept().find(parameter)
+        member = self._live().find(parameter)
         expected = {} if member is None else member.expected.entry
         chunked = member is not None and member.how == "chunks"
         validation.check_saved(entry, expected, parameter, name, chunked=chunked)
 
     def _load(self, loaded: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        kept = self._kept()
+        manager = self._live()
         self._stepper.repair(self.param_groups, dict(loaded))
         group_of = {id(p): group for group, p in self._all()}
-        kept.attach([(group_of[id(p)], p) for p, _ in loaded])
-        for each in kept.members():
-            kept.forget(each)
+        manager.attach([(group_of[id(p)], p) for p, _ in loaded])
+        for each in manager.members():
+            manager.forget(each)
         for parameter, entry in loaded:
-            member = kept.find(parameter)
+            member = manager.find(parameter)
             expected = {} if member is None else member.expected.entry
             self._put(parameter, validation.cast_as_kept(entry, expected))
 
@@ -429,13 +431,13 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
     if not isinstance(optimizer, StowedOptimizer):
         message = f"The hook of StowedOptimizer was called for a {type(optimizer).__name__}."
         raise TypeError(message)
-    kept = optimizer._kept()  # noqa: SLF001
-    with kept.lock:
-        kept.settle()
+    manager = optimizer._live()  # noqa: SLF001
+    with manager.lock:
+        manager.settle()
         for index, (_, parameter) in enumerate(optimizer._all()):  # noqa: SLF001
             entry = state_dict["state"].get(index)
-            member = kept.find(parameter)
+            member = manager.find(parameter)
             if isinstance(entry, dict) and member is not None and member.stows:
                 # What is read is a copy, so the numbers are one too: all of the same moment.
-                state_dict["state"][index] = {**cloned(entry), **kept.read(member)}
+                state_dict["state"][index] = {**cloned(entry), **manager.read(member)}
     return state_dict

@@ -7,23 +7,23 @@ import torch
 
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.sizes import format_bytes
-from tensorstow.optim.generic.packing import Placed
-from tensorstow.optim.generic.pieces import Motion, Piece
-from tensorstow.optim.generic.places import ScratchPlaces
-from tensorstow.optim.generic.ring import Ring
+from tensorstow.optim.generic.packing import PackedEntry
+from tensorstow.optim.generic.pieces import Piece, PieceState
+from tensorstow.optim.generic.places import PieceFiles
+from tensorstow.optim.generic.ring import PieceRing
 from tensorstow.states.native_pipeline import Traffic
 
 DEFAULT_RING_BYTES = 64 << 20
 
 
-class Mover:
+class Transfers:
     """Reads and writes of pieces, in the order in which they are asked for."""
 
-    def __init__(self, places: ScratchPlaces, budget: int | None) -> None:
+    def __init__(self, places: PieceFiles, budget: int | None) -> None:
         """Begin with no memory; ``budget`` bounds it, and None lets a larger piece run alone."""
         self.places = places
         self._budget = budget
-        self._ring = Ring(0)
+        self._ring = PieceRing(0)
         self._writing: deque[Piece] = deque()
         self._read = self._written = self._pieces = 0
         self._high_water = 0
@@ -52,24 +52,24 @@ class Mover:
         if wanted > self.capacity:
             self.settle()
             self._high_water = self.high_water
-            self._ring = Ring(wanted)
+            self._ring = PieceRing(wanted)
 
     def read_ahead(self, piece: Piece) -> bool:
         """Start reading ``piece``; return False where there is no room for it now."""
-        if piece.motion is Motion.WRITING:
+        if piece.state is PieceState.WRITING:
             self._finish_until(piece)
-        if piece.motion is not Motion.AT_REST or piece.place is None:
+        if piece.state is not PieceState.ON_DISK or piece.place is None:
             return True
         self._reap()
-        piece.lease = self._ring.lend(piece.nbytes)
-        if piece.lease is None:
+        piece.block = self._ring.allocate(piece.nbytes)
+        if piece.block is None:
             return False
-        piece.motion = Motion.READING
-        piece.transfer = self.places.read(piece.place, piece.lease.region)
+        piece.state = PieceState.READING
+        piece.transfer = self.places.read(piece.place, piece.block.region)
         self._read += piece.nbytes
         return True
 
-    def arrive(self, piece: Piece) -> torch.Tensor:
+    def read(self, piece: Piece) -> torch.Tensor:
         """Return the bytes of ``piece`` once they are in memory."""
         began = time.monotonic()
         while not self.read_ahead(piece):
@@ -78,59 +78,59 @@ class Mover:
             piece.transfer.wait()
         self._wait_seconds += time.monotonic() - began
         piece.transfer = None
-        piece.motion = Motion.HERE
+        piece.state = PieceState.IN_MEMORY
         return _region(piece)
 
     def begin(self, piece: Piece, nbytes: int) -> torch.Tensor:
         """Return memory for a piece at rest whose states exist for the first time."""
-        while (lease := self._ring.lend(nbytes)) is None:
+        while (block := self._ring.allocate(nbytes)) is None:
             self._finish_oldest()
-        piece.lease, piece.motion = lease, Motion.HERE
-        return lease.region
+        piece.block, piece.state = block, PieceState.IN_MEMORY
+        return block.region
 
-    def depart(self, piece: Piece) -> None:
+    def write(self, piece: Piece) -> None:
         """Start writing a piece that is here."""
-        if piece.place is None or piece.motion is not Motion.HERE:
+        if piece.place is None or piece.state is not PieceState.IN_MEMORY:
             return
         piece.transfer = self.places.write(piece.place, _region(piece))
-        piece.motion = Motion.WRITING
+        piece.state = PieceState.WRITING
         self._writing.append(piece)
         self._written += piece.nbytes
         self._pieces += 1
 
     def drop(self, piece: Piece) -> None:
         """Forget what was read of ``piece``; on disk it is as it was."""
-        if piece.motion is Motion.WRITING:
+        if piece.state is PieceState.WRITING:
             self._finish_until(piece)
         if piece.transfer is not None:
             piece.transfer.wait()
         self._rest(piece)
 
-    def put(self, piece: Piece, placed: Placed) -> None:
-        """Write what ``placed`` holds to the piece's place; find it another where it has changed.
+    def put(self, piece: Piece, packed: PackedEntry) -> None:
+        """Write what ``packed`` holds to the piece's place; find it another where it has changed.
 
         In that case nothing may be read ahead.
         """
-        if placed.slots == piece.slots and piece.lease is not None:
-            region = piece.lease.region
+        if packed.slots == piece.slots and piece.block is not None:
+            region = piece.block.region
         else:
-            if piece.lease is not None:
-                placed = placed.copied()  # it may lie in the memory that is given back now
+            if piece.block is not None:
+                packed = packed.copied()  # it may lie in the memory that is given back now
             self.drop(piece)
-            self._move_house(piece, placed)
+            self._relocate(piece, packed)
             if piece.place is None:
                 return
-            region = self.begin(piece, placed.nbytes)
-        for slot, tensor in placed.tensors:
+            region = self.begin(piece, packed.nbytes)
+        for slot, tensor in packed.tensors:
             if tensor.data_ptr() != region.data_ptr() + slot.offset:
                 slot.view(region).copy_(tensor)
-        piece.stowed = placed.stowed
-        self.depart(piece)
+        piece.stowed = packed.stowed
+        self.write(piece)
 
     def forget(self, piece: Piece) -> None:
         """Drop the states of ``piece``, on disk too: it is new again."""
         self.drop(piece)
-        self._move_house(piece, Placed())
+        self._relocate(piece, PackedEntry())
         piece.stepped = False
 
     def settle(self) -> None:
@@ -138,19 +138,19 @@ class Mover:
         while self._writing:
             self._finish_oldest()
 
-    def _move_house(self, piece: Piece, placed: Placed) -> None:
-        """Give a piece at rest a place of the size that ``placed`` wants, or none."""
+    def _relocate(self, piece: Piece, packed: PackedEntry) -> None:
+        """Give a piece at rest a place of the size that ``packed`` wants, or none."""
         if piece.place is not None:
-            self.places.give_back(piece.place)
+            self.places.free(piece.place)
         piece.place, piece.stowed, piece.slots = None, {}, ()
         piece.stepped = True
-        if placed.nbytes:
-            self.make_room(placed.nbytes, placed.nbytes)
-            piece.place = self.places.take(placed.nbytes)
-            piece.slots = placed.slots
+        if packed.nbytes:
+            self.make_room(packed.nbytes, packed.nbytes)
+            piece.place = self.places.take(packed.nbytes)
+            piece.slots = packed.slots
 
     def _finish_until(self, piece: Piece) -> None:
-        while piece.motion is Motion.WRITING:
+        while piece.state is PieceState.WRITING:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
@@ -169,10 +169,10 @@ class Mover:
             self._finish_oldest()
 
     def _rest(self, piece: Piece) -> None:
-        if piece.lease is not None:
-            self._ring.give_back(piece.lease)
-        piece.lease = piece.transfer = None
-        piece.motion = Motion.AT_REST
+        if piece.block is not None:
+            self._ring.free(piece.block)
+        piece.block = piece.transfer = None
+        piece.state = PieceState.ON_DISK
 
 
 def wanted_bytes(total: int, largest: int, budget: int | None) -> int:
@@ -188,7 +188,7 @@ def wanted_bytes(total: int, largest: int, budget: int | None) -> int:
 
 
 def _region(piece: Piece) -> torch.Tensor:
-    if piece.lease is None:
-        message = "A piece that is in motion holds a lease."
+    if piece.block is None:
+        message = "A piece that is in motion holds a block of the ring."
         raise AssertionError(message)
-    return piece.lease.region
+    return piece.block.region

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
-from tensorstow.optim.generic.pieces import Member
+from tensorstow.optim.generic.pieces import ParameterStates
 from tensorstow.states.policy import PipelinePolicy
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -66,7 +66,7 @@ def refuse_commits(asked: str) -> NoReturn:
     raise OptionError(message)
 
 
-def accept_policy(policy: PipelinePolicy | None) -> PipelinePolicy:
+def check_policy(policy: PipelinePolicy | None) -> PipelinePolicy:
     """Return the policy; raise OptionError where it asks for kernels that are not used here."""
     if policy is not None and policy.isa is not None:
         message = (
@@ -103,7 +103,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise DTypeError(message)
 
 
-def check_gradient(parameter: torch.Tensor, member: Member | None, name: str) -> None:
+def check_gradient(parameter: torch.Tensor, member: ParameterStates | None, name: str) -> None:
     """Raise for a gradient, or a parameter, that is not what the states were made for."""
     check_parameter(parameter, name)
     gradient = parameter.grad

@@ -4,16 +4,26 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tensorstow.optim.generic.pieces import Member, Piece, cut_up, expect, plan_of
+from tensorstow.optim.generic.pieces import (
+    ParameterStates,
+    Piece,
+    expected_states,
+    plan_of,
+    split_into_pieces,
+)
 from tensorstow.optim.generic.stepper import Stepper
 
 
 def how(parameter: torch.Tensor, *, elementwise: bool = True, threads: int = 1) -> list[Piece]:
-    return cut_up(parameter, elements=4096, threads=threads, elementwise=elementwise)
+    return split_into_pieces(parameter, elements=4096, threads=threads, elementwise=elementwise)
 
 
 def test_large_ones_of_an_elementwise_class_are_cut() -> None:
-    assert [p.cut.numel for p in how(torch.ones(100, 100)) if p.cut] == [4096, 4096, 1808]
+    assert [p.partition.numel for p in how(torch.ones(100, 100)) if p.partition] == [
+        4096,
+        4096,
+        1808,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +37,7 @@ def test_large_ones_of_an_elementwise_class_are_cut() -> None:
 )
 def test_others_move_as_a_whole(parameter: torch.Tensor) -> None:
     [piece] = how(parameter)
-    assert piece.cut is None
+    assert piece.partition is None
 
 
 def test_what_threads_share_unevenly_and_other_classes_move_as_a_whole() -> None:
@@ -39,11 +49,11 @@ def test_what_is_expected_of_each_piece() -> None:
     parameter = nn.Parameter(torch.ones(100, 100))
     stepper = Stepper(optim.AdamW, [{"params": [parameter]}], {})
     pieces = how(parameter)
-    expected = expect(stepper, stepper.group_options[0], parameter, pieces)
+    expected = expected_states(stepper, stepper.group_options[0], parameter, pieces)
     assert expected.disk_bytes == 8 * 10_000
     assert expected.ram_bytes == 4
     assert expected.piece_bytes == (32_768, 32_768, 16_384)
-    member = Member(parameter, parameter.numel(), parameter.dtype, pieces, expected)
+    member = ParameterStates(parameter, parameter.numel(), parameter.dtype, pieces, expected)
     plan = plan_of(member)
     assert (plan.how, plan.pieces, plan.piece_bytes) == ("chunks", 3, 32_768)
     assert not member.stows
@@ -52,5 +62,5 @@ def test_what_is_expected_of_each_piece() -> None:
 def test_what_stays_in_ram_is_expected_there() -> None:
     parameter = nn.Parameter(torch.ones(10, 10))
     stepper = Stepper(optim.AdamW, [{"params": [parameter]}], {})
-    expected = expect(stepper, stepper.group_options[0], parameter, [])
+    expected = expected_states(stepper, stepper.group_options[0], parameter, [])
     assert (expected.ram_bytes, expected.disk_bytes) == (8 * 100 + 4, 0)

@@ -15,7 +15,7 @@ class Wrapped(torch.Tensor):
 
 def test_options_that_say_nothing_pass() -> None:
     validation.refuse_keywords({"foreach": False, "fused": None, "lr": 0.1})
-    assert validation.accept_policy(None) == PipelinePolicy()
+    assert validation.check_policy(None) == PipelinePolicy()
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,22 @@ import torch
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.optim.generic.packing import (
     LARGE_BYTES,
-    Placed,
+    PackedEntry,
     cloned,
-    place,
+    pack,
     refuse_aliases,
     refuse_unsliced,
-    restore,
     tensors_in,
+    unpack,
 )
 
 Two = namedtuple("Two", ["a", "b"])  # noqa: PYI024  # what users have
 LARGE = LARGE_BYTES // 4
 
 
-def region_of(placed: Placed) -> torch.Tensor:
-    region = torch.zeros(placed.nbytes, dtype=torch.uint8)
-    for slot, tensor in placed.tensors:
+def region_of(packed: PackedEntry) -> torch.Tensor:
+    region = torch.zeros(packed.nbytes, dtype=torch.uint8)
+    for slot, tensor in packed.tensors:
         slot.view(region).copy_(tensor)
     return region
 
@@ -36,11 +36,11 @@ def test_large_tensors_go_and_the_rest_stays() -> None:
         "mean": torch.randn(LARGE),
         "nested": [torch.randn(100, 100).double(), {"x": 1}, Two(torch.ones(LARGE), None)],
     }
-    placed = place(entry)
-    assert placed.resident.keys() == {"step", "count", "small"}
-    assert placed.resident["small"] is entry["small"]
-    assert len(placed.slots) == 3
-    back = restore(placed.stowed, region_of(placed))
+    packed = pack(entry)
+    assert packed.resident.keys() == {"step", "count", "small"}
+    assert packed.resident["small"] is entry["small"]
+    assert len(packed.slots) == 3
+    back = unpack(packed.stowed, region_of(packed))
     assert torch.equal(back["mean"], entry["mean"])
     assert torch.equal(back["nested"][0], entry["nested"][0])
     assert back["nested"][1] == {"x": 1}
@@ -48,27 +48,27 @@ def test_large_tensors_go_and_the_rest_stays() -> None:
 
 
 def test_slots_do_not_overlap_and_are_aligned() -> None:
-    placed = place({str(i): torch.ones(n) for i, n in enumerate((5000, 300_001, 262_144, 4097))})
+    packed = pack({str(i): torch.ones(n) for i, n in enumerate((5000, 300_001, 262_144, 4097))})
     ends = 0
-    for slot in placed.slots:
+    for slot in packed.slots:
         assert slot.offset >= ends
         assert slot.offset % 64 == 0
         ends = slot.offset + slot.nbytes
-    assert placed.nbytes % 4096 == 0
-    assert 0 <= placed.nbytes - ends < 4096
+    assert packed.nbytes % 4096 == 0
+    assert 0 <= packed.nbytes - ends < 4096
 
 
 def test_strides_are_kept() -> None:
     turned = torch.randn(100, 200).t()
-    placed = place({"x": turned})
-    back = restore(placed.stowed, region_of(placed))["x"]
+    packed = pack({"x": turned})
+    back = unpack(packed.stowed, region_of(packed))["x"]
     assert back.stride() == turned.stride()
     assert torch.equal(back, turned)
 
 
 def test_nothing_large_needs_no_room() -> None:
-    assert place({"step": 1, "x": torch.ones(3)}).nbytes == 0
-    assert place({"x": torch.ones(3)}, least=0).nbytes == 4096
+    assert pack({"step": 1, "x": torch.ones(3)}).nbytes == 0
+    assert pack({"x": torch.ones(3)}, least=0).nbytes == 4096
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_nothing_large_needs_no_room() -> None:
 )
 def test_what_is_not_one_run_of_bytes_is_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(DTypeError, match="one run"):
-        place({"x": tensor}, least=0)
+        pack({"x": tensor}, least=0)
 
 
 def test_shared_memory_is_refused() -> None:

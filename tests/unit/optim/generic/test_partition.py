@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorstow.optim.generic.partition import GRAINS, VECTOR, Cut, can_cut, cut
+from tensorstow.optim.generic.partition import GRAINS, VECTOR, Partition, can_partition, partition
 
 
 def shares(numel: int, grain: int, threads: int) -> list[tuple[int, int]]:
@@ -29,9 +29,9 @@ def scalar_ends(begin: int, end: int, vector: int) -> range:
 def test_the_same_elements_are_scalar_in_pieces_as_in_one(
     numel: int, elements: int, threads: int, vector: int
 ) -> None:
-    if not can_cut(numel, threads):
+    if not can_partition(numel, threads):
         return
-    pieces = cut(numel, elements, threads)
+    pieces = partition(numel, elements, threads)
     assert [p.start for p in pieces] == [
         sum(p.numel for p in pieces[:i]) for i in range(len(pieces))
     ]
@@ -50,23 +50,26 @@ def test_the_same_elements_are_scalar_in_pieces_as_in_one(
 
 
 def test_a_length_that_kernels_share_differently_is_not_cut() -> None:
-    assert can_cut(5000, 1)
-    assert not can_cut(5000, 2)
-    assert can_cut(32_769, 2)
-    assert not can_cut(40_000, 8)
+    assert can_partition(5000, 1)
+    assert not can_partition(5000, 2)
+    assert can_partition(32_769, 2)
+    assert not can_partition(40_000, 8)
 
 
 def test_whole_vectors_per_thread_need_no_more_pieces_than_bytes() -> None:
-    assert cut(1 << 20, 1 << 19, 2) == [Cut(0, (1 << 19,)), Cut(1 << 19, (1 << 19,))]
+    assert partition(1 << 20, 1 << 19, 2) == [
+        Partition(0, (1 << 19,)),
+        Partition(1 << 19, (1 << 19,)),
+    ]
 
 
 def test_a_thread_that_ends_within_a_vector_begins_a_piece() -> None:
     numel = 300_007
-    starts = [p.start for p in cut(numel, 1 << 17, 2)]
+    starts = [p.start for p in partition(numel, 1 << 17, 2)]
     assert -(-numel // 2) in starts
 
 
 @pytest.mark.parametrize("numel", [1, 63, 64, 65])
 def test_what_is_small_is_one_piece(numel: int) -> None:
-    assert [p.numel for p in cut(numel, 1 << 19, 1)] in ([numel], [64, numel - 64])
-    assert sum(p.numel for p in cut(numel, 1 << 19, 1)) == numel
+    assert [p.numel for p in partition(numel, 1 << 19, 1)] in ([numel], [64, numel - 64])
+    assert sum(p.numel for p in partition(numel, 1 << 19, 1)) == numel

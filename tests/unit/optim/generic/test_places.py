@@ -7,16 +7,16 @@ import torch
 
 from tensorstow import _native
 from tensorstow.base.errors import DirectoryError
-from tensorstow.optim.generic.places import ScratchPlaces
+from tensorstow.optim.generic.places import PieceFiles
 from tensorstow.states.policy import PipelinePolicy
 
 BLOCK = 4096
 
 
-def places_in(directories: list[Path], expected: int = 0) -> ScratchPlaces:
+def places_in(directories: list[Path], expected: int = 0) -> PieceFiles:
     for directory in directories:
         directory.mkdir(exist_ok=True)
-    return ScratchPlaces(directories, expected, PipelinePolicy())
+    return PieceFiles(directories, expected, PipelinePolicy())
 
 
 def test_directories_take_turns(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_directories_take_turns(tmp_path: Path) -> None:
 def test_room_that_was_given_back_is_taken_again(tmp_path: Path) -> None:
     places = places_in([tmp_path])
     first, _ = places.take(BLOCK), places.take(2 * BLOCK)
-    places.give_back(first)
+    places.free(first)
     assert places.take(2 * BLOCK) != first
     assert places.take(BLOCK) == first
     places.close()
@@ -66,6 +66,6 @@ def test_a_chosen_directory_is_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    places = ScratchPlaces([], BLOCK, PipelinePolicy())
+    places = PieceFiles([], BLOCK, PipelinePolicy())
     assert str(tmp_path) in caplog.text
     places.close()

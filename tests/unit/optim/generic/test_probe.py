@@ -10,7 +10,7 @@ from torch import nn, optim
 from tensorstow import StowedOptimizer
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.generic.known_classes import ELEMENTWISE, WHOLE, refuse_class
-from tensorstow.optim.generic.probe import try_out
+from tensorstow.optim.generic.probe import probe
 
 KNOWN = sorted([*ELEMENTWISE, *WHOLE], key=lambda c: c.__name__)
 
@@ -21,13 +21,13 @@ def groups() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("optimizer_class", KNOWN, ids=lambda c: c.__name__)
 def test_the_known_ones_pass(optimizer_class: type[optim.Optimizer]) -> None:
-    try_out(optimizer_class, groups(), {}, elementwise=optimizer_class in ELEMENTWISE)
+    probe(optimizer_class, groups(), {}, elementwise=optimizer_class in ELEMENTWISE)
 
 
 @pytest.mark.parametrize("optimizer_class", [optim.Adafactor, optim.Muon])
 def test_whole_ones_are_not_elementwise(optimizer_class: type[optim.Optimizer]) -> None:
     with pytest.raises(OptionError, match=optimizer_class.__name__):
-        try_out(optimizer_class, groups(), {}, elementwise=True)
+        probe(optimizer_class, groups(), {}, elementwise=True)
 
 
 def every(optimizer: optim.Optimizer) -> list[torch.Tensor]:
@@ -220,7 +220,7 @@ def test_what_is_kept_over_all_parameters_is_named(
 ) -> None:
     before = torch.get_rng_state()
     with pytest.raises(OptionError, match=words):
-        try_out(optimizer_class, groups(), {}, elementwise=False)
+        probe(optimizer_class, groups(), {}, elementwise=False)
     assert torch.equal(before, torch.get_rng_state())
     for declared in (False, True):
         with pytest.raises(OptionError):
@@ -252,7 +252,7 @@ def test_a_value_of_the_first_group_is_the_first_groups(lr: float | torch.Tensor
                 p.grad.mul_(float(self.param_groups[0]["lr"]))
 
     two = [*groups(), {**groups()[0], "lr": 0.5}]
-    try_out(ByTheFirst, two, {"lr": lr}, elementwise=False)
+    probe(ByTheFirst, two, {"lr": lr}, elementwise=False)
 
 
 def test_a_class_may_refuse_what_is_not_finite() -> None:
@@ -261,7 +261,7 @@ def test_a_class_may_refuse_what_is_not_finite() -> None:
             if not all(p.grad.isfinite().all() for p in every(self)):
                 raise ArithmeticError
 
-    try_out(Strict, groups(), {}, elementwise=False)
+    probe(Strict, groups(), {}, elementwise=False)
 
 
 def test_shapes_stay_square_tall_or_wide() -> None:
@@ -273,13 +273,13 @@ def test_shapes_stay_square_tall_or_wide() -> None:
 
     shapes = [(100, 9000), (9000, 9000), (9000, 60), (1, 700), (700,)]
     many = [{"params": [nn.Parameter(torch.ones(s, device="meta")) for s in shapes]}]
-    try_out(Transposes, many, {}, elementwise=False)
+    probe(Transposes, many, {}, elementwise=False)
 
 
 def test_a_parameter_that_is_alone_gets_a_twin() -> None:
     alone = [{"params": [nn.Parameter(torch.ones(5))]}]
     with pytest.raises(OptionError, match="one after the other"):
-        try_out(ClipsAll, alone, {}, elementwise=False)
+        probe(ClipsAll, alone, {}, elementwise=False)
 
 
 def test_instances_and_other_things_are_no_classes() -> None:

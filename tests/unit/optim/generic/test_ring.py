@@ -3,44 +3,44 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorstow.optim.generic.ring import Lease, Ring
+from tensorstow.optim.generic.ring import PieceRing, RingBlock
 
 CAPACITY = 1 << 16
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, CAPACITY), st.integers(0, 9)), max_size=60))
 def test_leases_do_not_overlap(program: list[tuple[bool, int, int]]) -> None:
-    ring, held = Ring(CAPACITY), list[Lease]()
+    ring, held = PieceRing(CAPACITY), list[RingBlock]()
     for takes, nbytes, pick in program:
         if takes:
-            lease = ring.lend(nbytes)
-            if lease is None:
+            block = ring.allocate(nbytes)
+            if block is None:
                 assert ring
                 continue
-            assert lease.region.numel() == nbytes
-            assert lease.offset >= 0
-            assert lease.end <= CAPACITY
-            assert all(lease.end <= x.offset or x.end <= lease.offset for x in held)
-            held.append(lease)
+            assert block.region.numel() == nbytes
+            assert block.offset >= 0
+            assert block.end <= CAPACITY
+            assert all(block.end <= x.offset or x.end <= block.offset for x in held)
+            held.append(block)
         elif held:
-            ring.give_back(held.pop(pick % len(held)))
-    for lease in held:
-        ring.give_back(lease)
+            ring.free(held.pop(pick % len(held)))
+    for block in held:
+        ring.free(block)
     assert not ring
-    assert ring.lend(CAPACITY) is not None
+    assert ring.allocate(CAPACITY) is not None
 
 
 def test_it_goes_round() -> None:
-    ring = Ring(10 * 4096)
-    leases = [ring.lend(4 * 4096), ring.lend(4 * 4096)]
+    ring = PieceRing(10 * 4096)
+    leases = [ring.allocate(4 * 4096), ring.allocate(4 * 4096)]
     assert [x.offset for x in leases if x] == [0, 4 * 4096]
-    assert ring.lend(4 * 4096) is None
-    ring.give_back(leases[0])  # type: ignore[arg-type]
-    third = ring.lend(4 * 4096)
+    assert ring.allocate(4 * 4096) is None
+    ring.free(leases[0])  # type: ignore[arg-type]
+    third = ring.allocate(4 * 4096)
     assert third is not None
     assert third.offset == 0
     assert ring.high_water == 8 * 4096
 
 
 def test_no_capacity_lends_nothing() -> None:
-    assert Ring(0).lend(1) is None
+    assert PieceRing(0).allocate(1) is None

@@ -1,4 +1,4 @@
-"""The keeper of an optimizer's states: who is kept, where, and after what it refuses to go on."""
+"""The manager of an optimizer's states: who is kept, where, and after what it refuses to go on."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from torch import nn, optim
 
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.optim.generic.piece_step import Job
-from tensorstow.optim.generic.state_manager import Keeper
+from tensorstow.optim.generic.state_manager import StateManager
 from tensorstow.optim.generic.stepper import Stepper
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
@@ -16,16 +16,16 @@ from tensorstow.states.state_store import Placement
 LARGE = 40_000
 
 
-def keeper_in(directory: Path, parameters: list[nn.Parameter]) -> tuple[Keeper, Stepper]:
+def manager_in(directory: Path, parameters: list[nn.Parameter]) -> tuple[StateManager, Stepper]:
     stepper = Stepper(optim.SGD, [{"params": parameters}], {"momentum": 0.5, "lr": 1.0})
-    keeper = Keeper(
+    manager = StateManager(
         stepper,
         Placement(1.0, (directory,), None),
         PipelinePolicy(chunk_elements=16_384),
         elementwise=True,
     )
-    keeper.attach([(stepper.group_options[0], p) for p in parameters])
-    return keeper, stepper
+    manager.attach([(stepper.group_options[0], p) for p in parameters])
+    return manager, stepper
 
 
 def weight(numel: int = LARGE) -> nn.Parameter:
@@ -34,56 +34,56 @@ def weight(numel: int = LARGE) -> nn.Parameter:
     return parameter
 
 
-def step(keeper: Keeper, stepper: Stepper, parameters: list[nn.Parameter]) -> None:
-    members = [keeper.find(p) for p in parameters]
+def step(manager: StateManager, stepper: Stepper, parameters: list[nn.Parameter]) -> None:
+    members = [manager.find(p) for p in parameters]
     groups = [{**stepper.group_options[0], "params": parameters}]
-    keeper.take_turn([Job(groups[0], m, {}) for m in members if m is not None], groups, {})
+    manager.step([Job(groups[0], m, {}) for m in members if m is not None], groups, {})
 
 
 def test_states_are_read_and_set(tmp_path: Path) -> None:
     params = [weight(), weight()]
-    keeper, stepper = keeper_in(tmp_path, params)
-    step(keeper, stepper, params)
-    first = keeper.members()[0]
-    assert (keeper.read(first)["momentum_buffer"] == 1).all()
-    left = keeper.put(first, {"momentum_buffer": torch.arange(float(LARGE)), "step": 3})
+    manager, stepper = manager_in(tmp_path, params)
+    step(manager, stepper, params)
+    first = manager.members()[0]
+    assert (manager.read(first)["momentum_buffer"] == 1).all()
+    left = manager.put(first, {"momentum_buffer": torch.arange(float(LARGE)), "step": 3})
     assert left == {"step": 3}
-    assert torch.equal(keeper.read(first)["momentum_buffer"], torch.arange(float(LARGE)))
-    keeper.forget(first)
-    assert keeper.read(first) == {}
-    assert keeper.members()[1].stows
+    assert torch.equal(manager.read(first)["momentum_buffer"], torch.arange(float(LARGE)))
+    manager.forget(first)
+    assert manager.read(first) == {}
+    assert manager.members()[1].stows
 
 
 def test_a_member_is_attached_once(tmp_path: Path) -> None:
     params = [weight(), weight(10)]
-    keeper, stepper = keeper_in(tmp_path, params)
-    before = keeper.members()
-    keeper.attach([(stepper.group_options[0], p) for p in params])
-    assert keeper.members() == before
+    manager, stepper = manager_in(tmp_path, params)
+    before = manager.members()
+    manager.attach([(stepper.group_options[0], p) for p in params])
+    assert manager.members() == before
     assert [m.how for m in before] == ["chunks", "ram"]
 
 
 def test_an_error_within_a_step_poisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [weight()]
-    keeper, stepper = keeper_in(tmp_path, params)
+    manager, stepper = manager_in(tmp_path, params)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stepper, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        step(keeper, stepper, params)
+        step(manager, stepper, params)
     with pytest.raises(PoisonedError, match="half updated"):
-        keeper.settle()
+        manager.settle()
 
 
 def test_without_anything_on_disk_nothing_moves(tmp_path: Path) -> None:
-    keeper, _ = keeper_in(tmp_path, [weight(3)])
-    keeper.settle()
-    assert keeper.engine is None
-    assert keeper.traffic().bytes_read == 0
+    manager, _ = manager_in(tmp_path, [weight(3)])
+    manager.settle()
+    assert manager.engine is None
+    assert manager.traffic().bytes_read == 0
     with pytest.raises(OptionError, match="No piece"):
-        keeper._moving()
-    keeper.close()
+        manager._moves()
+    manager.close()
     with pytest.raises(PoisonedError, match="closed"):
-        keeper.settle()
+        manager.settle()

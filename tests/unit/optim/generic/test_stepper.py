@@ -6,7 +6,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.generic.stepper import Run, Stepper, listed
+from tensorstow.optim.generic.stepper import StepBatch, Stepper, listed
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -22,8 +22,8 @@ def stepper_for(optimizer_class: type[optim.Optimizer], **options: float) -> Ste
 def test_it_steps_what_it_is_lent_and_keeps_nothing() -> None:
     stepper = stepper_for(optim.SGD, lr=1.0, momentum=0.5)
     p, group = weight(4), stepper.group_options[0]
-    first = stepper.run([Run(group, [(p, {})])])[0][0]
-    second = stepper.run([Run(group, [(p, first)])])[0][0]
+    first = stepper.run([StepBatch(group, [(p, {})])])[0][0]
+    second = stepper.run([StepBatch(group, [(p, first)])])[0][0]
     assert (p == 1 - 1 - 1.5).all()
     assert (second["momentum_buffer"] == 1.5).all()
     assert not stepper.inner.state
@@ -54,7 +54,7 @@ def test_states_are_told_before_the_first_step(
     expected = stepper.expected_entry(stepper.group_options[0], p)
     assert expected.keys() == names
     assert (p == 1).all()
-    made = stepper.run([Run(stepper.group_options[0], [(p, {})])])[0][0]
+    made = stepper.run([StepBatch(stepper.group_options[0], [(p, {})])])[0][0]
     assert {k: v.shape for k, v in made.items()} == {k: v.shape for k, v in expected.items()}
 
 
@@ -63,7 +63,7 @@ def test_global_hooks_are_not_called_for_pieces() -> None:
     calls: list[object] = []
     hook = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
     try:
-        stepper.run([Run(stepper.group_options[0], [(weight(4), {})])])
+        stepper.run([StepBatch(stepper.group_options[0], [(weight(4), {})])])
     finally:
         hook.remove()
     assert not calls

@@ -6,77 +6,77 @@ import pytest
 import torch
 
 from tensorstow.base.errors import BudgetError
-from tensorstow.optim.generic.packing import place, restore
-from tensorstow.optim.generic.pieces import Motion, Piece
-from tensorstow.optim.generic.places import ScratchPlaces
-from tensorstow.optim.generic.transfers import Mover, wanted_bytes
+from tensorstow.optim.generic.packing import pack, unpack
+from tensorstow.optim.generic.pieces import Piece, PieceState
+from tensorstow.optim.generic.places import PieceFiles
+from tensorstow.optim.generic.transfers import Transfers, wanted_bytes
 from tensorstow.states.policy import PipelinePolicy
 
 BLOCK = 4096
 
 
-def mover_with(directory: Path, pieces: int, blocks: int) -> tuple[Mover, list[Piece]]:
+def transfers_with(directory: Path, pieces: int, blocks: int) -> tuple[Transfers, list[Piece]]:
     """Return pieces of one block each, filled with their number, and a ring of ``blocks``."""
-    mover = Mover(ScratchPlaces([directory], 0, PipelinePolicy()), blocks * BLOCK)
-    mover.make_room(pieces * BLOCK, BLOCK)
+    transfers = Transfers(PieceFiles([directory], 0, PipelinePolicy()), blocks * BLOCK)
+    transfers.make_room(pieces * BLOCK, BLOCK)
     made = [Piece() for _ in range(pieces)]
     for number, piece in enumerate(made):
-        mover.put(piece, place({"x": torch.full((1000,), float(number))}, least=0))
-    return mover, made
+        transfers.put(piece, pack({"x": torch.full((1000,), float(number))}, least=0))
+    return transfers, made
 
 
-def value(mover: Mover, piece: Piece) -> float:
-    tensor = restore(piece.stowed, mover.arrive(piece))["x"]
+def value(transfers: Transfers, piece: Piece) -> float:
+    tensor = unpack(piece.stowed, transfers.read(piece))["x"]
     assert (tensor == tensor[0]).all()
     return float(tensor[0])
 
 
 def test_what_goes_comes_back_in_any_order(tmp_path: Path) -> None:
-    mover, pieces = mover_with(tmp_path, 7, 2)
+    transfers, pieces = transfers_with(tmp_path, 7, 2)
     for number in (6, 0, 3, 3, 5):
-        assert value(mover, pieces[number]) == number
-        mover.drop(pieces[number])
-    assert mover.capacity == mover.high_water == 2 * BLOCK
+        assert value(transfers, pieces[number]) == number
+        transfers.drop(pieces[number])
+    assert transfers.capacity == transfers.high_water == 2 * BLOCK
 
 
 def test_reading_ahead_ends_where_the_ring_does(tmp_path: Path) -> None:
-    mover, pieces = mover_with(tmp_path, 4, 2)
-    mover.settle()
-    assert [mover.read_ahead(piece) for piece in pieces[:3]] == [True, True, False]
-    assert [piece.motion for piece in pieces] == [Motion.READING] * 2 + [Motion.AT_REST] * 2
+    transfers, pieces = transfers_with(tmp_path, 4, 2)
+    transfers.settle()
+    assert [transfers.read_ahead(piece) for piece in pieces[:3]] == [True, True, False]
+    assert [piece.state for piece in pieces] == [PieceState.READING] * 2 + [PieceState.ON_DISK] * 2
     for piece in pieces[:2]:
-        mover.arrive(piece)
-        mover.depart(piece)
-    assert value(mover, pieces[2]) == 2
+        transfers.read(piece)
+        transfers.write(piece)
+    assert value(transfers, pieces[2]) == 2
 
 
 def test_a_piece_on_its_way_out_is_read_after_it_has_landed(tmp_path: Path) -> None:
-    mover, [piece] = mover_with(tmp_path, 1, 1)
+    transfers, [piece] = transfers_with(tmp_path, 1, 1)
     for number in range(20):
-        region = mover.arrive(piece)
-        restore(piece.stowed, region)["x"].fill_(number)
-        mover.depart(piece)
-        assert value(mover, piece) == number
-        mover.drop(piece)
+        region = transfers.read(piece)
+        unpack(piece.stowed, region)["x"].fill_(number)
+        transfers.write(piece)
+        assert value(transfers, piece) == number
+        transfers.drop(piece)
 
 
 def test_a_piece_that_grows_moves(tmp_path: Path) -> None:
-    mover, pieces = mover_with(tmp_path, 2, 4)
+    transfers, pieces = transfers_with(tmp_path, 2, 4)
     before = pieces[0].place
-    entry = restore(pieces[0].stowed, mover.arrive(pieces[0]))
-    mover.put(pieces[0], place({**entry, "y": torch.ones(1000)}, least=0))
+    entry = unpack(pieces[0].stowed, transfers.read(pieces[0]))
+    transfers.put(pieces[0], pack({**entry, "y": torch.ones(1000)}, least=0))
     assert pieces[0].place != before
-    assert value(mover, pieces[0]) == 0
-    assert (restore(pieces[0].stowed, mover.arrive(pieces[0]))["y"] == 1).all()
-    mover.drop(pieces[0])
-    assert value(mover, pieces[1]) == 1
+    assert value(transfers, pieces[0]) == 0
+    assert (unpack(pieces[0].stowed, transfers.read(pieces[0]))["y"] == 1).all()
+    transfers.drop(pieces[0])
+    assert value(transfers, pieces[1]) == 1
 
 
 def test_a_piece_that_is_forgotten_is_nowhere(tmp_path: Path) -> None:
-    mover, [piece] = mover_with(tmp_path, 1, 1)
-    mover.forget(piece)
+    transfers, [piece] = transfers_with(tmp_path, 1, 1)
+    transfers.forget(piece)
     assert (piece.place, piece.slots, piece.stepped) == (None, (), False)
-    assert mover.traffic().bytes_written == BLOCK
+    assert transfers.traffic().bytes_written == BLOCK
 
 
 def test_how_much_memory_is_wanted() -> None:
@@ -89,7 +89,7 @@ def test_how_much_memory_is_wanted() -> None:
 
 
 def test_a_ring_with_no_room_and_nothing_in_flight_says_so(tmp_path: Path) -> None:
-    mover, pieces = mover_with(tmp_path, 2, 1)
-    mover.arrive(pieces[0])
+    transfers, pieces = transfers_with(tmp_path, 2, 1)
+    transfers.read(pieces[0])
     with pytest.raises(BudgetError, match="no room"):
-        mover.arrive(pieces[1])
+        transfers.read(pieces[1])

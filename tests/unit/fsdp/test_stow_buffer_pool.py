@@ -1,4 +1,4 @@
-"""Parameters on disk hold no more host memory than shelf_bytes, whatever a run does with them."""
+"""Parameters on disk hold at most buffer_pool_bytes of memory, whatever a run does with them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,16 +19,16 @@ from tensorstow.fsdp.report import ParameterBytes, parameter_bytes
 WIDTH = 64
 BLOCKS = 8
 UNIT = 4 * (WIDTH * WIDTH + WIDTH + 2 * 1000)
-SHELF = -(-UNIT // 4096) * 4096
+BUFFER = -(-UNIT // 4096) * 4096
 HEAD = -(-4 * 128 * (WIDTH + 1) // 4096) * 4096
-ROOM = HEAD + 2 * SHELF + 3 * 4096
+ROOM = HEAD + 2 * BUFFER + 3 * 4096
 """The least that is taken: the three largest units."""
 MICRO_BATCHES = 2
 EVERYTHING = Plan(
     parameters="disk",
     states="disk",
     prefetch=1,
-    shelf_bytes=ROOM,
+    buffer_pool_bytes=ROOM,
     accumulation_steps=MICRO_BATCHES,
 )
 
@@ -106,23 +106,23 @@ def _same(a: Run, b: Run) -> bool:
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
 @pytest.mark.parametrize("states", ["disk", "host"])
-def test_steps_hold_no_more_than_shelf_bytes(overlap: str, states: str) -> None:
+def test_steps_hold_no_more_than_buffer_pool_bytes(overlap: str, states: str) -> None:
     plan = EVERYTHING.but(overlap=overlap, states=states)
     want = _train(Plan(), torch.float32, 3)
     got = _train(plan, torch.float32, 3)
     assert _same(got, want)
     assert got[1].disk_bytes > 2 * ROOM
-    assert got[1].most_lent_bytes <= ROOM
+    assert got[1].most_buffer_pool_bytes <= ROOM
 
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_commits_and_resuming_hold_no_more_than_shelf_bytes(
+def test_commits_and_resuming_hold_no_more_than_buffer_pool_bytes(
     tmp_path: Path, overlap: str, dtype: torch.dtype
 ) -> None:
     plan = EVERYTHING.but(overlap=overlap)
-    room = ROOM if dtype == torch.float32 else HEAD // 2 + SHELF + 5 * 4096
-    plan = plan.but(shelf_bytes=room)
+    room = ROOM if dtype == torch.float32 else HEAD // 2 + BUFFER + 5 * 4096
+    plan = plan.but(buffer_pool_bytes=room)
     options = {"dir": tmp_path / "run", "commit_every": 2}
     want = _train(Plan(states="disk"), dtype, 5)
     # Two steps, of which the last commits, and one that is committed by hand.
@@ -131,7 +131,7 @@ def test_commits_and_resuming_hold_no_more_than_shelf_bytes(
     assert _same(second, want)
     for _, found in (first, second):
         assert found.disk_bytes > room
-        assert found.most_lent_bytes <= room
+        assert found.most_buffer_pool_bytes <= room
 
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
@@ -152,8 +152,8 @@ def test_chunks_that_a_resumed_run_cut_over_units_have_these_units_and_one_more(
     _train(Plan(states="disk"), torch.float32, 2, **options)
     got = _train(EVERYTHING.but(overlap=overlap), torch.float32, 3, act=measure, **options)
     assert _same(got, want)
-    assert max(widest) > 2 * SHELF
-    assert got[1].most_lent_bytes <= max(ROOM, max(widest) + HEAD + SHELF)
+    assert max(widest) > 2 * BUFFER
+    assert got[1].most_buffer_pool_bytes <= max(ROOM, max(widest) + HEAD + BUFFER)
 
 
 class Sides(nn.Module):
@@ -176,14 +176,16 @@ def held_by_sides(overlap: str) -> tuple[int, int]:
     """Return the most that was lent, and what may be."""
     model = Sides()
     room = 3 * (4 * WIDTH * WIDTH // dist.get_world_size() + 2 * 4096)
-    plan = Plan(parameters="disk", states="disk", overlap=overlap, prefetch=1, shelf_bytes=room)
+    plan = Plan(
+        parameters="disk", states="disk", overlap=overlap, prefetch=1, buffer_pool_bytes=room
+    )
     units = [*model.ways, *model.sides]
     model, optimizer = tensorstow.stow(model, groups_of, plan=plan, units=units)
     for _ in range(2):
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = parameter_bytes(model).most_lent_bytes
+    found = parameter_bytes(model).most_buffer_pool_bytes
     optimizer.close()
     return found, room
 
@@ -209,5 +211,5 @@ def test_a_commit_by_hand_reads_each_unit_once_and_writes_none(tmp_path: Path) -
         moved.append((read, after.bytes_written - before.bytes_written))
 
     _train(EVERYTHING, torch.float32, 1, act=commit, dir=tmp_path, commit_every=None)
-    assert moved[0][0] <= BLOCKS * SHELF + HEAD
+    assert moved[0][0] <= BLOCKS * BUFFER + HEAD
     assert moved[0][1] == 0
