@@ -7,7 +7,7 @@ _FERRY = "step/device_feed.py"
 _MIRRORS = "step/host_weight.py"
 _UPDATER = "step/device_update.py"
 _SCHEDULE = "step/schedules.py"
-_COPIES = "fsdp/gradient_copies.py"
+_QUEUE = "fsdp/d2h_queue.py"
 _UPLOADS = "fsdp/uploads.py"
 
 _WAITS = "gpu/test_waits.py"
@@ -191,33 +191,36 @@ MUTATIONS = (
         f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
     ),
     # --- gradients of a stowed model ---
-    Mutation(_COPIES, "        self.synchronize()\n", "        self.query()\n", _FALLS),
+    Mutation(_QUEUE, "        self.synchronize()\n", "        self.query()\n", _FALLS),
     Mutation(
-        _COPIES,
-        "if self._fallen is not None and self._fallen.query():",
-        "if self._fallen is not None:",
+        _QUEUE,
+        "if self._copied is not None and self._copied.query():",
+        "if self._copied is not None:",
         _FALLS,
     ),
-    Mutation(_COPIES, "        if self.query():\n", "        if not self.awaited:\n", _FALLS),
-    Mutation(_COPIES, "self._fallen.synchronize()", "pass", _FALLS),
+    Mutation(_QUEUE, "        if self.query():\n", "        if not self.pending:\n", _FALLS),
+    Mutation(_QUEUE, "self._copied.synchronize()", "pass", _FALLS),
     Mutation(
-        _COPIES,
+        _QUEUE,
         "source.view(-1))], [link.record_event()])",
         "source.view(-1))], [])",
         _FALLS,
     ),
     Mutation(
-        _COPIES, "made = self._link.record_event()", "made = torch.Event(self._link.device)", _SUMS
-    ),
-    Mutation(
-        _COPIES,
-        "while self._under_way and self._under_way[0].over.query():",
-        "while self._under_way:",
+        _QUEUE,
+        "made = self._link.record_event()",
+        "made = torch.Event(self._link.device)",
         _SUMS,
     ),
     Mutation(
-        _COPIES,
-        "self._under_way[0].over.synchronize()",
+        _QUEUE,
+        "while self._in_flight and self._in_flight[0].complete.query():",
+        "while self._in_flight:",
+        _SUMS,
+    ),
+    Mutation(
+        _QUEUE,
+        "self._in_flight[0].complete.synchronize()",
         "pass",
         f"{_COUNTS}::test_backward_waits_where_the_device_holds_too_many_gradients",
     ),

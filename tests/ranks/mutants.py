@@ -10,7 +10,8 @@ from torch import nn
 
 from ranks.stowed import Course, stowed
 from tensorstow.checkpoint import resume
-from tensorstow.fsdp import gradients, sharding
+from tensorstow.fsdp import sharding
+from tensorstow.fsdp.host_gradient import HostGradient
 from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.unshard import MicroBatches
 from tensorstow.optim import stowed_adam
@@ -22,19 +23,19 @@ Mutant = Callable[[ExitStack], None]
 def narrow_sums(patches: ExitStack) -> None:
     """Sum micro-batches in the gradient's own dtype."""
 
-    def more(self: gradients.HostGradient, other: torch.Tensor, alpha: float = 1.0) -> None:
+    def accumulate(self: HostGradient, other: torch.Tensor, alpha: float = 1.0) -> None:
         self.landed.add_(other, alpha=alpha)
 
-    patches.enter_context(patch.object(gradients.HostGradient, "more", more))
+    patches.enter_context(patch.object(HostGradient, "accumulate", accumulate))
 
 
 def last_micro_batch(patches: ExitStack) -> None:
     """Take the last micro-batch for the sum."""
 
-    def more(self: gradients.HostGradient, other: torch.Tensor, alpha: float = 1.0) -> None:
+    def accumulate(self: HostGradient, other: torch.Tensor, alpha: float = 1.0) -> None:
         self.landed.copy_(other.mul(alpha))
 
-    patches.enter_context(patch.object(gradients.HostGradient, "more", more))
+    patches.enter_context(patch.object(HostGradient, "accumulate", accumulate))
 
 
 def own_norm(patches: ExitStack) -> None:

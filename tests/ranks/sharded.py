@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tensorstow
-from tensorstow.fsdp.gradients import widen
+from tensorstow.fsdp.gradient_offload import widen_gradient
 
 WIDTH = 12
 STEPS = 4
@@ -137,7 +137,7 @@ def widened(micro_batches: int) -> list[torch.Tensor]:
     """Sum bf16 gradients of a parameter that FSDP2 has sharded; return the whole sum."""
     model = nn.Linear(WIDTH, 1, bias=False).to(torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    model.weight.register_post_accumulate_grad_hook(widen)
+    model.weight.register_post_accumulate_grad_hook(widen_gradient)
     for micro in range(micro_batches):
         factor = 256.0 if micro == 0 else 1.0  # a bf16 sum would lose what follows
         (factor * model(torch.ones(1, WIDTH, dtype=torch.bfloat16))).sum().backward()

@@ -12,7 +12,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
-from tensorstow.fsdp.gradient_copies import MOST_UNDER_WAY
+from tensorstow.fsdp.d2h_queue import MAX_IN_FLIGHT_BYTES
 from tensorstow.fsdp.sharding import SHARD_ALIGN
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.uploads import buffers_of
@@ -148,7 +148,7 @@ def bytes_of(
     else:
         held[Tier.HOST] += gradients
         if plan.overlap != "backward":
-            held[Tier.DEVICE] += min(gradients, MOST_UNDER_WAY)
+            held[Tier.DEVICE] += min(gradients, MAX_IN_FLIGHT_BYTES)
     if on_device:
         held[Tier.HOST] += sizes.parameters  # the mirrors that updates write
     else:

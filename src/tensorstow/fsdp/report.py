@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tensorstow.fsdp.gradient_hooks import landed_bytes, landing_bytes
+from tensorstow.fsdp.gradient_offload import offload_pinned_bytes, offloaded_bytes
 from tensorstow.fsdp.shard_storage import HostShard, ShardStorage
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.uploads import uploads_of
@@ -55,10 +55,10 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         most_buffer_pool_bytes=sum(room.high_water_bytes for room in rooms.values()),
         bytes_read=sum(room.bytes_read for room in rooms.values()),
         bytes_written=sum(room.bytes_written for room in rooms.values()),
-        link_bytes_down=sum(shard.bytes_down for shard in shards) + landed_bytes(model),
+        link_bytes_down=sum(shard.bytes_down for shard in shards) + offloaded_bytes(model),
         link_bytes_up=sum(shard.bytes_up for shard in shards),
         pinned_bytes=sum(blocks.values())
-        + landing_bytes(model)
+        + offload_pinned_bytes(model)
         + (0 if uploads is None else uploads.pinned_bytes),
         staging_bytes=0 if uploads is None else uploads.staging_bytes,
         device_bytes=0 if uploads is None else uploads.device_bytes,

@@ -21,8 +21,11 @@ from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
 from tensorstow.fsdp.auto import MIN_UNITS_IN_MEMORY, Sizes, auto_plan
-from tensorstow.fsdp.gradient_hooks import Landing
-from tensorstow.fsdp.gradients import sum_wide, widen
+from tensorstow.fsdp.gradient_offload import (
+    GradientOffload,
+    accumulate_in_fp32,
+    widen_gradient,
+)
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import guard_modules, register_output_hooks
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
@@ -162,9 +165,9 @@ def _place_whole(request: _Request) -> StowedAdam:
     if device.type != "cpu":
         model.to(device)
     if is_away(device) and _gradients_wait_on_host(plan):
-        Landing(model.parameters(), open_link(device)).watch(model)
+        GradientOffload(model.parameters(), open_link(device)).register(model)
     else:
-        sum_wide(model.parameters())
+        accumulate_in_fp32(model.parameters())
     return _make_optimizer(request)
 
 
@@ -185,7 +188,7 @@ def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
     if is_away(sharding.device) and waits:
         offloaded = [p for p in model.parameters() if isinstance(p, DTensor)]
     link = open_link(sharding.device) if is_away(sharding.device) and offloaded else None
-    Landing(offloaded, link, pass_on=not waits).watch(model)
+    GradientOffload(offloaded, link, share_buffers=not waits).register(model)
     if plan.accumulation_steps > 1:
         _sum_wide_on_device(model, {id(p) for p in offloaded})
     made = _make_optimizer(request)
@@ -318,7 +321,7 @@ def _sum_wide_on_device(model: nn.Module, offloaded: Collection[int]) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and id(parameter) not in offloaded:
             hook: Any = parameter.register_post_accumulate_grad_hook
-            hook(widen)
+            hook(widen_gradient)
 
 
 def _wait_for_updates_before_reads(

@@ -16,7 +16,7 @@ from tensorstow.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from tensorstow.fsdp.auto import RING_BYTES, Sizes, bytes_of
-from tensorstow.fsdp.gradient_copies import MOST_UNDER_WAY
+from tensorstow.fsdp.d2h_queue import MAX_IN_FLIGHT_BYTES
 from tensorstow.fsdp.units import units_of
 from tensorstow.fsdp.uploads import buffers_of
 from tensorstow.io.files import ALIGN
@@ -127,6 +127,6 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
 def test_one_rank_has_its_weights_once(plan: Plan) -> None:
     """The ZeRO-Offload example's 10 billion: one copy of bf16 weights, and what leaves."""
     found = _needs(plan, "bf16", _Setup(10 * 10**9, 10**8, 1, 1, 1.0))
-    assert found[0] == 2 * 10 * 10**9 + MOST_UNDER_WAY
+    assert found[0] == 2 * 10 * 10**9 + MAX_IN_FLIGHT_BYTES
     placed = bytes_of(plan, Sizes(2, 2, 10, 0, 0), device_is_host=False)
     assert placed[Tier.DEVICE] == 2 + 2

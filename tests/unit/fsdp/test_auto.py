@@ -11,7 +11,7 @@ from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base.errors import BudgetError
 from tensorstow.fsdp import auto
 from tensorstow.fsdp.auto import RING_BYTES, Sizes, auto_plan, bytes_of
-from tensorstow.fsdp.gradient_copies import MOST_UNDER_WAY
+from tensorstow.fsdp.d2h_queue import MAX_IN_FLIGHT_BYTES
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.units import units_of
 from tensorstow.io.files import ALIGN
@@ -22,7 +22,7 @@ G = 1 << 30
 SIZES = Sizes(100 * G, gradients=100 * G, states=200 * G, largest_unit=10 * G, largest_share=10 * G)
 POOLED = 30 * G + 3 * ALIGN
 """Of HOST: three units of parameters on DISK."""
-DEVICE = 120 * G + MOST_UNDER_WAY
+DEVICE = 120 * G + MAX_IN_FLIGHT_BYTES
 """Parameters, two units gathered, and gradients on their way down."""
 LESS = 200 * G + RING_BYTES
 """Of HOST: parameters and gradients, with states on DISK."""
@@ -141,7 +141,7 @@ def test_what_weights_pass_through_counts_where_the_device_has_memory(parameters
     plan = Plan(parameters=parameters, states=parameters)
     here = bytes_of(plan, SIZES, device_is_host=True)
     away = bytes_of(plan, SIZES, device_is_host=False)
-    assert away[Tier.DEVICE] == (20 + 30) * G + MOST_UNDER_WAY
+    assert away[Tier.DEVICE] == (20 + 30) * G + MAX_IN_FLIGHT_BYTES
     assert away[Tier.HOST] - here[Tier.HOST] == (30 * G if parameters == Tier.DISK else 0)
 
 

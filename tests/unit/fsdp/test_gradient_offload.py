@@ -3,6 +3,7 @@
 The CPU stands in for the device, over links whose copies are late.
 """
 
+import gc
 import weakref
 from contextlib import contextmanager
 from functools import partial
@@ -10,18 +11,22 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from compare import all_equal
+from ranks import sharded as ranks_sharded
 from ranks.pool import Ranks
 from remote import LateLink, every, make_remote
+from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp import sharding as sharding_module
 from tensorstow.fsdp import stow as stow_module
-from tensorstow.fsdp.gradient_copies import GradientCopies
-from tensorstow.fsdp.gradient_offload import Passage, Room
-from tensorstow.fsdp.gradients import HostGradient
+from tensorstow.fsdp.d2h_queue import D2HQueue
+from tensorstow.fsdp.gradient_offload import GradientOffload, PinnedBuffer, PinnedBufferPool
+from tensorstow.fsdp.host_gradient import HostGradient
 from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.sharding import move_buffers
 from tensorstow.fsdp.stow import stow
 from tensorstow.io.device_link import PlainLink
 from tensorstow.optim.adam import AdamW
@@ -162,45 +167,144 @@ def test_shards_are_updated_by_what_came_down(ranks: "Ranks", course: Course, wo
 
 
 def test_a_gradient_that_somebody_keeps_stays() -> None:
-    room = Room(torch.empty(8, dtype=torch.uint8))
-    copies = GradientCopies(LateLink())
-    kept = copies.begin(torch.ones(2), room)
-    other = copies.begin(torch.zeros(2), room)
+    buffer = PinnedBuffer(torch.empty(8, dtype=torch.uint8))
+    queue = D2HQueue(LateLink())
+    kept = queue.copy(torch.ones(2), buffer)
+    other = queue.copy(torch.zeros(2), buffer)
     assert other.landed.tolist() == [0, 0]
     assert kept.landed.tolist() == [1, 1]
     at = kept.landed.data_ptr()
     del kept
-    assert copies.begin(torch.ones(2), room).landed.data_ptr() == at
+    assert queue.copy(torch.ones(2), buffer).landed.data_ptr() == at
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_gradient_may_have_another_dtype_than_its_parameter(dtype: torch.dtype) -> None:
-    room = Room(torch.empty(8, dtype=torch.uint8))
-    copies = GradientCopies(LateLink())
-    landed = copies.begin(torch.ones(2, dtype=dtype), room).landed
+    buffer = PinnedBuffer(torch.empty(8, dtype=torch.uint8))
+    queue = D2HQueue(LateLink())
+    landed = queue.copy(torch.ones(2, dtype=dtype), buffer).landed
     assert (landed.dtype, landed.tolist()) == (dtype, [1, 1])
 
 
 def test_the_device_has_its_memory_back_when_a_gradient_is_down() -> None:
-    copies = GradientCopies(LateLink())
+    queue = D2HQueue(LateLink())
     gradient = torch.ones(2)
     alive = weakref.ref(gradient)
-    landed = copies.begin(gradient, Room(torch.empty(8, dtype=torch.uint8)))
+    landed = queue.copy(gradient, PinnedBuffer(torch.empty(8, dtype=torch.uint8)))
     del gradient
     assert alive() is not None
     assert landed.landed.tolist() == [1, 1]
-    copies.move_on()
+    queue.poll()
     assert alive() is None
 
 
 def test_memory_that_gradients_pass_through_is_taken_again_when_nobody_uses_it() -> None:
-    passage = Passage(PlainLink())
+    pool = PinnedBufferPool(PlainLink())
     like = torch.ones(8, dtype=torch.bfloat16)
-    first, second = passage.take(like), passage.take(like)
+    first, second = pool.allocate(like), pool.allocate(like)
     address = first.data_ptr()
     assert second.data_ptr() != address
     part = first[2:]  # whoever has a part of it alone does not keep it
     del first, part
-    assert passage.take(like.view(2, 4)).data_ptr() == address
-    assert passage.take(torch.ones(8)).shape == (8,)
-    assert passage.nbytes == 2 * 16 + 32
+    assert pool.allocate(like.view(2, 4)).data_ptr() == address
+    assert pool.allocate(torch.ones(8)).shape == (8,)
+    assert pool.nbytes == 2 * 16 + 32
+
+
+def _sharded(values: torch.Tensor) -> DTensor:
+    mesh = DeviceMesh("cpu", [0])
+    return nn.Parameter(DTensor.from_local(values, mesh, [Shard(0)]))
+
+
+@torch.no_grad()
+def _taken_down(seed: int) -> tuple[list[float], list[float], int, bool]:
+    """Let two micro-batches' gradients fall over a link whose copies are late."""
+    parameter = _sharded(torch.zeros(4, dtype=torch.bfloat16))
+    link = LateLink(seed)
+    offload = GradientOffload([parameter], link)
+    (hook,) = parameter._post_accumulate_grad_hooks.values()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    first = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+    parameter.grad = DTensor.from_local(first, mesh, placements)
+    hook(parameter)
+    local = parameter.grad.to_local()
+    stands_in = isinstance(local, HostGradient)
+    once = local.landed.tolist()
+    local.accumulate(torch.full((4,), 2.0**-9, dtype=torch.bfloat16))  # lost in a sum of bf16
+    del offload
+    return once, local.landed.tolist(), link.bytes_down, stands_in
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_late_gradient_is_waited_for_and_summed_in_fp32(ranks: "Ranks", seed: int) -> None:
+    ((once, twice, moved, stands_in),) = ranks(1).run(_taken_down, seed)
+    assert stands_in
+    assert once == [1, 2, 3, 4]
+    assert twice == [x + 2.0**-9 for x in once]
+    assert moved == 2 * 8  # two bytes per element, of each
+
+
+def _settled() -> list[bool]:
+    """Tell whether the memory was freed: with the offload, and before."""
+    settled: list[bool] = []
+
+    class Noting(LateLink):
+        def synchronize(self) -> None:
+            settled.append(True)
+            super().synchronize()
+
+    offload = GradientOffload([_sharded(torch.zeros(4))], Noting())
+    gc.collect()
+    before = bool(settled)
+    del offload
+    gc.collect()
+    return [before, bool(settled)]
+
+
+def test_gradients_fall_into_memory_that_is_pinned_as_long_as_they_may(ranks: "Ranks") -> None:
+    assert ranks(1).run(_settled) == [[False, True]]
+
+
+def _thawed() -> list[bool]:
+    """Watch a parameter that is frozen at first."""
+    parameter = _sharded(torch.zeros(2))
+    parameter.requires_grad = False
+    offload = GradientOffload([parameter])
+    before = bool(parameter._post_accumulate_grad_hooks)
+    parameter.requires_grad = True
+    offload.register_unfrozen()
+    return [before, bool(parameter._post_accumulate_grad_hooks)]
+
+
+def test_what_is_unfrozen_later_is_hooked_then(ranks: "Ranks") -> None:
+    assert ranks(1).run(_thawed) == [[False, True]]
+
+
+def _hooked() -> str:
+    """Register a hook behind the sharding: the next forward says that it is not called."""
+    parameter = _sharded(torch.zeros(2))
+    offload = GradientOffload([parameter])
+    offload.register_unfrozen()
+    parameter.register_hook(lambda gradient: gradient)
+    with pytest.raises(OptionError) as raised:
+        offload.register_unfrozen()
+    return str(raised.value)
+
+
+def test_a_hook_of_the_user_s_is_refused_by_the_next_forward(ranks: "Ranks") -> None:
+    assert "has a hook (register_hook)" in ranks(1).run(_hooked)[0]
+
+
+def test_buffers_with_values_move() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("empty", torch.empty(1, device="meta"))
+    move_buffers(module, torch.device("cpu"))
+    assert module.running_mean.is_cpu
+    assert module.empty.is_meta
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sum_on_the_device_is_wide(ranks: "Ranks", world: int) -> None:
+    for (total,) in ranks(world).run(ranks_sharded.widened, 4):
+        assert total.dtype == torch.float32
+        assert torch.equal(total, torch.full((1, ranks_sharded.WIDTH), 259.0))

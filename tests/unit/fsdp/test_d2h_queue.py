@@ -13,9 +13,9 @@ import torch
 
 from interrupts import Interrupt, at_event, by_signal, handler, raise_it
 from remote import LateLink, Later
-from tensorstow.fsdp import gradient_copies
-from tensorstow.fsdp.gradient_copies import GradientCopies, HostSum
-from tensorstow.fsdp.gradient_offload import Room
+from tensorstow.fsdp import d2h_queue
+from tensorstow.fsdp.d2h_queue import D2HQueue, HostSum
+from tensorstow.fsdp.gradient_offload import PinnedBuffer
 from tensorstow.io.device_link import DeviceEvent, Pairs
 
 ELEMENTS = 50
@@ -25,8 +25,8 @@ SMALL = 16 * 4
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_copies, "PIECE_BYTES", SMALL)
-    monkeypatch.setattr(gradient_copies, "PIECES", 3)
+    monkeypatch.setattr(d2h_queue, "PIECE_BYTES", SMALL)
+    monkeypatch.setattr(d2h_queue, "BUFFERS", 3)
 
 
 def gradients(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
@@ -43,17 +43,17 @@ def summed(given: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def room() -> Room:
-    return Room(torch.empty(4 * ELEMENTS, dtype=torch.uint8))
+def buffer() -> PinnedBuffer:
+    return PinnedBuffer(torch.empty(4 * ELEMENTS, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sum_is_what_it_is_without_a_link(dtype: torch.dtype, seed: int) -> None:
     """In the order in which the gradients came, whatever was there before what."""
-    copies = GradientCopies(LateLink(seed))
+    queue = D2HQueue(LateLink(seed))
     given = [gradients(4, dtype, number) for number in range(3)]
-    totals = [copies.begin(of[0].clone(), room()) for of in given]
+    totals = [queue.copy(of[0].clone(), buffer()) for of in given]
     for micro_batch in range(1, 4):
         for total, of in zip(totals, given, strict=True):
             total.add(of[micro_batch].clone())
@@ -67,19 +67,19 @@ def test_a_sum_is_what_it_is_without_a_link(dtype: torch.dtype, seed: int) -> No
 
 
 def test_what_is_in_host_memory_is_added_behind_what_is_on_its_way() -> None:
-    copies = GradientCopies(LateLink())
+    queue = D2HQueue(LateLink())
     given = gradients(3)
-    total = copies.begin(given[0].clone(), room())
+    total = queue.copy(given[0].clone(), buffer())
     total.add(given[1].clone())
-    total.add_here(given[2])
+    total.add_on_host(given[2])
     assert torch.equal(total.landed, summed(given))
 
 
 def test_a_factor_and_an_empty_gradient() -> None:
-    copies = GradientCopies(LateLink())
-    total = copies.begin(torch.ones(2), room())
+    queue = D2HQueue(LateLink())
+    total = queue.copy(torch.ones(2), buffer())
     total.add(torch.ones(2), alpha=0.5)
-    empty = copies.begin(torch.ones(0), room())
+    empty = queue.copy(torch.ones(0), buffer())
     empty.add(torch.ones(0))
     assert total.landed.tolist() == [1.5, 1.5]
     assert empty.landed.tolist() == []
@@ -90,7 +90,7 @@ class IdleLink(LateLink):
 
     def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
         """Copy so."""
-        mark = super().down(pairs, after)
+        mark = super().d2h(pairs, after)
         assert isinstance(mark, Later)
         mark.patience = 1 << 30
         return mark
@@ -98,39 +98,39 @@ class IdleLink(LateLink):
 
 def test_gradients_that_come_wait_for_nothing_and_take_a_few_buffers() -> None:
     link = IdleLink()
-    copies = GradientCopies(link)
-    totals = [copies.begin(gradient, room()) for gradient in gradients(5)]
+    queue = D2HQueue(link)
+    totals = [queue.copy(gradient, buffer()) for gradient in gradients(5)]
     for total in totals:
         total.add(torch.ones(ELEMENTS))
         assert not total.query()
     assert link.falling.done == 0
     assert link.copies_down == len(totals) + 3
-    assert copies.pinned_bytes == 0  # of the CPU
-    block = copies._block
+    assert queue.pinned_bytes == 0  # of the CPU
+    block = queue._block
     assert block is not None
     assert block.nbytes == 3 * SMALL
     for total in totals:
         assert total.landed.dtype == torch.float32
-    assert copies._block is block
-    assert len(copies._free) == 3
+    assert queue._block is block
+    assert len(queue._free) == 3
 
 
 def test_the_device_holds_few_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     one = 4 * ELEMENTS
-    monkeypatch.setattr(gradient_copies, "MOST_UNDER_WAY", 2 * one)
-    copies = GradientCopies(LateLink())
-    total = copies.begin(torch.ones(ELEMENTS), room())
+    monkeypatch.setattr(d2h_queue, "MAX_IN_FLIGHT_BYTES", 2 * one)
+    queue = D2HQueue(LateLink())
+    total = queue.copy(torch.ones(ELEMENTS), buffer())
     for _ in range(9):
         total.add(torch.ones(ELEMENTS))
-        assert copies._held <= 3 * one
+        assert queue._held <= 3 * one
     assert total.landed.eq(10).all()
-    assert copies._held == 0
+    assert queue._held == 0
 
 
 def test_the_memory_of_the_first_is_free_when_the_sum_is_wide() -> None:
-    copies = GradientCopies(LateLink())
-    memory = room()
-    total = copies.begin(gradients(1)[0], memory)
+    queue = D2HQueue(LateLink())
+    memory = buffer()
+    total = queue.copy(gradients(1)[0], memory)
     total.add(torch.ones(ELEMENTS))
     assert not memory.is_free
     total.synchronize()
@@ -139,8 +139,8 @@ def test_the_memory_of_the_first_is_free_when_the_sum_is_wide() -> None:
 
 def test_who_asks_for_what_is_down_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of a backward that has raised may come while the next forward asks."""
-    copies = GradientCopies(LateLink())
-    total = copies.begin(torch.ones(2), room())
+    queue = D2HQueue(LateLink())
+    total = queue.copy(torch.ones(2), buffer())
     total.add(torch.ones(2))
     asked = threading.Barrier(2)
 
@@ -150,18 +150,18 @@ def test_who_asks_for_what_is_down_takes_turns(monkeypatch: pytest.MonkeyPatch) 
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(copies._under_way[0].over), "query", query)
+        patch.setattr(type(queue._in_flight[0].complete), "query", query)
         with ThreadPoolExecutor(2) as threads:
-            for done in [threads.submit(copies.move_on) for _ in range(2)]:
+            for done in [threads.submit(queue.poll) for _ in range(2)]:
                 done.result()
     assert asked.broken
     assert total.landed.tolist() == [2, 2]
 
 
 def test_two_threads_that_wait_for_one_sum() -> None:
-    copies = GradientCopies(LateLink())
+    queue = D2HQueue(LateLink())
     for _ in range(20):
-        total = copies.begin(torch.ones(ELEMENTS), room())
+        total = queue.copy(torch.ones(ELEMENTS), buffer())
         total.add(torch.ones(ELEMENTS))
         with ThreadPoolExecutor(2) as threads:
             for done in [threads.submit(total.synchronize) for _ in range(2)]:
@@ -171,13 +171,13 @@ def test_two_threads_that_wait_for_one_sum() -> None:
 
 def test_an_interrupt_has_nothing_added_twice_or_never() -> None:
     given = gradients(3)
-    every: list[GradientCopies] = []  # whose ends are not to come inside of another
+    every: list[D2HQueue] = []  # whose ends are not to come inside of another
     with handler(raise_it):
         number, came = 0, True
         while came:
             number += 1
-            every.append(copies := GradientCopies(LateLink(number)))
-            total = copies.begin(given[0].clone(), room())
+            every.append(queue := D2HQueue(LateLink(number)))
+            total = queue.copy(given[0].clone(), buffer())
             for gradient in given[1:]:
                 total.add(gradient.clone())
             with suppress(Interrupt):
