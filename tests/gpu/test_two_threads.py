@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from training import make, same_states, same_weights
 
-from tensorstow import AdamW, PipelinePolicy
+from tensorstow import AdamW, PipelinePolicy, Plan, stow
+from tensorstow.base.errors import OptionError
 
 PAIRS = 24
 TINY = PipelinePolicy(chunk_elements=256)
@@ -210,4 +212,83 @@ def test_a_hook_that_comes_behind_resume_is_of_a_backward_that_is_over(
     train(model, optimizer)
     assert same_weights(model, want[0])
     assert same_states(optimizer, want[1])
+    optimizer.close()
+
+
+# --- a function of the user's that calls backward inside of a call ---
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_backward_inside_a_call_is_refused_as_in_host_memory(
+    overlap: str, device: torch.device, tmp_path: Path
+) -> None:
+    """The hooks in the device's thread are a part of the call, which waits for them."""
+    asked: list[bool] = []
+    model = nn.Linear(8, 8).to(device)
+
+    def extra() -> dict[str, int]:
+        if asked:
+            model(torch.ones(2, 8, device=device)).sum().backward()
+        return {}
+
+    optimizer = make(model, dir=tmp_path, overlap=overlap, extra=extra)
+    asked.append(True)
+    if overlap == "backward":
+        with pytest.raises(OptionError, match=r"backward\(\) was called inside commit\(\)"):
+            optimizer.commit()
+    else:
+        assert optimizer.commit() == 0
+    asked.clear()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8, device=device)).sum().backward()
+        optimizer.step()
+    assert optimizer.commit() == 2
+    optimizer.close()
+
+
+def test_a_stowed_model_s_backward_inside_a_call_gathers_its_weights(
+    device: torch.device, tmp_path: Path
+) -> None:
+    """In the device's thread, which does not wait for the call that waits for it."""
+    asked: list[float] = []
+
+    def extra() -> dict[str, int]:
+        if asked:
+            model(torch.ones(2, 8, device=device)).sum().backward()
+            asked.append(sum(p.grad.full_tensor().sum().item() for p in model.parameters()))
+        return {}
+
+    make_one = partial(AdamW, lr=1e-3, extra=extra, commit_every=None)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, optimizer = stow(layers, make_one, plan=Plan(parameters="host"), dir=tmp_path)
+    asked.append(0.0)
+    assert optimizer.commit() == 0
+    assert len(asked) == 2
+    optimizer.close()
+
+
+def test_a_backward_beside_a_call_of_another_thread_waits_for_it(
+    device: torch.device, tmp_path: Path
+) -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def extra() -> dict[str, int]:
+        if inside_is_asked:
+            inside.set()
+            assert not over.wait(0.3), "it did not wait for the call"
+        return {}
+
+    inside_is_asked: list[bool] = []
+    model = nn.Linear(8, 8).to(device)
+    optimizer = make(model, dir=tmp_path, overlap="backward", extra=extra)
+    inside_is_asked.append(True)
+    with ThreadPoolExecutor(1) as threads:
+        commit = threads.submit(optimizer.commit)
+        assert inside.wait(60)
+        model(torch.ones(2, 8, device=device)).sum().backward()
+        over.set()
+        assert commit.result() == 0
+    inside_is_asked.clear()
+    optimizer.step()
     optimizer.close()

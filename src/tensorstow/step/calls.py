@@ -24,15 +24,20 @@ any order, and finalizers run in either. So:
 * Where a hook raises, backward raises at once, while a hook in the other thread may still be
   running or about to. It takes its turn behind what its caller does next; the number of its
   backward tells whether that is over (``BackwardOverlap.is_given_up``).
+* A function of the user's that runs inside a call may call backward itself. Its hooks in the
+  device's thread are part of that call, which waits for them: they are refused as they are in its
+  own thread, and what only waits for weights goes on. Autograd gives its threads the thread-local
+  objects of whoever called backward, and among them is the number of the call.
 * Finalizers run in any thread, inside hooks too: they take no lock but of what dies with them.
 """
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -43,6 +48,7 @@ _T = TypeVar("_T")
 _COMMITS = frozenset({"commit", "snapshot"})
 _READS = frozenset({"state_dict"})
 """What a function of the user's may call: it changes nothing."""
+_numbers = itertools.count(1)
 
 
 class Calls:
@@ -56,11 +62,15 @@ class Calls:
         self._call = threading.Lock()
         """Held by the call: a second one of that thread finds it taken."""
         self._name = ""
+        self._number = 0
+        """Of the call, newer than that of any before."""
         self.lends = False
         """A function of the user's runs inside a call: it may read."""
 
     def alone(self) -> AbstractContextManager[object]:
         """Wait for the calls of other threads, and keep them out; within a call, be part of it."""
+        if self._is_inside():
+            return nullcontext()
         # In a fork the lock may be another thread's, which is not there, for ever.
         return self._thread if self._owner == os.getpid() else nullcontext()
 
@@ -71,19 +81,34 @@ class Calls:
         """
         if self._owner != os.getpid():
             return act()
+        if self._is_inside():
+            return self._within(name, act)
         # Locks alone, by `with`: these are taken and given back without an instruction in between.
         with self._thread:
             if self._call.locked():
-                if self.lends and name in _READS:
-                    return act()
-                raise _refusal(name, self._name)
+                return self._within(name, act)
             with self._call:
                 self._name = name
-                gradients = torch.is_grad_enabled()
+                self._number = next(_numbers)
+                gradients, outer = torch.is_grad_enabled(), _calls_of_thread()
                 try:
+                    _tell_backward((*outer, self._number))
                     return act()
                 finally:  # an interrupt in torch.no_grad() itself would leave them off for good
+                    _tell_backward(outer)
                     torch.set_grad_enabled(gradients)
+
+    def _within(self, name: str, act: Callable[[], _T]) -> _T:
+        if self.lends and name in _READS:
+            return act()
+        raise _refusal(name, self._name)
+
+    def _is_inside(self) -> bool:
+        """Return whether this thread is in the call, or works on a backward that was called in it.
+
+        What an interrupt leaves behind in a thread is the number of a call that is over.
+        """
+        return self._call.locked() and self._number in _calls_of_thread()
 
     def lending(self, extra: Callable[[], _T]) -> Callable[[], _T]:
         """Return ``extra``, a user's, which may read the optimizer while it runs."""
@@ -96,6 +121,28 @@ class Calls:
                 self.lends = False
 
         return ask
+
+
+_KEY = "tensorstow: calls"
+# Nothing public reaches the threads of autograd.
+_torch: Any = torch._C  # noqa: SLF001
+
+
+def _calls_of_thread() -> tuple[int, ...]:
+    """Return the numbers of the calls that this thread is in, or whoever called its backward."""
+    if not _torch._is_key_in_tls(_KEY):  # noqa: SLF001
+        return ()
+    numbers: tuple[int, ...] = _torch._get_obj_in_tls(_KEY)  # noqa: SLF001
+    return numbers
+
+
+def _tell_backward(numbers: tuple[int, ...]) -> None:
+    """Let the threads of a backward that this one calls know which calls it is in."""
+    if numbers or not hasattr(_torch, "_remove_obj_from_tls"):  # which torch 2.13 has
+        _torch._stash_obj_in_tls(_KEY, numbers)  # noqa: SLF001
+    elif _torch._is_key_in_tls(_KEY):  # noqa: SLF001
+        # A thread that ended with an object of Python's in there could wait for the GIL for ever.
+        _torch._remove_obj_from_tls(_KEY)  # noqa: SLF001
 
 
 class _HasCalls(Protocol):
