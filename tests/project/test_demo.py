@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.cli.demo.configurations import ROWS
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
 from tensorstow.cli.demo.events import LANES
 
 
@@ -56,7 +56,7 @@ def test_the_table_has_every_figure(demo: tuple[Path, str]) -> None:
         "on disk, predicted",
     ):
         line = next(line for line in printed.splitlines() if label in line)
-        assert len(line.replace(label, "").split()) == len(ROWS)
+        assert len(line.replace(label, "").split()) == len(CONFIGURATIONS)
 
 
 def test_predicted_bytes_are_the_measured_ones(demo: tuple[Path, str]) -> None:
@@ -100,7 +100,7 @@ def test_the_report_needs_no_network(demo: tuple[Path, str]) -> None:
 def test_the_event_log_has_every_lane(demo: tuple[Path, str]) -> None:
     folder, _ = demo
     log = json.loads((folder / "kept" / "events.json").read_text(encoding="utf-8"))
-    for pid, row in enumerate(ROWS):
+    for pid, row in enumerate(CONFIGURATIONS):
         lanes = {e["cat"] for e in log["traceEvents"] if e["pid"] == pid and "cat" in e}
         assert lanes >= ({*LANES} - {"read"} if row.is_offloaded else {"compute"})
         assert row.schedule != "naive" or "read" in lanes

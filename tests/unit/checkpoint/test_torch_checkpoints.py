@@ -14,7 +14,7 @@ from tensorstow import Adam, AdamW, StowedOptimizer
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai import CPUAdam, HybridAdam
 from tensorstow.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from tensorstow.deepspeed.states import forget_masters, states_of
+from tensorstow.deepspeed.states import drop_unused_masters, states_of
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -166,7 +166,7 @@ def test_a_checkpoint_by_names_has_no_place_for_them() -> None:
     optimizer.state["my_counter"] = 1  # type: ignore[index, assignment]
     with pytest.raises(OptionError, match=r"'my_counter', which is no parameter.*client_state"):
         states_of(model, optimizer)
-    forget_masters(optimizer)
+    drop_unused_masters(optimizer)
     del optimizer.state["my_counter"]  # type: ignore[arg-type]
     assert states_of(model, optimizer).keys() == {"weight", "bias"}
 
