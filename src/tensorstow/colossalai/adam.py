@@ -67,7 +67,7 @@ class CPUAdam(StowedAdam):
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
     ) -> None:
-        """Make the optimizer; see the class."""
+        """Create the optimizer; the class documents the arguments."""
         fraction = options.fraction_of(nvme_offload_fraction, "nvme_offload_fraction")
         directories = options.directories(nvme_offload_dir, "nvme_offload_dir")
         if simd_log:
@@ -150,7 +150,7 @@ class HybridAdam(CPUAdam):
 
 
 def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], factor: float) -> None:
-    """Step the parameters of ``group`` that are not the kernel's, through torch's fused Adam.
+    """Step the parameters of ``group`` on an accelerator, with torch's fused Adam.
 
     Gradients are multiplied by ``factor`` inside that kernel.
     """
@@ -193,7 +193,7 @@ def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], factor: 
 
 
 def check_elsewhere(parameter: torch.Tensor, name: str) -> None:
-    """Raise DTypeError for a parameter that torch's fused Adam does not update either."""
+    """Raise DTypeError for a parameter that torch's fused Adam cannot update either."""
     if parameter.is_meta:
         message = (
             f"{name} is on {parameter.device} and has no values to update. Give it memory first:"

@@ -37,9 +37,10 @@ Tensors = dict[str, torch.Tensor]
 def save(
     folder: Path, module: nn.Module, optimizer: StowedAdam, kept: Mapping[str, Any], *, latest: bool
 ) -> None:
-    """Write a checkpoint to ``folder``; ``kept``: what is the same on every rank. Collective.
+    """Write a checkpoint to ``folder``; collective.
 
-    A rank holds a copy of its weights meanwhile; states on disk come through a file that is mapped.
+    ``kept`` is what is the same on every rank. During the call a rank holds a copy of its weights;
+    states on disk are read through a mapped file.
     """
     tensors, named = _values_of(module), _parameters(module)
     states = states_of(module, optimizer)
@@ -63,19 +64,19 @@ def save(
 
 
 def latest_tag(directory: Path) -> str | None:
-    """Return the tag in ``latest``; None where nothing was saved."""
+    """Return the tag in ``latest``; None if nothing was saved."""
     file = directory / LATEST
     return file.read_text().strip() if file.is_file() else None
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Return what is the same on every rank; raises StoreFormatError where there is nothing."""
+    """Return what is the same on every rank; raises StoreFormatError if there is no checkpoint."""
     file = folder / _KEPT
     if not file.is_file():
         message = (
             f"{folder} has no {_KEPT}: it is no checkpoint of this engine's. Name a directory that"
-            " save_checkpoint() was given, and a tag in it; checkpoints of upstream DeepSpeed are"
-            " read after zero_to_fp32.py has made a state_dict of them."
+            " save_checkpoint() wrote to, and a tag in it. To load a checkpoint of DeepSpeed,"
+            " convert it to a state_dict with its zero_to_fp32.py."
         )
         raise StoreFormatError(message)
     found: dict[str, Any] = torch.load(file, weights_only=True)
@@ -83,17 +84,17 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
-    """Give the module the values in ``folder``; collective.
+    """Load the weights in ``folder`` into the module; collective.
 
-    ``strict``: raise OptionError where the module has other names than the checkpoint.
+    With ``strict`` it raises OptionError if the checkpoint has other names than the module.
     """
     there = {n.removeprefix(_MODULE) for n in _names_in(folder) if n.startswith(_MODULE)}
     tensors = _room_for(module)
     if strict and there != tensors.keys():
         missing, more = sorted(tensors.keys() - there), sorted(there - tensors.keys())
         message = (
-            f"{folder} is of another model: it lacks {missing} and has {more} beside. Load it with"
-            " load_module_strict=False to take what both have."
+            f"{folder} is of another model: it lacks {missing} and also has {more}. Pass"
+            " load_module_strict=False to load what both have."
         )
         raise OptionError(message)
     taken = {name: values for name, values in tensors.items() if name in there}
@@ -107,17 +108,17 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
 def load_states(
     folder: Path, kept: Mapping[str, Any], module: nn.Module, optimizer: StowedAdam
 ) -> None:
-    """Give the optimizer the states and hyper-parameters of a checkpoint; collective.
+    """Load the states and hyper-parameters of a checkpoint into the optimizer; collective.
 
-    Raises OptionError where its groups have other parameters.
+    Raises OptionError if the checkpoint's groups have other parameters.
     """
     names = iter(owned_names(module, optimizer))
     here = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     if here != [group["params"] for group in kept["groups"]]:
         message = (
             f"{folder} has groups of {[len(g['params']) for g in kept['groups']]} parameters and"
-            f" the optimizer of {list(map(len, here))}, or their names differ: make the groups as"
-            " they were, or load with load_optimizer_states=False."
+            f" the optimizer of {list(map(len, here))}, or their names differ: create the same"
+            " groups, or pass load_optimizer_states=False."
         )
         raise OptionError(message)
     named = _parameters(module)
@@ -140,9 +141,9 @@ def load_states(
 
 
 def full_weights(module: nn.Module, *, frozen: bool) -> Tensors:
-    """Return the whole values of parameters and buffers, on the CPU of the first rank; collective.
+    """Return the full parameters and buffers, in host memory of rank 0; collective.
 
-    ``frozen``: those of frozen parameters too.
+    ``frozen``: also those of frozen parameters.
     """
     left_out = {} if frozen else {n for n, p in module.named_parameters() if not p.requires_grad}
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -156,7 +157,7 @@ def full_weights(module: nn.Module, *, frozen: bool) -> Tensors:
 
 
 def _values_of(module: nn.Module) -> Tensors:
-    """Return every rank's own elements of parameters and buffers, as a checkpoint names them."""
+    """Return this rank's shards of parameters and buffers, by their names in a checkpoint."""
     named = _parameters(module)
     tensors: Tensors = {}
     for name, values in module.state_dict().items():
@@ -169,7 +170,7 @@ def _values_of(module: nn.Module) -> Tensors:
 
 
 def _room_for(module: nn.Module) -> Tensors:
-    """Return empty tensors for what a checkpoint has of ``module``."""
+    """Return empty tensors to load a checkpoint of ``module`` into."""
     return {
         name.removeprefix(_MODULE): torch.empty_like(values)
         for name, values in _values_of(module).items()
@@ -192,7 +193,7 @@ def _read(folder: Path, room: Tensors) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Let torch not warn that a process alone is alone."""
+    """Suppress torch's warning that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*uninitialized, assuming the intent.*")
         yield

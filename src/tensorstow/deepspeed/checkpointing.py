@@ -63,6 +63,6 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
 
 
 def _in_cpu() -> save_on_cpu:
-    """Return what keeps tensors in host memory, pinned for whichever accelerator there is."""
+    """Return a context that saves tensors in host memory, pinned if there is an accelerator."""
     away = torch.accelerator.current_accelerator(check_available=True)
     return save_on_cpu() if away is None else save_on_cpu(pin_memory=True, device_type=away.type)

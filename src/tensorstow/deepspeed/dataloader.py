@@ -13,9 +13,10 @@ from tensorstow.deepspeed.ranks import rank_here
 def make_dataloader(
     data: Dataset[Any], settings: Settings, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> DataLoader[Any]:
-    """Return a loader of ``data`` in micro-batches; shuffled anew by ``loader.sampler.set_epoch``.
+    """Return a dataloader of micro-batches, different ones on each rank.
 
-    An iterable data set is taken as it is: it knows its rank itself.
+    ``loader.sampler.set_epoch`` reshuffles. An iterable dataset is used as it is: it has to know
+    its rank itself.
     """
     sampler: DistributedSampler[Any] | None = None
     if not isinstance(data, IterableDataset):

@@ -59,7 +59,7 @@ class DeepSpeedEngine(nn.Module):
         lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has step() and a state
         scale: LossScale | None = None,
     ) -> None:
-        """Take what ``stow`` returned; ``scale`` under fp16."""
+        """Create the engine; the class documents the arguments."""
         super().__init__()
         self.module = module
         self.optimizer = optimizer
@@ -82,7 +82,7 @@ class DeepSpeedEngine(nn.Module):
         watch_loads(module, optimizer)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature
-        """Return an attribute of the module that the engine has not."""
+        """Return an attribute of the module that the engine lacks."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -109,7 +109,7 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def dp_world_size(self) -> int:
-        """Return how many ranks share the data."""
+        """The number of data-parallel ranks."""
         return self.world_size
 
     def destroy(self) -> None:
@@ -217,8 +217,8 @@ class DeepSpeedEngine(nn.Module):
         stage = self.zero_optimization_stage()
         if stage > 1:
             message = (
-                f"no_sync() was entered under ZeRO stage {stage}, whose gradients are shared out"
-                " as they come: there is nowhere to keep them whole. Use stage 1 or 0."
+                f"no_sync() was called in ZeRO stage {stage}, which shards gradients once they are"
+                " computed: full gradients cannot be accumulated. Use stage 1 or 0."
             )
             raise OptionError(message)
         sharded = self.module if isinstance(self.module, FSDPModule) and stage == 0 else None
@@ -490,14 +490,14 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """Return what losses are multiplied by; 1 without fp16."""
+        """The number that losses are multiplied by; 1 without fp16."""
         return self._optimizer_step.factor
 
     cur_scale = loss_scale
 
 
 def _client_state(kept: dict[str, Any]) -> dict[str, Any]:
-    """Return what the caller gave to ``save_checkpoint``."""
+    """Return the ``client_state`` that was given to ``save_checkpoint``."""
     plain, tensors = kept["client_state"]
     given: dict[str, Any] = put_together(plain, tensors.__getitem__)
     return given

@@ -43,7 +43,7 @@ _PLANS = {
 
 
 class _Setup(NamedTuple):
-    """What is estimated for what."""
+    """The arguments of an estimate."""
 
     parameters: int
     largest: int
@@ -178,7 +178,7 @@ def _rows(stage: int, setup: _Setup) -> Iterator[str]:
 
 
 def _needs(plan: Plan, dtype: str, setup: _Setup) -> tuple[int, int, int]:
-    """Return bytes per GPU, and of host memory and of disks per node."""
+    """Return bytes per GPU, and of host memory and of disk space per node."""
     weight, gradient, states = _BYTES[dtype]
     ranks = setup.gpus_per_node * setup.nodes
     share = -(-setup.parameters // ranks)

@@ -119,7 +119,7 @@ def _placed(model: nn.Module, make: Make, settings: Settings) -> tuple[nn.Module
             raise
         message = (
             f"zero_optimization.offload_param.max_in_cpu={settings.zero.offload_param.max_in_cpu}"
-            f" was given, and {error} (0: as little as can be.)"
+            f" was given, and {error} (0: the minimum.)"
         )
         raise BudgetError(message) from error
     master_weights.assign(placed, optimizer)
@@ -127,13 +127,13 @@ def _placed(model: nn.Module, make: Make, settings: Settings) -> tuple[nn.Module
 
 
 def _source(args: object, config: Config, config_params: Config) -> Any:  # noqa: ANN401
-    """Return the one configuration that was given."""
+    """Return the configuration; raises OptionError unless exactly one was given."""
     of_args = getattr(args, "deepspeed_config", None)
     given = [c for c in (config, config_params, of_args) if c is not None]
     if len(given) != 1:
         message = (
-            f"{len(given)} configurations were given, of config=, config_params= and"
-            " args.deepspeed_config: give one."
+            f"{len(given)} configurations were given among config=, config_params= and"
+            " args.deepspeed_config: give exactly one."
         )
         raise OptionError(message)
     return given[0]
@@ -144,13 +144,13 @@ def _refuse_model_parallel(mpu: object, mesh_param: tuple[int, ...] | None) -> N
     if size > 1 or (mesh_param is not None and any(n > 1 for n in mesh_param[1:])):
         message = (
             f"mpu={mpu!r}, mesh_param={mesh_param!r} were given: models are sharded over"
-            " data-parallel ranks here, and cut in no other way. Leave them out."
+            " data-parallel ranks only. Leave them out."
         )
         raise OptionError(message)
 
 
 def _schedule(given: Any, settings: Settings, optimizer: StowedAdam) -> Any:  # noqa: ANN401
-    """Return the schedule of ``optimizer``: the user's before the configuration's."""
+    """Return the scheduler: the user's, else the configuration's."""
     if given is None:
         named = settings.scheduler
         return None if named is None else make_scheduler(named, optimizer)
@@ -160,7 +160,7 @@ def _schedule(given: Any, settings: Settings, optimizer: StowedAdam) -> Any:  # 
 
 
 def _taken_over(schedule: Any, optimizer: StowedAdam) -> Any:  # noqa: ANN401
-    """Let a schedule that was made for the user's optimizer be that of ``optimizer``."""
+    """Attach a scheduler of the user's optimizer to ``optimizer``."""
     if isinstance(getattr(schedule, "optimizer", None), torch.optim.Optimizer):
         rates = [group["lr"] for group in optimizer.param_groups]
         # torch warns where step() does not know of a schedule; making one tells it.

@@ -10,17 +10,17 @@ _FACTOR = 2.0
 
 
 class LossScale:
-    """The scale of a run, told after each step whether gradients overflowed.
+    """The loss scale of a run, which is told after each step whether gradients overflowed.
 
-    A static one (``Fp16.loss_scale`` above 0) never moves. A dynamic one begins at
-    ``2 ** initial_scale_power``. After one good step, each ``loss_scale_window`` good ones in a row
-    double it. An overflow halves it, down to ``min_loss_scale``, once ``hysteresis`` is used up: of
-    n, the first n - 1 overflows only use it up. A doubling restores it, and with
-    ``consecutive_hysteresis`` every good step does.
+    A static scale (``Fp16.loss_scale`` above 0) never changes. A dynamic one starts at ``2 **
+    initial_scale_power``. It is doubled after ``loss_scale_window`` good steps in a row, the first
+    time after one more. An overflow halves it, down to ``min_loss_scale``, once ``hysteresis`` is
+    used up: of n overflows the first n - 1 only use it up. A doubling restores the hysteresis, and
+    with ``consecutive_hysteresis`` so does every good step.
     """
 
     def __init__(self, settings: Fp16) -> None:
-        """Begin as ``settings`` say; raises OptionError for a start below the minimum."""
+        """Start with ``settings``; raises OptionError if the scale starts below its minimum."""
         self._settings = settings
         self.dynamic = settings.loss_scale == 0.0
         self.scale = 2.0**settings.initial_scale_power if self.dynamic else settings.loss_scale
@@ -35,9 +35,9 @@ class LossScale:
         self._good_steps = 0
 
     def update(self, *, overflowed: bool) -> None:
-        """Take note of a step; one that overflowed is the caller's to skip.
+        """Record a step; one that overflowed is skipped by the caller.
 
-        Raises OptionError for an overflow at the minimum, where nothing is left to try.
+        Raises OptionError for an overflow at the minimum.
         """
         if not self.dynamic:
             return
@@ -55,7 +55,7 @@ class LossScale:
             self._patience = self._settings.hysteresis
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "scale": self.scale,
             "patience": self._patience,
@@ -63,7 +63,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as a checkpoint was; a static scale stays the configuration's."""
+        """Continue from a checkpoint; a static scale stays as configured."""
         if self.dynamic:
             self.scale = float(state["scale"])
             self._patience = int(state["patience"])
@@ -76,8 +76,8 @@ class LossScale:
         least = self._settings.min_loss_scale
         if self.scale <= least:
             message = (
-                f"Gradients overflowed at the least loss scale, min_loss_scale={least}. Use bf16,"
-                " lower the learning rate, or look for what is infinite in the model."
+                f"Gradients overflowed at the smallest loss scale, min_loss_scale={least}. Use"
+                " bf16, lower the learning rate, or look for infinite values in the model."
             )
             raise OptionError(message)
         self.scale = max(self.scale / _FACTOR, least)

@@ -12,12 +12,12 @@ from tensorstow.tensors.dtensor import part_of
 
 
 class MasterWeights:
-    """GivenKey values, from the cast of a model until its optimizer has them."""
+    """The fp32 values of a model that is cast to 16 bits, until its optimizer has them."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Cast ``model``; the first rank's values are everybody's, as they are the engine's.
+        """Cast ``model`` and keep the values before the cast; those of rank 0, as the engine does.
 
-        What is on the meta device has no values yet, and its masters begin as its weights.
+        Parameters on the meta device have no values: their master weights start as their weights.
         """
         self._values = {
             name: parameter.detach().cpu()
@@ -32,7 +32,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def assign(self, model: nn.Module, optimizer: StowedAdam) -> None:
-        """Let the masters of the placed ``model`` begin as the values."""
+        """Set the master weights of the placed ``model``."""
         named = dict(model.named_parameters())
         begun = {}
         for name in owned_names(model, optimizer):
@@ -44,6 +44,6 @@ class MasterWeights:
 
 
 def _has_more(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Return whether a cast to ``dtype`` loses what a master would keep."""
+    """Return whether a cast to ``dtype`` loses bits that a master weight keeps."""
     there = parameter.requires_grad and not parameter.is_meta
     return there and parameter.dtype == torch.float32 and dtype != torch.float32

@@ -38,12 +38,12 @@ def maker_of(
     model: nn.Module,
     model_parameters: Iterable[Any] | None = None,
 ) -> Make:
-    """Return what makes the optimizer over a placed model's named parameters.
+    """Return a function that creates the optimizer over a placed model's named parameters.
 
-    ``optimizer``: an Adam or AdamW already made, whose class and groups are taken; a class of
-    tensorstow's, or a function that takes ``(named, **placement)``; a function of
-    ``model_parameters`` that returns one of torch's; None: ``named``, of the JSON. Raises
-    OptionError for any other, by name.
+    ``optimizer`` is an Adam or AdamW, whose class and groups are used; a class of tensorstow's, or
+    a function that takes ``(named, **placement)``; a function of ``model_parameters`` that returns
+    one of torch's; or None for ``named``, the one of the JSON. Raises OptionError for anything
+    else.
     """
     if optimizer is None:
         if named is None:
@@ -64,22 +64,22 @@ def maker_of(
 def of_named(named: Named) -> Make:
     """Return the class that a type and parameters in the JSON mean, as DeepSpeed reads them.
 
-    "Adam" is AdamW unless ``adam_w_mode`` is false. The default of ``weight_decay`` is 0, but
-    0.01 where ``torch_adam`` makes torch's AdamW of it.
+    "Adam" is AdamW unless ``adam_w_mode`` is false. ``weight_decay`` defaults to 0, or to 0.01
+    where ``torch_adam`` selects torch's AdamW.
     """
     kind = named.type.lower()
     if kind not in {"adam", "adamw"}:
         message = (
-            f'An optimizer of type "{named.type}" was asked for: the states of "Adam" and "AdamW"'
-            " are what is placed by a configuration. Use one of these, or step any optimizer of"
-            " torch's by tensorstow.StowedOptimizer, without deepspeed.initialize."
+            f'An optimizer of type "{named.type}" was asked for: a configuration may name "Adam" or'
+            ' "AdamW". Use one of these, or another class with tensorstow.StowedOptimizer, without'
+            " deepspeed.initialize."
         )
         raise OptionError(message)
     params = dict(named.params)
     if "max_grad_norm" in params:
         message = (
-            "optimizer.params.max_grad_norm was given: write it as gradient_clipping, beside the"
-            " optimizer."
+            "optimizer.params.max_grad_norm was given: write it as gradient_clipping, outside of"
+            " the section optimizer."
         )
         raise OptionError(message)
     unknown = sorted(params.keys() - {*_TAKEN, *_OF_IMPLEMENTATIONS})
@@ -102,7 +102,7 @@ def _made_of_named(
     params: Any,  # noqa: ANN401
     **placement: Any,  # noqa: ANN401
 ) -> StowedAdam:
-    """Make AdamW or Adam; ``corrected``: moments are corrected for their start."""
+    """Create AdamW or Adam; ``corrected``: whether the moments are corrected for their start."""
     plain = dict(keywords)
     kind = AdamW if plain.pop("decoupled_weight_decay") else Adam
     made = kind(params, **plain, **placement)
@@ -121,8 +121,8 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
         found = [names.get(id(_tensor_of(p))) for p in group["params"]]
         if None in found:
             message = (
-                f"Parameter {found.index(None)} of a group is not one of the model's: what is"
-                " placed is the model. Give model.parameters(), or groups of them."
+                f"Parameter {found.index(None)} of a group is not one of the model's, and only"
+                " the model is placed. Give model.parameters(), or groups of them."
             )
             raise OptionError(message)
         renamed.append({**group, "params": found})
@@ -141,26 +141,26 @@ def _over(make: Make, groups: Groups) -> Make:
 
 
 def _like_made(optimizer: object, model: nn.Module) -> Make:
-    """Return what makes an optimizer like one of torch's or ours, which has not taken a step."""
+    """Return a function that creates an optimizer like one that has not taken a step."""
     known = isinstance(optimizer, StowedAdam) or type(optimizer) in _OF_TORCH
     if not known or not isinstance(optimizer, torch.optim.Optimizer):
         message = (
-            f"optimizer={type(optimizer).__name__} was given: Adam and AdamW, torch's and"
-            " tensorstow's, are taken over, and what a function returns of them. Use one of these,"
-            " or step any other by tensorstow.StowedOptimizer, without deepspeed.initialize."
+            f"optimizer={type(optimizer).__name__} was given: it may be Adam or AdamW, torch's or"
+            " tensorstow's, or a function that returns one. Use one of these, or another class with"
+            " tensorstow.StowedOptimizer, without deepspeed.initialize."
         )
         raise OptionError(message)
     if optimizer.state:
         message = (
-            "An optimizer that has taken steps was given: its states belong to the model as it was"
-            " before it was placed. Give a new one, and load_state_dict() into what comes back."
+            "An optimizer that has taken steps was given: its states belong to the model before it"
+            " was placed. Give a new one, and call load_state_dict() of the one returned."
         )
         raise OptionError(message)
     if isinstance(optimizer, StowedAdam) and optimizer.stowage.format not in _EXACT:
         message = (
             f'An optimizer with state_format="{optimizer.stowage.format}" was given: initialize()'
-            " keeps states exactly, as its configuration says. Leave the format out, or place the"
-            " model by tensorstow.stow() with partial(tensorstow.AdamW, state_format=...)."
+            " keeps states exactly. Leave the format out, or place the model with tensorstow.stow()"
+            " and partial(tensorstow.AdamW, state_format=...)."
         )
         raise OptionError(message)
     kept = [
@@ -175,7 +175,7 @@ def _like_made(optimizer: object, model: nn.Module) -> Make:
 
 
 def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:
-    """Return the user's groups; all that is trained where none were given."""
+    """Return the user's groups; without any, one group of all trainable parameters."""
     if given is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
     listed = list(given)

@@ -16,14 +16,13 @@ _STATES: Mapping[Device, Tier] = {"none": Tier.HOST, "cpu": Tier.HOST, "nvme": T
 
 
 def plan_of(settings: Settings, *, overlap: Overlap = "none") -> Plan:
-    """Return where everything lives under ``settings``.
+    """Return the plan that ``settings`` mean.
 
     ``stage`` is the plan's. ``offload_param`` "none", "cpu", "nvme" are DEVICE, HOST, DISK.
     ``offload_optimizer`` "none" and "cpu" are both HOST, "nvme" is DISK, at every stage: updates
-    run on the CPU here, so states that stay on the device are states in host memory, with the same
-    results; for the same reason ``ratio`` changes nothing. ``mics_shard_size`` ranks have a whole
-    copy between them. ``max_in_cpu`` elements of parameters on disk may be in memory, 0: as few as
-    can be (two units beside the one that is used).
+    run on the CPU, so states on the device are states in host memory, with the same results. For
+    the same reason ``ratio`` has no effect. ``mics_shard_size`` ranks hold a full copy.
+    ``max_in_cpu`` elements of parameters on disk may be in memory; 0: the minimum.
 
     ``overlap``: when updates run. Raises OptionError for "backward" with clipping or fp16, which
     need every gradient before the first update.
@@ -47,7 +46,7 @@ def plan_of(settings: Settings, *, overlap: Overlap = "none") -> Plan:
 
 
 def world_of(settings: Settings) -> int:
-    """Return how many ranks the batch sizes are for."""
+    """Return the number of ranks that the batch sizes are for."""
     batch = settings.batch
     return batch.train // (batch.micro * batch.accumulation)
 
@@ -67,17 +66,17 @@ def dtype_of(settings: Settings) -> torch.dtype:
 
 
 def directory_of(settings: Settings) -> str | None:
-    """Return where parameters on disk go; None: nothing goes there, or a real disk is chosen."""
+    """Return the directory of parameters on disk; None: there are none, or a disk is chosen."""
     param = settings.zero.offload_param
     return param.nvme_path if param.device == "nvme" else None
 
 
 def placement_keywords(settings: Settings, placed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer is told of where its states live, from what ``stow`` tells it.
+    """Return the keywords that place the optimizer's states, from those that ``stow`` passes.
 
-    States on disk are scratch, as DeepSpeed's are: ``save_checkpoint`` is what outlives the run.
-    Their directory is their own ``nvme_path``. For bf16 weights only the lower
-    halves of the master weights are kept, wherever they are.
+    States on disk are in scratch files in their own ``nvme_path``, as DeepSpeed's are;
+    ``save_checkpoint`` is what outlives the run. For bf16 weights only the lower halves of the
+    master weights are stored.
     """
     keywords = dict(placed)
     keywords.pop("dir", None)
@@ -105,8 +104,8 @@ def _replicas(settings: Settings) -> int:
         return 1
     if world % size:
         message = (
-            f"mics_shard_size={size} was given for {world} ranks: groups of that size are to hold"
-            " all of them. Give a divisor of the number of ranks."
+            f"mics_shard_size={size} was given for {world} ranks, which groups of that size do not"
+            " divide. Give a divisor of the number of ranks."
         )
         raise OptionError(message)
     return world // size

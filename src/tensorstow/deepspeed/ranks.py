@@ -9,12 +9,12 @@ from tensorstow.fsdp.sharding import backend_of, current_device
 
 
 def rank_here() -> int:
-    """Return this process's number among all."""
+    """Return the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Return this process's number on its machine."""
+    """Return the rank of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -13,7 +13,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class RegisteredModel:
-    """A placed model and its optimizer, for as long as its engine holds this."""
+    """A placed model and its optimizer, registered as long as its engine holds this object."""
 
     module: nn.Module
     optimizer: StowedAdam
@@ -23,26 +23,26 @@ _ALL: "weakref.WeakSet[RegisteredModel]" = weakref.WeakSet()
 
 
 def register(placed: RegisteredModel) -> RegisteredModel:
-    """Let a model be found until ``placed`` is gone."""
+    """Register a model until ``placed`` is garbage collected."""
     _ALL.add(placed)
     return placed
 
 
 def optimizer_of(parameter: torch.Tensor) -> StowedAdam:
-    """Return the optimizer that has ``parameter``; raises OptionError where none has."""
+    """Return the optimizer of ``parameter``; raises OptionError if there is none."""
     for placed in _ALL:
         for group in placed.optimizer.param_groups:
             if any(p is parameter for p in group["params"]):
                 return placed.optimizer
     message = (
-        f"A tensor of shape {tuple(parameter.shape)} was given that no engine's optimizer has:"
-        " take parameters from engine.parameters(), after initialize() and outside of forward."
+        f"A tensor of shape {tuple(parameter.shape)} was given that is no parameter of an engine:"
+        " use engine.parameters(), after initialize() and outside of forward."
     )
     raise OptionError(message)
 
 
 def holders_of(parameter: torch.Tensor) -> Iterator[tuple[nn.Module, str]]:
-    """Yield every place in a placed model that has ``parameter``: module and attribute."""
+    """Yield the module and attribute name of every place that has ``parameter``."""
     for placed in list(_ALL):
         for module in placed.module.modules():
             for name, found in list(module._parameters.items()):  # noqa: SLF001

@@ -15,23 +15,23 @@ StatesByName = dict[str, dict[str, torch.Tensor]]
 
 
 def owned_names(model: nn.Module, optimizer: StowedAdam) -> list[str]:
-    """Return the name of each of the optimizer's parameters, in its order."""
+    """Return the names of the optimizer's parameters, in its order."""
     names = {id(p): name for name, p in resharded(model).named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
 def states_of(model: nn.Module, optimizer: StowedAdam) -> StatesByName:
-    """Return the states of all parameters that have any; step counts among them.
+    """Return the states of all parameters that have any, with their step counts.
 
-    Raises OptionError where ``optimizer.state`` has what is no parameter's.
+    Raises OptionError if ``optimizer.state`` has a key that is no parameter.
     """
     saved = optimizer.state_dict()["state"]
     names = owned_names(model, optimizer)
     foreign = [key for key in saved if not (isinstance(key, int) and 0 <= key < len(names))]
     if foreign:
         message = (
-            f"optimizer.state has {foreign[0]!r}, which is no parameter, and a checkpoint has"
-            " states by the names of parameters. Keep it in client_state and take it out."
+            f"optimizer.state has the key {foreign[0]!r}, which is no parameter: a checkpoint saves"
+            " states by parameter names. Remove it, and save it in client_state instead."
         )
         raise OptionError(message)
     return {names[index]: dict(entry) for index, entry in saved.items()}
@@ -40,14 +40,14 @@ def states_of(model: nn.Module, optimizer: StowedAdam) -> StatesByName:
 def set_states(
     model: nn.Module, optimizer: StowedAdam, states: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Let the states of these parameters be those given, which the next step takes over."""
+    """Set the states of these parameters; the next step uses them."""
     named = dict(resharded(model).named_parameters())
     for name, entry in states.items():
         optimizer.state[named[name]] = dict(entry)
 
 
 def drop_unused_masters(optimizer: StowedAdam) -> None:
-    """Let masters that no step has begun be the weights, which somebody has just loaded."""
+    """Drop master weights that no step has used, because the weights were just loaded."""
     entries: dict[Any, Any] = optimizer.state  # users keep some under keys of their own
     of_parameters = {p: entry for p, entry in entries.items() if isinstance(p, torch.Tensor)}
     for parameter in [p for p, entry in of_parameters.items() if not entry.get("step")]:
@@ -55,7 +55,7 @@ def drop_unused_masters(optimizer: StowedAdam) -> None:
 
 
 def watch_loads(module: nn.Module, optimizer: StowedAdam) -> None:
-    """Forget such masters with each ``load_state_dict`` of the module."""
+    """Drop such master weights at each ``load_state_dict`` of the module."""
     known = weakref.ref(optimizer)
 
     def loaded(*_: object) -> None:

@@ -13,15 +13,15 @@ logger = logging.getLogger("tensorstow")
 
 
 class OptimizerStep:
-    """Takes steps by gradients of a scaled loss, all ranks alike.
+    """One step of the optimizer: norm, clipping, loss scale, and whether it is skipped.
 
-    The scale and the clip factor go to the optimizer, which applies them inside its update; no pass
-    over the gradients is made but the one for their norm. A gradient that is not finite makes the
-    norm so on every rank, for it is summed over all: then no rank takes the step, in any precision.
+    The loss scale and the clip factor are applied inside the update; the only pass over the
+    gradients is the one for their norm. The norm is summed over all ranks, so a gradient that is
+    not finite makes it so on every rank: then no rank takes the step, in any precision.
     """
 
     def __init__(self, optimizer: StowedAdam, clipping: float, scale: LossScale | None) -> None:
-        """Clip by the 2-norm ``clipping``; 0: not. ``scale``: None without fp16."""
+        """Clip to the 2-norm ``clipping``, 0: not at all; ``scale`` is None without fp16."""
         self._optimizer = optimizer
         self._clipping = clipping
         self._scale = scale
@@ -30,11 +30,11 @@ class OptimizerStep:
 
     @property
     def factor(self) -> float:
-        """Return what a loss is to be multiplied by."""
+        """The number that a loss is multiplied by."""
         return 1.0 if self._scale is None else self._scale.scale
 
     def run(self) -> bool:
-        """Take a step, or skip it; return whether it was taken. Gradients are dropped."""
+        """Take or skip a step, drop the gradients, and return whether it was taken."""
         factor = self.factor
         limit = self._clipping * factor if self._clipping > 0.0 else math.inf
         norm = self._optimizer.clip_grad_norm_(limit)
@@ -49,10 +49,10 @@ class OptimizerStep:
         return not overflow
 
     def _step(self, factor: float, *, overflow: bool) -> None:
-        """Step as ``torch.amp.GradScaler`` does, which tells an optimizer by attributes.
+        """Step as ``torch.amp.GradScaler`` does, which sets attributes of the optimizer.
 
-        But not by its own for the scale, which asks for gradients without it: these are dropped.
-        Ranks need not ask each other for overflows: they have the same norm.
+        But ``grad_scale``, which asks for unscaled gradients, is not set: the gradients are
+        dropped. The ranks need not exchange overflows, since they have the same norm.
         """
         told: dict[str, Any] = {} if factor == 1.0 else {"_loss_scale": factor}
         if overflow:

@@ -13,12 +13,13 @@ _FORMAT = "[%(asctime)s] [%(levelname)s] [Rank 0] %(message)s"
 
 
 class StepTimer:
-    """Counts the seconds of the parts of a step, and logs where a step is due."""
+    """Measures the parts of a step, and logs every ``steps_per_print`` steps."""
 
     def __init__(self, every: int | None, *, timed: bool, logs: bool) -> None:
-        """Log every so many steps; None: never. ``timed``: seconds too, which costs waiting.
+        """Log every ``every`` steps; None: never.
 
-        ``logs``: whether this rank does.
+        ``timed``: whether seconds are measured, for which the accelerator is synchronized.
+        ``logs``: whether this rank logs.
         """
         self._every = every
         self._timed = timed
@@ -27,7 +28,7 @@ class StepTimer:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Count what runs inside, the accelerator's work too."""
+        """Measure the block, with the accelerator's work in it."""
         if not self._timed:
             yield
             return
@@ -40,7 +41,7 @@ class StepTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def log_step(self, step: int, facts: Mapping[str, object]) -> None:
-        """Take note of a step's end."""
+        """Log the end of a step if it is due."""
         if not self._every or step % self._every:
             return
         seconds = {f"{name} (s)": f"{spent:.3f}" for name, spent in self._seconds.items()}
@@ -51,10 +52,10 @@ class StepTimer:
 
 
 def _tell(line: str) -> None:
-    """Log what the configuration asked for, to stdout where nobody has set up logging.
+    """Log at INFO, to stdout if no handler is set up.
 
-    Not by the level that loggers have unless somebody sets one (WARNING): the key would do nothing.
-    A level that the user gave "tensorstow" or this logger holds.
+    The default level (WARNING) is not applied: the configuration asked for the line. A level that
+    the user set for "tensorstow" or this logger is.
     """
     given = [logging.getLogger(name).level for name in ("tensorstow", logger.name)]
     if max(*given, logger.manager.disable) > logging.INFO:

@@ -201,7 +201,7 @@ def _like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if value.shape != param.shape:
         message = (
             f"A value of shape {tuple(value.shape)} was given for a parameter of shape"
-            f" {tuple(param.shape)}: give the whole one, on every rank."
+            f" {tuple(param.shape)}: give the full value, on every rank."
         )
         raise OptionError(message)
     return value

@@ -76,7 +76,7 @@ class Init:
         dtype: torch.dtype | None = None,
         **others: object,
     ) -> None:
-        """Refuse ``module``, which has memory already and needs no context."""
+        """Refuse ``module``: it has memory already."""
         for name in others:
             if name not in _IDLE:
                 near = get_close_matches(name, [*_IDLE, "module", "enabled", "dtype"], 1)
@@ -85,11 +85,11 @@ class Init:
                 )
                 raise OptionError(message)
         if others:
-            logger.info("zero.Init: %s mean nothing here", ", ".join(sorted(others)))
+            logger.info("zero.Init: %s have no effect here", ", ".join(sorted(others)))
         if module is not None:
             message = (
-                "zero.Init(module=...) was given a module that is made already: initialize() places"
-                " it as it is. Leave Init out, or make the module inside of it."
+                "zero.Init(module=...) was given a module that has memory already: initialize()"
+                " places it as it is. Leave Init out, or create the module inside of it."
             )
             raise OptionError(message)
         self._device = torch.device("meta") if enabled else None
@@ -97,11 +97,11 @@ class Init:
         self._before = torch.get_default_dtype()
 
     def __enter__(self) -> Self:
-        """Begin making modules without memory."""
+        """Create modules without memory from here on."""
         if self._device is not None:
             logger.warning(
-                "zero.Init: modules get their first values by reset_parameters(); what their"
-                " constructors write besides is not kept"
+                "zero.Init: modules get their first values from reset_parameters(); other values"
+                " that their constructors write are not kept"
             )
             self._device.__enter__()
         if self._dtype is not None:
@@ -115,7 +115,7 @@ class Init:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Make modules as before."""
+        """Create modules as before."""
         if self._dtype is not None:
             torch.set_default_dtype(self._before)
         if self._device is not None:
@@ -161,8 +161,8 @@ def GatheredParameters(  # noqa: N802  # upstream's name
         return
     if versions != [shard_of(p)._version for p in given]:  # noqa: SLF001
         message = (
-            "A sharded parameter was written inside GatheredParameters(modifier_rank=...), of which"
-            " this rank has a part: write what the context yields, or the module's attribute."
+            "A sharded parameter was written inside GatheredParameters(modifier_rank=...). Write to"
+            " the parameters that the context yields, or to the module's attributes."
         )
         raise OptionError(message)
     for parameter, values in zip(given, whole, strict=True):
@@ -173,7 +173,7 @@ def GatheredParameters(  # noqa: N802  # upstream's name
 
 @contextmanager
 def _exchanged(parameter: torch.nn.Parameter, values: torch.nn.Parameter) -> Iterator[None]:
-    """Put ``values`` wherever a placed model has ``parameter``, and back."""
+    """Put ``values`` wherever a placed model has ``parameter``; put it back afterwards."""
     places = list(holders_of(parameter))
     for module, name in places:
         module._parameters[name] = values  # noqa: SLF001

@@ -94,7 +94,7 @@ class AdamW(StowedAdam):
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
     ) -> None:
-        """Make the optimizer; see the class."""
+        """Create the optimizer; the class documents the arguments."""
         given = locals()
         super().__init__(
             params,
@@ -179,7 +179,7 @@ class Adam(StowedAdam):
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
     ) -> None:
-        """Make the optimizer; see the class."""
+        """Create the optimizer; the class documents the arguments."""
         given = locals()
         super().__init__(
             params,

@@ -12,7 +12,7 @@ _NO_AIO = "Linux AIO has no engine here; io_uring is its successor"
 
 
 def choose_tensornvme_backend(backend: str | None) -> BackendChoice:
-    """Return what serves TensorNVMe's ``backend``, and why not something else; None: the best."""
+    """Return the backend that serves TensorNVMe's name of one; None: the best one."""
     if backend is None:
         return choose_backend()
     if backend not in _SERVED_BY:

@@ -20,11 +20,11 @@ _FEW = 64
 
 
 class OffloadError(StowError, RuntimeError):
-    """A tensor cannot be written or read as was asked; TensorNVMe raises RuntimeError here."""
+    """A tensor cannot be written or read; a RuntimeError, as TensorNVMe raises."""
 
 
 class Direction(Enum):
-    """Which way."""
+    """Whether a transfer reads or writes."""
 
     READ = "read"
     WRITE = "write"
@@ -32,7 +32,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensors:
-    """Storages that are on disk together: written in one call, to be read in one."""
+    """Storages on disk that were written in one call, and are to be read in one."""
 
     storages: tuple[StorageWeakRef, ...]
     """Weak: a tensor that nobody can read any more gives its room back."""
@@ -41,7 +41,7 @@ class StoredTensors:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """What the storages are known by. A weak reference keeps the address from being reused."""
+        """The keys of the storages. Their weak references keep the addresses from being reused."""
         return tuple(ref.cdata for ref in self.storages)
 
     def is_expired(self) -> bool:
@@ -51,7 +51,7 @@ class StoredTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """One call under way. It holds the storages, not the tensors, which may be given others."""
+    """One call in flight. It holds the storages, since tensors may be given others."""
 
     direction: Direction
     storages: tuple[torch.UntypedStorage, ...]
@@ -60,7 +60,7 @@ class Operation:
     callback: Callback | None
 
     def done(self) -> bool:
-        """Return whether every transfer is over."""
+        """Return whether every transfer is done."""
         return all(future.done() for future in self.futures)
 
     def wait(self) -> StowError | None:
@@ -75,16 +75,16 @@ class Operation:
 
 
 class OffloadTable:
-    """Where each tensor is, and what is under way. Tensors are known by their storage.
+    """Which tensors are on disk and which operations are in flight, by the tensors' storages.
 
-    [Note: Where a tensor is] A storage is in memory (in neither table), in ``_stored`` with no
-    bytes of its own, or in ``_moving`` until ``finish``, with its bytes and its room on disk both
-    in use. A write ends in ``_stored``, or in memory where it failed; a read ends in memory, or
-    in ``_stored`` where it failed. Nothing else changes a tensor's place.
+    [Note: Where a tensor is] A storage is in memory (in neither table); in ``_stored``, without
+    bytes of its own; or in ``_moving`` until ``finish``, with both its bytes and its disk space in
+    use. A write ends in ``_stored``, or in memory if it failed. A read ends in memory, or in
+    ``_stored`` if it failed. Nothing else changes where a tensor is.
     """
 
     def __init__(self, scratch: ScratchFiles) -> None:
-        """Take over ``scratch``."""
+        """Take ownership of ``scratch``."""
         self._owner = os.getpid()
         self._scratch = scratch
         self._open = True
@@ -96,7 +96,7 @@ class OffloadTable:
         self._many_stored = _FEW
 
     def write(self, tensors: tuple[torch.Tensor, ...], callback: Callback | None) -> Operation:
-        """Start writing; what is under way with these tensors is waited for first."""
+        """Wait for other operations on these tensors, then start writing."""
         keys = self._begin(tensors)
         for tensor, key in zip(tensors, keys, strict=True):
             if key in self._stored:
@@ -113,7 +113,7 @@ class OffloadTable:
             raise
 
     def read(self, tensors: tuple[torch.Tensor, ...], callback: Callback | None) -> Operation:
-        """Give memory and start reading; what is under way is waited for first."""
+        """Wait for other operations on these tensors, then allocate memory and start reading."""
         keys = self._begin(tensors)
         stored = self._stored.get(keys[0]) if keys else None
         if stored is None or stored.keys != keys:
@@ -121,8 +121,8 @@ class OffloadTable:
         for tensor, size in zip(tensors, stored.sizes, strict=True):
             if tensor.nbytes != size:
                 message = (
-                    f"{_name(tensor)} was asked to be read, but {size} bytes were written."
-                    " Give it the shape and dtype it was written with."
+                    f"{_name(tensor)} was to be read, but {size} bytes were written."
+                    " Give it the shape and dtype that it was written with."
                 )
                 raise OffloadError(message)
         try:
@@ -137,14 +137,14 @@ class OffloadTable:
         return operation
 
     def wait_for(self, operation: Operation) -> None:
-        """Wait until ``operation`` is over; raise its failure."""
+        """Wait until ``operation`` is done; raise its error."""
         failure = self._finish(operation)
         if failure is not None:
             raise failure
         self._run_callbacks()
 
     def wait_for_all(self, directions: Collection[Direction]) -> None:
-        """Wait until nothing of ``directions`` is under way; run callbacks; raise what failed."""
+        """Wait for all operations of ``directions``; run callbacks; raise the first error."""
         self._check_usable()
         while chosen := [o for o in self._operations if o.direction in directions]:
             for operation in chosen:
@@ -154,16 +154,16 @@ class OffloadTable:
         self._raise_failures(directions)
 
     def close(self) -> None:
-        """Shut, run the callbacks of what was read, raise what failed. Idempotent."""
+        """Shut down, run the callbacks of reads, raise the first error. Idempotent."""
         self.shut()
         if self._owner == os.getpid():
             self._run_callbacks()
             self._raise_failures(set(Direction))
 
     def shut(self) -> tuple[list[StowError], int]:
-        """Finish reads, give up writes, drop the files; return what failed and how many are lost.
+        """Finish reads, abandon writes, drop the files; return errors and the count of lost ones.
 
-        Tensors whose write is given up keep their memory; those on disk are lost.
+        Tensors whose write is abandoned keep their memory; those on disk are lost.
         """
         if not self._open:
             return [], 0
@@ -178,7 +178,7 @@ class OffloadTable:
         return [failure for _, failure in self._failures], lost
 
     def _begin(self, tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
-        """Check, take in what is over, wait for what is under way with these tensors."""
+        """Check the tensors, finish operations that are done, wait for those on these tensors."""
         self._check_usable()
         for tensor in tensors:
             try:
@@ -224,7 +224,7 @@ class OffloadTable:
         return operation
 
     def _finish(self, operation: Operation) -> StowError | None:
-        """Wait for ``operation`` and take its effect; return its failure."""
+        """Wait for ``operation``, record where its tensors are now, and return its error."""
         failure = operation.wait()
         del self._operations[operation]
         for key in operation.stored.keys:
@@ -274,7 +274,7 @@ class OffloadTable:
         return tuple(taken)
 
     def _drop_expired(self) -> bool:
-        """Free the room of tensors that no longer exist; return whether there was any."""
+        """Free the disk space of tensors that no longer exist; return whether there were any."""
         expired = [stored for stored in set(self._stored.values()) if stored.is_expired()]
         for stored in expired:
             for key in stored.keys:
@@ -317,7 +317,7 @@ def _check_freeable(tensor: torch.Tensor) -> None:
         message = (
             f"{_name(tensor)} is a view of {tensor.nbytes} bytes at byte"
             f" {tensor.storage_offset() * tensor.element_size()} of {storage.nbytes()}; freeing"
-            " it would free the rest too. Write the whole tensor, or give a clone()."
+            " it would free the rest too. Write the tensor that it views, or a clone()."
         )
         raise OffloadError(message)
     if not storage.resizable():

@@ -53,11 +53,7 @@ class DiskOffloader:
     def __init__(
         self, dir_name: Directory | Sequence[Directory], n_entries: int = 16, backend: str = "uring"
     ) -> None:
-        """Make scratch files in ``dir_name``, which is created where it is missing.
-
-        Tensors are striped over several directories where ``dir_name`` is a sequence of them.
-        ``n_entries`` blocks of 1 MiB are kept in flight. ``backend`` is TensorNVMe's name of one.
-        """
+        """Create the scratch files; the class documents the arguments."""
         directories = _make_directories(dir_name)
         self.backend: BackendChoice = _choose(backend, directories)
         """What serves here, and what kept anything else out."""
@@ -182,7 +178,7 @@ class DiskOffloader:
         self.close()
 
     def __del__(self) -> None:
-        """Close; what failed can only be logged, and no callback is run from here."""
+        """Close; errors are logged, and no callback is run."""
         if self._table is None:
             return
         failures, lost = self._table.shut()

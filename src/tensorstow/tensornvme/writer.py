@@ -21,7 +21,7 @@ logger = logging.getLogger("tensorstow")
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One write under way, and what keeps its bytes alive."""
+    """One write in flight, and the object that keeps its bytes alive."""
 
     future: IoFuture
     owner: object
@@ -58,11 +58,7 @@ class AsyncFileWriter:
         backend: str | None = None,
         n_tasks: int = 0,
     ) -> None:
-        """Create ``path``. ``n_entries`` blocks of 1 MiB are kept in flight.
-
-        ``backend`` is TensorNVMe's name of one, or None for the best; the attribute says what
-        serves it. ``n_tasks`` is as in ``register_tasks``.
-        """
+        """Create the file; the class documents the arguments."""
         _count("n_tasks", n_tasks)
         self.backend: BackendChoice = choose_tensornvme_backend(backend)
         """What serves here, and what kept anything else out."""
@@ -153,7 +149,7 @@ class AsyncFileWriter:
         """
         if self._awaited > 0:
             message = (
-                f"{self._awaited} of the tensors that register_h2d promised were not written yet."
+                f"{self._awaited} of the tensors that register_h2d announced were not written yet."
                 " Call write_tensor for each before sync_before_step."
             )
             raise OptionError(message)
@@ -207,7 +203,7 @@ class AsyncFileWriter:
         self.close()
 
     def __del__(self) -> None:
-        """Close; what failed can only be logged."""
+        """Close; errors are logged."""
         try:
             self.close()
         except StowError as error:
@@ -234,7 +230,7 @@ class AsyncFileWriter:
         self.offset = max(self.offset, offset + nbytes)
 
     def _wait(self, count: int) -> None:
-        """Wait for the first ``count`` pieces; raise the first failure once all are over."""
+        """Wait for the first ``count`` writes; raise the first error once all are done."""
         failure = None
         for _ in range(count):
             try:

@@ -1,4 +1,4 @@
-"""MasterWeights begin as the values that the model had before it was cast."""
+"""Master weights start as the values that the model had before it was cast."""
 
 from functools import partial
 

@@ -25,7 +25,7 @@ class _Slip(NamedTuple):
 
 
 def load(source: Source) -> dict[str, Any]:
-    """Return the object that a file holds, or a copy of a dict; raises OptionError."""
+    """Return the object in a file, or a copy of a dict; raises OptionError."""
     if isinstance(source, Mapping):
         return dict(source)
     try:
@@ -42,9 +42,9 @@ def load(source: Source) -> dict[str, Any]:
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
-    """Return the object that ``text`` is; ``name`` is the file's, for the error.
+    """Parse a JSON object; ``name`` is the file's name in errors.
 
-    Raises OptionError with every slip behind which it is clear how to read on, and the first other.
+    Raises OptionError with every error up to the first one after which the meaning is not clear.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _pointing(text: str, name: str, slip: _Slip) -> str:
 
 
 def _slip(text: str, error: json.JSONDecodeError) -> _Slip:
-    """Return where the writer slipped, which may be before where the parser noticed."""
+    """Return where the error is, which may be before the position that the parser reports."""
     at = error.pos
     while text[at : at + 1].isspace():
         at += 1

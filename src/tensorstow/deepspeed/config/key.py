@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """``allowed`` in words; ``take`` returns the value as it is used, or raises ValueError."""
+    """The values of a key: ``allowed`` in words; ``take`` converts one or raises ValueError."""
 
     allowed: str
     take: Callable[[Any], Any]
 
 
 def whole(least: int = 0, most: int | None = None) -> ValueType:
-    """Return the kind of whole numbers; 5e8, a float in JSON, is one, and 1.5 is none."""
+    """Return the type of whole numbers; a float such as 5e8 is one, 1.5 is not."""
 
     def take(value: object) -> int:
         found = _number(value)
@@ -31,7 +31,7 @@ def whole(least: int = 0, most: int | None = None) -> ValueType:
 
 
 def number(least: float = 0.0, most: float | None = None) -> ValueType:
-    """Return the kind of finite numbers."""
+    """Return the type of finite numbers."""
 
     def take(value: object) -> float:
         found = _number(value)
@@ -42,7 +42,7 @@ def number(least: float = 0.0, most: float | None = None) -> ValueType:
 
 
 def positive() -> ValueType:
-    """Return the kind of finite numbers above zero."""
+    """Return the type of finite numbers above zero."""
 
     def take(value: object) -> float:
         found = _number(value)
@@ -54,7 +54,7 @@ def positive() -> ValueType:
 
 
 def one_of(*names: str) -> ValueType:
-    """Return the kind of a few words, in any letter case."""
+    """Return the type of a few words, in any letter case."""
 
     def take(value: object) -> str:
         if not isinstance(value, str) or value.lower() not in names:
@@ -86,7 +86,7 @@ STEPS = ValueType("a whole number, at least 1, or inf for never", _steps)
 
 
 def is_off(value: object) -> bool:
-    """Return whether a whole section asks for nothing: empty, or none of its switches is on."""
+    """Return whether a section is empty or has all its switches off."""
     if not isinstance(value, Mapping):
         return value is None or value is False
     switches = list(_switches(value))
@@ -119,7 +119,7 @@ def _range(least: float, most: float | None) -> str:
 
 
 class Support(Enum):
-    """What becomes of a key."""
+    """What tensorstow does with a key."""
 
     HONOURED = "honoured"
     NO_MEANING = "no meaning"
@@ -128,10 +128,11 @@ class Support(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """``off``: the value when absent, or that asks for nothing; ``note``: why, or what instead.
+    """What is known of one key of a configuration.
 
-    ``spellings``: older paths of the same key, ``also``: others that are as good. A path that ends
-    in ``.*`` is all of a section.
+    ``off`` is the value if the key is absent, or that disables it. ``note`` is why it has no
+    meaning, or what to do instead. ``spellings`` are older paths of the key, ``also`` other current
+    ones. A path that ends in ``.*`` stands for a whole section.
     """
 
     path: str
@@ -144,12 +145,12 @@ class Key:
 
 
 def honoured(path: str, kind: ValueType, *spellings: str, off: object) -> Key:
-    """Return a key that decides something; ``off`` is what holds without it."""
+    """Return a key that is honoured; ``off`` is its default."""
     return Key(path, kind, off, Support.HONOURED, spellings=spellings)
 
 
 def idle(section: str, kind: ValueType, *names: str, why: str, off: object = None) -> list[Key]:
-    """Return keys of a section that mean nothing here, all for one reason."""
+    """Return keys of a section that have no meaning here, all for one reason."""
     return [Key(section + name, kind, off, Support.NO_MEANING, why) for name in names]
 
 
@@ -159,10 +160,10 @@ def refused(path: str, kind: ValueType, *, off: object, instead: str) -> Key:
 
 
 def section(path: str, *, instead: str) -> Key:
-    """Return a section that is refused as a whole where anything in it is switched on."""
+    """Return a section that is refused if anything in it is enabled."""
     return Key(f"{path}.*", ANYTHING, None, Support.REFUSED, instead)
 
 
 def with_prefix(prefix: str, keys: list[Key]) -> list[Key]:
-    """Give keys their name without ``prefix`` besides."""
+    """Return the keys with their names without ``prefix`` as alternatives."""
     return [replace(k, also=(*k.also, k.path.replace(prefix, ""))) for k in keys]

@@ -26,10 +26,10 @@ Values = Mapping[str, Any]
 
 
 def read_settings(source: Source, world: int, *, fill: Mapping[str, Any] | None = None) -> Settings:
-    """Read a file or a dict for ``world`` data-parallel ranks; raises OptionError.
+    """Read a configuration for ``world`` data-parallel ranks; raises OptionError.
 
-    ``fill``: values for what says "auto", by path: ``{"optimizer.params.lr": 1e-4}``. Keys that
-    mean nothing here are named once in the log of "tensorstow".
+    ``source`` is a file or a dict. ``fill`` has values for "auto", by path:
+    ``{"optimizer.params.lr": 1e-4}``. Keys without a meaning here are logged once.
     """
     if world < 1:
         message = f"world={world} was given: a run has at least one rank."
@@ -38,9 +38,7 @@ def read_settings(source: Source, world: int, *, fill: Mapping[str, Any] | None 
     values = values_of(given, fill or {})
     older = older_names(given)
     if older:
-        say_once(
-            f"names in the DeepSpeed configuration are read as those of today: {', '.join(older)}"
-        )
+        say_once(f"deprecated names in the DeepSpeed configuration: {', '.join(older)}")
     if not any(one.key.path == "gradient_clipping" for one in given):
         say_once(
             "gradient_clipping is absent and nothing is clipped, as in DeepSpeed before 0.19:"
@@ -105,7 +103,7 @@ def _fields(cls: type, section: str, values: Values) -> dict[str, Any]:
 
 
 def batch_of(train: int | None, micro: int | None, steps: int | None, world: int) -> Batch:
-    """Return all three sizes for ``world`` ranks; ``steps`` is 1 where nothing says otherwise."""
+    """Return all three batch sizes for ``world`` ranks; ``steps`` defaults to 1."""
     if train is None:
         if micro is None:
             message = f"Neither {_TRAIN} nor {_MICRO} is given. Write at least one of them."
@@ -138,7 +136,7 @@ def _quotient(train: int, name: str, factor: int, world: int, wanted: str) -> in
 
 
 def refuse_two_precisions(values: Mapping[str, Any]) -> None:
-    """Raise OptionError where fp16 and bf16 are both on, or gradients would travel in a third."""
+    """Raise OptionError for fp16 with bf16, and for gradients reduced in another dtype."""
     if values["fp16.enabled"] and values["bf16.enabled"]:
         message = (
             "fp16.enabled and bf16.enabled are both true. Keep bf16, which needs no loss scale, or"
@@ -149,8 +147,8 @@ def refuse_two_precisions(values: Mapping[str, Any]) -> None:
     travels = values["communication_data_type"]
     if travels not in {None, computed}:
         message = (
-            f"communication_data_type={travels!r} was given, and gradients are computed in"
-            f" {computed} and reduced in that. Leave it out."
+            f"communication_data_type={travels!r} was given, but gradients are computed in"
+            f" {computed} and reduced in the same dtype. Leave it out."
         )
         raise OptionError(message)
 
@@ -161,7 +159,7 @@ def check_conflicts(settings: Settings, world: int) -> None:
     if zero.stage < 3 and zero.offload_param.device != "none":
         message = (
             f'zero_optimization.offload_param.device="{zero.offload_param.device}" was given with'
-            f" stage={zero.stage}: parameters are split and fetched in stage 3 only. Set stage to"
+            f" stage={zero.stage}: parameters are sharded in stage 3 only. Set stage to"
             " 3, or leave offload_param out."
         )
         raise OptionError(message)

@@ -9,7 +9,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``train = micro * accumulation * world``; all three are known."""
+    """The batch sizes: ``train = micro * accumulation * world``."""
 
     train: int
     micro: int
@@ -18,7 +18,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An optimizer or a scheduler: its type as the JSON has it, and its parameters."""
+    """An optimizer or a scheduler: its type in the JSON, and its parameters."""
 
     type: str
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Fp16:
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptimizer:
-    """Where optimizer states live; ``ratio``: the share of them that leaves the device."""
+    """Where optimizer states live; ``ratio`` is the share of them that is offloaded."""
 
     device: Device = "none"
     nvme_path: str | None = None
@@ -47,7 +47,7 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class OffloadParam:
-    """Where parameters live; ``max_in_cpu``: elements of them that memory may hold, from nvme."""
+    """Where parameters live; ``max_in_cpu``: elements of those on disk that memory may hold."""
 
     device: Device = "none"
     nvme_path: str | None = None
@@ -56,7 +56,7 @@ class OffloadParam:
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """``zero_optimization``: what the engine makes a plan of."""
+    """The section ``zero_optimization``."""
 
     stage: int = 0
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
@@ -67,7 +67,7 @@ class Zero:
 
 @dataclass(frozen=True, slots=True)
 class Aio:
-    """How files are read and written: bytes of a block, and blocks in flight of each rank."""
+    """The section ``aio``: bytes of a block, blocks in flight per rank, threads."""
 
     block_size: int = 1 << 20
     queue_depth: int | None = None
@@ -76,7 +76,7 @@ class Aio:
 
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointing:
-    """What ``deepspeed.checkpointing`` was told; torch's own checkpointing is what runs."""
+    """The section ``activation_checkpointing``."""
 
     partition_activations: bool = False
     cpu_checkpointing: bool = False
@@ -85,7 +85,7 @@ class ActivationCheckpointing:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A whole configuration, checked; None where a section is absent or not enabled."""
+    """A whole configuration, checked; None for a section that is absent or disabled."""
 
     batch: Batch
     optimizer: Named | None = None

@@ -41,7 +41,7 @@ def summary_of(source: Source) -> str:
 
 
 def lines_of(source: Source) -> Iterator[SummaryLine]:
-    """Yield a line for every key: honoured ones, those without meaning, and what is refused."""
+    """Yield a line for every key: honoured ones, those without a meaning, refused ones."""
     order = {path: index for index, path in enumerate(KEYS)}
     given = [one for one in given_keys(load(source)) if one.value is not None]
     for one in sorted(given, key=lambda one: (_rank(one), order[one.key.path])):

@@ -30,12 +30,12 @@ class GivenKey(NamedTuple):
 
 
 def given_keys(configuration: Mapping[str, Any]) -> list[GivenKey]:
-    """Return every key that a configuration has; raises OptionError for one that is not known."""
+    """Return every key of a configuration; raises OptionError for an unknown key."""
     return list(_walk(configuration, ""))
 
 
 def older_names(given: Iterable[GivenKey]) -> list[str]:
-    """Return, of the names in use that DeepSpeed has given up, what each is called now."""
+    """Return the deprecated names that are used, each with its current name."""
     return [
         f"{one.path} is {one.key.path}"
         for one in given
@@ -44,7 +44,7 @@ def older_names(given: Iterable[GivenKey]) -> list[str]:
 
 
 def is_known(path: str) -> bool:
-    """Return whether a value may stand at ``path``: a key's, or one within a free section's."""
+    """Return whether ``path`` is a key, or inside a section of free keys."""
     parts = path.split(".")
     parents = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return any(p in KEYS or p in SPELLINGS or f"{p}.*" in KEYS for p in parents)
@@ -113,10 +113,10 @@ def _refuse_unknown_key(path: str) -> Never:
 
 
 def values_of(given: Iterable[GivenKey], fill: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a value for every key, by path; raises OptionError for what is refused.
+    """Return a value for every key, by path; raises OptionError for refused values.
 
-    ``fill`` says what stands for "auto", by path; what follows from other values needs no saying. A
-    null is as good as no key.
+    ``fill`` has values for "auto", by path; those that follow from other values need none. A null
+    is the same as no key.
     """
     _check_fill(fill)
     values = {path: key.off for path, key in KEYS.items()}
@@ -152,7 +152,7 @@ def _check_fill(fill: Mapping[str, Any]) -> None:
 
 
 def _follows(path: str, values: Mapping[str, Any]) -> bool:
-    """Return whether nobody needs to say a value: the others do, or nothing asks for it."""
+    """Return whether an "auto" needs no value: it follows from others, or nothing uses it."""
     section, _, name = path.rpartition(".")
     if path in _BATCH:
         return any(values[size] is not None for size in _BATCH[:2])
@@ -164,7 +164,7 @@ def _follows(path: str, values: Mapping[str, Any]) -> bool:
 
 
 def _filled(one: GivenKey, fill: Mapping[str, Any]) -> GivenKey:
-    """Put ``fill``'s values where "auto" stands, at any depth."""
+    """Replace "auto" by the values of ``fill``, at any depth."""
 
     def filled(value: object, path: str) -> object:
         if value == AUTO:
@@ -177,11 +177,11 @@ def _filled(one: GivenKey, fill: Mapping[str, Any]) -> GivenKey:
 
 
 def _decided(one: GivenKey) -> GivenKey:
-    """Refuse "auto" that nothing filled."""
+    """Raise OptionError for an "auto" that has no value."""
     for path in _autos(one.value, one.path):
         message = (
-            f'{path}="auto" was given, and a value is needed. Write one; the Trainer of'
-            " transformers does that for you, and initialize(..., fill={path: value}) does."
+            f'{path}="auto" was given, and a value is needed. Write one, or pass it as'
+            " initialize(..., fill={path: value}). The Trainer of transformers fills it in itself."
         )
         raise OptionError(message)
     return one
@@ -207,14 +207,14 @@ def _refuse(one: GivenKey) -> None:
     whole = one.key.path.endswith(".*")
     if not (is_off(one.value) if whole else one.value == one.key.off):
         given = f"{one.path} was switched on" if whole else f"{one.path}={one.value!r} was given"
-        message = f"{given}, which is not here: {one.key.note}."
+        message = f"{given}, which is not supported: {one.key.note}."
         raise OptionError(message)
 
 
 def _refuse_disagreement(first: GivenKey, second: GivenKey) -> None:
     if first.value != second.value:
         message = (
-            f"{first.path} and {second.path} are one key, and say {first.value!r} and"
+            f"{first.path} and {second.path} are the same key, with the values {first.value!r} and"
             f" {second.value!r}. Keep {second.key.path}."
         )
         raise OptionError(message)
@@ -227,10 +227,10 @@ def _say_idle(given: Iterable[GivenKey]) -> None:
             reasons.setdefault(one.key.note, []).append(one.path)
     if reasons:
         said = "; ".join(f"{', '.join(paths)} ({why})" for why, paths in reasons.items())
-        say_once(f"keys of the DeepSpeed configuration without a meaning here: {said}")
+        say_once(f"keys of the DeepSpeed configuration that have no effect here: {said}")
 
 
 @cache
 def say_once(text: str) -> None:
-    """Log ``text`` as a warning, the first time."""
+    """Log ``text`` as a warning, once per process."""
     logger.warning(text)

@@ -44,10 +44,10 @@ class DeepSpeedCPUAdam(Adam):
         fp32_optimizer_states: bool = True,  # noqa: FBT001, FBT002
         **placement: Any,  # noqa: ANN401
     ) -> None:
-        """Make the optimizer; see the class."""
+        """Create the optimizer; the class documents the arguments."""
         if not fp32_optimizer_states:
             message = (
-                "fp32_optimizer_states=False was given: which bits states lose is said by the"
+                "fp32_optimizer_states=False was given: smaller states are chosen by their"
                 ' format. Use state_format="bf16", or leave it out.'
             )
             raise OptionError(message)
@@ -93,7 +93,7 @@ class FusedAdam(Adam):
         set_grad_none: bool = True,  # noqa: FBT001, FBT002
         **placement: Any,  # noqa: ANN401
     ) -> None:
-        """Make the optimizer; see the class."""
+        """Create the optimizer; the class documents the arguments."""
         super().__init__(
             params,
             lr,

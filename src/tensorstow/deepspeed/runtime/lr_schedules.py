@@ -340,9 +340,9 @@ SCHEDULES: Final[Mapping[str, Callable[..., LRSchedule]]] = MappingProxyType(
 
 
 def make_scheduler(named: Named, optimizer: Optimizer) -> LRScheduler:
-    """Return the schedule that a configuration names; raises OptionError.
+    """Return the scheduler that a configuration names; raises OptionError.
 
-    It is one of DeepSpeed's, or any class of ``torch.optim.lr_scheduler`` by its name.
+    It is one of DeepSpeed's, or a class of ``torch.optim.lr_scheduler`` by its name.
     """
     kind = SCHEDULES.get(named.type)
     if kind is None:
@@ -351,8 +351,8 @@ def make_scheduler(named: Named, optimizer: Optimizer) -> LRScheduler:
     # Where the JSON says -1, it is what a run starts from; checkpoints say where to go on.
     if params.pop("last_batch_iteration", -1) != -1:
         message = (
-            "scheduler.params.last_batch_iteration was given: a schedule goes on where"
-            " load_checkpoint says. Leave it out."
+            "scheduler.params.last_batch_iteration was given: load_checkpoint sets where a schedule"
+            " continues. Leave it out."
         )
         raise OptionError(message)
     known = dict(list(signature(kind).parameters.items())[1:-1])
@@ -395,7 +395,7 @@ def _check_names(kind: str, params: dict[str, Any], known: dict[str, Parameter])
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:
-    """Raise OptionError for a value that its parameter's annotation does not have."""
+    """Raise OptionError for a value of another type than the parameter's annotation."""
     if "str" in annotation:
         fits, wanted = isinstance(value, str), "a text"
     elif "bool" in annotation:
@@ -428,7 +428,7 @@ class _Cycle:
         stairs: tuple[int, int | None],
         decay_step_size: float,
     ) -> Self:
-        """Check the sizes; where the second half has none, it is as the first."""
+        """Check the sizes; the second half defaults to the first."""
         first = second = _steps(steps[0], "cycle_first_step_size")
         if steps[1] is not None:
             second = _steps(steps[1], "cycle_second_step_size", least=0)
@@ -469,7 +469,7 @@ def _cycled_betas(cycle: _Cycle, slow: list[float], fast: list[float], rate: flo
 
 
 def _rise(steps: float, kind: str) -> tuple[Callable[[int], float], int]:
-    """Return how far a warm-up is after ``n`` steps, and its length; log(2) is the shortest."""
+    """Return the height of a warm-up after ``n`` steps, 0 to 1, and its length, at least 2."""
     warm = max(2, _steps(steps, "warmup_num_steps"))
     if kind == "log":
         return lambda n: math.log(n) / math.log(warm) if n else 0.0, warm

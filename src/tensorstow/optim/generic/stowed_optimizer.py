@@ -81,7 +81,7 @@ class StowedOptimizer(Optimizer):
         policy: PipelinePolicy | None = None,
         **class_options: Any,  # noqa: ANN401
     ) -> None:
-        """Make the optimizer; see the class."""
+        """Create the optimizer; the class documents the arguments."""
         refuse_class(optimizer_class)
         validation.refuse_keywords(class_options)
         validation.refuse_adams_keywords(optimizer_class, class_options)

@@ -129,10 +129,10 @@ def test_older_names_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     say_once.cache_clear()
     old = {**BATCH, "fp32_allreduce": True, "aio": {"thread_count": 3}}
     assert read_settings(old, 1) == read_settings(old, 1)
-    said = [m for m in caplog.messages if m.startswith("names in")]
+    said = [m for m in caplog.messages if m.startswith("deprecated")]
     assert said == [
         (
-            "names in the DeepSpeed configuration are read as those of today: fp32_allreduce is"
+            "deprecated names in the DeepSpeed configuration: fp32_allreduce is"
             " communication_data_type, aio.thread_count is aio.intra_op_parallelism"
         )
     ]
