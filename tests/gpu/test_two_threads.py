@@ -177,6 +177,30 @@ def test_each_stream_that_reads_new_weights_is_behind_them(device: torch.device)
     optimizer.close()
 
 
+@pytest.mark.parametrize("first", ["module", "weight"])
+def test_a_stream_that_asks_is_behind_new_weights_whoever_read_them_before(
+    first: str, device: torch.device
+) -> None:
+    """Outside of a module's forward: the recipe in docs/guides/durable-runs.md."""
+    model = nn.Linear(64, 64).to(device)
+    optimizer = make(model, states="ram", overlap="forward")
+    x = torch.ones(4, 64, device=device)
+    caller, side = torch.accelerator.current_stream(device), torch.Stream(device=device)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            seen = [model(x)] if first == "module" else [p.clone() for p in model.parameters()]
+        with side, optimizer.updated():
+            copy = model.weight.detach().clone()
+        caller.wait_stream(side)
+        torch.accelerator.synchronize()
+        assert torch.equal(copy.cpu(), model.weight.detach().cpu())
+        del seen
+    optimizer.close()
+
+
 class FailedInHostMemoryError(Exception):
     """What a hook of a host parameter raises."""
 
