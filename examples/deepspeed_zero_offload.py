@@ -20,8 +20,9 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.plans import plan_of
-from tensorstow.fsdp.auto import Sizes, bytes_of
 from tensorstow.fsdp.units import units_of
+from tensorstow.planner.placement import Conditions, bytes_of
+from tensorstow.planner.sizes import Sizes
 
 CONFIG = Path(__file__).with_suffix(".json")
 
@@ -108,7 +109,7 @@ def needs(args: argparse.Namespace, ranks: int = 1) -> dict[Tier, int]:
         model = GPT(args).to(torch.bfloat16)
     settings = read_settings(args.deepspeed_config, ranks)
     sizes = Sizes.of(units_of(model), ranks)
-    held = dict(bytes_of(plan_of(settings), sizes, device_is_host=False))
+    held = dict(bytes_of(plan_of(settings), sizes, Conditions(device_is_host=False)))
     inputs = args.num_layers * settings.batch.micro * args.sequence * args.hidden_size
     held[Tier.DEVICE] += inputs * torch.bfloat16.itemsize
     return held

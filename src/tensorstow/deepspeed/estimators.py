@@ -18,19 +18,20 @@ Activations, buffers and what the allocator rounds up come on top.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
-from tensorstow.fsdp.auto import Sizes, bytes_of
 from tensorstow.fsdp.units import units_of
+from tensorstow.planner.placement import Conditions, bytes_of
+from tensorstow.planner.sizes import Sizes, UnitSizes
 
-_BYTES = {"bf16": (2, 2, 10), "fp32": (4, 4, 8)}
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _DEVICES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
 _PLANS = {
     2: [Plan(Tier.DEVICE, states, stage=2) for states in (Tier.DISK, Tier.HOST)],
@@ -168,7 +169,7 @@ def _table(stage: int, setup: _Setup) -> str:
 
 
 def _rows(stage: int, setup: _Setup) -> Iterator[str]:
-    for dtype in _BYTES:
+    for dtype in _DTYPES:
         for plan in _PLANS[stage]:
             gpu, host, disk = (format_bytes(n) for n in _needs(plan, dtype, setup))
             places = f"offload_optimizer={_DEVICES[plan.states]}"
@@ -179,25 +180,25 @@ def _rows(stage: int, setup: _Setup) -> Iterator[str]:
 
 def _needs(plan: Plan, dtype: str, setup: _Setup) -> tuple[int, int, int]:
     """Return bytes per GPU, and of host memory and of disk space per node."""
-    weight, gradient, states = _BYTES[dtype]
-    ranks = setup.gpus_per_node * setup.nodes
-    share = -(-setup.parameters // ranks)
-    sizes = Sizes(
-        weight * share,
-        gradient * share,
-        states * share,
-        weight * setup.largest,
-        weight * -(-setup.largest // ranks),
-    )
-    whole = ranks == 1 and plan.parameters == Tier.DEVICE  # as stow leaves it
-    if plan.stage < 3 or whole:
-        sizes = replace(sizes, largest_unit=0)
-    held = dict(bytes_of(plan, sizes, device_is_host=False))
-    if plan.stage < 3 and not whole:
-        held[Tier.DEVICE] += weight * setup.parameters
+    held = bytes_of(plan, _sizes(_DTYPES[dtype], setup), Conditions(device_is_host=False))
     per_node = setup.gpus_per_node * setup.factor
     return (
         int(held[Tier.DEVICE] * setup.factor),
         int(held[Tier.HOST] * per_node),
         int(held[Tier.DISK] * per_node),
     )
+
+
+def _sizes(dtype: torch.dtype, setup: _Setup) -> Sizes:
+    """Return a model of units of the largest size, and one of what is left."""
+    ranks = setup.gpus_per_node * setup.nodes
+    largest = min(setup.largest or setup.parameters, setup.parameters)
+    count, rest = divmod(setup.parameters, largest) if largest else (0, 0)
+    units: list[UnitSizes] = []
+    for elements in [*[largest] * count, *[rest] * bool(rest)]:
+        share = -(-elements // ranks)
+        nbytes = dtype.itemsize * share
+        units.append(
+            UnitSizes(str(len(units)), dtype.itemsize * elements, nbytes, ((dtype, share),))
+        )
+    return Sizes(tuple(units), ranks)

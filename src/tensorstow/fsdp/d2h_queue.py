@@ -26,9 +26,8 @@ import torch
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES
 
-MAX_IN_FLIGHT_BYTES = 256 << 20
-"""Bytes of gradients that the device keeps for copies that are not complete."""
 PIECE_BYTES = 4 << 20
 BUFFERS = 8
 """How many pieces are copied at once."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError
-from tensorstow.base.sizes import format_count, round_up
+from tensorstow.base.sizes import format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.pretrained import RowReader
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher, ShardStorage
@@ -26,11 +26,8 @@ from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import is_away
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.planner.sizes import padded_bytes
 from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
-
-SHARD_ALIGN = 128
-"""Shards of a unit begin at multiples of so many bytes."""
-
 
 # --- ranks ---
 
@@ -158,11 +155,6 @@ class DiskPool:
     prefetcher: Prefetcher
 
 
-def padded_bytes(unit: Unit, sharding: Sharding) -> int:
-    """Return the bytes of this rank's padded shards of ``unit``, each aligned to SHARD_ALIGN."""
-    return sum(_padded_bytes(p, sharding) for p in unit.parameters.values())
-
-
 def shard_unit(
     unit: Unit,
     tier: Tier,
@@ -231,7 +223,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def _allocate(unit: Unit, sharding: Sharding, pool: DiskPool | None) -> dict[str, ShardStorage]:
     """Return zeroed storage of each parameter, in one block or buffer for all of a unit's."""
     storages: dict[str, ShardStorage] = {}
-    nbytes = padded_bytes(unit, sharding)
+    nbytes = sum(padded_bytes(p, sharding.ranks) for p in unit.parameters.values())
     buffer = pool.buffers.add(nbytes) if pool is not None and nbytes else None
     block = None
     if buffer is None and sharding.uploads is not None:
@@ -251,14 +243,8 @@ def _allocate(unit: Unit, sharding: Sharding, pool: DiskPool | None) -> dict[str
         else:
             zeros = torch.zeros(shape, dtype=parameter.dtype, device="cpu")
             storages[name] = HostShard(zeros, stop - start)
-        at += _padded_bytes(parameter, sharding)
+        at += padded_bytes(parameter, sharding.ranks)
     return storages
-
-
-def _padded_bytes(parameter: torch.Tensor, sharding: Sharding) -> int:
-    _, _, length = sharding.rows(parameter.shape)
-    elements = length * parameter.shape[1:].numel()
-    return round_up(elements * parameter.element_size(), SHARD_ALIGN)
 
 
 @torch.no_grad()

@@ -20,7 +20,6 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
-from tensorstow.fsdp.auto import MIN_UNITS_IN_MEMORY, Sizes, auto_plan
 from tensorstow.fsdp.gradient_offload import (
     GradientOffload,
     accumulate_in_fp32,
@@ -36,7 +35,6 @@ from tensorstow.fsdp.sharding import (
     host_group,
     make_mesh,
     move_buffers,
-    padded_bytes,
     shard_unit,
     world_size,
 )
@@ -63,6 +61,9 @@ from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import is_away, open_link
 from tensorstow.io.files import ALIGN
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
+from tensorstow.planner.placement import Conditions, auto_plan
+from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
 
 Path = str | os.PathLike[str] | None
 _STATE_TIERS = ("host", "ram", "disk")
@@ -229,12 +230,12 @@ def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:
     """Make room on disk for the units that are to live there, and bound their host memory."""
     plan = request.plan
     on_disk = [unit for unit in request.units if plan.tier_of(unit.name) == Tier.DISK]
-    sizes = [padded_bytes(unit, sharding) for unit in on_disk]
+    sizes = [UnitSizes.of(unit, sharding.ranks).share_bytes for unit in on_disk]
     if not sizes:
         return None
     total = sum(sizes) + ALIGN * len(sizes)
-    least = sum(sorted(sizes)[-MIN_UNITS_IN_MEMORY:]) + MIN_UNITS_IN_MEMORY * ALIGN
-    capacity = int(plan.buffer_pool_bytes or 0) or least + plan.prefetch * max(sizes)
+    least = least_in_memory(sizes)
+    capacity = int(plan.buffer_pool_bytes or 0) or most_in_memory(sizes, plan.prefetch)
     if capacity < least:
         message = (
             f"buffer_pool_bytes={format_bytes(capacity)} was given for parameters on disk, and"
@@ -266,7 +267,7 @@ def _automatic(
     sizes = Sizes.of(units, ranks)
     here = device.type == "cpu"
     commits = (directory or asked.get("dir")) is not None and asked.get("durability") != "none"
-    plan = auto_plan(sizes, budget, device_is_host=here, states=states, commits=commits)
+    plan = auto_plan(sizes, budget, Conditions(here, commits=commits, states=states))
     given = {name: asked[name] for name in ("overlap", "accumulation_steps") if name in asked}
     return plan.but(**given)
 

@@ -41,9 +41,9 @@ from tensorstow.io.buffer_pool import PooledBuffer
 from tensorstow.io.device_link import DeviceEvent, DeviceLink, is_away
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.planner.bounds import upload_buffers
 
 _ALIGN = 128
-_LEAST_BUFFERS = 2  # one that FSDP2 gathers from, and one that it gathers ahead
 _UPLOADS: "weakref.WeakKeyDictionary[nn.Module, Uploads]" = weakref.WeakKeyDictionary()
 
 
@@ -385,7 +385,7 @@ class Uploads:
 
     @property
     def _count(self) -> int:
-        return min(buffers_of(self._ahead), len(self._units))
+        return min(upload_buffers(self._ahead), len(self._units))
 
     @property
     def _largest(self) -> int:
@@ -398,11 +398,6 @@ class Uploads:
             for u in self._units
         )
         return max(sums, default=0)
-
-
-def buffers_of(ahead: int) -> int:
-    """Return how many units have a buffer at once, where so many are uploaded ahead."""
-    return max(ahead + 1, _LEAST_BUFFERS)
 
 
 def uploads_of(model: nn.Module) -> Uploads | None:

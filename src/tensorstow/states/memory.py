@@ -133,18 +133,60 @@ def predict_memory(
     ``slots`` caps the ring where a schedule wants fewer than fit (``PipelinePolicy.most_slots``).
     """
     ram, disk = split(sizes, disk_fraction, group=max(spec.per for spec in family.specs))
+    in_ram = sum(family.state_bytes(s.stop - s.start) for s in ram)
     chunks = [(family, plan) for plan in cut(lay_out(disk), chunk_elements)]
-    host = plan_host(chunks, budget=budget, slots=slots)
+    return _sum_up(in_ram, chunks, plan_host(chunks, budget=budget, slots=slots))
+
+
+def predict_whole(
+    lines: Sequence[tuple[Family, Sequence[int]]],
+    *,
+    on_disk: bool,
+    durable: bool,
+    chunk_elements: int,
+    budget: int | None = None,
+) -> StateMemory:
+    """Return what the states of a whole model will hold where.
+
+    Args:
+        lines: Parameters that share chunks: their family, and the elements of each. Those whose
+            weights come from disk apart have a line for each unit.
+        on_disk: Whether states are on disk, or all in RAM.
+        durable: Whether commits take them: then they are in chunks on disk wherever they are, with
+            the weights behind them.
+        chunk_elements: Elements of a chunk (``PipelinePolicy.chunk_elements``).
+        budget: Host memory for the ring and for states that stay, in bytes; None: the ring's own.
+    """
+    if not on_disk and not durable:
+        held = sum(family.state_bytes(size) for family, sizes in lines for size in sizes)
+        return _sum_up(held, [], plan_host([], budget=None))
+    chunks = [
+        (family, plan)
+        for family, sizes in lines
+        for plan in cut(lay_out(split(sizes, 1.0)[1]), chunk_elements)
+    ]
+    at_home = 0 if on_disk else len(chunks)
+    host = plan_host(chunks, budget=budget, with_weights=durable, at_home=at_home)
+    kept = HostPlan(host.ring, at_home + host.resident)
+    return _sum_up(0, chunks, kept, with_weights=durable)
+
+
+def _sum_up(
+    in_ram: int,
+    chunks: Sequence[tuple[Family, ChunkPlan]],
+    host: HostPlan,
+    *,
+    with_weights: bool = False,
+) -> StateMemory:
+    """Return the bytes by place; ``in_ram``: of states that are in no chunk of ``chunks``."""
     bought = sum(chunk_state_bytes(f, p) for f, p in chunks[: host.resident])
-    in_ram = sum(family.state_bytes(s.stop - s.start) for s in ram) + bought
-    logical = in_ram + sum(chunk_state_bytes(f, p) for f, p in chunks[host.resident :])
+    moving = sum(chunk_state_bytes(f, p) for f, p in chunks[host.resident :])
+    stored = chunks if with_weights else chunks[host.resident :]
     return StateMemory(
-        logical_bytes=logical,
-        ram_bytes=in_ram,
-        disk_bytes=logical - in_ram,
-        file_bytes=sum(
-            chunk_bytes(f, p.elements, with_weights=False) for f, p in chunks[host.resident :]
-        ),
+        logical_bytes=in_ram + bought + moving,
+        ram_bytes=in_ram + bought,
+        disk_bytes=moving,
+        file_bytes=sum(chunk_bytes(f, p.elements, with_weights=with_weights) for f, p in stored),
         ring_bytes=host.ring.nbytes,
     )
 

@@ -25,18 +25,25 @@ class Stowage:
 
     def family(self, dtype: torch.dtype, *, amsgrad: bool) -> Family:
         """Return the family of a parameter of ``dtype``."""
-        return Family(dtype, amsgrad, self._format_of(dtype))
+        return Family(dtype, amsgrad, format_of(dtype, self.format, moving=self.moving))
 
     @property
     def moving(self) -> bool:
         """Return whether any states pass through the ring."""
         return self.placement.disk_fraction > 0 or self.placement.durable
 
-    def _format_of(self, dtype: torch.dtype) -> StateFormat:
-        wanted = self.format
-        if wanted is None:
-            wanted = StateFormat.SPLIT if self.moving else StateFormat.FP32
-        # A split master needs a weight that is its upper half, which only bf16 is.
-        if wanted == StateFormat.SPLIT and dtype != torch.bfloat16:
-            return StateFormat.FP32
-        return wanted
+
+def format_of(dtype: torch.dtype, wanted: StateFormat | None, *, moving: bool) -> StateFormat:
+    """Return the format of the states of a parameter.
+
+    Args:
+        dtype: The parameter's.
+        wanted: What the user asked for; None: the least bytes that lose nothing where states move.
+        moving: Whether any states pass through the ring.
+    """
+    if wanted is None:
+        wanted = StateFormat.SPLIT if moving else StateFormat.FP32
+    # A split master needs a weight that is its upper half, which only bf16 is.
+    if wanted == StateFormat.SPLIT and dtype != torch.bfloat16:
+        return StateFormat.FP32
+    return wanted

@@ -15,14 +15,21 @@ from tensorstow.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from tensorstow.fsdp.auto import RING_BYTES, Sizes, bytes_of
-from tensorstow.fsdp.d2h_queue import MAX_IN_FLIGHT_BYTES
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.units import units_of
-from tensorstow.fsdp.uploads import buffers_of
 from tensorstow.io.files import ALIGN
+from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES, upload_buffers
+from tensorstow.planner.placement import Conditions, bytes_of
+from tensorstow.planner.sizes import Sizes
+from tensorstow.states.layout import Family, slot_bytes
 
-P, LARGEST = 8_000_000, 1_000_000
-UP = buffers_of(Plan().prefetch) * LARGEST / 4
+LARGEST = 1 << 21
+"""Of which each of four ranks has one whole chunk."""
+P = 40 * LARGEST
+SPLIT = Family(torch.bfloat16, amsgrad=False, format=StateFormat.SPLIT)
+SLOT = slot_bytes(SPLIT, LARGEST // 4, with_weights=False)
+RING = (48 << 20) // SLOT * SLOT
+UP = upload_buffers(Plan().prefetch) * LARGEST / 4
 """Elements of a rank's shares of units that go up ahead of their gathers."""
 
 
@@ -34,16 +41,16 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 @pytest.mark.parametrize(
     ("plan", "dtype", "gpu", "host", "disk"),
     [
-        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "bf16", 2 * P + P / 4 * 4, P / 4 * (2 + 2 + 10), 0),
+        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "bf16", 2 * P + P / 4 * 4, P / 4 * (2 + 2 + 12), 0),
         (Plan(Tier.DEVICE, Tier.HOST, stage=2), "fp32", 4 * P + P / 4 * 8, P / 4 * (4 + 4 + 8), 0),
         (
             Plan(Tier.HOST, Tier.HOST),
             "bf16",
             4 * LARGEST + P / 4 * 2 + UP * 2,
-            P / 4 * (2 + 2 + 10),
+            P / 4 * (2 + 2 + 12),
             0,
         ),
-        (Plan(Tier.DEVICE, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 4, P / 4 * 14, 0),
+        (Plan(Tier.DEVICE, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 4, P / 4 * 16, 0),
         (
             Plan(Tier.HOST, Tier.HOST),
             "fp32",
@@ -55,14 +62,14 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
             Plan(Tier.HOST, Tier.DISK),
             "bf16",
             4 * LARGEST + P / 4 * 2 + UP * 2,
-            P / 4 * 4 + RING_BYTES,
+            P / 4 * 4 + RING,
             P / 4 * 10,
         ),
         (
             Plan(Tier.DISK, Tier.DISK),
             "bf16",
             4 * LARGEST + P / 4 * 2 + UP * 2,
-            P / 4 * 2 + UP * 2 + RING_BYTES + 3 * (LARGEST / 4 * 2 + ALIGN),
+            P / 4 * 2 + UP * 2 + RING + 5 * LARGEST / 4 * 2 + 3 * ALIGN,
             P / 4 * 12,
         ),
     ],
@@ -83,7 +90,7 @@ def test_a_model_is_counted_as_the_engine_counts_it(dtype: torch.dtype, name: st
     total = sum(p.numel() for unit in units for p in unit.parameters.values())
     largest = max(sum(p.numel() for p in unit.parameters.values()) for unit in units)
     plan = Plan(Tier.HOST, Tier.DISK)
-    needed = bytes_of(plan, Sizes.of(units, 1), device_is_host=False)
+    needed = bytes_of(plan, Sizes.of(units, 1), Conditions(device_is_host=False))
     found = _needs(plan, name, _Setup(total, largest, 1, 1, 1.0))
     assert found == (needed[Tier.DEVICE], needed[Tier.HOST], needed[Tier.DISK])
 
@@ -111,7 +118,7 @@ def test_tables_name_places_as_the_configuration_does(capsys: pytest.CaptureFixt
     two = capsys.readouterr().out.splitlines()
     assert two[0].endswith("ZeRO-2: 1,000,000,000 parameters, 1 x 1 = 1 GPUs.")
     assert len(two) == 2 + 4
-    assert " ".join(two[3].split()) == "2.1 GiB | 13.0 GiB | 0 B | bf16, offload_optimizer=cpu"
+    assert " ".join(two[3].split()) == "2.1 GiB | 14.9 GiB | 0 B | bf16, offload_optimizer=cpu"
     estimate_zero3_model_states_mem_needs_all_cold(1e9, 1e8)
     three = capsys.readouterr().out.splitlines()
     assert len(three) == 2 + 12
@@ -128,5 +135,3 @@ def test_one_rank_has_its_weights_once(plan: Plan) -> None:
     """The ZeRO-Offload example's 10 billion: one copy of bf16 weights, and what leaves."""
     found = _needs(plan, "bf16", _Setup(10 * 10**9, 10**8, 1, 1, 1.0))
     assert found[0] == 2 * 10 * 10**9 + MAX_IN_FLIGHT_BYTES
-    placed = bytes_of(plan, Sizes(2, 2, 10, 0, 0), device_is_host=False)
-    assert placed[Tier.DEVICE] == 2 + 2

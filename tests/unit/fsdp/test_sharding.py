@@ -17,11 +17,11 @@ from tensorstow.fsdp.sharding import (
     current_device,
     host_group,
     make_mesh,
-    padded_bytes,
     replace_parameter,
     world_size,
 )
 from tensorstow.fsdp.units import units_of
+from tensorstow.planner.sizes import UnitSizes
 
 
 @dataclass
@@ -62,11 +62,11 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, ranks: int) -> None:
 def test_shelves_have_room_for_padded_shards_that_are_aligned() -> None:
     model = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3, bias=False).bfloat16())
     units = units_of(model, [model[0], model[1]])
-    for rank in range(4):  # the last has one row less, or none, and as much room
-        found = [padded_bytes(unit, sharding_of(rank, 4)) for unit in units]
-        # 2 of 7 rows of 10, 2 of 7 elements; 1 of 3 rows of 7 in 16 bits; the root has none.
-        assert found == [128 + 128, 128, 0]
-    whole = [padded_bytes(unit, sharding_of(0, 1)) for unit in units]
+    # On each of four ranks: the last has one row less, or none, and as much room.
+    found = [UnitSizes.of(unit, 4).share_bytes for unit in units]
+    # 2 of 7 rows of 10, 2 of 7 elements; 1 of 3 rows of 7 in 16 bits; the root has none.
+    assert found == [128 + 128, 128, 0]
+    whole = [UnitSizes.of(unit, 1).share_bytes for unit in units]
     assert whole == [384 + 128, 128, 0]
 
 

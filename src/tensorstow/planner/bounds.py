@@ -1,0 +1,20 @@
+"""Bounds that a run keeps, in bytes and units, for what keeps them and for what predicts them."""
+
+MIN_UNITS_IN_MEMORY = 3
+"""Units on disk that are in memory at once, at least: one is computed with, others are updated."""
+UNITS_UNSHARDED = 2
+"""Units whose parameters are whole at once: one is computed with, FSDP2 unshards the next."""
+SHARD_ALIGN = 128
+"""Shards of a unit begin at multiples of so many bytes."""
+MAX_IN_FLIGHT_BYTES = 256 << 20
+"""Bytes of gradients that the device keeps for copies that are not complete."""
+_LEAST_BUFFERS = 2  # one that FSDP2 gathers from, and one that it gathers ahead
+
+
+def upload_buffers(ahead: int) -> int:
+    """Return how many units have a buffer on the device on their way up.
+
+    Args:
+        ahead: How many units are uploaded before they are asked for (``Plan.prefetch``).
+    """
+    return max(ahead + 1, _LEAST_BUFFERS)

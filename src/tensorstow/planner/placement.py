@@ -1,0 +1,272 @@
+"""What a plan holds on each tier, and ``plan="auto"``: the simplest placement that fits a budget.
+
+Arithmetic over sizes, by the functions that the run itself uses: the layout of states, the memory
+of units on disk, the bounds of what is under way.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tensorstow.base.budget import Budget
+from tensorstow.base.errors import BudgetError
+from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import format_bytes, round_up
+from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import reaches_device
+from tensorstow.formats.state_format import StateFormat
+from tensorstow.io.files import ALIGN
+from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES, UNITS_UNSHARDED, upload_buffers
+from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
+from tensorstow.states.layout import Family
+from tensorstow.states.memory import StateMemory, predict_whole
+from tensorstow.states.offload_policy import format_of
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.step.backpressure import WINDOW_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What decides about a run's memory beside its model and its plan."""
+
+    device_is_host: bool
+    """Whether the CPU computes."""
+    commits: bool = False
+    """Whether it commits: then weights and states are on disk twice, the last commit's and the
+    next one's."""
+    state_format: StateFormat | None = None
+    """None: the least bytes that lose nothing, where states move."""
+    activation_bytes: int = 0
+    """Held at the same time as all gradients, at most, where forward and backward compute."""
+    states: Tier | None = None
+    """Where the user says that states go; None: the plan says it."""
+
+    @property
+    def compute_tier(self) -> Tier:
+        """Return the tier that forward and backward compute in."""
+        return Tier.HOST if self.device_is_host else Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Bytes that one rank holds for one purpose."""
+
+    tier: Tier
+    what: str
+    nbytes: int
+
+
+def auto_plan(sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan:
+    """Return the first placement that fits a budget.
+
+    Placements are tried in this order:
+
+    1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
+    2. the same, states on DISK behind a ring of 48 MiB;
+    3. parameters on HOST, states on HOST; 4. the same, states on DISK;
+    5. parameters and states on DISK, three units at a time in memory, and as many more as are
+       fetched ahead where there is room (``buffer_pool_bytes``);
+    6. the same with overlap="backward", where no more than a window of 64 MiB and one unit of
+       gradients wait for their update.
+
+    Gradients are on HOST, wherever they were made.
+
+    Args:
+        sizes: The model, as one rank's share.
+        budget: Bytes that each rank may use of each tier.
+        conditions: What else decides.
+
+    Raises:
+        BudgetError: None fits; it says what is short.
+    """
+    short: dict[Tier, int] = {}
+    for plan in candidates(conditions):
+        found = fit(plan, sizes, budget, conditions)
+        if isinstance(found, Plan):
+            return found
+        short = found
+    told = " and ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in short.items())
+    message = (
+        f"The model does not fit: placed as low as may be, {told} more than the budget are"
+        " needed. Raise the budget, or train on more ranks."
+    )
+    raise BudgetError(message)
+
+
+def candidates(conditions: Conditions) -> list[Plan]:
+    """Return the placements that are tried, from the one that holds most to the one that least."""
+    tiers = [Tier.HOST] if conditions.device_is_host else [Tier.DEVICE, Tier.HOST]
+    plans = [Plan(parameters=t, states=s) for t in tiers for s in (Tier.HOST, Tier.DISK)]
+    on_disk = Plan(parameters=Tier.DISK, states=Tier.DISK)
+    every = [*plans, on_disk, on_disk.but(overlap="backward")]
+    return [plan for plan in every if conditions.states in {None, plan.states}]
+
+
+def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan | dict[Tier, int]:
+    """Return ``plan`` where a budget holds it, or the bytes that are short by tier.
+
+    Units on disk are given of HOST what is left of it, and no more than they ask for.
+
+    Args:
+        plan: The plan.
+        sizes: The model, as one rank's share.
+        budget: Bytes that each rank may use of each tier.
+        conditions: What else decides.
+    """
+    on_disk = [unit.share_bytes for unit in units_on(Tier.DISK, plan, sizes)]
+    tight = plan
+    if on_disk and plan.buffer_pool_bytes is None:
+        tight = plan.but(buffer_pool_bytes=least_in_memory(on_disk))
+    needed = bytes_of(tight, sizes, conditions)
+    limits = {tier: budget.bytes_of(tier) for tier in Tier}
+    short = {t: needed[t] - n for t, n in limits.items() if n is not None and needed[t] > n}
+    if short:
+        return short
+    room = limits[Tier.HOST]
+    if tight is plan or room is None:
+        return plan
+    wanted = most_in_memory(on_disk, plan.prefetch)
+    least = least_in_memory(on_disk)
+    return plan.but(buffer_pool_bytes=least + min(room - needed[Tier.HOST], wanted - least))
+
+
+def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, int]:
+    """Return what a plan holds on each tier of one rank, in bytes.
+
+    Args:
+        plan: The plan.
+        sizes: The model, as one rank's share.
+        conditions: What else decides.
+    """
+    held = dict.fromkeys(Tier, 0)
+    for item in items_of(plan, sizes, conditions):
+        held[item.tier] += item.nbytes
+    return held
+
+
+def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
+    """Return what a plan holds on each tier of one rank, by purpose; nothing of no bytes.
+
+    Args:
+        plan: The plan.
+        sizes: The model, as one rank's share.
+        conditions: What else decides.
+    """
+    items = [
+        *_parameters(plan, sizes, conditions),
+        *_gradients(plan, sizes, conditions),
+        *_states(plan, sizes, conditions),
+        Item(conditions.compute_tier, "activations", conditions.activation_bytes),
+    ]
+    return [item for item in items if item.nbytes > 0]
+
+
+def states_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StateMemory:
+    """Return what the optimizer's states hold where, by the formula of the store of states."""
+    lines: dict[tuple[Family, str | None], list[int]] = {}
+    moving = plan.states == Tier.DISK or conditions.commits
+    for unit in sizes.units:
+        # Units whose weights come and go by themselves share no chunk.
+        line = unit.name if plan.tier_of(unit.name) == Tier.DISK else None
+        for dtype, elements in unit.trained:
+            kept_as = format_of(dtype, conditions.state_format, moving=moving)
+            family = Family(dtype, amsgrad=False, format=kept_as)
+            lines.setdefault((family, line), []).append(elements)
+    budget = None if plan.ram_budget is None else int(plan.ram_budget)
+    given = tuple((family, tuple(each)) for (family, _), each in lines.items())
+    return _predict(given, plan.states == Tier.DISK, conditions.commits, budget)
+
+
+@lru_cache(maxsize=64)
+def _predict(
+    lines: tuple[tuple[Family, tuple[int, ...]], ...],
+    on_disk: bool,  # noqa: FBT001
+    durable: bool,  # noqa: FBT001
+    budget: int | None,
+) -> StateMemory:
+    chunk = PipelinePolicy().chunk_elements
+    return predict_whole(
+        lines, on_disk=on_disk, durable=durable, chunk_elements=chunk, budget=budget
+    )
+
+
+def units_on(tier: Tier, plan: Plan, sizes: Sizes) -> list[UnitSizes]:
+    """Return the units whose parameters a plan puts on ``tier``."""
+    return [unit for unit in sizes.units if plan.tier_of(unit.name) == tier]
+
+
+def is_whole(plan: Plan, sizes: Sizes, conditions: Conditions) -> bool:
+    """Return whether one rank computes with its parameters where they are: nothing is sharded."""
+    here = {Tier.DEVICE, conditions.compute_tier}
+    return sizes.ranks == 1 and {plan.tier_of(unit.name) for unit in sizes.units} <= here
+
+
+def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
+    """Return parameters where they live, and what they pass through to be computed with."""
+    compute = conditions.compute_tier
+    by_tier = {tier: units_on(tier, plan, sizes) for tier in Tier}
+    on_disk = [unit.share_bytes for unit in by_tier[Tier.DISK]]
+    on_device = _share(by_tier[Tier.DEVICE])
+    yield Item(compute, "parameters", on_device)
+    yield Item(Tier.HOST, "parameters", _share(by_tier[Tier.HOST]))
+    yield Item(Tier.DISK, "parameters", sum(on_disk))
+    if on_disk:
+        pool = plan.buffer_pool_bytes
+        most = most_in_memory(on_disk, plan.prefetch) if pool is None else int(pool)
+        every = sum(round_up(n, ALIGN) for n in on_disk)
+        yield Item(Tier.HOST, "parameters from disk, in memory", min(most, every))
+    whole = is_whole(plan, sizes, conditions)
+    in_place = sizes.ranks == 1 and conditions.device_is_host
+    if not whole and not in_place:
+        yield Item(compute, "unsharded parameters", _unsharded(plan, sizes))
+    if conditions.device_is_host:
+        return
+    yield Item(Tier.HOST, "weights that updates write", on_device)
+    below = [*by_tier[Tier.HOST], *by_tier[Tier.DISK]]
+    if below:
+        buffers = upload_buffers(plan.prefetch)
+        largest = max(unit.share_bytes for unit in below)
+        yield Item(Tier.DEVICE, "buffers for parameters", buffers * largest)
+        if on_disk:
+            yield Item(Tier.HOST, "buffers for parameters", buffers * max(on_disk))
+
+
+def _unsharded(plan: Plan, sizes: Sizes) -> int:
+    """Return the bytes of parameters that are whole at once."""
+    if plan.stage < 3:
+        return sizes.whole_bytes
+    return UNITS_UNSHARDED * max((unit.whole_bytes for unit in sizes.units), default=0)
+
+
+def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
+    """Return gradients of this rank's share, where they wait for their update."""
+    waiting = sizes.gradient_bytes
+    if plan.overlap == "backward":
+        largest = max((unit.gradient_bytes for unit in sizes.units), default=0)
+        waiting = min(waiting, WINDOW_BYTES + largest)
+    if conditions.device_is_host:
+        yield Item(Tier.HOST, "gradients", waiting)
+        return
+    on_device = plan.parameters == Tier.DEVICE
+    if on_device and (plan.overlap == "backward" or reaches_device(plan.update_on)):
+        yield Item(Tier.DEVICE, "gradients", waiting)
+        return
+    yield Item(Tier.HOST, "gradients", waiting)
+    if plan.overlap != "backward":
+        yield Item(Tier.DEVICE, "gradients on their way", min(waiting, MAX_IN_FLIGHT_BYTES))
+
+
+def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
+    """Return the optimizer's states, the ring that they pass through, and commits."""
+    memory = states_of(plan, sizes, conditions)
+    yield Item(Tier.HOST, "states", memory.ram_bytes)
+    yield Item(Tier.HOST, "ring of states", memory.ring_bytes)
+    if conditions.commits:
+        frozen = sizes.share_bytes - sum(unit.gradient_bytes for unit in sizes.units)
+        yield Item(Tier.DISK, "two commits", 2 * (memory.file_bytes + max(frozen, 0)))
+    else:
+        yield Item(Tier.DISK, "states", memory.file_bytes)
+
+
+def _share(units: Sequence[UnitSizes]) -> int:
+    return sum(unit.share_bytes for unit in units)

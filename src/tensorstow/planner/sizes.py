@@ -1,0 +1,121 @@
+"""What of a model decides how many bytes a run holds: its units, as sizes of one rank's share."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tensorstow.base.sizes import round_up
+from tensorstow.io.files import ALIGN
+from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY, SHARD_ALIGN
+from tensorstow.tensors.dtensor import rows_per_rank
+
+
+class HasParameters(Protocol):
+    """A unit: its name, and its parameters by name; they may be on the meta device."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSizes:
+    """Parameters that are unsharded together."""
+
+    name: str
+    whole_bytes: int
+    """Of all ranks together: what is unsharded at once."""
+    share_bytes: int
+    """Of one rank, with the padding that makes all shards alike."""
+    trained: tuple[tuple[torch.dtype, int], ...]
+    """Of each trained parameter: its dtype, and this rank's elements."""
+
+    @classmethod
+    def of(cls, unit: HasParameters, ranks: int) -> "UnitSizes":
+        """Return the sizes of a unit that is sharded over ``ranks``."""
+        parameters = list(unit.parameters.values())
+        return cls(
+            unit.name,
+            sum(p.numel() * p.element_size() for p in parameters),
+            sum(padded_bytes(p, ranks) for p in parameters),
+            tuple((p.dtype, p.numel() // ranks) for p in parameters if p.requires_grad),
+        )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the gradients of this rank's share."""
+        return sum(dtype.itemsize * elements for dtype, elements in self.trained)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The units of a model, and over how many ranks they are sharded."""
+
+    units: tuple[UnitSizes, ...]
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, units: Iterable[HasParameters], ranks: int) -> "Sizes":
+        """Return the sizes of a model.
+
+        Args:
+            units: All units, with trained and frozen parameters.
+            ranks: Over how many ranks it is sharded.
+        """
+        return cls(tuple(UnitSizes.of(unit, ranks) for unit in units), ranks)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Return the bytes of all ranks' parameters together."""
+        return sum(unit.whole_bytes for unit in self.units)
+
+    @property
+    def share_bytes(self) -> int:
+        """Return the bytes of this rank's parameters, padded."""
+        return sum(unit.share_bytes for unit in self.units)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of this rank's gradients."""
+        return sum(unit.gradient_bytes for unit in self.units)
+
+    @property
+    def trained(self) -> list[tuple[torch.dtype, int]]:
+        """Return dtype and elements of each trained parameter of this rank, in order."""
+        return [each for unit in self.units for each in unit.trained]
+
+
+def padded_bytes(parameter: torch.Tensor, ranks: int) -> int:
+    """Return the bytes of one rank's padded shard of ``parameter``.
+
+    Args:
+        parameter: The whole parameter; it may be on the meta device.
+        ranks: Over how many ranks its first dimension is cut.
+    """
+    shape = parameter.shape or (1,)
+    elements = rows_per_rank(shape[0], ranks) * math.prod(shape[1:])
+    return round_up(elements * parameter.element_size(), SHARD_ALIGN)
+
+
+def least_in_memory(units: Iterable[int]) -> int:
+    """Return the host memory, in bytes, that units on disk need at least while they are used.
+
+    Args:
+        units: The bytes of each unit on disk, of one rank, padded.
+    """
+    largest = sorted(units)[-MIN_UNITS_IN_MEMORY:]
+    return sum(largest) + MIN_UNITS_IN_MEMORY * ALIGN
+
+
+def most_in_memory(units: Sequence[int], prefetch: int) -> int:
+    """Return the host memory that units on disk have where the plan says nothing of it.
+
+    Args:
+        units: The bytes of each unit on disk, of one rank, padded.
+        prefetch: How many units are read before they are asked for.
+    """
+    return least_in_memory(units) + prefetch * max(units, default=0)

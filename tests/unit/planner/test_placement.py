@@ -1,0 +1,245 @@
+"""What a plan holds, item by item; plan="auto", and what is short where nothing fits."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow import AdamW, Budget, Plan, Tier, stow
+from tensorstow.base.errors import BudgetError
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.units import units_of
+from tensorstow.io.files import ALIGN
+from tensorstow.planner import placement
+from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES
+from tensorstow.planner.placement import Conditions, auto_plan, bytes_of, items_of, states_of
+from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
+from tensorstow.states.layout import Family, slot_bytes
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.step import schedules as schedule
+from tensorstow.step.backpressure import WINDOW_BYTES
+
+G = 1 << 30
+COUNT, UNIT = 10, G
+"""Ten units of a GiB of one rank's fp32 parameters; of all four ranks, 4 GiB each."""
+
+
+def sizes(ranks: int) -> Sizes:
+    trained = ((torch.float32, UNIT // 4),)
+    return Sizes(tuple(UnitSizes(str(n), UNIT * ranks, UNIT, trained) for n in range(COUNT)), ranks)
+
+
+CHUNK = PipelinePolicy().chunk_elements
+SLOT = slot_bytes(Family(torch.float32, amsgrad=False), CHUNK, with_weights=False)
+RING = (48 << 20) // SLOT * SLOT
+POOLED = 3 * UNIT + 3 * ALIGN
+"""Of HOST: three units of parameters on DISK."""
+AWAY = Conditions(device_is_host=False)
+HERE = Conditions(device_is_host=True)
+DEVICE = (COUNT + 2 * 4) * G + MAX_IN_FLIGHT_BYTES
+"""Parameters, two units unsharded, and gradients on their way down, of one rank of four."""
+UPLOADED = 3 * UNIT
+LESS = 2 * COUNT * G + RING
+"""Of HOST: parameters and gradients, with states on DISK."""
+
+
+def _placed(budget: Budget, conditions: Conditions = AWAY, ranks: int = 4) -> tuple[Tier, Tier]:
+    plan = auto_plan(sizes(ranks), budget, conditions)
+    return plan.parameters, plan.states
+
+
+def test_everything_is_as_high_as_it_fits() -> None:
+    assert _placed(Budget()) == (Tier.DEVICE, Tier.HOST)
+    assert _placed(Budget(device=DEVICE, host=4 * COUNT * G)) == (Tier.DEVICE, Tier.HOST)
+    assert _placed(Budget(device=DEVICE, host=LESS)) == (Tier.DEVICE, Tier.DISK)
+    assert _placed(Budget(device=DEVICE - 1)) == (Tier.HOST, Tier.HOST)
+    below = 8 * G + UPLOADED + MAX_IN_FLIGHT_BYTES
+    assert _placed(Budget(device=below, host=4 * COUNT * G)) == (Tier.HOST, Tier.HOST)
+    assert _placed(Budget(device=below, host=LESS)) == (Tier.HOST, Tier.DISK)
+    assert _placed(Budget(device=below, host=LESS - 1)) == (Tier.DISK, Tier.DISK)
+
+
+def test_one_rank_has_its_weights_once() -> None:
+    device = bytes_of(Plan(Tier.DEVICE), sizes(1), AWAY)[Tier.DEVICE]
+    assert device == COUNT * G + MAX_IN_FLIGHT_BYTES
+    assert bytes_of(Plan(Tier.HOST), sizes(1), HERE) == {
+        Tier.DEVICE: 0,
+        Tier.HOST: 4 * COUNT * G,
+        Tier.DISK: 0,
+    }
+
+
+def test_ranks_on_cpus_unshard_in_host_memory() -> None:
+    found = bytes_of(Plan(Tier.HOST), sizes(4), HERE)
+    assert found[Tier.HOST] == (4 * COUNT + 2 * 4) * G
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_below_stage_3_all_parameters_stay_unsharded(stage: int) -> None:
+    found = bytes_of(Plan(Tier.DEVICE, stage=stage), sizes(4), AWAY)
+    assert found[Tier.DEVICE] == (COUNT + 4 * COUNT) * G + MAX_IN_FLIGHT_BYTES
+
+
+def test_units_are_counted_where_each_is() -> None:
+    plan = Plan(Tier.HOST, units={"0": Tier.DISK, "1": Tier.DISK})
+    held = {(item.tier, item.what): item.nbytes for item in items_of(plan, sizes(1), HERE)}
+    assert held[Tier.HOST, "parameters"] == 8 * G
+    assert held[Tier.DISK, "parameters"] == 2 * G
+    assert held[Tier.HOST, "parameters from disk, in memory"] == 2 * G  # both, and no third
+
+
+def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
+    roomy = COUNT * G + POOLED + RING
+    tight = G + WINDOW_BYTES + POOLED + RING
+    assert auto_plan(sizes(1), Budget(host=roomy), HERE).overlap == "none"
+    assert auto_plan(sizes(1), Budget(host=tight), HERE).overlap == "backward"
+    with pytest.raises(BudgetError, match=r"1 B of HOST"):
+        auto_plan(sizes(1), Budget(host=tight - 1), HERE)
+
+
+def test_units_on_disk_have_what_the_budget_leaves() -> None:
+    least = COUNT * G + POOLED + RING
+    for host, in_memory in (
+        (least, POOLED),
+        (least + 7, POOLED + 7),
+        (least + 5 * G, POOLED + 2 * G),  # two are fetched ahead
+    ):
+        plan = auto_plan(sizes(1), Budget(host=host), HERE)
+        assert (plan.parameters, plan.buffer_pool_bytes) == (Tier.DISK, in_memory)
+        assert bytes_of(plan, sizes(1), HERE)[Tier.HOST] <= host
+
+
+def test_unequal_units_need_the_three_largest() -> None:
+    assert least_in_memory([1 << 20, 5 << 20, 2 << 20, 3 << 20]) == (10 << 20) + 3 * ALIGN
+
+
+class Deep(nn.Module):
+    """Blocks of a MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_run_holds_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (placement, schedule):
+        monkeypatch.setattr(module, "WINDOW_BYTES", 2 << 20)
+    budget = (48 << 20) + (7 << 20)  # the window and a unit of gradients, three units, some more
+    model, optimizer = stow(Deep(), partial(AdamW, lr=1e-3), budget=Budget(host=budget))
+    for _ in range(3):
+        model(torch.randn(2, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    memory, lent = optimizer.memory(), parameter_bytes(model).most_buffer_pool_bytes
+    optimizer.close()
+    assert lent > 3 << 20  # the sum below is of a run whose parameters are on disk
+    assert memory.ring_bytes + memory.gradient_bytes + lent <= budget
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(Tier.HOST, Tier.HOST),
+        Plan(Tier.HOST, Tier.DISK),
+        Plan(Tier.HOST, Tier.DISK, ram_budget="52MiB"),
+        Plan(Tier.DISK, Tier.DISK),
+    ],
+)
+def test_states_are_predicted_as_the_optimizer_holds_them(dtype: torch.dtype, plan: Plan) -> None:
+    model = Deep().to(dtype)
+    model.blocks[0].weight.requires_grad = False
+    model.blocks[1].weight = model.blocks[2].weight  # tied
+    predicted = states_of(plan, Sizes.of(units_of(model), 1), HERE)
+    model, optimizer = stow(model, partial(AdamW, lr=1e-3), plan=plan)
+    model(torch.randn(2, 512, dtype=dtype)).square().mean().backward()
+    optimizer.step()
+    found = optimizer.memory()
+    optimizer.close()
+    assert found == predicted
+
+
+@pytest.mark.parametrize("states", [Tier.HOST, Tier.DISK])
+def test_a_run_that_commits_is_predicted_too(states: Tier, tmp_path: Path) -> None:
+    plan = Plan(Tier.HOST, states)
+    predicted = states_of(plan, Sizes.of(units_of(Deep()), 1), replace(HERE, commits=True))
+    make = partial(AdamW, lr=1e-3, states=str(states))
+    model, optimizer = stow(Deep(), make, plan=plan, dir=tmp_path)
+    model(torch.randn(2, 512)).square().mean().backward()
+    optimizer.step()
+    optimizer.commit()
+    found = optimizer.memory()
+    optimizer.close()
+    assert found == predicted
+
+
+def test_commits_take_their_room_on_disk() -> None:
+    for states in Tier.HOST, Tier.DISK:
+        conditions = Conditions(device_is_host=True, commits=True, states=states)
+        needed = bytes_of(Plan(Tier.HOST, states), sizes(1), conditions)[Tier.DISK]
+        assert needed == 2 * 3 * COUNT * G  # weights and both moments
+        auto_plan(sizes(1), Budget(disk=needed), conditions)
+        with pytest.raises(BudgetError, match=r"of DISK"):
+            auto_plan(sizes(1), Budget(disk=needed - 1), conditions)
+
+
+@pytest.mark.parametrize("states", ["host", "ram", "disk"])
+def test_a_run_that_commits_stays_within_its_disk(states: str, tmp_path: Path) -> None:
+    make = partial(AdamW, lr=1e-3, states=states)
+    nbytes = sum(p.nbytes for p in Deep().parameters())
+    room = int(6.1 * nbytes)  # biases share chunks whose streams are whole disk blocks
+    with pytest.raises(BudgetError, match="of DISK"):
+        stow(Deep(), make, budget=Budget(disk=5 * nbytes), dir=tmp_path)
+    model, optimizer = stow(Deep(), make, budget=Budget(disk=room), dir=tmp_path)
+    for _ in range(3):
+        model(torch.randn(2, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.commit()
+    optimizer.close()
+    held = sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*"))
+    assert 3 * nbytes < held < 6.5 * nbytes  # files grow by steps
+
+
+def test_the_cpu_is_device_and_host() -> None:
+    assert _placed(Budget(), HERE, 1) == (Tier.HOST, Tier.HOST)
+    assert _placed(Budget(host=LESS), HERE, 1) == (Tier.HOST, Tier.DISK)
+
+
+def test_what_is_short_is_said() -> None:
+    with pytest.raises(BudgetError, match=r"11\.0 GiB of DEVICE"):
+        auto_plan(sizes(4), Budget(device=0), AWAY)
+    with pytest.raises(BudgetError, match=r"30\.0 GiB of DISK"):
+        auto_plan(sizes(1), Budget(disk=0, host=LESS - 1), HERE)
+
+
+def test_sizes_are_a_ranks_share() -> None:
+    model = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    of_two = Sizes.of(units_of(model), 2)
+    assert of_two == Sizes((UnitSizes("", 128, 128, ((torch.bfloat16, 32),)),), 2)
+    assert (of_two.whole_bytes, of_two.share_bytes, of_two.gradient_bytes) == (128, 128, 64)
+    model.weight.requires_grad = False
+    assert Sizes.of(units_of(model), 1) == Sizes((UnitSizes("", 128, 128, ()),), 1)
+
+
+@pytest.mark.parametrize("parameters", [Tier.HOST, Tier.DISK])
+def test_what_weights_pass_through_counts_where_the_device_has_memory(parameters: Tier) -> None:
+    plan = Plan(parameters=parameters, states=parameters)
+    here = bytes_of(plan, sizes(4), HERE)
+    away = bytes_of(plan, sizes(4), AWAY)
+    assert away[Tier.DEVICE] == 8 * G + UPLOADED + MAX_IN_FLIGHT_BYTES
+    staged = UPLOADED if parameters == Tier.DISK else 0
+    assert away[Tier.HOST] - here[Tier.HOST] == staged - 8 * G
+
+
+def test_mirrors_count_where_parameters_are_on_the_device() -> None:
+    held = bytes_of(auto_plan(sizes(4), Budget(), AWAY), sizes(4), AWAY)
+    assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 4 * COUNT * G, Tier.DISK: 0}
