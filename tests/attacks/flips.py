@@ -10,7 +10,7 @@ from powerloss.contents import commit, make_content, release_all
 from tensorstow.base.errors import StowError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File
-from tensorstow.store.barriers import SystemDisk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
 

@@ -12,10 +12,10 @@ from attacks.faults import Faults
 from tensorstow import AdamW
 from tensorstow.base.errors import StowError
 from tensorstow.io.buffer_pool import BufferPool
-from tensorstow.store.by_rank import stores_in
-from tensorstow.store.cleaning import hold_dead_run
+from tensorstow.store.inspect import inspect_store
+from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.recovery import hold_recovery
-from tensorstow.store.survey import survey
+from tensorstow.store.remove import hold_dead_run
 
 
 def make(directory: Path, **given: object) -> AdamW:
@@ -45,7 +45,7 @@ def buffer_pool(directory: Path) -> None:
 
 def look(directory: Path) -> None:
     for store in stores_in(directory / "run"):
-        survey(store)
+        inspect_store(store)
         with hold_dead_run(store):
             pass
 

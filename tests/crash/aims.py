@@ -8,33 +8,33 @@ from typing import Any
 from tensorstow.checkpoint import commits
 from tensorstow.checkpoint import resume as resuming
 from tensorstow.states import state_store, stored
-from tensorstow.store import barriers, manifest, space, store
+from tensorstow.store import durability, manifest, space, store
 
 MOMENTS: dict[str, tuple[Any, str, str]] = {
     # Making a store.
     "a new manifest without tables": (manifest.Manifest, "begin_run", "before"),
     "a new store": (manifest.Manifest, "begin_run", "after"),
-    "room for states": (space.Space, "_grow", "after"),
+    "room for states": (space.StoreSpace, "_grow", "after"),
     # A commit, in its order.
     "a tensor of a commit written": (store.Store, "write_tensor", "after"),
     "states not waited for": (commits, "_record", "before"),
-    "before the sync of files": (barriers.SystemDisk, "sync_file", "before"),
-    "between sync and transaction": (barriers.SystemDisk, "sync_file", "after"),
-    "rows written, not committed": (barriers.SystemDisk, "end_transaction", "before"),
-    "behind the transaction": (barriers.SystemDisk, "end_transaction", "after"),
+    "before the sync of files": (durability.SystemDisk, "sync_file", "before"),
+    "between sync and transaction": (durability.SystemDisk, "sync_file", "after"),
+    "rows written, not committed": (durability.SystemDisk, "end_transaction", "before"),
+    "behind the transaction": (durability.SystemDisk, "end_transaction", "after"),
     "before chunks get new extents": (commits.Commits, "_retarget", "before"),
-    "an extent given back": (stored.StoredSpace, "release", "after"),
+    "an extent given back": (stored.StoreStorage, "release", "after"),
     "chunks have new extents": (commits.Commits, "_retarget", "after"),
     # Going back.
     "resuming begins": (resuming, "_match", "before"),
-    "an extent adopted": (stored.StoredSpace, "adopt", "after"),
+    "an extent adopted": (stored.StoreStorage, "adopt", "after"),
     "weights half loaded": (resuming, "weight_checksums", "after"),
     "resumed but for a little": (resuming, "_begin", "after"),
     # Snapshots.
-    "before a pin": (manifest.Manifest, "pin", "before"),
-    "behind a pin": (manifest.Manifest, "pin", "after"),
-    "before a drop": (manifest.Manifest, "unpin", "before"),
-    "behind a drop": (manifest.Manifest, "unpin", "after"),
+    "before a pin": (manifest.Manifest, "add_snapshot", "before"),
+    "behind a pin": (manifest.Manifest, "add_snapshot", "after"),
+    "before a drop": (manifest.Manifest, "drop_snapshot", "before"),
+    "behind a drop": (manifest.Manifest, "drop_snapshot", "after"),
     # A step.
     "a step handed over": (state_store.UpdatePipeline, "step", "after"),
     "a step begins": (state_store.UpdatePipeline, "step", "before"),

@@ -24,7 +24,7 @@ from tensorstow.base.errors import (
 )
 from tensorstow.io.files import File
 from tensorstow.states.policy import Overlap
-from tensorstow.store.barriers import SystemDisk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.records import ChunkShape, StreamShape, TensorRecord
 from tensorstow.store.store import Store
 

@@ -94,7 +94,7 @@ def take(run: Run, number: int, happen: Callable[[], None]) -> bool | None:
         interrupted = True
     assert interrupted or happen is by_signal
     if optimizer._commits.step == 2:
-        if optimizer.stowage.overlap != "backward":
+        if optimizer.offload_policy.overlap != "backward":
             assert same(facts(model, optimizer), WANT[2])
         optimizer.step()  # with the gradients that are there still
         return False

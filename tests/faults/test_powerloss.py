@@ -35,9 +35,9 @@ def record_run(root: Path, disk: RecordingDisk, steps: int) -> list[Event]:
                 release_all(store, last)
             last = content
             if step % 3 == 1:
-                store.pin(f"step-{step}")
+                store.add_snapshot(f"step-{step}")
             if step % 5 == 0:
-                store.unpin(f"step-{step - 1}")
+                store.drop_snapshot(f"step-{step - 1}")
     return disk.events
 
 

@@ -85,7 +85,7 @@ def test_an_older_copy_of_a_data_file_is_told(run: dict[str, Path], tmp_path: Pa
     shutil.copy(root / DATA[1], tmp_path / "older")
     with Store.open(directories(root), open_engine("threads")) as store:
         for k in range(3):
-            store.pin(f"again-{k}")
+            store.add_snapshot(f"again-{k}")
     shutil.copy(tmp_path / "older", root / DATA[1])
     with pytest.raises(DamageError, match=r"states-1\.bin, an older copy by that"):
         Store.open(directories(root), open_engine("threads"))

@@ -27,7 +27,7 @@ from tensorstow.base.errors import (
 )
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File
-from tensorstow.store.barriers import SystemDisk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.records import Content
 from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
@@ -98,7 +98,7 @@ def test_a_failed_sync_poisons_the_store_and_is_not_tried_again(
     asked = disk.syncs
     for act in (
         lambda: store.commit(content),
-        lambda: store.pin("a"),
+        lambda: store.add_snapshot("a"),
         lambda: store.allocate(1),
         store.drop_older,
     ):
@@ -241,9 +241,9 @@ while True:
         release_all(store, held)
     held = content
     if step % 4 == 0:
-        store.pin(f"step-{{step}}")
+        store.add_snapshot(f"step-{{step}}")
         if step > 4:
-            store.unpin(f"step-{{step - 4}}")
+            store.drop_snapshot(f"step-{{step - 4}}")
 """
     dice = random.Random(0)  # noqa: S311
     told = 0
@@ -295,6 +295,6 @@ time.sleep(60)
 
 def test_what_is_wrong_with_a_request_is_no_poison(store: Store) -> None:
     with pytest.raises(OptionError):
-        store.pin("")
+        store.add_snapshot("")
     store.commit(make_content(store, 2))
     assert steps(store) == [2]

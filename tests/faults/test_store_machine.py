@@ -86,13 +86,13 @@ class Machine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"), data=st.data())
     def pin(self, name: str, data: st.DataObject) -> None:
         if name in self.names:
-            self.store.unpin(name)
+            self.store.drop_snapshot(name)
             number = self.names.pop(name)
             if number not in self.names.values() and number != max(self.kept):
                 del self.kept[number]
         else:
             number = data.draw(st.sampled_from(sorted(self.kept)))
-            self.store.pin(name, number)
+            self.store.add_snapshot(name, number)
             self.names[name] = number
 
     @rule()

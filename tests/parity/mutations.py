@@ -19,8 +19,8 @@ from tensorstow.formats.reference import AdamScalars, adam_scalars
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states import native_pipeline
 from tensorstow.states.layout import RingPlan, plan_ring
-from tensorstow.states.native_pipeline import Place, UpdatePipeline
-from tensorstow.states.scratch import ScratchSpace
+from tensorstow.states.native_pipeline import FilePosition, UpdatePipeline
+from tensorstow.states.scratch import ScratchStorage
 from tensorstow.step import step_plan, validation
 
 Break = Callable[[pytest.MonkeyPatch, Path], Taps | None]
@@ -256,13 +256,13 @@ def stale_read_ahead(_: pytest.MonkeyPatch, directory: Path) -> Taps:
 
 def wrong_chunk_offset(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Let the second chunk lie over the first one's bytes."""
-    reserve = ScratchSpace.reserve
+    reserve = ScratchStorage.reserve
 
-    def overlapping(self: ScratchSpace, widths: Sequence[int]) -> list[Place]:
+    def overlapping(self: ScratchStorage, widths: Sequence[int]) -> list[FilePosition]:
         first, _, *others = reserve(self, widths)
         return [first, first, *others]
 
-    patch.setattr(ScratchSpace, "reserve", overlapping)
+    patch.setattr(ScratchStorage, "reserve", overlapping)
 
 
 def pieces_shifted(patch: pytest.MonkeyPatch, _: Path) -> None:

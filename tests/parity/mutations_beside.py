@@ -15,7 +15,7 @@ from tensorstow.checkpoint.commits import Commits
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.state_store import StateStore
-from tensorstow.states.stored import StoredSpace
+from tensorstow.states.stored import StoreStorage
 from tensorstow.step import forward_overlap, schedules
 from tensorstow.step.backward_overlap import ConsumedGradients
 from tensorstow.step.param_table import ManagedParam
@@ -182,7 +182,7 @@ def groups_not_committed(patch: pytest.MonkeyPatch, _: Path) -> None:
 def what_stays_is_not_committed(patch: pytest.MonkeyPatch, _: Path) -> None:
     record = commits._record
 
-    def blank_if_resident(chunk: Chunk, store: StateStore, space: StoredSpace) -> ChunkRecord:
+    def blank_if_resident(chunk: Chunk, store: StateStore, space: StoreStorage) -> ChunkRecord:
         made = record(chunk, store, space)
         return replace(made, blank=True) if chunk.resident else made
 

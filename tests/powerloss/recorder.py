@@ -15,7 +15,7 @@ from powerloss.events import (
 )
 from tensorstow import _native
 from tensorstow.io.files import File, IoFuture
-from tensorstow.store.barriers import SystemDisk
+from tensorstow.store.durability import SystemDisk
 
 
 class RecordingFile(File):

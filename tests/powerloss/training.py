@@ -16,7 +16,7 @@ from tensorstow import _native
 from tensorstow.base.errors import StowError
 from tensorstow.io.files import File
 from tensorstow.store import store as store_module
-from tensorstow.store.barriers import SystemDisk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.records import Content, Generation
 from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store

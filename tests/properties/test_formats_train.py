@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorstow.formats.reference import adam_scalars
-from tensorstow.formats.reference_in_format import Kept, adam_reference_in_format
+from tensorstow.formats.reference_in_format import FormattedStates, adam_reference_in_format
 from tensorstow.formats.state_format import StateFormat, streams_of
 
 STEPS = 200
@@ -21,10 +21,10 @@ class Trainer:
         self.kept = [self.blank(p, format_) for p in self.parameters]
 
     @staticmethod
-    def blank(parameter: Tensor, format_: StateFormat) -> Kept:
+    def blank(parameter: Tensor, format_: StateFormat) -> FormattedStates:
         specs = streams_of(parameter.dtype, format_, amsgrad=False)
         streams = [torch.zeros(-(-parameter.numel() // s.per), dtype=s.dtype) for s in specs]
-        return Kept(streams, format_, amsgrad=False)
+        return FormattedStates(streams, format_, amsgrad=False)
 
     @torch.no_grad()
     def step(self, number: int, lr: float) -> None:

@@ -11,7 +11,7 @@ from compare import all_equal
 from parity.piecewise import CHUNK, MATRICES, SHAPES, pair
 from tensorstow import PipelinePolicy
 from tensorstow.io.engine import BACKENDS, probe_backend
-from tensorstow.optim.options import States
+from tensorstow.optim.options import StatePlacement
 
 Backend = Literal["uring", "threads"]
 Schedule = Literal["pipelined", "naive"]
@@ -99,7 +99,7 @@ def test_any_size_of_chunks(
 @pytest.mark.parametrize("optimizer_class", [optim.AdamW, optim.Muon])
 @pytest.mark.parametrize("states", ["ram", "disk", 0.5])
 def test_groups_with_options_of_their_own_under_a_scheduler(
-    tmp_path: Path, optimizer_class: type[optim.Optimizer], states: States
+    tmp_path: Path, optimizer_class: type[optim.Optimizer], states: StatePlacement
 ) -> None:
     def groups(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
         return [

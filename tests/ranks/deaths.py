@@ -20,7 +20,7 @@ import torch.distributed as dist
 from crash.aims import MOMENTS, arm_at
 from ranks.durable import Life
 from tensorstow.checkpoint import agreement
-from tensorstow.checkpoint.coordinator import Board
+from tensorstow.checkpoint.coordinator import Coordinator
 from tensorstow.store.store import Store
 
 WORLD = 2
@@ -43,7 +43,7 @@ RANK_MOMENTS: dict[str, tuple[Any, str, str]] = {
             "a step handed over",
         )
     },
-    "its word is left": (Board, "_say", "after"),
+    "its word is left": (Coordinator, "_say", "after"),
     "all have it and none is dropped": (Store, "drop_older", "before"),
     "the one before is dropped": (Store, "drop_older", "after"),
     "its generations are told": (agreement, "_everyones", "after"),

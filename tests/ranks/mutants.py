@@ -49,7 +49,7 @@ def own_norm(patches: ExitStack) -> None:
 
 def old_weights(patches: ExitStack) -> None:
     """Gather a weight without waiting for its update."""
-    before = HostShard.pin
+    before = HostShard.add_snapshot
 
     def pin_old(self: HostShard) -> torch.Tensor:
         if not hasattr(self, "first"):

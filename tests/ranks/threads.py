@@ -10,15 +10,15 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from tensorstow.checkpoint import coordinator
-from tensorstow.checkpoint.coordinator import Board
+from tensorstow.checkpoint.coordinator import Coordinator
 
 
-def boards(world: int, seconds: float = 20.0) -> list[Board]:
+def boards(world: int, seconds: float = 20.0) -> list[Coordinator]:
     """Return one board for each rank, all over one store."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=seconds))
-    with patch.object(coordinator, "_boards", itertools.repeat(0)):
-        return [Board(store, rank, world) for rank in range(world)]
+    with patch.object(coordinator, "_made", itertools.repeat(0)):
+        return [Coordinator(store, rank, world) for rank in range(world)]
 
 
 def each(acts: list[Callable[[], Any]]) -> list[Any]:

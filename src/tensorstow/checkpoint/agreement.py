@@ -58,41 +58,43 @@ def choose(store: Store, which: str | int | None, ranks: Ranks) -> Generation | 
 def snapshots(store: Store, ranks: Ranks) -> list[Summary]:
     """Return this rank's generations with those of their names that all ranks have."""
     mine = store.snapshots()
-    words = ranks.meet("snapshots()", sorted(name for summary in mine for name in summary.names))
-    common = set.intersection(*map(set, words))
+    all_names = ranks.all_gather(
+        "snapshots()", sorted(name for summary in mine for name in summary.names)
+    )
+    common = set.intersection(*map(set, all_names))
     named = [replace(s, names=tuple(n for n in s.names if n in common)) for s in mine]
     return [summary for summary in named if summary.names]
 
 
-def pin(store: Store, name: str, number: int | None, ranks: Ranks) -> None:
+def add_snapshot(store: Store, name: str, number: int | None, ranks: Ranks) -> None:
     """Give a generation a name on all ranks; one that only some have is theirs no longer."""
     what = f"snapshot({name!r})"
     _drop_unless_all(store, name, ranks, what)
-    ranks.together(what, lambda: store.pin(name, number))
+    ranks.run_on_all(what, lambda: store.add_snapshot(name, number))
 
 
-def unpin(store: Store, name: str, ranks: Ranks) -> None:
+def drop_snapshot(store: Store, name: str, ranks: Ranks) -> None:
     """Drop a snapshot on all ranks, also one that only some have."""
     what = f"drop({name!r})"
     if not _drop_unless_all(store, name, ranks, what):
-        ranks.together(what, lambda: store.unpin(name))
+        ranks.run_on_all(what, lambda: store.drop_snapshot(name))
 
 
 def _drop_unless_all(store: Store, name: str, ranks: Ranks, what: str) -> bool:
     """Drop a name that some ranks have, for others died before they had it; return whether."""
     here = any(name in summary.names for summary in store.snapshots())
-    everyone = ranks.meet(what, here)
+    everyone = ranks.all_gather(what, here)
     torn = any(everyone) and not all(everyone)
     if torn:
-        ranks.together(what, lambda: store.unpin(name) if here else None)
+        ranks.run_on_all(what, lambda: store.drop_snapshot(name) if here else None)
     return torn
 
 
 def _everyones(store: Store, what: str, ranks: Ranks) -> list[list[_Kept]]:
-    with ranks.telling(what):
+    with ranks.reporting_errors(what):
         mine = [_told(store.load(summary)) for summary in store.generations()]
-    words: list[list[dict[str, Any]]] = ranks.meet(what, mine)
-    return [[_Kept(**{**k, "names": tuple(k["names"])}) for k in each] for each in words]
+    gathered: list[list[dict[str, Any]]] = ranks.all_gather(what, mine)
+    return [[_Kept(**{**k, "names": tuple(k["names"])}) for k in each] for each in gathered]
 
 
 def _told(generation: Generation) -> dict[str, Any]:

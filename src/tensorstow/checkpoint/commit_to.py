@@ -11,12 +11,12 @@ from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.checkpoint.resume import resume
 from tensorstow.checkpoint.run import Extra
-from tensorstow.states.stored import StoredSpace
+from tensorstow.states.stored import StoreStorage
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups
 
 
-def move_run(
+def commit_to(
     directories: Sequence[Path],
     params: ParamTable,
     commits: Commits,
@@ -29,26 +29,28 @@ def move_run(
     The store before is read through the files that are open, wherever they are by now, and closed.
     Raises OptionError where a run is there; until the commit is durable nothing is changed.
     """
-    placement = replace(params.stowage.placement, directories=tuple(directories))
-    stowage = commits.ranks.own(replace(params.stowage, placement=placement))
-    space = StoredSpace(stowage.placement.directories, stowage.policy)
+    placement = replace(params.offload_policy.placement, directories=tuple(directories))
+    offload_policy = commits.ranks.in_rank_directory(
+        replace(params.offload_policy, placement=placement)
+    )
+    storage = StoreStorage(offload_policy.placement.directories, offload_policy.policy)
     try:
-        _refuse_run(space)
-        generation = commits.commit_in(space, params, groups, states, extra)
+        _refuse_run(storage)
+        generation = commits.commit_in(storage, params, groups, states, extra)
     except BaseException:
-        space.close()
+        storage.close()
         raise
-    params.move_to(space, stowage)
+    params.move_to(storage, offload_policy)
     commits.forget_records()
     resume(generation, params, groups, states, commits.module)
     commits.resumed(generation, params)
     commits.was_given_extra |= extra is not None
 
 
-def _refuse_run(space: StoredSpace) -> None:
-    if space.store.generation() is not None:
+def _refuse_run(storage: StoreStorage) -> None:
+    if storage.store.generation() is not None:
         message = (
-            f"A run was asked to go on in {space.directories[0]}, and a run is committed there."
+            f"A run was asked to go on in {storage.directories[0]}, and a run is committed there."
             " Name another directory (`tensorstow clean` removes a dead run)."
         )
         raise OptionError(message)

@@ -27,12 +27,12 @@ from tensorstow.base.signals import SignalsDeferred
 from tensorstow.checkpoint.agreement import COMMIT, FIRST
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, Interval
-from tensorstow.checkpoint.serialize import check_extra, extra_of, take_apart
+from tensorstow.checkpoint.serialize import check_extra, extra_of, flatten
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import parts_of
-from tensorstow.states.native_pipeline import NOWHERE, Place, StepKind, StepRow
+from tensorstow.states.native_pipeline import NOWHERE, FilePosition, StepKind, StepRow
 from tensorstow.states.state_store import StateStore
-from tensorstow.states.stored import StoredSpace
+from tensorstow.states.stored import StoreStorage
 from tensorstow.step.disk_feed import DiskFeed, lend
 from tensorstow.step.param_table import ManagedParam, ParamTable
 from tensorstow.step.step_plan import Groups, States, must_seed
@@ -88,17 +88,17 @@ class Commits:
         self._owner = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[Generation] | None = None
-        self._places: dict[Chunk, Place] = {}
+        self._places: dict[Chunk, FilePosition] = {}
         self._tensors: dict[tuple[str, str], tuple[tuple[int, int], TensorRecord]] = {}
         self._temporary: list[TensorRecord] = []
-        self._told_left_out = False
-        self._told_foreign = False
+        self._warned_left_out = False
+        self._warned_foreign = False
 
     def refuse_strange(self, params: ParamTable) -> None:
         """Raise OptionError where the directory holds a run that this one would bury."""
-        if not params.stowage.placement.durable or self.committed is not None:
+        if not params.offload_policy.placement.durable or self.committed is not None:
             return
-        newest = space_of(params).store.generation()
+        newest = storage_of(params).store.generation()
         if newest is not None:
             message = (
                 f"{params.store.directories[0]} holds a run, committed at step {newest.step}. Call"
@@ -119,7 +119,7 @@ class Commits:
     def due(self) -> bool:
         """Return whether the step that is about to be taken commits."""
         self.prompt, self.requested = self.requested, False  # one asked for later is another one
-        due = self.ranks.decide(self.step + 1, self._is_time, asks=self.prompt)
+        due = self.ranks.decide(self.step + 1, self._is_time, requests=self.prompt)
         if self.prompt and not due:
             self.requested, self.prompt = True, False  # rank 0 has not heard of it yet
         return due
@@ -133,11 +133,11 @@ class Commits:
             self.every.seconds is not None and time.monotonic() - self._last >= self.every.seconds
         )
 
-    def telling(self, *, commits: bool) -> AbstractContextManager[None]:
+    def reporting_errors(self, *, commits: bool) -> AbstractContextManager[None]:
         """Tell other ranks of what fails inside, where they will wait for this step's commit."""
         if not commits:
             return nullcontext()
-        return self.ranks.telling(f"the commit of step {self.step + 1}")
+        return self.ranks.reporting_errors(f"the commit of step {self.step + 1}")
 
     def join(self, params: ParamTable) -> None:
         """Wait until the commit under way, if any, is durable; raise what failed in it."""
@@ -171,7 +171,7 @@ class Commits:
             raise unlinked
 
     def _settle_on(self, generation: Generation, params: ParamTable) -> None:
-        self._retarget(params.store, space_of(params))
+        self._retarget(params.store, storage_of(params))
         self.committed, self.generation = generation.step, generation.number
 
     def abandon(self) -> None:
@@ -198,12 +198,12 @@ class Commits:
         """
         what = f"the commit of step {self.step}"
         self.was_given_extra |= extra is not None
-        with self.ranks.telling(what):
+        with self.ranks.reporting_errors(what):
             gathered = self._gather(params, groups, states, extra)
-        store, before = space_of(params).store, None if self.ranks.alone else self.generation
+        store, before = storage_of(params).store, None if self.ranks.alone else self.generation
 
         def finish_together() -> Generation:
-            generation = self.ranks.together(what, lambda: store.commit(gathered(), keep=before))
+            generation = self.ranks.run_on_all(what, lambda: store.commit(gathered(), keep=before))
             if not self.ranks.alone:
                 store.drop_older()
             return generation
@@ -222,34 +222,34 @@ class Commits:
         self, params: ParamTable, groups: Groups, states: States, extra: Extra | None
     ) -> Callable[[], Content]:
         """Write what is small; return what waits for the states and says all that there is."""
-        space = space_of(params)
+        storage = storage_of(params)
         given: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
-        plain, tensors = take_apart(extra_of(given), "extra")
-        hyper, numbers = take_apart(self._hyper(params, groups, states), "a parameter group")
+        plain, tensors = flatten(extra_of(given), "extra")
+        hyper, numbers = flatten(self._hyper(params, groups, states), "a parameter group")
         records = [
-            *self._write_all("extra", tensors, space),
-            *self._write_all("hyper", numbers, space),
-            *self._write_module(params, space),
+            *self._write_all("extra", tensors, storage),
+            *self._write_all("hyper", numbers, storage),
+            *self._write_module(params, storage),
         ]
         hyper |= {COMMIT: self.ranks.next_id(), FIRST: self.committed is None}
         layout = layout_of(params, names_of(groups, self.module))
-        self._tell_foreign(states)
+        self._warn_foreign(states)
         step = self.step
 
         def finish() -> Content:
             with params.store.pipeline.lock:
                 params.store.pipeline.wait_written()
-                chunks = [_record(chunk, params.store, space) for chunk in params.store.chunks]
+                chunks = [_record(chunk, params.store, storage) for chunk in params.store.chunks]
             return Content(step, layout, hyper, plain, chunks, records)
 
         return finish
 
-    def _tell_foreign(self, states: States) -> None:
+    def _warn_foreign(self, states: States) -> None:
         """Warn once of what users keep in ``optimizer.state`` under keys that are no parameters."""
         keys: Iterable[object] = states.keys()
         foreign = [key for key in keys if not isinstance(key, torch.Tensor)]
-        if foreign and not self._told_foreign:
-            self._told_foreign = True
+        if foreign and not self._warned_foreign:
+            self._warned_foreign = True
             logger.warning(
                 "Commits do not keep %s of optimizer.state, under keys that are no parameters:"
                 " return it from extra=, which resume() gives back",
@@ -258,7 +258,7 @@ class Commits:
 
     def commit_in(
         self,
-        target: StoredSpace,
+        target: StoreStorage,
         params: ParamTable,
         groups: Groups,
         states: States,
@@ -266,12 +266,12 @@ class Commits:
     ) -> Generation:
         """Make the run of now a generation of another store; what is here stays as it is."""
         what = f"the commit of step {self.step} in another directory"
-        with self.ranks.telling(what):
+        with self.ranks.reporting_errors(what):
             self.capture(params)
             content = self._gather(params, groups, states, extra)()
-            content = target.store.copy(space_of(params).store, content)
+            content = target.store.copy(storage_of(params).store, content)
         try:
-            return self.ranks.together(what, lambda: target.store.commit(content))
+            return self.ranks.run_on_all(what, lambda: target.store.commit(content))
         finally:
             for extent in content.extents():
                 target.store.release(extent)
@@ -284,7 +284,7 @@ class Commits:
 
     def capture(self, params: ParamTable) -> None:
         """Write to disk what it has not got of the states and weights of now."""
-        with self.ranks.telling(f"the commit of step {self.step}"):
+        with self.ranks.reporting_errors(f"the commit of step {self.step}"):
             params.refresh()
             self.prepare(params)
             rows = [StepRow(weight=param.weight) for param in params.all()]
@@ -302,7 +302,7 @@ class Commits:
         self.generation = generation.number
         self._last = time.monotonic()
         for record in (*self._temporary, *(record for _, record in self._tensors.values())):
-            space_of(params).store.release(record.extent)
+            storage_of(params).store.release(record.extent)
         self._tensors.clear()
         self._temporary.clear()
         self._places = {c: params.store.pipeline.place(c) for c in params.store.chunks}
@@ -313,10 +313,10 @@ class Commits:
             self._executor.shutdown(wait=True)
             self._executor = None
 
-    def _retarget(self, store: StateStore, space: StoredSpace) -> None:
+    def _retarget(self, store: StateStore, storage: StoreStorage) -> None:
         """Give every chunk whose extent is committed now another one to be written to."""
         for record in self._temporary:
-            space.store.release(record.extent)
+            storage.store.release(record.extent)
         self._temporary.clear()
         for chunk in store.chunks:
             place = store.pipeline.place(chunk)
@@ -324,9 +324,9 @@ class Commits:
                 continue  # not written since the commit before: its other extent is still free
             before = self._places.get(chunk, NOWHERE)
             if before not in {NOWHERE, place}:
-                space.release(before)
+                storage.release(before)
             self._places[chunk] = place
-            (free,) = space.reserve([chunk.file_bytes])
+            (free,) = storage.reserve([chunk.file_bytes])
             store.pipeline.target(chunk, free)
 
     def _hyper(self, params: ParamTable, groups: Groups, states: States) -> dict[str, Any]:
@@ -346,21 +346,21 @@ class Commits:
             "members": members,
             "steps": counts,
             "reseed": reseed,
-            "update_on": params.stowage.update_on or "host",
+            "update_on": params.offload_policy.update_on or "host",
         }
 
     def _write_all(
-        self, kind: str, tensors: Sequence[torch.Tensor], space: StoredSpace
+        self, kind: str, tensors: Sequence[torch.Tensor], storage: StoreStorage
     ) -> list[TensorRecord]:
         """Write tensors that belong to this commit alone."""
         records = []
         for i, tensor in enumerate(tensors):
-            written = space.store.write_tensor(kind, str(i), tensor.detach().cpu().contiguous())
+            written = storage.store.write_tensor(kind, str(i), tensor.detach().cpu().contiguous())
             self._temporary.append(written)  # at once: the next one may fail
             records.append(written)
         return records
 
-    def _write_module(self, params: ParamTable, space: StoredSpace) -> list[TensorRecord]:
+    def _write_module(self, params: ParamTable, storage: StoreStorage) -> list[TensorRecord]:
         """Write buffers and parameters that no optimizer updates, where they changed."""
         if self.module is None:
             return []
@@ -375,9 +375,9 @@ class Commits:
                 continue
             key = ("module", name)
             with in_memory(tensor):
-                records.append(self._write_changed(key, tensor, space))
-        if left_out and not self._told_left_out:
-            self._told_left_out = True
+                records.append(self._write_changed(key, tensor, storage))
+        if left_out and not self._warned_left_out:
+            self._warned_left_out = True
             logger.warning(
                 "Commits do not keep %s: no bytes of their own (meta, sparse, expanded or"
                 " quantised tensors that no optimizer updates). Load them before resume()",
@@ -386,7 +386,7 @@ class Commits:
         return records
 
     def _write_changed(
-        self, key: tuple[str, str], tensor: torch.Tensor, space: StoredSpace
+        self, key: tuple[str, str], tensor: torch.Tensor, storage: StoreStorage
     ) -> TensorRecord:
         """Write a tensor, whose bytes are in memory, unless they are what a commit has of it."""
         held = shard_of(tensor).detach().cpu().contiguous()
@@ -395,7 +395,7 @@ class Commits:
         mark = (tensor._version, _native.checksum(held.data_ptr(), nbytes))  # noqa: SLF001
         before = self._tensors.get(key)
         if before is None or before[0] != mark:
-            self._tensors[key] = (mark, space.store.write_tensor(*key, held))
+            self._tensors[key] = (mark, storage.store.write_tensor(*key, held))
             if before is not None:
                 self._temporary.append(before[1])
         return self._tensors[key][1]
@@ -439,11 +439,11 @@ def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
                 yield name, buffer
 
 
-def space_of(params: ParamTable, asked: str = "A commit") -> StoredSpace:
+def storage_of(params: ParamTable, asked: str = "A commit") -> StoreStorage:
     """Return the durable space; raise OptionError, naming ``asked``, where states are scratch."""
-    space = params.store.space
-    if isinstance(space, StoredSpace):
-        return space
+    storage = params.store.storage
+    if isinstance(storage, StoreStorage):
+        return storage
     message = (
         f"{asked} was asked for, and the states are scratch: nothing of them outlives the process."
         ' Make the optimizer with dir="..." and durability="commit", which is the default there.'
@@ -489,11 +489,11 @@ def _chunk_entry(chunk: Chunk) -> dict[str, Any]:
     return {**asdict(shape), "runs": runs}
 
 
-def _record(chunk: Chunk, store: StateStore, space: StoredSpace) -> ChunkRecord:
+def _record(chunk: Chunk, store: StateStore, storage: StoreStorage) -> ChunkRecord:
     states, weights = store.pipeline.checksums(chunk)
     return ChunkRecord(
         chunk=chunk.number,
-        extent=space.extent(store.pipeline.place(chunk)),
+        extent=storage.extent(store.pipeline.place(chunk)),
         blank=store.pipeline.state(chunk) == "blank",
         checksums=states,
         weight_checksums=weights,

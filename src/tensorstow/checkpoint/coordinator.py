@@ -1,11 +1,10 @@
-"""Where the ranks of a run leave word for each other.
+"""Small values that the ranks of a run exchange, by torch.distributed's key-value store.
 
-[Note: The board] It is the store of keys that torch.distributed met over, under a prefix of our
-own: it works whatever the backend of the user's group, and disturbs none of its collectives. At a
-meeting each rank leaves a word under the meeting's number and its own, and waits for all words.
-Waiting is asking again and again, so it holds nothing up, and it ends: when all are there, when one
-of them says that it failed or ends, or after the store's timeout, which is what
-``init_process_group(timeout=)`` was given.
+[Note: Coordinator] It uses the store that torch.distributed met over, under a prefix of its own: it
+works whatever the backend of the user's group, and disturbs none of its collectives. In a gather
+each rank posts a value under the gather's number and its own, and waits for those of all ranks.
+Waiting is polling, and it ends: when all values are there, when a rank reports an error or leaves,
+or after the store's timeout, which is what ``init_process_group(timeout=)`` was given.
 """
 
 import contextlib
@@ -28,97 +27,102 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tensorstow")
 
 _T = TypeVar("_T")
-_boards = itertools.count()
-"""Ranks make their boards in the same order, so the number is the same on all."""
+_made = itertools.count()
+"""Ranks make their coordinators in the same order, so the number is the same on all."""
 _PAUSES = (0.0005, 0.02)
 _FAREWELL_SECONDS = 10.0
 
 
-class Board:
-    """Words that all ranks leave and read. One thread at a time."""
+class Coordinator:
+    """Exchanges small values between ranks through torch.distributed's store, on one thread."""
 
     def __init__(self, store: "Store", rank: int, world: int) -> None:
-        """Use ``store``, which all ranks reach; each makes its board at the same point."""
+        """Use ``store``, which all ranks reach; each makes its coordinator at the same point."""
         self.rank, self.world = rank, world
-        prefix = f"tensorstow/{next(_boards)}"
+        prefix = f"tensorstow/{next(_made)}"
         self._store: Store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         # Any: torch's stub of Store lacks it.
         timeout: Any = getattr(store, "timeout")  # noqa: B009
         self._seconds: float = timeout.total_seconds()
-        self._meetings = 0
+        self._gathers = 0
         self._session: str | None = None
         self._unread: str | None = None
-        """The count of those who have read the last meeting's words."""
+        """The key that counts the ranks which have read the values of the last gather."""
 
     def next_id(self) -> str:
-        """Return what to call the next meeting: alike on all ranks, and never used twice."""
-        what = "the first meeting"
+        """Return an id of the next gather: the same on all ranks, and never used twice."""
+        what = "the first gather"
         if self._session is None:
             if self.rank == 0:
-                self.announce("session", str(uuid.uuid4()))
-            self._session = self.hear("session", lambda _: True, what)
-        return f"{self._session}/{self._meetings}"
+                self.put("session", str(uuid.uuid4()))
+            self._session = self.wait_for("session", lambda _: True, what)
+        return f"{self._session}/{self._gathers}"
 
-    def meet(self, what: str, word: object = None) -> list[Any]:
-        """Leave ``word`` (JSON); return the words of all ranks when all are there, by rank.
+    def all_gather(self, what: str, value: object = None) -> list[Any]:
+        """Post ``value`` (JSON); return the values of all ranks when all are there, by rank.
 
         Raises RankError where a rank failed, is at something other than ``what``, or stays away.
         """
-        with self._reached(what):
-            number = self._say(what, {"word": word})
+        with self._naming_unreachable(what):
+            number = self._post(what, {"value": value})
             keys = [f"{number}/{rank}" for rank in range(self.world)]
 
-            def look() -> list[Any] | None:
+            def poll() -> list[Any] | None:
                 complete = self._store.check(keys)
                 if complete or self._store.check(["trouble"]):
-                    said = {r: k for r, k in enumerate(keys) if complete or self._store.check([k])}
-                    words = {r: json.loads(self._store.get(key)) for r, key in said.items()}
-                    _refuse_failures(what, words)
-                    return [words[r]["word"] for r in words] if complete else None
+                    posted = {
+                        r: k for r, k in enumerate(keys) if complete or self._store.check([k])
+                    }
+                    values = {r: json.loads(self._store.get(key)) for r, key in posted.items()}
+                    _refuse_failures(what, values)
+                    return [values[r]["value"] for r in values] if complete else None
                 return None
 
-            words = self._until(
+            values = self._poll(
                 what,
-                look,
+                poll,
                 lambda: [r for r, key in enumerate(keys) if not self._store.check([key])],
             )
             self._unread = f"{number}/read"
             self._store.add(self._unread, 1)
-            # Everybody has read what was said before, or would not have come to this meeting.
+            # Every rank has read the gather before, or would not have come to this one.
             for key in [self.rank, "read"] if self.rank == 0 else [self.rank]:
                 self._store.delete_key(f"{number - 1}/{key}")
-        return words
+        return values
 
-    def fail(self, what: str, error: BaseException) -> None:
-        """Say at the next meeting that this rank failed; the others are not waited for."""
+    def report_error(self, what: str, error: BaseException) -> None:
+        """Post ``error`` for the others' next gather to raise; does not wait for them."""
         try:
-            self._say(what, {"failed": f"{type(error).__name__}: {error}"})
+            self._post(what, {"failed": f"{type(error).__name__}: {error}"})
             self._store.set("trouble", "yes")
         except RuntimeError as unreachable:  # what failed is raised; the others will miss this rank
             logger.warning("the other ranks could not be told of %r: %s", error, unreachable)
 
-    def announce(self, name: str, word: str) -> None:
-        """Say something to all as ``name``, in place of what was said before."""
-        with self._reached(name):
-            self._store.set(name, word)
+    def put(self, name: str, value: str) -> None:
+        """Set the value of ``name`` for all ranks."""
+        with self._naming_unreachable(name):
+            self._store.set(name, value)
 
-    def take_back(self, name: str) -> bool:
-        """Say it no longer; return whether anybody had said it."""
-        with self._reached(name):
+    def delete(self, name: str) -> bool:
+        """Remove ``name``; return whether it had a value."""
+        with self._naming_unreachable(name):
             return bool(self._store.check([name])) and bool(self._store.delete_key(name))
 
-    def hear(self, name: str, enough: Callable[[str], bool], what: str) -> str:
-        """Return what rank 0 announces as ``name``, once it is ``enough``."""
+    def wait_for(self, name: str, is_enough: Callable[[str], bool], what: str) -> str:
+        """Return the value that rank 0 puts as ``name``, once ``is_enough`` is true of it.
 
-        def look() -> str | None:
-            word = self._store.get(name).decode() if self._store.check([name]) else None
-            return word if word is not None and enough(word) else None
+        Raises RankError where rank 0 leaves or does not come.
+        """
 
-        with self._reached(what):
-            return self._until(what, look, lambda: [0])
+        def poll() -> str | None:
+            value = self._store.get(name).decode() if self._store.check([name]) else None
+            return value if value is not None and is_enough(value) else None
+
+        with self._naming_unreachable(what):
+            return self._poll(what, poll, lambda: [0])
 
     def leave(self) -> None:
-        """Say that this rank comes to no further meeting."""
+        """Tell the others that this rank takes part in no further gather."""
         # Whatever the store refuses now: there is nobody left to be told.
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "yes")
@@ -130,20 +134,20 @@ class Board:
                     break
                 time.sleep(_PAUSES[0])
 
-    def _say(self, what: str, word: Mapping[str, Any]) -> int:
-        number, self._meetings, self._unread = self._meetings, self._meetings + 1, None
-        self._store.set(f"{number}/{self.rank}", json.dumps({"at": what, **word}))
+    def _post(self, what: str, value: Mapping[str, Any]) -> int:
+        number, self._gathers, self._unread = self._gathers, self._gathers + 1, None
+        self._store.set(f"{number}/{self.rank}", json.dumps({"at": what, **value}))
         return number
 
-    def _until(
-        self, what: str, look: Callable[[], _T | None], absent: Callable[[], list[int]]
+    def _poll(
+        self, what: str, poll: Callable[[], _T | None], absent: Callable[[], list[int]]
     ) -> _T:
-        """Return what ``look`` finds; raise RankError where those who are absent do not come."""
+        """Return what ``poll`` finds; raise RankError where those who are absent do not come."""
         deadline = time.monotonic() + self._seconds
         pause, longest = _PAUSES
-        while (found := look()) is None:
+        while (found := poll()) is None:
             left = self._left()
-            gone = [rank for rank in absent() if rank in left]  # in this order: a word, then gone
+            gone = [rank for rank in absent() if rank in left]  # in this order: a value, then gone
             if gone:
                 message = f"{_ranks(gone)} ended before {what}, which needs all ranks. {_ADVICE}"
                 raise RankError(message)
@@ -163,7 +167,7 @@ class Board:
         return {rank for rank in range(self.world) if self._store.check([f"left/{rank}"])}
 
     @contextmanager
-    def _reached(self, what: str) -> Iterator[None]:
+    def _naming_unreachable(self, what: str) -> Iterator[None]:
         try:
             yield
         except StowError:
@@ -180,14 +184,14 @@ class Board:
 _ADVICE = "See its log, end the others, start all of them again and resume()."
 
 
-def _refuse_failures(what: str, words: Mapping[int, Mapping[str, Any]]) -> None:
-    for rank, said in words.items():
-        if "failed" in said:
-            message = f"Rank {rank} failed at {said['at']}: {said['failed']} {_ADVICE}"
+def _refuse_failures(what: str, values: Mapping[int, Mapping[str, Any]]) -> None:
+    for rank, posted in values.items():
+        if "failed" in posted:
+            message = f"Rank {rank} failed at {posted['at']}: {posted['failed']} {_ADVICE}"
             raise RankError(message)
-        if said["at"] != what:
+        if posted["at"] != what:
             message = (
-                f"Rank {rank} is at {said['at']} while another one is at {what}: every rank makes"
+                f"Rank {rank} is at {posted['at']} while another one is at {what}: every rank makes"
                 " the same calls in the same order. Compare what they run."
             )
             raise RankError(message)

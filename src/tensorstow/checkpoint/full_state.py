@@ -21,7 +21,9 @@ RAM_BYTES = 64 << 20
 _WIDTH = torch.float32.itemsize
 
 
-def gather(store: StateStore, numbers: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
+def read_full_states(
+    store: StateStore, numbers: Sequence[int]
+) -> dict[int, dict[str, torch.Tensor]]:
     """Return the states of the parameters with these ``numbers``, 1-D and fp32, by name.
 
     What is more than RAM_BYTES of states on disk comes as memory that is a file without a name
@@ -49,7 +51,7 @@ def gather(store: StateStore, numbers: Sequence[int]) -> dict[int, dict[str, tor
     return out
 
 
-def complete(
+def complete_state_dict(
     entries: dict[Any, Any], parameters: Sequence[torch.Tensor], params: ParamTable
 ) -> None:
     """Add the states that live on disk to what torch gathered for a state dict."""
@@ -63,35 +65,35 @@ def complete(
     missing = {
         param.number: (i, param.shard)
         for i, param in found.items()
-        if is_elsewhere(entries[i], param)
+        if lacks_states(entries[i], param)
     }
-    for number, tensors in gather(params.store, list(missing)).items():
+    for number, tensors in read_full_states(params.store, list(missing)).items():
         index, parameter = missing[number]
         entry = entries[index]
         shaped = in_shape_of(parameter, tensors)
         # The moments are copies, so the step count is one too: all of the same moment. What
         # somebody put in meanwhile, for the next step to take, is kept.
-        entries[index] = {**entry, **shaped, **placed(entry)}
+        entries[index] = {**entry, **shaped, **without_placeholders(entry)}
         entries[index]["step"] = entry["step"].clone()
     for i, param in found.items():
         if is_sharded(param.owner):
             entries[i] = _as_sharded(entries[i], param)
 
 
-def is_elsewhere(entry: Mapping[str, Any], param: ManagedParam) -> bool:
+def lacks_states(entry: Mapping[str, Any], param: ManagedParam) -> bool:
     """Return whether what ``optimizer.state`` has of a member lacks its states."""
     # Without a step count somebody only asked for a state that does not exist yet.
-    return "step" in entry and not placed(entry).keys() >= set(param.family.states)
+    return "step" in entry and not without_placeholders(entry).keys() >= set(param.family.states)
 
 
-def placed(entry: Mapping[str, Any]) -> dict[str, Any]:
+def without_placeholders(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is there of an entry of ``optimizer.state``, without what stands in."""
     return {name: value for name, value in entry.items() if not isinstance(value, StateOnDisk)}
 
 
 def _as_sharded(entry: Mapping[str, Any], param: ManagedParam) -> dict[str, Any]:
     """Return an entry whose states are DTensors, as torch's optimizers have them."""
-    shards = {k: v for k, v in placed(entry).items() if k in param.family.states}
+    shards = {k: v for k, v in without_placeholders(entry).items() if k in param.family.states}
     whole = {k: v if is_sharded(v) else sharded_like(param.owner, v) for k, v in shards.items()}
     return {**entry, **whole}
 

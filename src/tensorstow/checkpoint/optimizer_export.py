@@ -16,8 +16,8 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import format_count
 from tensorstow.checkpoint.commits import names_of
-from tensorstow.checkpoint.full_state import is_elsewhere, placed
-from tensorstow.checkpoint.serialize import put_together, take_apart
+from tensorstow.checkpoint.full_state import lacks_states, without_placeholders
+from tensorstow.checkpoint.serialize import flatten, inflate
 from tensorstow.io.mapped import Mapped, replacing
 from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
 from tensorstow.step.param_table import ParamTable, in_shape_of
@@ -70,7 +70,7 @@ def save(
         for parameter, name in zip(group["params"], called, strict=True):
             _add_states(contents, name, states.get(parameter) or {}, params, parameter)
         plain.append({k: v for k, v in group.items() if k not in _NOT_HYPER})
-    hyper, numbers = take_apart(plain, "a parameter group")
+    hyper, numbers = flatten(plain, "a parameter group")
     for index, number in enumerate(numbers):
         contents.add(f"{_HYPER}.{index}", number)
     for group, called in zip(hyper, names, strict=True):
@@ -138,9 +138,7 @@ def _saved_groups(
     """Return the groups of a file; numbers that are tensors are taken out of ``tensors``."""
     try:
         plain = json.loads(table.metadata[_HYPER])
-        saved: list[dict[str, Any]] = put_together(
-            plain, lambda i: tensors.pop(f"{_HYPER}.{i}").clone()
-        )
+        saved: list[dict[str, Any]] = inflate(plain, lambda i: tensors.pop(f"{_HYPER}.{i}").clone())
         return [{**group, "params": list(group["params"])} for group in saved]
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         message = (
@@ -169,7 +167,7 @@ def _add_states(
     parameter: torch.Tensor,
 ) -> None:
     param = params.find(parameter)
-    for key, value in placed(entry).items():
+    for key, value in without_placeholders(entry).items():
         if key == "step":
             contents.add(f"{name}.{key}", as_step(value))
         elif isinstance(value, torch.Tensor):
@@ -180,7 +178,7 @@ def _add_states(
                 " tensors only. Save the state_dict by torch.save."
             )
             raise OptionError(message)
-    if param is None or not is_elsewhere(entry, param):
+    if param is None or not lacks_states(entry, param):
         return
     if param.order is not None:  # its pieces are not those of its shape, one after the other
         whole = in_shape_of(param.shard, params.store.read([param.number])[param.number])

@@ -12,15 +12,15 @@ import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, OptionError, StoreFormatError
 from tensorstow.base.sizes import format_count
 from tensorstow.base.update_on import UpdateOn, is_update_on, told
-from tensorstow.checkpoint.commits import module_tensors, names_of, space_of
-from tensorstow.checkpoint.serialize import put_together
+from tensorstow.checkpoint.commits import module_tensors, names_of, storage_of
+from tensorstow.checkpoint.serialize import inflate
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.io import device_link
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import ChunkPlan, Family, Run, parts_of
-from tensorstow.states.native_pipeline import Stored
+from tensorstow.states.layout import ChunkPlan, Family, Segment, parts_of
+from tensorstow.states.native_pipeline import StoredChunk
 from tensorstow.states.state_store import StateStore
-from tensorstow.states.stored import StoredSpace
+from tensorstow.states.stored import StoreStorage
 from tensorstow.step.param_table import ManagedParam, ParamTable
 from tensorstow.step.step_plan import Groups, States, as_step
 from tensorstow.step.validation import refuse_beside
@@ -48,13 +48,14 @@ def resume(
     _refuse_other_rule(generation.hyper, groups)
     _refuse_unknown(params, order, names_of(groups, module))
     families = [_family(entry, params) for entry in entries]
-    space = space_of(params)
+    storage = storage_of(params)
     plans = list(_plans(generation.layout["chunks"], families))
     records = sorted(generation.chunks, key=lambda record: record.chunk)
 
-    def adopt() -> list[Stored]:
+    def adopt() -> list[StoredChunk]:
         return [
-            Stored(space.adopt(r.extent), r.blank, r.checksums, r.weight_checksums) for r in records
+            StoredChunk(storage.adopt(r.extent), r.blank, r.checksums, r.weight_checksums)
+            for r in records
         ]
 
     params.store.check_budget(plans)
@@ -65,10 +66,10 @@ def resume(
         for param in params.all():
             states.pop(param.owner, None)
         params.restore(order, families, plans, adopt)
-        _load_weights(generation, params, space)
+        _load_weights(generation, params, storage)
         params.deliver()
-        _load_module(generation, params, module, space)
-        hyper = _put_back(generation.hyper, "hyper", generation, space)
+        _load_module(generation, params, module, storage)
+        hyper = _put_back(generation.hyper, "hyper", generation, storage)
         for group, values in zip(groups, hyper["groups"], strict=True):
             group.update(values)
         for number, count in hyper["steps"].items():
@@ -76,7 +77,7 @@ def resume(
             states[param.owner] = {"step": as_step(count), **param.views}
         for param in params.all():
             _begin(param, params.store, reseed=param.number in hyper["reseed"], states=states)
-        return _put_back(generation.extra, "extra", generation, space)
+        return _put_back(generation.extra, "extra", generation, storage)
     except BaseException as error:
         params.store.pipeline.poison(error)
         raise
@@ -90,7 +91,7 @@ def _updated_on(
     Raises OptionError where this optimizer cannot.
     """
     where = hyper.get("update_on", "host")
-    if params.stowage.update_on is not None or where == "host":
+    if params.offload_policy.update_on is not None or where == "host":
         return None
     if not is_update_on(where):
         message = (
@@ -99,7 +100,7 @@ def _updated_on(
         )
         raise OptionError(message)
     why = f"The run that is stored here was written with {told(where)}"
-    refuse_beside(params.stowage.overlap, why)
+    refuse_beside(params.offload_policy.overlap, why)
     if not all(device_link.is_remote(shard_of(p)) for p in order):
         message = (
             f"{why}, and here are parameters in host memory. Move the model to the accelerator"
@@ -123,7 +124,7 @@ def _refuse_other_blocks(generation: Generation) -> None:
 
 def _refuse_other_rule(hyper: Mapping[str, Any], groups: Groups) -> None:
     """Raise OptionError where a group is updated by another rule here than in the stored run."""
-    saved = put_together(hyper["groups"], lambda _: torch.empty(0))
+    saved = inflate(hyper["groups"], lambda _: torch.empty(0))
     for number, (there, here) in enumerate(zip(saved, groups, strict=True)):
         wrote, asks = _rule(there), _rule(here)
         if wrote != asks:
@@ -258,12 +259,13 @@ def _print(parameter: torch.Tensor) -> tuple[tuple[int, ...], str]:
 def _family(entry: Mapping[str, Any], params: ParamTable) -> Family:
     dtype = getattr(torch, entry["dtype"])
     saved = Family(dtype, bool(entry["amsgrad"]), StateFormat(entry["format"]))
-    wanted = params.stowage.family(dtype, amsgrad=saved.amsgrad)
-    if params.stowage.format is not None and wanted != saved:
+    wanted = params.offload_policy.family(dtype, amsgrad=saved.amsgrad)
+    if params.offload_policy.format is not None and wanted != saved:
         message = (
-            f"state_format={params.stowage.format.value!r} was asked for, and the run that is"
-            f" stored here keeps its {entry['dtype']} parameters' states as {saved.format.value!r}."
-            " Leave state_format out; to change it, save state_dict() and load it into a new run."
+            f"state_format={params.offload_policy.format.value!r} was asked for, and the run that"
+            f" is stored here keeps its {entry['dtype']} parameters' states as"
+            f" {saved.format.value!r}. Leave state_format out; to change it, save state_dict() and"
+            " load it into a new run."
         )
         raise OptionError(message)
     return saved
@@ -271,7 +273,7 @@ def _family(entry: Mapping[str, Any], params: ParamTable) -> Family:
 
 def _plans(entries: Sequence[Mapping[str, Any]], families: Sequence[Family]) -> Iterator[Chunk]:
     for entry in entries:
-        runs = tuple(Run(p, start, count, at) for p, start, count, at in entry["runs"])
+        runs = tuple(Segment(p, start, count, at) for p, start, count, at in entry["runs"])
         yield Chunk(ChunkPlan(runs, entry["elements"]), families[runs[0].parameter])
 
 
@@ -291,9 +293,9 @@ def _one_at_a_time() -> Iterator[Callable[[ManagedParam], None]]:
         yield hold
 
 
-def _load_weights(generation: Generation, params: ParamTable, space: StoredSpace) -> None:
+def _load_weights(generation: Generation, params: ParamTable, storage: StoreStorage) -> None:
     with _one_at_a_time() as hold:
-        for chunk, weights in _read_weights(generation, params.store, space):
+        for chunk, weights in _read_weights(generation, params.store, storage):
             for run in chunk.plan.runs:
                 param = params.all()[run.parameter]
                 hold(param)
@@ -303,7 +305,7 @@ def _load_weights(generation: Generation, params: ParamTable, space: StoredSpace
 
 
 def _read_weights(
-    generation: Generation, store: StateStore, space: StoredSpace
+    generation: Generation, store: StateStore, storage: StoreStorage
 ) -> Iterator[tuple[Chunk, torch.Tensor]]:
     """Yield each chunk and the weights that a commit has of it, checked."""
     shapes = chunk_shapes(generation.layout)
@@ -313,13 +315,13 @@ def _read_weights(
         part = parts_of(chunk.family, chunk.plan.elements)[-1]
         read = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
         number, offset = store.pipeline.place(chunk)
-        space.file(number).read(read, offset + part.file_at).wait()
+        storage.file(number).read(read, offset + part.file_at).wait()
         found = weight_checksums(shapes[chunk.number], read.data_ptr())
         if found != record.weight_checksums:
             blocks = next(differing_runs(found, record.weight_checksums))
             names = _names_in(chunk, shapes[chunk.number], blocks, generation.layout)
             at = offset + part.file_at
-            raise _damaged(shapes[chunk.number], blocks, names, space.path(number), at)
+            raise _damaged(shapes[chunk.number], blocks, names, storage.path(number), at)
         yield chunk, read.view(chunk.family.dtype)
 
 
@@ -354,7 +356,10 @@ def _damaged(
 
 @torch.no_grad()
 def _load_module(
-    generation: Generation, params: ParamTable, module: torch.nn.Module | None, space: StoredSpace
+    generation: Generation,
+    params: ParamTable,
+    module: torch.nn.Module | None,
+    storage: StoreStorage,
 ) -> None:
     records = {r.name: r for r in generation.tensors if r.kind == "module"}
     if module is None:
@@ -364,16 +369,16 @@ def _load_module(
         if id(tensor) not in members and name in records:
             shard = shard_of(tensor)
             with in_memory(tensor, for_write=True):
-                shard.copy_(space.store.read_tensor(records[name]).view(shard.shape))
+                shard.copy_(storage.store.read_tensor(records[name]).view(shard.shape))
 
 
 def _put_back(
-    plain: object, kind: str, generation: Generation, space: StoredSpace
+    plain: object, kind: str, generation: Generation, storage: StoreStorage
 ) -> dict[str, Any]:
     records: dict[int, TensorRecord] = {
         int(r.name): r for r in generation.tensors if r.kind == kind
     }
-    value: dict[str, Any] = put_together(plain, lambda i: space.store.read_tensor(records[i]))
+    value: dict[str, Any] = inflate(plain, lambda i: storage.store.read_tensor(records[i]))
     return value
 
 

@@ -45,7 +45,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunOptions:
     """What an optimizer knows of the run that it is a part of."""
 
     module: torch.nn.Module | None = None

@@ -16,12 +16,12 @@ logger = logging.getLogger("tensorstow")
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 _BYTES, _SET, _FROZEN_SET = "__bytes__", "__set__", "__frozenset__"
 _ARRAY, _SCALAR = "__array__", "__scalar__"
-_MARKS = frozenset({_TENSOR, _TUPLE, _PAIRS, _BYTES, _SET, _FROZEN_SET, _ARRAY, _SCALAR})
+_TAGS = frozenset({_TENSOR, _TUPLE, _PAIRS, _BYTES, _SET, _FROZEN_SET, _ARRAY, _SCALAR})
 _MOST_NESTED = 100
 _SCALAR_KINDS = frozenset("biufcSUmM")
 
 
-def take_apart(value: object, what: str) -> tuple[Any, list[torch.Tensor]]:
+def flatten(value: object, what: str) -> tuple[Any, list[torch.Tensor]]:
     """Return ``value`` as JSON and the tensors that were in it.
 
     Lists, tuples, sets, dicts, numbers, text, bytes, booleans, None, tensors, numpy's arrays and
@@ -35,7 +35,7 @@ def take_apart(value: object, what: str) -> tuple[Any, list[torch.Tensor]]:
 
 def check_extra(given: object) -> None:
     """Raise TypeError or DTypeError for an ``extra`` that a commit could not keep."""
-    take_apart(extra_of(given), "extra")
+    flatten(extra_of(given), "extra")
 
 
 def is_checked(extra: Callable[[], object] | None) -> bool:
@@ -65,16 +65,16 @@ def extra_of(given: object) -> dict[str, Any]:
     return dict(given)
 
 
-def put_together(plain: object, tensor_at: Callable[[int], torch.Tensor]) -> Any:  # noqa: ANN401
-    """Return what ``take_apart`` was given; ``tensor_at`` returns its tensors by number."""
+def inflate(plain: object, tensor_at: Callable[[int], torch.Tensor]) -> Any:  # noqa: ANN401
+    """Return what ``flatten`` was given; ``tensor_at`` returns its tensors by number."""
     if isinstance(plain, list):
-        return [put_together(v, tensor_at) for v in plain]
+        return [inflate(v, tensor_at) for v in plain]
     if not isinstance(plain, dict):
         return plain
     for mark, make in _MAKERS.items():
         if mark in plain:
             return make(plain[mark], tensor_at)
-    return {k: put_together(v, tensor_at) for k, v in plain.items()}
+    return {k: inflate(v, tensor_at) for k, v in plain.items()}
 
 
 def _plain(value: object, where: str, tensors: list[torch.Tensor], depth: int) -> Any:  # noqa: ANN401
@@ -117,7 +117,7 @@ def _plain_leaf(value: object, where: str, tensors: list[torch.Tensor]) -> dict[
 def _plain_dict(
     value: dict[Any, object], where: str, tensors: list[torch.Tensor], depth: int
 ) -> Any:  # noqa: ANN401
-    if all(type(key) is str for key in value) and _MARKS.isdisjoint(value):
+    if all(type(key) is str for key in value) and _TAGS.isdisjoint(value):
         return {k: _plain(v, f"{where}[{k!r}]", tensors, depth + 1) for k, v in value.items()}
     pairs = [
         [
@@ -172,13 +172,11 @@ TensorAt = Callable[[int], torch.Tensor]
 
 _MAKERS: dict[str, Callable[[Any, TensorAt], Any]] = {
     _TENSOR: lambda v, tensor_at: tensor_at(v),
-    _TUPLE: lambda v, tensor_at: tuple(put_together(v, tensor_at)),
-    _PAIRS: lambda v, tensor_at: {
-        put_together(k, tensor_at): put_together(x, tensor_at) for k, x in v
-    },
+    _TUPLE: lambda v, tensor_at: tuple(inflate(v, tensor_at)),
+    _PAIRS: lambda v, tensor_at: {inflate(k, tensor_at): inflate(x, tensor_at) for k, x in v},
     _BYTES: lambda v, _: base64.b64decode(v),
-    _SET: lambda v, tensor_at: set(put_together(v, tensor_at)),
-    _FROZEN_SET: lambda v, tensor_at: frozenset(put_together(v, tensor_at)),
+    _SET: lambda v, tensor_at: set(inflate(v, tensor_at)),
+    _FROZEN_SET: lambda v, tensor_at: frozenset(inflate(v, tensor_at)),
     _ARRAY: lambda v, tensor_at: _read_array(tensor_at(v)),
     _SCALAR: lambda v, _: _read_scalar(v),
 }

@@ -8,8 +8,8 @@ from typing import Any
 
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.output import JSON_BY_RANK, add_json, by_rank, print_json
-from tensorstow.store.by_rank import stores_in
-from tensorstow.store.cleaning import Cleaning, hold_dead_run, remove
+from tensorstow.store.rank_dirs import stores_in
+from tensorstow.store.remove import Removal, hold_dead_run, remove
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,31 +24,31 @@ def run(given: argparse.Namespace) -> int:
     with ExitStack() as locks:  # all of them first: a run of which one rank lives is not dead
         directories = stores_in(given.directory)
         found = [locks.enter_context(hold_dead_run(d)) for d in directories]
-        for cleaning in found if given.yes else ():
-            remove(cleaning)
+        for removal in found if given.yes else ():
+            remove(removal)
     if given.json:
-        facts = [_facts(cleaning, is_removed=given.yes) for cleaning in found]
+        facts = [_facts(removal, is_removed=given.yes) for removal in found]
         print_json(by_rank(facts, directories, given.directory))
         return 0
-    for cleaning in found:
-        for line in _lines(cleaning, "removed" if given.yes else "would remove"):
+    for removal in found:
+        for line in _lines(removal, "removed" if given.yes else "would remove"):
             print(line)
     if not given.yes:
         print("nothing was touched: add --yes to remove it")
     return 0
 
 
-def _facts(cleaning: Cleaning, *, is_removed: bool) -> dict[str, Any]:
-    return {"removed": is_removed, **asdict(cleaning)}
+def _facts(removal: Removal, *, is_removed: bool) -> dict[str, Any]:
+    return {"removed": is_removed, **asdict(removal)}
 
 
-def _lines(cleaning: Cleaning, verb: str) -> list[str]:
+def _lines(removal: Removal, verb: str) -> list[str]:
     kept = [
-        f"{s.step} ({', '.join(s.names)})" if s.names else str(s.step) for s in cleaning.generations
+        f"{s.step} ({', '.join(s.names)})" if s.names else str(s.step) for s in removal.generations
     ]
     return [
-        f"run {cleaning.run}: committed steps {', '.join(kept) or 'none'}",
-        *(f"{verb} {path}" for path in cleaning.files),
-        f"{verb} {format_count(len(cleaning.files), 'file')}, {format_bytes(cleaning.nbytes)}",
-        *(f"left alone, not this run's: {path}" for path in cleaning.foreign),
+        f"run {removal.run}: committed steps {', '.join(kept) or 'none'}",
+        *(f"{verb} {path}" for path in removal.files),
+        f"{verb} {format_count(len(removal.files), 'file')}, {format_bytes(removal.nbytes)}",
+        *(f"left alone, not this run's: {path}" for path in removal.foreign),
     ]

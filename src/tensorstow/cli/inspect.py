@@ -17,8 +17,8 @@ from tensorstow.cli.output import (
     print_json,
     print_table,
 )
-from tensorstow.store.by_rank import stores_in
-from tensorstow.store.survey import FileFacts, Survey, survey
+from tensorstow.store.inspect import DataFileInfo, StoreInfo, inspect_store
+from tensorstow.store.rank_dirs import stores_in
 
 _LABEL_COLUMNS = 13
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     directories = stores_in(given.directory)
-    found = [survey(directory) for directory in directories]
+    found = [inspect_store(directory) for directory in directories]
     if given.json:
         print_json(by_rank([asdict(each) for each in found], directories, given.directory))
         return 0
@@ -44,7 +44,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def print_generations(console: Console, found: Survey) -> None:
+def print_generations(console: Console, found: StoreInfo) -> None:
     """Print the kept generations as a table, oldest first."""
     rows = [
         (
@@ -61,7 +61,7 @@ def print_generations(console: Console, found: Survey) -> None:
     print_table(console, heads, rows)
 
 
-def _lines(found: Survey) -> list[tuple[str, str]]:
+def _lines(found: StoreInfo) -> list[tuple[str, str]]:
     lines = [
         ("store", f"{found.directory}"),
         ("run", f"{found.run}, format {found.format}, by tensorstow {found.writer}"),
@@ -79,7 +79,7 @@ def _lines(found: Survey) -> list[tuple[str, str]]:
     ]
 
 
-def _describe(file: FileFacts) -> str:
+def _describe(file: DataFileInfo) -> str:
     if file.bytes is None or file.free_bytes is None:
         return f"{file.path} is gone"
     used, free = format_bytes(file.used_bytes), format_bytes(file.free_bytes)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorstow.cli.output import JSON_BY_RANK, add_json, by_rank, print_json
-from tensorstow.store.by_rank import stores_in
+from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.recovery import DAMAGED_NAME, Recovery, hold_recovery, recover
 from tensorstow.store.verify import describe
 

@@ -20,10 +20,10 @@ from tensorstow.cli.output import (
     print_line,
 )
 from tensorstow.io.engine import open_engine
-from tensorstow.store.by_rank import stores_in
+from tensorstow.store.inspect import inspect_store
+from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.scrub import Damage, scrub
 from tensorstow.store.store import Store
-from tensorstow.store.survey import survey
 
 DAMAGED = 1
 
@@ -71,7 +71,7 @@ def run(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _held(directory: Path) -> Iterator[Store]:
-    found = survey(directory)  # a store that is not there is not to be made
+    found = inspect_store(directory)  # a store that is not there is not to be made
     if found.holder is not None:
         message = (
             f"A scrub of {found.directory} was asked for but the store is held by {found.holder}:"

@@ -12,10 +12,10 @@ from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.optim import options
-from tensorstow.optim.options import Directory
+from tensorstow.optim.options import DirectoryOption
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.kernels import prepare_kernels
-from tensorstow.states.offload_policy import Stowage
+from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
 from tensorstow.step import validation
@@ -60,7 +60,7 @@ class CPUAdam(StowedAdam):
         weight_decay: float = 0,
         adamw_mode: bool = True,
         nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: Directory = None,
+        nvme_offload_dir: DirectoryOption = None,
         *,
         amsgrad: bool = False,
         simd_log: bool = False,
@@ -89,7 +89,7 @@ class CPUAdam(StowedAdam):
                 "decoupled_weight_decay": adamw_mode,
                 "bias_correction": bias_correction,
             },
-            Stowage(
+            OffloadPolicy(
                 Placement(fraction, directories if fraction else (), None),
                 policy or PipelinePolicy(),
             ),

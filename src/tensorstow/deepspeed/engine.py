@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError
-from tensorstow.checkpoint.serialize import put_together, take_apart
+from tensorstow.checkpoint.serialize import flatten, inflate
 from tensorstow.deepspeed.checkpoint import (
     full_weights,
     latest_tag,
@@ -255,7 +255,7 @@ class DeepSpeedEngine(nn.Module):
             TypeError: A value in ``client_state`` of another type.
         """
         client_state = client_state or {}
-        plain = take_apart(client_state, "client_state")
+        plain = flatten(client_state, "client_state")
         kept = {name: getattr(self, name) for name in _COUNTS}
         kept["client_state"] = plain
         kept["scale"] = None if self.scale is None else self.scale.state_dict()
@@ -499,5 +499,5 @@ class DeepSpeedEngine(nn.Module):
 def _client_state(kept: dict[str, Any]) -> dict[str, Any]:
     """Return the ``client_state`` that was given to ``save_checkpoint``."""
     plain, tensors = kept["client_state"]
-    given: dict[str, Any] = put_together(plain, tensors.__getitem__)
+    given: dict[str, Any] = inflate(plain, tensors.__getitem__)
     return given

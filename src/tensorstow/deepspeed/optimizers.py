@@ -156,11 +156,11 @@ def _like_made(optimizer: object, model: nn.Module) -> Make:
             " was placed. Give a new one, and call load_state_dict() of the one returned."
         )
         raise OptionError(message)
-    if isinstance(optimizer, StowedAdam) and optimizer.stowage.format not in _EXACT:
+    if isinstance(optimizer, StowedAdam) and optimizer.offload_policy.format not in _EXACT:
         message = (
-            f'An optimizer with state_format="{optimizer.stowage.format}" was given: initialize()'
-            " keeps states exactly. Leave the format out, or place the model with tensorstow.stow()"
-            " and partial(tensorstow.AdamW, state_format=...)."
+            f'An optimizer with state_format="{optimizer.offload_policy.format}" was given:'
+            " initialize() keeps states exactly. Leave the format out, or place the model with"
+            " tensorstow.stow() and partial(tensorstow.AdamW, state_format=...)."
         )
         raise OptionError(message)
     kept = [

@@ -17,7 +17,7 @@ _LARGEST_ROOT = 0x5F7F
 """The bf16 number whose square is still finite."""
 
 
-def to_half(x: Tensor, chance: Tensor | None) -> Tensor:
+def round_to_bf16(x: Tensor, chance: Tensor | None) -> Tensor:
     """Round fp32 to bf16; ``chance`` is a 16-bit number per element."""
     if chance is None:
         return x.bfloat16()
@@ -27,7 +27,7 @@ def to_half(x: Tensor, chance: Tensor | None) -> Tensor:
     return torch.where(x.isnan(), x.bfloat16(), rounded)
 
 
-def to_bytes(m: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize_first(m: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return fp32 first moments as int8 codes and bf16 scales per group."""
     groups = _grouped(m)
     scale = _scale_above(groups, _LARGEST_BF16)
@@ -45,13 +45,13 @@ def to_bytes(m: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
     return signed.flatten()[: m.numel()].to(torch.int8), scale
 
 
-def from_bytes(code: Tensor, scale: Tensor) -> Tensor:
-    """Return the first moments of ``to_bytes``."""
+def dequantize_first(code: Tensor, scale: Tensor) -> Tensor:
+    """Return the first moments of ``quantize_first``."""
     n = code.float()
     return n / (254.0 - n.abs()) * _spread(scale.float(), n)
 
 
-def to_unsigned_bytes(v: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize_second(v: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return fp32 second moments as uint8 codes of their roots and bf16 scales per group."""
     root = _grouped(v).double().sqrt().float()
     scale = _scale_above(root, _LARGEST_ROOT)
@@ -70,8 +70,8 @@ def to_unsigned_bytes(v: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]
     return code.flatten()[: v.numel()].to(torch.uint8), scale
 
 
-def from_unsigned_bytes(code: Tensor, scale: Tensor) -> Tensor:
-    """Return the second moments of ``to_unsigned_bytes``."""
+def dequantize_second(code: Tensor, scale: Tensor) -> Tensor:
+    """Return the second moments of ``quantize_second``."""
     n = code.float()
     per_byte = torch.full((), 1.0 / 255.0, device=code.device)
     root = n * _spread(scale.float() * per_byte, n)

@@ -10,7 +10,7 @@ from tensorstow.formats.state_format import StateFormat, decode, encode, state_n
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class FormattedStates:
     """The states of a 1-D parameter as they are kept: the streams of ``streams_of``."""
 
     streams: Sequence[Tensor]
@@ -23,7 +23,7 @@ class Kept:
 def adam_reference_in_format(
     param: Tensor,
     grad: Tensor,
-    kept: Kept,
+    kept: FormattedStates,
     scalars: AdamScalars,
     *,
     key: int = 0,

@@ -15,13 +15,13 @@ from tensorstow.base.errors import OptionError
 from tensorstow.formats.masters import join_bytes, join_halves, split_bytes, split_halves
 from tensorstow.formats.quantize import (
     GROUP,
-    from_bytes,
-    from_unsigned_bytes,
-    to_bytes,
-    to_half,
-    to_unsigned_bytes,
+    dequantize_first,
+    dequantize_second,
+    quantize_first,
+    quantize_second,
+    round_to_bf16,
 )
-from tensorstow.formats.stochastic_rounding import draws
+from tensorstow.formats.stochastic_rounding import random_bits
 
 _PIECE = 1 << 19
 """Elements converted at a time: a few MiB of temporaries; a multiple of GROUP."""
@@ -136,7 +136,7 @@ def encode(
         if key is None:
             _check(piece, weight[begin:end], format)
         elif not format.exact:
-            chances = draws(key, first + begin, end - begin, weight.device)
+            chances = random_bits(key, first + begin, end - begin, weight.device)
         encoded = _encode_piece(piece, weight[begin:end], format, chances)
         for name, stream in _cut(out, specs, begin, end).items():
             stream.copy_(encoded[name])
@@ -185,8 +185,8 @@ def _decode_piece(
     m, v = kept["exp_avg"], kept["exp_avg_sq"]
     states = dict(kept)
     if format == StateFormat.INT8:
-        states["exp_avg"] = from_bytes(m, states.pop("exp_avg_scale"))
-        states["exp_avg_sq"] = from_unsigned_bytes(v, states.pop("exp_avg_sq_scale"))
+        states["exp_avg"] = dequantize_first(m, states.pop("exp_avg_scale"))
+        states["exp_avg_sq"] = dequantize_second(v, states.pop("exp_avg_sq_scale"))
     elif format == StateFormat.BF16:
         states["exp_avg"], states["exp_avg_sq"] = m.float(), v.float().abs()
     if _in_halves(weight.dtype, format):
@@ -206,10 +206,10 @@ def _encode_piece(
     if halves or not format.exact:
         v = v.abs()
     if format == StateFormat.BF16:
-        m, v = to_half(m, chances[0]), to_half(v, chances[1])
+        m, v = round_to_bf16(m, chances[0]), round_to_bf16(v, chances[1])
     elif format == StateFormat.INT8:
-        m, encoded["exp_avg_scale"] = to_bytes(m, chances[0])
-        v, encoded["exp_avg_sq_scale"] = to_unsigned_bytes(v, chances[1])
+        m, encoded["exp_avg_scale"] = quantize_first(m, chances[0])
+        v, encoded["exp_avg_sq_scale"] = quantize_second(v, chances[1])
     if halves:
         encoded["master"], rounded_up = split_halves(states["master"])
         v = torch.where(rounded_up, -v, v)

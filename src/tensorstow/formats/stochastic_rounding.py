@@ -7,7 +7,7 @@ _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
 
 
-def draws(
+def random_bits(
     key: int, first: int, count: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """Return two 16-bit numbers (int32) on ``device`` for each element from ``first`` on.

@@ -345,11 +345,11 @@ def validate_optimizer(made: object, placed: Mapping[str, Any]) -> StowedAdam:
             " tensorstow.AdamW or tensorstow.Adam."
         )
         raise OptionError(message)
-    where = made.stowage.placement
+    where = made.offload_policy.placement
     found = {
         "states": made.placement_of_states,
-        "overlap": made.stowage.overlap,
-        "update_on": made.stowage.update_on,
+        "overlap": made.offload_policy.overlap,
+        "update_on": made.offload_policy.update_on,
         "dir": bool(where.directories),
         "ram_budget": where.ram_budget,
     }

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from tensorstow.base.update_on import UpdateOn
 from tensorstow.checkpoint.run import DEFAULT_EVERY, Extra
 from tensorstow.optim import options
-from tensorstow.optim.options import Directory, Durability, States
+from tensorstow.optim.options import DirectoryOption, Durability, StatePlacement
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.policy import Overlap, PipelinePolicy
 
@@ -80,8 +80,8 @@ class AdamW(StowedAdam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        states: States = "host",
-        dir: Directory = None,  # noqa: A002
+        states: StatePlacement = "host",
+        dir: DirectoryOption = None,  # noqa: A002
         ram_budget: str | int | None = None,
         state_format: str | None = None,
         update_on: UpdateOn | None = None,
@@ -99,7 +99,7 @@ class AdamW(StowedAdam):
         super().__init__(
             params,
             _torch_defaults(given, decoupled=True),
-            options.stowage(given),
+            options.offload_policy(given),
             run=options.run(given),
             grad_dtype=grad_dtype,
         )
@@ -165,8 +165,8 @@ class Adam(StowedAdam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        states: States = "host",
-        dir: Directory = None,  # noqa: A002
+        states: StatePlacement = "host",
+        dir: DirectoryOption = None,  # noqa: A002
         ram_budget: str | int | None = None,
         state_format: str | None = None,
         update_on: UpdateOn | None = None,
@@ -184,7 +184,7 @@ class Adam(StowedAdam):
         super().__init__(
             params,
             _torch_defaults(given, decoupled=decoupled_weight_decay),
-            options.stowage(given),
+            options.offload_policy(given),
             run=options.run(given),
             grad_dtype=grad_dtype,
         )

@@ -23,9 +23,9 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.checkpoint.ranks import Ranks
-from tensorstow.checkpoint.run import Extra, Run
+from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
-from tensorstow.states.offload_policy import Stowage
+from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.backward_overlap import ConsumedGradients
 from tensorstow.step.calls import Calls
 from tensorstow.step.forward_overlap import ForwardWaits
@@ -48,11 +48,11 @@ class Core:
         params: ParamTable,
         commits: Commits,
         ranks: Ranks,
-        stowage: Stowage,
-        run: Run,
+        offload_policy: OffloadPolicy,
+        run: RunOptions,
         calls: Calls,
     ) -> None:
-        """Make the schedule that ``stowage`` asks for; all of it ends with this object."""
+        """Make the schedule that ``offload_policy`` asks for; all of it ends with this object."""
         self._owner = os.getpid()
         self._finished = True  # until there is something to finish
         self.params = params
@@ -68,13 +68,13 @@ class Core:
         self.clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.extra: dict[str, Any] = {}
         self.waits: ForwardWaits | None = None
-        self.schedule = self._make_schedule(stowage, run)
+        self.schedule = self._make_schedule(offload_policy, run)
         self._finished = False
         params.outlive_finalizers()
         _LIVING[next(_NUMBERS)] = self
 
-    def _make_schedule(self, stowage: Stowage, run: Run) -> Schedule:
-        poison = stowage.policy.poison
+    def _make_schedule(self, offload_policy: OffloadPolicy, run: RunOptions) -> Schedule:
+        poison = offload_policy.policy.poison
         table = weakref.ref(self.params)
 
         def is_used(number: int) -> bool:
@@ -82,9 +82,9 @@ class Core:
             return params is None or not params.uses(number)
 
         landed = ConsumedGradients(run.accumulation_steps, is_used)
-        if stowage.overlap != "none" and run.module is not None:
+        if offload_policy.overlap != "none" and run.module is not None:
             self.waits = ForwardWaits(run.module, self._make_wait())
-        if stowage.overlap == "backward":
+        if offload_policy.overlap == "backward":
             return BackwardOverlap(landed, poison=poison)
         return Synchronous() if self.waits is None else ForwardOverlap(self.waits, poison=poison)
 
@@ -148,7 +148,7 @@ class Core:
 
     def _uncommitted(self) -> int:
         """Return how many steps of a durable run no commit has."""
-        if not self.params.stowage.placement.durable:
+        if not self.params.offload_policy.placement.durable:
             return 0
         return self.commits.step - (self.commits.committed or 0)
 

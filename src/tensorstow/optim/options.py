@@ -11,23 +11,23 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.update_on import CHOICES, UpdateOn, is_update_on, reaches_device, told
-from tensorstow.checkpoint.run import Interval, Run
+from tensorstow.checkpoint.run import Interval, RunOptions
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.states.offload_policy import Stowage
+from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import Overlap, PipelinePolicy
 from tensorstow.states.state_store import Placement
 from tensorstow.step.validation import refuse_beside
 
-States = Literal["host", "ram", "disk"] | float
+StatePlacement = Literal["host", "ram", "disk"] | float
 _NUMBERS = (int, float, np.integer, np.floating)
 _FRACTIONS = {"host": 0.0, "ram": 0.0, "disk": 1.0}
 Durability = Literal["commit", "none"] | None
-Directory = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+DirectoryOption = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
 def placement(
-    states: States,
-    directory: Directory,
+    states: StatePlacement,
+    directory: DirectoryOption,
     ram_budget: str | int | None,
     durability: Durability = "none",
 ) -> Placement:
@@ -57,14 +57,14 @@ def placement(
     return Placement(fraction, directories(directory), budget, durable)
 
 
-def stowage(given: Mapping[str, Any]) -> Stowage:
+def offload_policy(given: Mapping[str, Any]) -> OffloadPolicy:
     """Read the keywords of our own in an optimizer's constructor."""
     where = placement(given["states"], given["dir"], given["ram_budget"], given["durability"])
     overlap = given["overlap"]
     if overlap not in {"none", "forward", "backward"}:
         message = f'overlap={overlap!r} was given: it is "none", "forward" or "backward".'
         raise OptionError(message)
-    return Stowage(
+    return OffloadPolicy(
         where,
         given["policy"] or PipelinePolicy(),
         overlap,
@@ -73,7 +73,7 @@ def stowage(given: Mapping[str, Any]) -> Stowage:
     )
 
 
-def run(given: Mapping[str, Any]) -> Run:
+def run(given: Mapping[str, Any]) -> RunOptions:
     """Read what the constructor is told of the run that the optimizer is a part of."""
     module, extra = given["module"], given["extra"]
     if module is not None and not isinstance(module, torch.nn.Module):
@@ -85,7 +85,7 @@ def run(given: Mapping[str, Any]) -> Run:
             " commit."
         )
         raise OptionError(message)
-    return Run(
+    return RunOptions(
         module=module,
         accumulation_steps=given["accumulation_steps"],
         commit_every=Interval.parse(given["commit_every"]),
@@ -120,7 +120,7 @@ def _state_format(name: str | None, amsgrad: object) -> StateFormat | None:
     return chosen
 
 
-def directories(directory: Directory, keyword: str = "dir") -> tuple[Path, ...]:
+def directories(directory: DirectoryOption, keyword: str = "dir") -> tuple[Path, ...]:
     """Return one path or several as a tuple; empty for None."""
     if directory is None:
         return ()

@@ -16,19 +16,19 @@ from torch.optim.optimizer import ParamsT
 from tensorstow.base.errors import OptionError, PoisonedError, StowError, UnlinkedError
 from tensorstow.base.sizes import format_count
 from tensorstow.checkpoint import agreement, optimizer_export
-from tensorstow.checkpoint.commit_to import move_run
-from tensorstow.checkpoint.commits import Commits, space_of
-from tensorstow.checkpoint.full_state import complete
+from tensorstow.checkpoint.commit_to import commit_to
+from tensorstow.checkpoint.commits import Commits, storage_of
+from tensorstow.checkpoint.full_state import complete_state_dict
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.resume import resume
-from tensorstow.checkpoint.run import Extra, Run
+from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra, is_checked
 from tensorstow.optim import options
 from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import TraceEvent, Traffic
-from tensorstow.states.offload_policy import Stowage
+from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
 from tensorstow.step.backward_overlap import ConsumedGradients
@@ -72,26 +72,26 @@ class StowedAdam(Optimizer):
         self,
         params: ParamsT,
         defaults: dict[str, Any],
-        stowage: Stowage,
+        offload_policy: OffloadPolicy,
         *,
-        run: Run | None = None,
+        run: RunOptions | None = None,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
         """Check everything, then reserve memory and disk for the states of ``params``."""
         validation.check_hyper(defaults)
         validation.refuse_torch_keywords(defaults)
-        run = run or Run()
+        run = run or RunOptions()
         self._calls = Calls()
-        validation.check_overlap(stowage.overlap, run.module, run.accumulation_steps)
+        validation.check_overlap(offload_policy.overlap, run.module, run.accumulation_steps)
         extra_checked = is_checked(run.extra)
-        self._isa = stowage.policy.isa
-        self._update_on = stowage.update_on
+        self._isa = offload_policy.policy.isa
+        self._update_on = offload_policy.update_on
         self._param_table: ParamTable | None = None  # until the groups are known
         self._half_loaded = False
         self._around_resume: list[Callable[[], None]] = []
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
         # gradients; beside backward there are no gradients left to scale.
-        self._step_supports_amp_scaling = stowage.overlap != "backward"
+        self._step_supports_amp_scaling = offload_policy.overlap != "backward"
         super().__init__(params, defaults)
         validation.refuse_foreign(run.module, list(self._parameters()))
         if grad_dtype is not None:
@@ -106,9 +106,9 @@ class StowedAdam(Optimizer):
             if method is not None:
                 method(parameter)
 
-        self._ranks = Ranks.of(self._parameters(), stowage)
-        with self._ranks.telling("the making of the optimizer"):
-            self._param_table = ParamTable(self._ranks.own(stowage), landed)
+        self._ranks = Ranks.of(self._parameters(), offload_policy)
+        with self._ranks.reporting_errors("the making of the optimizer"):
+            self._param_table = ParamTable(self._ranks.in_rank_directory(offload_policy), landed)
         self._commits = Commits(
             run.commit_every,
             module=run.module,
@@ -116,11 +116,13 @@ class StowedAdam(Optimizer):
             extra_checked=extra_checked,
             ranks=self._ranks,
         )
-        self._core = Core(self._param_table, self._commits, self._ranks, stowage, run, self._calls)
+        self._core = Core(
+            self._param_table, self._commits, self._ranks, offload_policy, run, self._calls
+        )
         self._core.optimizer = weakref.ref(self)
         self._core.groups, self._core.states = self.param_groups, self.state
         self._schedule = self._core.schedule
-        if stowage.overlap == "backward":
+        if offload_policy.overlap == "backward":
             validation.refuse_ranks(run.module, self._parameters())
         self._attach(filter(validation.is_to_be_trained, self._parameters()))
 
@@ -377,14 +379,14 @@ class StowedAdam(Optimizer):
         return nullcontext()
 
     @property
-    def stowage(self) -> Stowage:
+    def offload_policy(self) -> OffloadPolicy:
         """Where states live, in which format, and when they move."""
-        return self._params().stowage
+        return self._params().offload_policy
 
     @property
     def placement_of_states(self) -> str:
         """Where states live: "host", "disk", or "shared" between the two."""
-        fraction = self._params().stowage.placement.disk_fraction
+        fraction = self._params().offload_policy.placement.disk_fraction
         return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
 
     @a_call("synchronize")
@@ -414,13 +416,13 @@ class StowedAdam(Optimizer):
             RankError: The ranks have no commit in common.
         """
         params = self._params()
-        space = space_of(params, "resume()")
+        storage = storage_of(params, "resume()")
         self._settle_or_give_up()
         self._call_resume_hooks()
-        generation = agreement.choose(space.store, which, self._ranks)
+        generation = agreement.choose(storage.store, which, self._ranks)
         if generation is None:
             return None
-        self._ranks.together("resume()", partial(self._go_on_from, generation))
+        self._ranks.run_on_all("resume()", partial(self._go_on_from, generation))
         self._call_resume_hooks()
         return generation.step
 
@@ -477,12 +479,12 @@ class StowedAdam(Optimizer):
         It sets a flag, so signal handlers may call it. The commit is durable when that ``step()``
         returns. With several ranks, a step that all of them take commits, whichever rank asked.
         """
-        space_of(self._params(), "request_commit()")
+        storage_of(self._params(), "request_commit()")
         self._commits.requested = True
 
     def _commit(self, extra: Mapping[str, Any] | None = None) -> int:
         params = self._params()
-        space_of(params, "commit()")
+        storage_of(params, "commit()")
         if extra is not None:
             check_extra(extra)
         self._settle_step()
@@ -494,7 +496,7 @@ class StowedAdam(Optimizer):
         return self._commits.step
 
     @a_call("commit_to")
-    def commit_to(self, dir: options.Directory, extra: Extra | None = None) -> int:  # noqa: A002
+    def commit_to(self, dir: options.DirectoryOption, extra: Extra | None = None) -> int:  # noqa: A002
         """Commit the run in another directory, and continue there.
 
         Call it between steps, on every rank. Snapshots are not moved. After an UnlinkedError it
@@ -508,14 +510,14 @@ class StowedAdam(Optimizer):
             The number of steps taken.
         """
         params, before = self._params(), self._states()
-        space_of(params, "commit_to()")
+        storage_of(params, "commit_to()")
         with suppress(UnlinkedError):  # which is why it is called
             self._settle_step()
         self._commits.refuse_strange(self._params())
         self._core.refuse_lack_of_extra("commit_to()", extra)
         try:
             where = options.directories(dir)
-            move_run(where, params, self._commits, self.param_groups, self.state, extra)
+            commit_to(where, params, self._commits, self.param_groups, self.state, extra)
         finally:
             if params.store is not before:
                 self._schedule.give_up()
@@ -531,12 +533,12 @@ class StowedAdam(Optimizer):
             name: The name; one that exists is refused.
             extra: As in ``commit()``.
         """
-        space = space_of(self._params(), "snapshot()")
+        storage = storage_of(self._params(), "snapshot()")
         self._settle_step()
         self._commits.refuse_strange(self._params())
         if extra is not None or self._commits.committed != self._commits.step:
             self._commit(extra)
-        agreement.pin(space.store, name, self._commits.generation, self._ranks)
+        agreement.add_snapshot(storage.store, name, self._commits.generation, self._ranks)
 
     @a_call("snapshots")
     def snapshots(self) -> Sequence[Summary]:
@@ -545,10 +547,10 @@ class StowedAdam(Optimizer):
         Returns:
             A summary of each, oldest first.
         """
-        space = space_of(self._params(), "snapshots()")
+        storage = storage_of(self._params(), "snapshots()")
         if not self._ranks.alone:
             self._commits.join(self._params())  # one meeting at a time
-        return agreement.snapshots(space.store, self._ranks)
+        return agreement.snapshots(storage.store, self._ranks)
 
     @a_call("drop")
     def drop(self, name: str) -> None:
@@ -557,9 +559,9 @@ class StowedAdam(Optimizer):
         Args:
             name: The name of the snapshot.
         """
-        space = space_of(self._params(), "drop()")
+        storage = storage_of(self._params(), "drop()")
         self._commits.join(self._params())
-        agreement.unpin(space.store, name, self._ranks)
+        agreement.drop_snapshot(storage.store, name, self._ranks)
 
     @a_call("save_safetensors")
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
@@ -740,7 +742,7 @@ class StowedAdam(Optimizer):
             self._commits.capture(self._params())
         plan = self._make_plan(updates, factor, commits=commits) if updates else None
         pipeline = self._states().pipeline
-        with self._commits.telling(commits=commits), pipeline.whole_step(plan):
+        with self._commits.reporting_errors(commits=commits), pipeline.whole_step(plan):
             if plan is not None:
                 schedule.run(plan, self._params(), self.state)
             self._update_elsewhere(factor / scale)
@@ -750,7 +752,7 @@ class StowedAdam(Optimizer):
     def _begin_step(self) -> bool:
         """Return whether the step commits."""
         params = self._params()
-        if not params.stowage.placement.durable:
+        if not params.offload_policy.placement.durable:
             return False
         self._commits.refuse_strange(self._params())
         self._commits.check_extra()
@@ -861,7 +863,7 @@ class StowedAdam(Optimizer):
             raise OptionError(message)
         commits = schedule.commits
         whole = params.store.pipeline.whole_step(schedule.landed.held, is_open=True)
-        with self._commits.telling(commits=commits), whole:
+        with self._commits.reporting_errors(commits=commits), whole:
             schedule.end([params.get(parameter) for _, parameter, _ in late], params, self.state)
             self._count_step()
         self._commit_step(commits=commits)
@@ -907,5 +909,5 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
     if not isinstance(optimizer, StowedAdam):
         message = f"The hook of StowedAdam was called for a {type(optimizer).__name__}."
         raise TypeError(message)
-    complete(state_dict["state"], list(optimizer._parameters()), optimizer._params())  # noqa: SLF001
+    complete_state_dict(state_dict["state"], list(optimizer._parameters()), optimizer._params())  # noqa: SLF001
     return state_dict

@@ -9,21 +9,29 @@ import torch
 
 from tensorstow.formats.state_format import decode, encode
 from tensorstow.io.arena import Arena
-from tensorstow.states.layout import ChunkPlan, Family, RingPlan, Run, cut, parts_of, space_elements
+from tensorstow.states.layout import (
+    ChunkPlan,
+    Family,
+    RingPlan,
+    Segment,
+    cut,
+    parts_of,
+    space_elements,
+)
 
 Weights = Callable[[int], torch.Tensor]
 """The weight of a numbered parameter, in host memory."""
 _PAGE = 4096
 
 
-class Memory(Protocol):
+class Allocation(Protocol):
     """A run of host memory, zero when it is made."""
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D view of ``count`` elements from byte ``offset``."""
 
 
-Take = Callable[[int], Memory]
+Allocate = Callable[[int], Allocation]
 """Takes so many bytes, which whoever calls must keep as long as the views of it."""
 PART_ELEMENTS = 1 << 15
 """Elements that are in fp32 at a time where states are read or set: 128 KiB a state. What is made
@@ -49,15 +57,15 @@ class Chunk:
         return (run.parameter for run in self.plan.runs)
 
 
-class Ring:
+class ChunkRing:
     """The buffers that chunks on disk pass through, allocated once."""
 
-    def __init__(self, plan: RingPlan, take: Take | None = None) -> None:
-        """Map the memory, no page of which is touched yet; or ``take`` it."""
+    def __init__(self, plan: RingPlan, allocate: Allocate | None = None) -> None:
+        """Map the memory, no page of which is touched yet; or ``allocate`` it."""
         self.plan = plan
         # A forked child must not share pages that the kernel may be writing to.
-        take = take or partial(Arena, in_children=False)
-        self._arena = take(plan.nbytes) if plan.slots else None
+        allocate = allocate or partial(Arena, in_children=False)
+        self._arena = allocate(plan.nbytes) if plan.slots else None
         self.memory: torch.UntypedStorage | None = None
         """What keeps it all."""
         self.address = 0
@@ -92,7 +100,7 @@ class Ring:
 
 
 def place_in_ram(
-    family: Family, runs: Sequence[Run], capacity: int, take: Take | None = None
+    family: Family, runs: Sequence[Segment], capacity: int, allocate: Allocate | None = None
 ) -> tuple[list[Chunk], dict[int, tuple[torch.Tensor, ...]]]:
     """Allocate memory for a space, in chunks of ``capacity``; its pages are zero.
 
@@ -103,8 +111,8 @@ def place_in_ram(
     if not elements:
         return [], {}
     specs = family.specs
-    take = take or partial(Arena, in_children=True)
-    arenas = [take(-(-elements // s.per) * s.dtype.itemsize) for s in specs]
+    allocate = allocate or partial(Arena, in_children=True)
+    arenas = [allocate(-(-elements // s.per) * s.dtype.itemsize) for s in specs]
     chunks = []
     for index, plan in enumerate(cut(runs, capacity)):
         views = tuple(
@@ -127,7 +135,7 @@ def place_in_ram(
     return chunks, by_parameter
 
 
-def own_memory(chunks: Sequence[Chunk], take: Take | None = None) -> None:
+def allocate_resident(chunks: Sequence[Chunk], allocate: Allocate | None = None) -> None:
     """Give chunks memory to stay in, one run of it for all; its pages are zero."""
     # Streams a page apart, so that they never sit a power of two apart. One mapping, because huge
     # pages that are used in part count in full.
@@ -140,8 +148,8 @@ def own_memory(chunks: Sequence[Chunk], take: Take | None = None) -> None:
             end = -(-(end + nbytes) // _PAGE) * _PAGE + _PAGE
     if not chunks:
         return
-    take = take or partial(Arena, in_children=True)
-    arena = take(end)
+    allocate = allocate or partial(Arena, in_children=True)
+    arena = allocate(end)
     places = iter(starts)
     for chunk in chunks:
         chunk.resident = tuple(

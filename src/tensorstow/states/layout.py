@@ -74,7 +74,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Segment:
     """``count`` elements of a parameter, from ``start`` of it, at ``position`` of a space."""
 
     parameter: int
@@ -87,12 +87,12 @@ class Run:
 class ChunkPlan:
     """One cut of a space: runs with positions relative to it, and its length in elements."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[Segment, ...]
     elements: int
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ElementRange:
     """Elements [start, stop) of a parameter."""
 
     parameter: int
@@ -102,7 +102,7 @@ class Span:
 
 def split(
     sizes: Sequence[int], disk_fraction: float, *, group: int = 1
-) -> tuple[list[Span], list[Span]]:
+) -> tuple[list[ElementRange], list[ElementRange]]:
     """Share the elements of ``sizes`` between RAM and disk, in order: the head stays in RAM.
 
     The disk gets ``round(disk_fraction * sum(sizes))`` elements exactly, so at most one parameter
@@ -116,36 +116,36 @@ def split(
         )
         raise OptionError(message)
     ram_elements = sum(sizes) - round(disk_fraction * sum(sizes))
-    ram: list[Span] = []
-    disk: list[Span] = []
+    ram: list[ElementRange] = []
+    disk: list[ElementRange] = []
     for parameter, size in enumerate(sizes):
         kept = min(size, ram_elements)
         ram_elements -= kept
         if kept < size:
             kept -= kept % group
         if kept:
-            ram.append(Span(parameter, 0, kept))
+            ram.append(ElementRange(parameter, 0, kept))
         if kept < size:
-            disk.append(Span(parameter, kept, size))
+            disk.append(ElementRange(parameter, kept, size))
     return ram, disk
 
 
-def lay_out(spans: Sequence[Span]) -> list[Run]:
+def lay_out(spans: Sequence[ElementRange]) -> list[Segment]:
     """Place ``spans`` one after the other, each at a multiple of LANE."""
     runs = []
     position = 0
     for span in spans:
-        runs.append(Run(span.parameter, span.start, span.stop - span.start, position))
+        runs.append(Segment(span.parameter, span.start, span.stop - span.start, position))
         position += round_up(span.stop - span.start, LANE)
     return runs
 
 
-def space_elements(runs: Sequence[Run]) -> int:
+def space_elements(runs: Sequence[Segment]) -> int:
     """Return the length of the space that ``runs`` fill, padding included."""
     return round_up(runs[-1].position + runs[-1].count, LANE) if runs else 0
 
 
-def cut(runs: Sequence[Run], capacity: int) -> Iterator[ChunkPlan]:
+def cut(runs: Sequence[Segment], capacity: int) -> Iterator[ChunkPlan]:
     """Cut a space every ``capacity`` elements (a multiple of LANE)."""
     if capacity <= 0 or capacity % LANE:
         message = (
@@ -165,7 +165,7 @@ def cut(runs: Sequence[Run], capacity: int) -> Iterator[ChunkPlan]:
                 break
             if low < high:
                 start = run.start + low - run.position
-                pieces.append(Run(run.parameter, start, high - low, low - begin))
+                pieces.append(Segment(run.parameter, start, high - low, low - begin))
         yield ChunkPlan(tuple(pieces), end - begin)
 
 

@@ -15,7 +15,7 @@ import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, ForkError, PoisonedError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.io.files import transfer_error
-from tensorstow.states.chunks import Chunk, Ring
+from tensorstow.states.chunks import Chunk, ChunkRing
 from tensorstow.states.kernels import team_of
 from tensorstow.states.policy import Overlap, PipelinePolicy
 
@@ -24,9 +24,9 @@ _DAMAGED = -2  # csrc/pipeline/pipeline.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
 Failure = tuple[int, str, int, int, int, int]
-Place = tuple[int, int]
+FilePosition = tuple[int, int]
 """Engine's number of a file, and the byte in it; NOWHERE before the first write."""
-NOWHERE: Place = (-1, 0)
+NOWHERE: FilePosition = (-1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,10 @@ _WHOLE = StepKind()
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredChunk:
     """What the disk already has of a chunk."""
 
-    place: Place = NOWHERE
+    place: FilePosition = NOWHERE
     blank: bool = True
     checksums: bytes = b""
     """Of its states, a u32 for each block."""
@@ -144,8 +144,8 @@ class UpdatePipeline:
         self._owner = os.getpid()
         self.resources = Resources()
         self._chunks: list[Chunk] = []
-        self._targets: dict[int, Place] = {}
-        self._ring: Ring | None = None
+        self._targets: dict[int, FilePosition] = {}
+        self._ring: ChunkRing | None = None
         self._path_of: Callable[[int], Path] = lambda _: Path("(no file)")
         self._poison: BaseException | None = None
         self._untold: BaseException | None = None
@@ -163,9 +163,9 @@ class UpdatePipeline:
     def connect(
         self,
         engine: _native.Engine,
-        ring: Ring,
+        ring: ChunkRing,
         chunks: Sequence[Chunk],
-        stored: Sequence[Stored],
+        stored: Sequence[StoredChunk],
         path_of: Callable[[int], Path],
     ) -> None:
         """Serve ``chunks`` too from now on, all of them through ``ring``."""
@@ -354,17 +354,17 @@ class UpdatePipeline:
         """Return the chunk's state: resident, blank, stored, ... (csrc/pipeline/chunk.h)."""
         return self._live().state(chunk.number)
 
-    def place(self, chunk: Chunk) -> Place:
+    def place(self, chunk: Chunk) -> FilePosition:
         """Return where the chunk's states were last written."""
         file, offset = self._live().place(chunk.number)
         return file, offset
 
-    def target(self, chunk: Chunk, place: Place) -> None:
+    def target(self, chunk: Chunk, place: FilePosition) -> None:
         """Write the chunk there from its next write on."""
         self._targets[chunk.number] = place
         self._live().set_target(chunk.number, *place)
 
-    def target_of(self, chunk: Chunk) -> Place:
+    def target_of(self, chunk: Chunk) -> FilePosition:
         """Return where the chunk is written next."""
         return self._targets[chunk.number]
 

@@ -12,7 +12,7 @@ from tensorstow.states.state_store import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Stowage:
+class OffloadPolicy:
     """Where states live (``placement``), in which format, and when they move."""
 
     placement: Placement

@@ -9,13 +9,13 @@ from tensorstow.base.directories import choose_directory
 from tensorstow.base.sizes import format_bytes
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, accepts_direct, scratch_file
-from tensorstow.states.native_pipeline import Place
+from tensorstow.states.native_pipeline import FilePosition
 from tensorstow.states.policy import PipelinePolicy
 
 logger = logging.getLogger("tensorstow")
 
 
-class ScratchSpace:
+class ScratchStorage:
     """Unnamed files in one directory or several; a chunk has one place for ever."""
 
     durable = False
@@ -41,7 +41,7 @@ class ScratchSpace:
             )
         return self.engine
 
-    def reserve(self, widths: Sequence[int]) -> list[Place]:
+    def reserve(self, widths: Sequence[int]) -> list[FilePosition]:
         """Return a place for each of ``widths`` bytes, in files that go round the directories.
 
         Raises DirectoryError where one is missing, read-only, in RAM or too full.

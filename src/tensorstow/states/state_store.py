@@ -24,13 +24,13 @@ from tensorstow.base.errors import OptionError
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.io.files import File, IoFuture
 from tensorstow.states.chunks import (
+    Allocate,
+    Allocation,
     Chunk,
-    Memory,
-    Ring,
-    Take,
+    ChunkRing,
     Weights,
+    allocate_resident,
     gather_weight,
-    own_memory,
     pack,
     place_in_ram,
     slices,
@@ -39,10 +39,10 @@ from tensorstow.states.chunks import (
 from tensorstow.states.kernels import prepare_kernels
 from tensorstow.states.layout import (
     RESIDENT_CAPACITY,
+    ElementRange,
     Family,
     RingPlan,
-    Run,
-    Span,
+    Segment,
     chunk_bytes,
     cut,
     lay_out,
@@ -50,13 +50,19 @@ from tensorstow.states.layout import (
     split,
 )
 from tensorstow.states.memory import StateMemory, chunk_state_bytes, plan_host
-from tensorstow.states.native_pipeline import NOWHERE, Place, Resources, Stored, UpdatePipeline
+from tensorstow.states.native_pipeline import (
+    NOWHERE,
+    FilePosition,
+    Resources,
+    StoredChunk,
+    UpdatePipeline,
+)
 from tensorstow.states.policy import Overlap, PipelinePolicy
-from tensorstow.states.scratch import ScratchSpace
+from tensorstow.states.scratch import ScratchStorage
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StateSlice:
     """States in fp32 of the elements of a parameter from ``start`` on, by name, 1-D."""
 
     parameter: int
@@ -81,7 +87,7 @@ class Placement:
     """Commits outlive the process; else what is on disk is scratch."""
 
 
-class Space(Protocol):
+class ChunkStorage(Protocol):
     """Where chunks that are on disk have their bytes."""
 
     engine: _native.Engine | None
@@ -90,7 +96,7 @@ class Space(Protocol):
     def open_engine(self) -> _native.Engine:
         """Return the engine that serves its files."""
 
-    def reserve(self, widths: Sequence[int]) -> list[Place]:
+    def reserve(self, widths: Sequence[int]) -> list[FilePosition]:
         """Return a place for each of ``widths`` bytes."""
 
     def file(self, number: int) -> File:
@@ -123,23 +129,24 @@ class StateStore:
         placement: Placement,
         policy: PipelinePolicy,
         weights: Weights = _no_weights,
-        space: Space | None = None,
+        storage: ChunkStorage | None = None,
         overlap: Overlap = "none",
-        take: Take | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         """Check the placement; nothing is allocated before ``extend``.
 
-        ``weights`` returns the parameter of a number, in host memory; ``space`` is where states on
-        disk go (default: scratch files); ``take`` gives memory that states are in (default: any).
+        ``weights`` returns the parameter of a number, in host memory; ``storage`` is where states
+        on disk go (default: scratch files); ``allocate`` gives memory that states are in (default:
+        any).
         """
         split([], placement.disk_fraction)
-        if space is None:
+        if storage is None:
             make_directories(placement.directories)
         self.placement = placement
         self.policy = policy
         self.weights = weights
         self.pipeline = UpdatePipeline(policy, overlap)
-        self.space = space or ScratchSpace(
+        self.storage = storage or ScratchStorage(
             placement.directories, policy, moving=placement.disk_fraction > 0
         )
         self.chunks: list[Chunk] = []
@@ -147,12 +154,12 @@ class StateStore:
         self.sizes: list[int] = []
         self.families: list[Family] = []
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._ring = Ring(RingPlan(0, 0))
-        self._take = take
+        self._ring = ChunkRing(RingPlan(0, 0))
+        self._allocate = allocate
         self._bought = 0
         """Bytes of the RAM budget that are spent on states which stay."""
         resources = self.pipeline.resources
-        self._finalizer = weakref.finalize(self, _release, resources, self.space, os.getpid())
+        self._finalizer = weakref.finalize(self, _release, resources, self.storage, os.getpid())
         prepare_kernels(policy)
 
     def keep(self) -> None:
@@ -194,7 +201,7 @@ class StateStore:
         sizes: Sequence[int],
         families: Sequence[Family],
         chunks: Sequence[Chunk],
-        stored: Sequence[Stored],
+        stored: Sequence[StoredChunk],
     ) -> None:
         """Take states as they are on disk, into an empty store; nothing is read yet."""
         with self.pipeline.lock:
@@ -208,7 +215,7 @@ class StateStore:
             [(c.family, c.plan) for c in chunks],
             budget=self.placement.ram_budget,
             slots=self.policy.most_slots,
-            with_weights=self.space.durable,
+            with_weights=self.storage.durable,
         )
 
     def _cut(
@@ -220,7 +227,7 @@ class StateStore:
     ) -> tuple[list[Chunk], dict[int, tuple[torch.Tensor, ...]]]:
         first = len(self.sizes)
         # A commit takes chunks out of RAM too, so under commits all are of one size.
-        fraction = 1.0 if self.space.durable else self.placement.disk_fraction
+        fraction = 1.0 if self.storage.durable else self.placement.disk_fraction
         chunks: list[Chunk] = []
         views: dict[int, tuple[torch.Tensor, ...]] = {}
         for family in dict.fromkeys(families):
@@ -231,7 +238,7 @@ class StateStore:
                 in_ram, on_disk = (
                     lay_out(
                         [
-                            Span(first + numbers[s.parameter], s.start, s.stop)
+                            ElementRange(first + numbers[s.parameter], s.start, s.stop)
                             for s in spans
                             if apart[numbers[s.parameter]] == unit
                         ]
@@ -251,9 +258,9 @@ class StateStore:
 
         return sorted(chunks, key=rank), views
 
-    def _plan_ring(self, new: Sequence[Chunk]) -> Ring:
+    def _plan_ring(self, new: Sequence[Chunk]) -> ChunkRing:
         """Return the ring for all chunks, and give memory to those that the budget keeps."""
-        durable = self.space.durable
+        durable = self.storage.durable
         share = list(self._share_in_ram(new)) if durable else []
         shared = set(share)
         placed = [*(c for c in self.chunks if durable or not c.resident), *share]
@@ -267,18 +274,18 @@ class StateStore:
             at_home=len(placed),
         )
         bought = movable[: plan.resident]
-        own_memory([*share, *bought], self._own())
+        allocate_resident([*share, *bought], self._own())
         self._bought += sum(c.family.state_bytes(c.plan.elements) for c in bought)
-        return self._ring if plan.ring == self._ring.plan else Ring(plan.ring, self._take)
+        return self._ring if plan.ring == self._ring.plan else ChunkRing(plan.ring, self._allocate)
 
-    def _own(self) -> Take | None:
+    def _own(self) -> Allocate | None:
         """Return who gives memory that states stay in, which must outlive the pipeline."""
-        take, lent = self._take, self.pipeline.lent
-        if take is None:
+        allocate, lent = self._allocate, self.pipeline.lent
+        if allocate is None:
             return None
 
-        def keep(nbytes: int) -> Memory:
-            lent.append(memory := take(nbytes))
+        def keep(nbytes: int) -> Allocation:
+            lent.append(memory := allocate(nbytes))
             return memory
 
         return keep
@@ -297,20 +304,22 @@ class StateStore:
                 return
             yield chunk
 
-    def _connect(self, chunks: Sequence[Chunk], ring: Ring, stored: Sequence[Stored] = ()) -> None:
-        on_disk = [c for c in chunks if self.space.durable or not c.resident]
+    def _connect(
+        self, chunks: Sequence[Chunk], ring: ChunkRing, stored: Sequence[StoredChunk] = ()
+    ) -> None:
+        on_disk = [c for c in chunks if self.storage.durable or not c.resident]
         for chunk in on_disk:
             chunk.file_bytes = chunk_bytes(
-                chunk.family, chunk.plan.elements, with_weights=self.space.durable
+                chunk.family, chunk.plan.elements, with_weights=self.storage.durable
             )
         places = dict(
-            zip(on_disk, self.space.reserve([c.file_bytes for c in on_disk]), strict=True)
+            zip(on_disk, self.storage.reserve([c.file_bytes for c in on_disk]), strict=True)
         )
         # Under commits a chunk is nowhere until one has it.
         there = stored or [
-            Stored(NOWHERE if self.space.durable else places.get(c, NOWHERE)) for c in chunks
+            StoredChunk(NOWHERE if self.storage.durable else places.get(c, NOWHERE)) for c in chunks
         ]
-        self.pipeline.connect(self.space.open_engine(), ring, chunks, there, self.space.path)
+        self.pipeline.connect(self.storage.open_engine(), ring, chunks, there, self.storage.path)
         for chunk, place in places.items():
             self.pipeline.target(chunk, place)
         self.chunks += chunks
@@ -352,7 +361,7 @@ class StateStore:
                 out[piece.parameter][name][piece.start : piece.start + len(values)] = values
         return out
 
-    def pieces(self, parameters: Iterable[int]) -> Generator[Piece, None, None]:
+    def pieces(self, parameters: Iterable[int]) -> Generator[StateSlice, None, None]:
         """Yield the states of ``parameters`` piece by piece, all of one moment, in any order.
 
         Memory is bounded: one slot of the ring, and the fp32 states of a part of a chunk. No step
@@ -371,13 +380,13 @@ class StateStore:
                             yield self._piece(run, states, reseeded)
 
     def _piece(
-        self, run: Run, states: Mapping[str, torch.Tensor], reseeded: Container[int]
-    ) -> Piece:
+        self, run: Segment, states: Mapping[str, torch.Tensor], reseeded: Container[int]
+    ) -> StateSlice:
         named = {name: s[run.position : run.position + run.count] for name, s in states.items()}
         if run.parameter in reseeded:
             weight = self.weights(run.parameter).detach().reshape(-1)
             named["master"] = weight[run.start : run.start + run.count].float()
-        return Piece(run.parameter, run.start, named)
+        return StateSlice(run.parameter, run.start, named)
 
     def _is_reseeded(self, parameter: int) -> bool:
         """Return whether the weight is the master: someone else wrote the half that is not kept."""
@@ -455,22 +464,22 @@ class StateStore:
     @property
     def engine(self) -> _native.Engine | None:
         """The I/O engine. Tests put faults in here."""
-        return self.space.engine
+        return self.storage.engine
 
     @property
     def directories(self) -> tuple[Path, ...]:
         """Where the files are."""
-        return self.space.directories
+        return self.storage.directories
 
-    def leave(self) -> Space:
+    def leave(self) -> ChunkStorage:
         """Drop all states and buffers, but keep the space, which is another store's now."""
         with self.pipeline.lock:
             self._finalizer.detach()
             self.pipeline.close()
             self.abandon()
             self.chunks, self._views = [], {}
-            self._ring = Ring(RingPlan(0, 0))
-            return self.space
+            self._ring = ChunkRing(RingPlan(0, 0))
+            return self.storage
 
     def close(self) -> None:
         """Drop all states, buffers and files. Idempotent."""
@@ -481,7 +490,7 @@ class StateStore:
             if kept is not None:
                 _release(*kept)
             self.chunks, self._views = [], {}
-            self._ring = Ring(RingPlan(0, 0))
+            self._ring = ChunkRing(RingPlan(0, 0))
 
     def _in_memory(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Sequence[torch.Tensor]]]:
         """Bring each chunk's streams into memory in turn; valid until the next is asked for."""
@@ -501,12 +510,12 @@ class StateStore:
     def _load(self, chunk: Chunk) -> None:
         """Read a chunk's streams into the ring's first slot."""
         number, offset = self.pipeline.place(chunk)
-        self._move(chunk, self.space.file(number).read, offset)
+        self._move(chunk, self.storage.file(number).read, offset)
 
     def _save(self, chunk: Chunk) -> None:
         """Write the ring's first slot to where the chunk is to be written next."""
         number, offset = self.pipeline.target_of(chunk)
-        self._move(chunk, self.space.file(number).write, offset)
+        self._move(chunk, self.storage.file(number).write, offset)
 
     def _move(self, chunk: Chunk, start: Transferring, offset: int) -> None:
         parts = parts_of(chunk.family, chunk.plan.elements)[:-1]
@@ -520,8 +529,8 @@ _KEPT: dict[int, tuple[Any, ...]] = {}
 """What stores have that are kept: not the stores, which the collector may take."""
 
 
-def _release(resources: Resources, space: Space, owner: int) -> None:
+def _release(resources: Resources, storage: ChunkStorage, owner: int) -> None:
     """Let go in this order: the pipeline drains into the files, then they are closed."""
     if owner == os.getpid():  # a forked child has neither the threads nor a right to the files
         resources.close()
-        space.close()
+        storage.close()

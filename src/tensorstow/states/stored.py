@@ -10,13 +10,13 @@ from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import LockedError, OptionError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, accepts_direct
-from tensorstow.states.native_pipeline import Place
+from tensorstow.states.native_pipeline import FilePosition
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.store.records import Extent
 from tensorstow.store.store import Store
 
 
-class StoredSpace:
+class StoreStorage:
     """The files of a store, by the numbers that the I/O engine has for them."""
 
     durable = True
@@ -36,7 +36,7 @@ class StoredSpace:
         )
         self.store = _open_store(directories, self.engine)
         self._numbers = [file.number for file in self.store.files]
-        self._extents: dict[Place, Extent] = {}
+        self._extents: dict[FilePosition, Extent] = {}
 
     def open_engine(self) -> _native.Engine:
         """Return the engine."""
@@ -45,9 +45,9 @@ class StoredSpace:
             raise OptionError(message)
         return self.engine
 
-    def reserve(self, widths: Sequence[int]) -> list[Place]:
+    def reserve(self, widths: Sequence[int]) -> list[FilePosition]:
         """Return a free extent for each of ``widths`` bytes; all or none."""
-        places: list[Place] = []
+        places: list[FilePosition] = []
         try:
             places.extend(self._hold(self.store.allocate(width)) for width in widths)
         except BaseException:
@@ -56,12 +56,12 @@ class StoredSpace:
             raise
         return places
 
-    def adopt(self, extent: Extent) -> Place:
+    def adopt(self, extent: Extent) -> FilePosition:
         """Hold an extent of a committed generation."""
         self.store.adopt(extent)
         return self._hold(extent)
 
-    def release(self, place: Place) -> None:
+    def release(self, place: FilePosition) -> None:
         """End the hold on an extent."""
         self.store.release(self._extents.pop(place))
 
@@ -70,7 +70,7 @@ class StoredSpace:
         for place in list(self._extents):
             self.release(place)
 
-    def extent(self, place: Place) -> Extent:
+    def extent(self, place: FilePosition) -> Extent:
         """Return the extent that begins at ``place``."""
         return self._extents[place]
 
@@ -92,7 +92,7 @@ class StoredSpace:
         self.store.close()
         self.engine = None
 
-    def _hold(self, extent: Extent) -> Place:
+    def _hold(self, extent: Extent) -> FilePosition:
         place = (self._numbers[extent.file], extent.offset)
         self._extents[place] = extent
         return place

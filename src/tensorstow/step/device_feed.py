@@ -20,7 +20,7 @@ import torch
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import Run
+from tensorstow.states.layout import Segment
 from tensorstow.states.memory import StagingPlan, plan_staging
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.closing import Closing
@@ -32,7 +32,7 @@ class _ChunkTransfer:
     """What crosses the link for one chunk."""
 
     chunk: int
-    runs: tuple[Run, ...]
+    runs: tuple[Segment, ...]
     """Of parameters on the device."""
     awaited: int = 0
     """Gradients that are still to come in this step."""

@@ -21,10 +21,10 @@ import torch
 
 from tensorstow.base.errors import StowError
 from tensorstow.formats.reference import AdamScalars
-from tensorstow.formats.reference_in_format import Kept, adam_reference_in_format
+from tensorstow.formats.reference_in_format import FormattedStates, adam_reference_in_format
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import Run, parts_of
+from tensorstow.states.layout import Segment, parts_of
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.closing import Closing
 from tensorstow.step.host_weight import HostWeight, flat
@@ -219,12 +219,12 @@ def _state_bytes(chunk: Chunk) -> int:
     return parts_of(chunk.family, chunk.plan.elements)[-1].file_at
 
 
-def _part(whole: torch.Tensor, run: Run) -> torch.Tensor:
+def _part(whole: torch.Tensor, run: Segment) -> torch.Tensor:
     return whole[run.start : run.start + run.count]
 
 
 def _update(
-    weight: torch.Tensor, run: Run, chunk: Chunk, streams: Sequence[torch.Tensor], work: Work
+    weight: torch.Tensor, run: Segment, chunk: Chunk, streams: Sequence[torch.Tensor], work: Work
 ) -> None:
     begin, end = run.position, run.position + run.count
     family = chunk.family
@@ -235,7 +235,7 @@ def _update(
     adam_reference_in_format(
         weight,
         _part(work.gradient, run),
-        Kept(own, family.format, family.amsgrad, run.start),
+        FormattedStates(own, family.format, family.amsgrad, run.start),
         work.scalars,
         key=work.key,
         seed_master=work.seed_master,

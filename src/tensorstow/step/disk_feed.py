@@ -20,7 +20,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import Run
+from tensorstow.states.layout import Segment
 from tensorstow.states.native_pipeline import StepRow, UpdatePipeline
 from tensorstow.step.param_table import ManagedParam, ParamTable
 from tensorstow.tensors.dtensor import Pager
@@ -33,7 +33,7 @@ class _Part:
     """What a step does with one chunk through us."""
 
     chunk: Chunk
-    runs: tuple[Run, ...]
+    runs: tuple[Segment, ...]
     """Those whose gradients we hand over."""
     owners: frozenset[int]
     """The parameters on disk in it."""

@@ -17,10 +17,10 @@ from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import RESIDENT_CAPACITY, Family
 from tensorstow.states.memory import StateMemory
-from tensorstow.states.native_pipeline import Stored, Traffic
-from tensorstow.states.offload_policy import Stowage
-from tensorstow.states.state_store import Space, StateStore
-from tensorstow.states.stored import StoredSpace
+from tensorstow.states.native_pipeline import StoredChunk, Traffic
+from tensorstow.states.offload_policy import OffloadPolicy
+from tensorstow.states.state_store import ChunkStorage, StateStore
+from tensorstow.states.stored import StoreStorage
 from tensorstow.step.closing import Closing
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_update import DeviceUpdater
@@ -156,13 +156,13 @@ class ManagedParam:
 class ParamTable:
     """The parameters of one optimizer, the store of their states, and the hooks on them."""
 
-    def __init__(self, stowage: Stowage, on_gradient: OnGradient) -> None:
+    def __init__(self, offload_policy: OffloadPolicy, on_gradient: OnGradient) -> None:
         """Begin with nobody; raises for a directory that cannot hold states.
 
         ``on_gradient`` is called with each parameter whose gradient autograd has accumulated,
         where states move at all.
         """
-        self.stowage = stowage
+        self.offload_policy = offload_policy
         # By id: hashing a tensor is a call into Python, a hundred times a step. Members hold the
         # parameters, so no id is used twice.
         self._by_id: dict[int, ManagedParam] = {}
@@ -177,22 +177,26 @@ class ParamTable:
         """What updates there instead, where updates may run on the device."""
         self.sides: Sides | None = None
         """What runs a step on both, where there is an updater."""
-        self.division = Division(stowage.update_on)
+        self.division = Division(offload_policy.update_on)
         self._share: float | None = None
         self._blocks: weakref.WeakSet[PinnedBlock] = weakref.WeakSet()
         self._kept_alive = False
         weakref.finalize(self, _remove, self._hooks)
-        if stowage.format is not None and not stowage.format.exact:
+        if offload_policy.format is not None and not offload_policy.format.exact:
             logger.warning(
                 'state_format="%s" is inexact: moments are rounded by chance, and results differ'
                 " from those of fp32 states",
-                stowage.format.value,
+                offload_policy.format.value,
             )
-        placement = stowage.placement
-        space = StoredSpace(placement.directories, stowage.policy) if placement.durable else None
-        self.store = self._new_store(space)
+        placement = offload_policy.placement
+        storage = (
+            StoreStorage(placement.directories, offload_policy.policy)
+            if placement.durable
+            else None
+        )
+        self.store = self._new_store(storage)
 
-    def _new_store(self, space: Space | None) -> StateStore:
+    def _new_store(self, storage: ChunkStorage | None) -> StateStore:
         # Weakly: the store must go when its optimizer does, not when a cycle is found.
         weight_of = weakref.WeakMethod(self.weight)
 
@@ -212,19 +216,19 @@ class ParamTable:
                 raise PoisonedError(message)
             return method(nbytes)
 
-        stowage = self.stowage
+        offload_policy = self.offload_policy
         return StateStore(
-            stowage.placement,
-            stowage.policy,
+            offload_policy.placement,
+            offload_policy.policy,
             weight,
-            space,
-            stowage.overlap,
-            take if reaches_device(stowage.update_on) else None,
+            storage,
+            offload_policy.overlap,
+            take if reaches_device(offload_policy.update_on) else None,
         )
 
     def update_on(self, where: UpdateOn) -> None:
         """Update there from ``restore`` on."""
-        self.stowage = replace(self.stowage, update_on=where)
+        self.offload_policy = replace(self.offload_policy, update_on=where)
 
     def _pinned(self, nbytes: int) -> PinnedBlock:
         """Return memory that the accelerator copies from and to, for states."""
@@ -338,11 +342,11 @@ class ParamTable:
         if not new and self._by_id:
             return
         shards = [shard_of(p) for p in new]
-        families = [self.stowage.family(p.dtype, amsgrad=amsgrad[id(p)]) for p in new]
+        families = [self.offload_policy.family(p.dtype, amsgrad=amsgrad[id(p)]) for p in new]
         # What goes over a link goes by chunk, and what is updated beside forward or backward begins
         # when all of a chunk is there, so chunks in RAM are as small there as others.
-        is_fine = self._open_link(shards) or self.stowage.overlap != "none"
-        capacity = self.stowage.policy.chunk_elements if is_fine else RESIDENT_CAPACITY
+        is_fine = self._open_link(shards) or self.offload_policy.overlap != "none"
+        capacity = self.offload_policy.policy.chunk_elements if is_fine else RESIDENT_CAPACITY
         sizes = [s.numel() for s in shards]
         # What shares a chunk is in memory at once, so those whose weights come and go apart do not.
         apart = [id(pager_of(p)) for p in new]
@@ -357,7 +361,7 @@ class ParamTable:
         parameters: Sequence[torch.Tensor],
         families: Sequence[Family],
         chunks: Sequence[Chunk],
-        adopt: Callable[[], Sequence[Stored]],
+        adopt: Callable[[], Sequence[StoredChunk]],
     ) -> None:
         """Take ``parameters`` and their states as a commit has them, in place of all others.
 
@@ -390,7 +394,7 @@ class ParamTable:
                 " accelerator. Make an optimizer for the parameters of each."
             )
             raise OptionError(message)
-        where = self.stowage.update_on
+        where = self.offload_policy.update_on
         if reaches_device(where) and len(remote) < len(parameters):
             message = (
                 f"{len(parameters) - len(remote)} of {len(parameters)} parameters are in host"
@@ -421,7 +425,7 @@ class ParamTable:
         known = {m.number: m.host_weight for m in self._numbered if m.host_weight is not None}
         pipeline = self.store.pipeline
         chunks = self.store.chunks
-        where = self.stowage.update_on
+        where = self.offload_policy.update_on
         closing = Closing(pipeline, 1 + (reaches_device(where) and where != "device"))
         if where != "device":
             self.device_feed = DeviceFeed(link, pipeline, chunks, known, closing)
@@ -449,7 +453,9 @@ class ParamTable:
 
     def _reads_host_weight(self, param: ManagedParam) -> bool:
         """Return whether steps need the weight in host memory."""
-        idle = self.stowage.update_on == "device" and not self.stowage.placement.durable
+        idle = (
+            self.offload_policy.update_on == "device" and not self.offload_policy.placement.durable
+        )
         return not (idle and param.family.dtype == torch.float32)
 
     def differ(self, amsgrad: Mapping[int, bool]) -> bool:
@@ -464,32 +470,32 @@ class ParamTable:
 
     def renew(self) -> None:
         """Drop all states and begin with an empty store in the same place."""
-        space: Space | None = None
-        if self.stowage.placement.durable:
-            space = self.store.leave()
-            if isinstance(space, StoredSpace):
-                space.release_all()
+        storage: ChunkStorage | None = None
+        if self.offload_policy.placement.durable:
+            storage = self.store.leave()
+            if isinstance(storage, StoreStorage):
+                storage.release_all()
         else:
             self.store.close()
-        self._begin_in(space)
+        self._begin_in(storage)
 
-    def move_to(self, space: StoredSpace, stowage: Stowage) -> None:
-        """Drop all states and begin with an empty store in ``space``; the one before is closed."""
+    def move_to(self, storage: StoreStorage, offload_policy: OffloadPolicy) -> None:
+        """Drop all states and begin with an empty store in ``storage``; close the one before."""
         self.store.leave().close()
-        self.stowage = stowage
-        self._begin_in(space)
+        self.offload_policy = offload_policy
+        self._begin_in(storage)
 
-    def _begin_in(self, space: Space | None) -> None:
+    def _begin_in(self, storage: ChunkStorage | None) -> None:
         _remove(self._hooks)
         self._unhooked.clear()
         if self._link is not None:
             self._link.synchronize()  # a step that is given up: its gradients may be on their way
-        self.store = self._new_store(space)
+        self.store = self._new_store(storage)
         if self._kept_alive:
             self.store.keep()
         self._by_id, self._numbered = {}, []
         self.device_feed = self.updater = self.sides = None
-        self.division = Division(self.stowage.update_on)
+        self.division = Division(self.offload_policy.update_on)
 
     def outlive_finalizers(self) -> None:
         """Keep the store from closing itself before ``close`` or ``abandon``."""
@@ -519,7 +525,7 @@ class ParamTable:
         param.order = order_of(shard)
         self._by_id[id(parameter)] = param
         self._numbered.append(param)
-        if self.stowage.moving or self.stowage.overlap == "backward":
+        if self.offload_policy.moving or self.offload_policy.overlap == "backward":
             self._unhooked.append(parameter)
             self._hook()
 

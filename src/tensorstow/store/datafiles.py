@@ -8,7 +8,7 @@ from pathlib import Path
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, StoreFormatError
 from tensorstow.io.files import File
-from tensorstow.store.barriers import Disk
+from tensorstow.store.durability import Disk
 from tensorstow.store.heads import find_head, first_pages, parse_head
 from tensorstow.store.records import HEADER_BYTES, PAGE
 

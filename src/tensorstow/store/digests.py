@@ -13,7 +13,7 @@ from typing import Any
 
 from tensorstow.base.errors import DamageError
 
-Row = Sequence[Any]
+SqlRow = Sequence[Any]
 
 _SEALED = (
     "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name",
@@ -26,7 +26,7 @@ _SEALED = (
 )
 
 
-def digest_of(*tables: Iterable[Row]) -> bytes:
+def digest_of(*tables: Iterable[SqlRow]) -> bytes:
     """Return the digest of rows of numbers, text, bytes and None, table by table."""
     total = hashlib.sha256()
     for rows in tables:

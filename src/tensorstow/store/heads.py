@@ -22,7 +22,7 @@ import torch
 
 from tensorstow.base.errors import DamageError
 from tensorstow.io.files import File, IoFuture
-from tensorstow.store.barriers import Disk
+from tensorstow.store.durability import Disk
 from tensorstow.store.records import HEADER_BYTES, PAGE
 
 _SLOTS = 2

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tensorstow.base.errors import DirectoryError, LockedError, StoreFormatError, advice_for
-from tensorstow.store import forks
+from tensorstow.store import at_fork
 
 LOCK_NAME = "lock"
 _TEXT_BYTES = 400  # more than a host name may have
@@ -73,9 +73,9 @@ class DirectoryLock:
         self.release()
 
     def _try(self) -> bool:
-        with forks.guard:
+        with at_fork.guard:
             self._fd = _open(self.path)
-            forks.abandon_in_children(self)
+            at_fork.abandon_in_children(self)
         if _lock(self._fd, fcntl.LOCK_EX, self.path) and _is_named(self._fd, self.path):
             return True
         self.release()
@@ -90,7 +90,7 @@ def peek(directory: Path) -> Iterator[str | None]:
     """
     path = directory / LOCK_NAME
     try:
-        with forks.guard:
+        with at_fork.guard:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         yield None  # no lock was ever taken here

@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tensorstow.base.directories import DirectoryFacts
-from tensorstow.store import forks
-from tensorstow.store.barriers import Disk
+from tensorstow.store import at_fork
+from tensorstow.store.durability import Disk
 from tensorstow.store.heads import Head
 from tensorstow.store.records import Content, Extent, Generation, Summary
 from tensorstow.store.rows import (
@@ -97,11 +97,11 @@ class Manifest:
         self.lock = threading.RLock()
         """Held by who needs several answers about one state."""
         try:
-            with forks.guard:
+            with at_fork.guard:
                 self._connection = sqlite3.connect(
                     path, timeout=30, isolation_level=None, check_same_thread=False
                 )
-                forks.abandon_in_children(self)
+                at_fork.abandon_in_children(self)
         except sqlite3.Error as error:
             raise read_failure(path, error) from error
         try:
@@ -207,12 +207,12 @@ class Manifest:
                     insert_name(connection, self.run, name, number)
             note_last_number(connection, last_number)
 
-    def pin(self, name: str, number: int) -> None:
+    def add_snapshot(self, name: str, number: int) -> None:
         """Add a snapshot."""
         with self._transaction() as connection:
             insert_name(connection, self.run, name, number)
 
-    def unpin(self, name: str, drop: Sequence[int]) -> None:
+    def drop_snapshot(self, name: str, drop: Sequence[int]) -> None:
         """In one transaction remove a snapshot and generations."""
         with self._transaction() as connection:
             connection.execute("DELETE FROM snapshots WHERE name = ?", (name,))

@@ -11,7 +11,6 @@ import tensorstow._native as _native
 from tensorstow.base.directories import check_directory
 from tensorstow.base.errors import OptionError, named
 from tensorstow.io.files import File
-from tensorstow.store.barriers import Disk
 from tensorstow.store.datafiles import (
     check_files,
     check_unused,
@@ -19,6 +18,7 @@ from tensorstow.store.datafiles import (
     data_path,
     open_files,
 )
+from tensorstow.store.durability import Disk
 from tensorstow.store.heads import sync_heads
 from tensorstow.store.links import Links
 from tensorstow.store.lock import DirectoryLock

@@ -27,7 +27,7 @@ class Flaw:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ScrubPiece:
     """Some bytes of a data file to read at once."""
 
     file: int
@@ -38,7 +38,7 @@ class Piece:
     """Judges the bytes, which are at an address."""
 
 
-def chunk_pieces(record: ChunkRecord, shape: ChunkShape | None) -> list[Piece]:
+def chunk_pieces(record: ChunkRecord, shape: ChunkShape | None) -> list[ScrubPiece]:
     """Return one piece: all of the chunk, or its weights where its states are blank."""
     if record.blank and shape is not None and not shape.weight.bytes:
         return []
@@ -57,10 +57,10 @@ def chunk_pieces(record: ChunkRecord, shape: ChunkShape | None) -> list[Piece]:
 
     whose = f"chunk {record.chunk}"
     nbytes = shape.nbytes - skipped
-    return [Piece(record.extent.file, start, nbytes, whose, check)]
+    return [ScrubPiece(record.extent.file, start, nbytes, whose, check)]
 
 
-def tensor_pieces(record: TensorRecord) -> Iterator[Piece]:
+def tensor_pieces(record: TensorRecord) -> Iterator[ScrubPiece]:
     """Return the pieces of a tensor; they must be checked in order."""
     nbytes = math.prod(record.shape) * dtype_of(record).itemsize
     whose = f"{record.kind} tensor {record.name!r}"
@@ -77,7 +77,7 @@ def tensor_pieces(record: TensorRecord) -> Iterator[Piece]:
             what = f"{whose} has checksum {seed:08x} instead of {record.checksum:08x}"
             return [Flaw(record.extent.offset, nbytes, what)]
 
-        yield Piece(record.extent.file, record.extent.offset + start, length, whose, check)
+        yield ScrubPiece(record.extent.file, record.extent.offset + start, length, whose, check)
 
 
 def _state_flaws(record: ChunkRecord, shape: ChunkShape, address: int) -> Iterator[Flaw]:

@@ -16,8 +16,8 @@ import torch
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, StowError, named
-from tensorstow.store.barriers import SystemDisk
 from tensorstow.store.datafiles import check_files, data_path, read_label
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import Head, find_head, put_head
 from tensorstow.store.lock import DirectoryLock
 from tensorstow.store.manifest import MANIFEST_NAME, Journal, Manifest

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorstow.base.errors import DamageError, OptionError
-from tensorstow.store.digests import Row, digest_of
+from tensorstow.store.digests import SqlRow, digest_of
 from tensorstow.store.records import (
     ChunkRecord,
     Content,
@@ -71,7 +71,7 @@ def check_generation(connection: sqlite3.Connection, run: str, number: int) -> N
 
 def _read_checked(
     connection: sqlite3.Connection, run: str, number: int
-) -> tuple[Row, str, Sequence[Row], Sequence[Row]]:
+) -> tuple[SqlRow, str, Sequence[SqlRow], Sequence[SqlRow]]:
     """Return a generation's row, layout, chunks and tensors, which have its digest."""
     found = connection.execute(
         "SELECT step, created, hyper, extra, chunks, bytes, digest, body"
@@ -97,7 +97,12 @@ def _read_checked(
 
 
 def _digest(
-    run: str, number: int, row: Row, body: str, chunks: Iterable[Row], tensors: Iterable[Row]
+    run: str,
+    number: int,
+    row: SqlRow,
+    body: str,
+    chunks: Iterable[SqlRow],
+    tensors: Iterable[SqlRow],
 ) -> bytes:
     layout = hashlib.sha256(body.encode()).hexdigest()
     return digest_of([(run, number, *row, layout)], chunks, tensors)

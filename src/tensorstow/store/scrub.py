@@ -10,7 +10,7 @@ import torch
 from tensorstow.base.errors import TransferError
 from tensorstow.io.arena import Arena
 from tensorstow.io.files import IoFuture
-from tensorstow.store.pieces import Flaw, Piece, chunk_pieces, tensor_pieces
+from tensorstow.store.pieces import Flaw, ScrubPiece, chunk_pieces, tensor_pieces
 from tensorstow.store.records import ChunkRecord, ChunkShape, TensorRecord, chunk_shapes
 from tensorstow.store.store import Store
 
@@ -34,7 +34,7 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ScrubProgress:
     """How far a scrub is."""
 
     done_bytes: int
@@ -43,7 +43,7 @@ class Progress:
     """Since the one before."""
 
 
-def scrub(store: Store, numbers: Sequence[int] | None = None) -> Iterator[Progress]:
+def scrub(store: Store, numbers: Sequence[int] | None = None) -> Iterator[ScrubProgress]:
     """Read back what the generations ``numbers`` (all kept ones) refer to, each byte once.
 
     Memory: two extents of the largest chunk. Nothing is written.
@@ -64,10 +64,10 @@ def scrub(store: Store, numbers: Sequence[int] | None = None) -> Iterator[Progre
         done += piece.nbytes
         path = store.files[piece.file].path
         found = tuple(Damage(path, f.offset, f.nbytes, f.what, generations) for f in flaws)
-        yield Progress(done, total, found)
+        yield ScrubProgress(done, total, found)
 
 
-def _judge(piece: Piece, future: IoFuture, address: int) -> list[Flaw]:
+def _judge(piece: ScrubPiece, future: IoFuture, address: int) -> list[Flaw]:
     try:
         future.wait()
     except TransferError as error:
@@ -77,7 +77,7 @@ def _judge(piece: Piece, future: IoFuture, address: int) -> list[Flaw]:
 
 def _list_pieces(
     store: Store, numbers: Sequence[int] | None
-) -> list[tuple[Piece, tuple[int, ...]]]:
+) -> list[tuple[ScrubPiece, tuple[int, ...]]]:
     """List what to read, in the order of the disk; what generations share is there once."""
     owners: dict[tuple[ChunkRecord | TensorRecord, ChunkShape | None], list[int]] = {}
     for summary in store.generations():

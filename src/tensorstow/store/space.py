@@ -13,7 +13,7 @@ GROWTH_BYTES = 16 << 20
 """Files grow by at least this much where there is room: fewer and longer runs on the disk."""
 
 
-class Space:
+class StoreSpace:
     """The extents of a store's files. Any thread may call any method, also during a commit."""
 
     def __init__(self, files: Sequence[File], kept: Mapping[int, Iterable[Extent]]) -> None:

@@ -27,12 +27,12 @@ from tensorstow.base.errors import (
     named,
 )
 from tensorstow.io.files import File
-from tensorstow.store.barriers import Disk, SystemDisk
+from tensorstow.store.durability import Disk, SystemDisk
 from tensorstow.store.heads import sync_heads
-from tensorstow.store.history import find, nameable, replaced
 from tensorstow.store.opening import Parts, open_parts
 from tensorstow.store.records import Content, Extent, Generation, Summary, TensorRecord
-from tensorstow.store.space import Space
+from tensorstow.store.retention import check_name, droppable, find
+from tensorstow.store.space import StoreSpace
 from tensorstow.store.tensors import copy_bytes, read_tensor, tensor_bytes, write_tensor
 
 logger = logging.getLogger("tensorstow")
@@ -60,7 +60,7 @@ class Store:
         self._manifest = parts.manifest
         self._disk = parts.disk
         self._links = parts.links
-        self._space = Space(parts.files, parts.manifest.extents())
+        self._space = StoreSpace(parts.files, parts.manifest.extents())
         self._commits = threading.RLock()
         """Held by whoever changes the manifest."""
         self._poison: str | None = None
@@ -129,14 +129,14 @@ class Store:
         """Drop unpinned generations but the newest one."""
         self._check_sound()
         with self._commits:
-            gone = replaced(self._manifest.summaries()[:-1])
+            gone = droppable(self._manifest.summaries()[:-1])
             self._change(lambda: self._manifest.drop(gone), gone)
 
     def discard(self, number: int) -> None:
         """Drop a generation that no snapshot pins, the newest one too: other ranks have it not."""
         self._check_sound()
         with self._commits:
-            gone = replaced([find(self._manifest.summaries(), number)])
+            gone = droppable([find(self._manifest.summaries(), number)])
             self._change(lambda: self._manifest.drop(gone), gone)
 
     def generation(self, which: str | int | None = None) -> Generation | None:
@@ -167,24 +167,24 @@ class Store:
         """Return the kept generations that have a name, oldest first."""
         return [summary for summary in self.generations() if summary.names]
 
-    def pin(self, name: str, number: int | None = None) -> Summary:
-        """Give a generation (the newest) a name: it is kept until `unpin`. Copies nothing."""
+    def add_snapshot(self, name: str, number: int | None = None) -> Summary:
+        """Name a generation (the newest): it is kept until `drop_snapshot`. Copies nothing."""
         self._check_sound()
         with self._commits:
             self._links.check()
-            summary = nameable(self._manifest.summaries(), name, number)
-            self._change(lambda: self._manifest.pin(name, summary.number))
+            summary = check_name(self._manifest.summaries(), name, number)
+            self._change(lambda: self._manifest.add_snapshot(name, summary.number))
             self._links.check()
         return replace(summary, names=tuple(sorted((*summary.names, name))))
 
-    def unpin(self, name: str) -> None:
+    def drop_snapshot(self, name: str) -> None:
         """Drop a snapshot; its generation goes with its last name, unless it is the newest."""
         self._check_sound()
         with self._commits:
             kept = self._manifest.summaries()
             summary = find(kept, name)
             gone = [] if len(summary.names) > 1 or summary == kept[-1] else [summary.number]
-            self._change(lambda: self._manifest.unpin(name, gone), gone)
+            self._change(lambda: self._manifest.drop_snapshot(name, gone), gone)
 
     def copy(self, other: "Store", content: Content) -> Content:
         """Copy what ``content`` refers to in ``other`` to extents here, which the caller holds.
@@ -242,7 +242,7 @@ class Store:
     def _commit(self, content: Content, extents: Sequence[Extent], keep: int | None) -> Generation:
         self._check_sound()  # again: another thread's commit may have failed meanwhile
         self._links.check()
-        gone = replaced(self._manifest.summaries(), keep)
+        gone = droppable(self._manifest.summaries(), keep)
         self._sync_files()
         created = time.time()
 
@@ -342,5 +342,5 @@ class Store:
 
 
 def _release(resources: ExitStack, owner: int) -> None:
-    if owner == os.getpid():  # a child has closed what it must (see `forks`) and may not the rest
+    if owner == os.getpid():  # a child has closed what it must (see `at_fork`) and may not the rest
         resources.close()

@@ -11,7 +11,14 @@ import pytest
 from powerloss.contents import make_content
 from ranks.threads import boards, each
 from tensorstow.base.errors import CommitError, OptionError, RankError
-from tensorstow.checkpoint.agreement import COMMIT, FIRST, choose, pin, snapshots, unpin
+from tensorstow.checkpoint.agreement import (
+    COMMIT,
+    FIRST,
+    add_snapshot,
+    choose,
+    drop_snapshot,
+    snapshots,
+)
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.io.engine import open_engine
 from tensorstow.store.store import Store
@@ -109,7 +116,7 @@ def test_a_lost_store_is_not_a_new_run(stores: list[Store], here: int) -> None:
 
 def test_a_first_commit_with_a_name_is_not_forgotten(stores: list[Store]) -> None:
     commit(stores[0], 1)
-    stores[0].pin("kept")
+    stores[0].add_snapshot("kept")
     assert all(isinstance(error, RankError) for error in chosen(stores))
     assert steps(stores[0]) == [1]
 
@@ -123,7 +130,7 @@ def test_generations_of_other_runs_are_not_common(stores: list[Store]) -> None:
 
 def named(stores: list[Store], act: object, name: str) -> list[object]:
     met = [Ranks(board) for board in boards(2, seconds=5.0)]
-    extra = [None] if act is pin else []
+    extra = [None] if act is add_snapshot else []
     pairs = zip(stores, met, strict=True)
     return each([partial(act, s, name, *extra, r) for s, r in pairs])  # type: ignore[call-overload]
 
@@ -131,12 +138,12 @@ def named(stores: list[Store], act: object, name: str) -> list[object]:
 def test_a_snapshot_is_of_all_ranks(stores: list[Store]) -> None:
     for store in stores:
         commit(store, 1)
-    assert named(stores, pin, "a") == [None, None]
+    assert named(stores, add_snapshot, "a") == [None, None]
     for store in stores:
         commit(store, 2)
     assert chosen(stores, "a") == [1, 1]
-    assert all("has that name" in str(error) for error in named(stores, pin, "a"))
-    stores[1].unpin("a")
+    assert all("has that name" in str(error) for error in named(stores, add_snapshot, "a"))
+    stores[1].drop_snapshot("a")
     for error in chosen(stores, "a"):
         assert isinstance(error, OptionError)
         assert "snapshot 'a' was asked for" in str(error)
@@ -147,10 +154,10 @@ def test_a_snapshot_is_of_all_ranks(stores: list[Store]) -> None:
 def test_a_snapshot_of_some_is_not_shown(stores: list[Store]) -> None:
     for store in stores:
         commit(store, 1)
-        store.pin("a")
+        store.add_snapshot("a")
         commit(store, 2)
-    stores[0].pin("b", 1)
-    stores[1].pin("c")
+    stores[0].add_snapshot("b", 1)
+    stores[1].add_snapshot("c")
     met = [Ranks(board) for board in boards(2, seconds=5.0)]
     for found in each([partial(snapshots, s, r) for s, r in zip(stores, met, strict=True)]):
         assert [(summary.step, summary.names) for summary in found] == [(1, ("a",))]
@@ -160,15 +167,15 @@ def test_a_snapshot_of_some_is_dropped_or_taken_anew(stores: list[Store]) -> Non
     for store in stores:
         commit(store, 1)
         commit(store, 2)
-    stores[0].pin("a")
-    assert named(stores, unpin, "a") == [None, None]
+    stores[0].add_snapshot("a")
+    assert named(stores, drop_snapshot, "a") == [None, None]
     assert stores[0].snapshots() == []
-    stores[1].pin("a")
+    stores[1].add_snapshot("a")
     for store in stores:
         commit(store, 3)
-    assert named(stores, pin, "a") == [None, None]
+    assert named(stores, add_snapshot, "a") == [None, None]
     assert chosen(stores, "a") == [3, 3]
-    assert all("not there" in str(error) for error in named(stores, unpin, "b"))
+    assert all("not there" in str(error) for error in named(stores, drop_snapshot, "b"))
 
 
 def test_a_rank_that_cannot_pin_is_named(
@@ -181,9 +188,9 @@ def test_a_rank_that_cannot_pin_is_named(
         message = "database or disk is full"
         raise CommitError(message)
 
-    monkeypatch.setattr(stores[1], "pin", full)
-    found = named(stores, pin, "a")
+    monkeypatch.setattr(stores[1], "add_snapshot", full)
+    found = named(stores, add_snapshot, "a")
     assert isinstance(found[1], CommitError)
     assert "Rank 1 failed at snapshot('a'): CommitError: database or disk is full" in str(found[0])
     monkeypatch.undo()
-    assert named(stores, pin, "a") == [None, None]
+    assert named(stores, add_snapshot, "a") == [None, None]

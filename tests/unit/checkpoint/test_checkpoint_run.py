@@ -3,7 +3,7 @@
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.checkpoint.run import DEFAULT_EVERY, Interval, Run
+from tensorstow.checkpoint.run import DEFAULT_EVERY, Interval, RunOptions
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ def test_what_is_no_interval_is_named(given: object) -> None:
 
 
 def test_nothing_is_committed_unless_asked() -> None:
-    assert Run().commit_every == Interval()
-    assert Run().accumulation_steps == 1
+    assert RunOptions().commit_every == Interval()
+    assert RunOptions().accumulation_steps == 1

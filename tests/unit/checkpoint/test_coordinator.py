@@ -7,11 +7,11 @@ import pytest
 
 from ranks.threads import boards, each
 from tensorstow.base.errors import RankError
-from tensorstow.checkpoint.coordinator import Board
+from tensorstow.checkpoint.coordinator import Coordinator
 
 
 def test_everybody_hears_everybody() -> None:
-    found = each([partial(b.meet, "a commit", {"from": b.rank}) for b in boards(3)])
+    found = each([partial(b.all_gather, "a commit", {"from": b.rank}) for b in boards(3)])
     assert found == [[{"from": 0}, {"from": 1}, {"from": 2}]] * 3
 
 
@@ -19,7 +19,7 @@ def test_words_do_not_pile_up() -> None:
     all_ranks = boards(2)
     counts = []
     for _ in range(5):
-        each([partial(b.meet, "a commit") for b in all_ranks])
+        each([partial(b.all_gather, "a commit") for b in all_ranks])
         counts.append(all_ranks[0]._store.num_keys())
     assert counts[1:] == counts[:-1]
 
@@ -27,13 +27,13 @@ def test_words_do_not_pile_up() -> None:
 def test_the_first_to_fail_is_named_to_all() -> None:
     all_ranks = boards(3, seconds=15.0)
 
-    def act(board: Board) -> object:
+    def act(board: Coordinator) -> object:
         if board.rank == 1:
-            board.fail("the commit of step 4", OSError("disk full"))
+            board.report_error("the commit of step 4", OSError("disk full"))
             return None
         if board.rank == 2:
             time.sleep(2.0)  # nobody waits for it
-        return board.meet("the commit of step 4")
+        return board.all_gather("the commit of step 4")
 
     began = time.monotonic()
     found = each([partial(act, all_ranks[rank]) for rank in (0, 1)])
@@ -47,20 +47,20 @@ def test_the_first_to_fail_is_named_to_all() -> None:
 def test_who_fails_may_come_to_the_next_meeting() -> None:
     all_ranks = boards(2)
 
-    def act(board: Board) -> list[int]:
+    def act(board: Coordinator) -> list[int]:
         if board.rank == 1:
-            board.fail("one", OSError("no"))
+            board.report_error("one", OSError("no"))
         else:
             with pytest.raises(RankError):
-                board.meet("one")
-        return board.meet("two", board.rank)
+                board.all_gather("one")
+        return board.all_gather("two", board.rank)
 
     assert each([partial(act, b) for b in all_ranks]) == [[0, 1]] * 2
 
 
 def test_who_stays_away_is_named() -> None:
     first, _, last = boards(3, seconds=0.3)
-    for error in each([partial(b.meet, "a commit") for b in (first, last)]):
+    for error in each([partial(b.all_gather, "a commit") for b in (first, last)]):
         assert isinstance(error, RankError)
         assert str(error).startswith("Rank 1 did not come to a commit within 0.3 seconds")
 
@@ -70,17 +70,17 @@ def test_nobody_waits_for_one_who_left() -> None:
     began = time.monotonic()
     last.leave()
     with pytest.raises(RankError, match="Rank 1 ended before a commit"):
-        first.meet("a commit")
+        first.all_gather("a commit")
     assert time.monotonic() - began < 2.0
 
 
 def test_who_left_behind_a_word_was_there() -> None:
     first, last = boards(2)
 
-    def act(board: Board) -> list[int]:
+    def act(board: Coordinator) -> list[int]:
         if board is first:
             time.sleep(0.2)
-        words = board.meet("a commit", board.rank)
+        words = board.all_gather("a commit", board.rank)
         board.leave()
         return words
 
@@ -89,8 +89,8 @@ def test_who_left_behind_a_word_was_there() -> None:
 
 def test_rank_0_stays_until_all_have_read() -> None:
     first, last = boards(2)
-    first._store.set("0/1", '{"at": "a commit", "word": 7}')  # said by 1, which has not read
-    assert first.meet("a commit") == [None, 7]
+    first._store.set("0/1", '{"at": "a commit", "value": 7}')  # said by 1, which has not read
+    assert first.all_gather("a commit") == [None, 7]
     left = []
 
     def read() -> None:
@@ -108,7 +108,7 @@ def test_rank_0_stays_until_all_have_read() -> None:
 
 def test_another_call_is_told_from_this() -> None:
     first, last = boards(2)
-    found = each([partial(first.meet, "a commit"), partial(last.meet, "drop('x')")])
+    found = each([partial(first.all_gather, "a commit"), partial(last.all_gather, "drop('x')")])
     assert "Rank 1 is at drop('x') while another one is at a commit" in str(found[0])
     assert "Rank 0 is at a commit while another one is at drop('x')" in str(found[1])
 
@@ -116,11 +116,11 @@ def test_another_call_is_told_from_this() -> None:
 def test_ids_are_common_and_never_used_twice() -> None:
     all_ranks = boards(2)
 
-    def act(board: Board) -> list[str]:
+    def act(board: Coordinator) -> list[str]:
         ids = []
         for _ in range(2):
             ids.append(board.next_id())
-            board.meet("a commit")
+            board.all_gather("a commit")
         return ids
 
     one, other = each([partial(act, b) for b in all_ranks])
@@ -131,10 +131,10 @@ def test_ids_are_common_and_never_used_twice() -> None:
 
 def test_rank_0_decides() -> None:
     first, last = boards(2, seconds=0.3)
-    first.announce("due", "3")
-    assert last.hear("due", lambda word: int(word) >= 2, "the decision") == "3"
+    first.put("due", "3")
+    assert last.wait_for("due", lambda word: int(word) >= 2, "the decision") == "3"
     with pytest.raises(RankError, match="Rank 0 did not come to the decision"):
-        last.hear("due", lambda word: int(word) >= 4, "the decision")
+        last.wait_for("due", lambda word: int(word) >= 4, "the decision")
 
 
 class Gone:
@@ -147,7 +147,7 @@ def test_a_store_that_is_gone_is_said_so(caplog: pytest.LogCaptureFixture) -> No
     (board,) = boards(1)
     board._store = Gone()  # type: ignore[assignment]
     with pytest.raises(RankError, match=r"cannot be reached for a commit.*reset by peer'.*rank 0"):
-        board.meet("a commit")
-    board.fail("a commit", OSError("disk full"))  # does not hide what failed
+        board.all_gather("a commit")
+    board.report_error("a commit", OSError("disk full"))  # does not hide what failed
     assert "could not be told of OSError('disk full')" in caplog.text
     board.leave()

@@ -15,7 +15,7 @@ from torch import nn
 
 from tensorstow import AdamW
 from tensorstow.base.errors import DTypeError
-from tensorstow.checkpoint.serialize import put_together, take_apart
+from tensorstow.checkpoint.serialize import flatten, inflate
 
 KEPT: dict[str, Any] = {
     "numbers": [0, -1, 1 << 80, 0.1, -0.0, 1e-320, float("inf")],
@@ -112,12 +112,12 @@ def test_all_of_it_comes_back(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_kept_is_refused(value: Any, told: str) -> None:  # noqa: ANN401
     with pytest.raises(TypeError, match=told):
-        take_apart(value, "extra")
+        flatten(value, "extra")
 
 
 def test_a_state_dict_comes_back_as_a_plain_dict() -> None:
-    plain, tensors = take_apart({"ema": OrderedDict(nn.Linear(2, 2).state_dict())}, "extra")
-    back = put_together(plain, tensors.__getitem__)
+    plain, tensors = flatten({"ema": OrderedDict(nn.Linear(2, 2).state_dict())}, "extra")
+    back = inflate(plain, tensors.__getitem__)
     assert type(back["ema"]) is dict
     nn.Linear(2, 2).load_state_dict(back["ema"])
 
@@ -125,7 +125,7 @@ def test_a_state_dict_comes_back_as_a_plain_dict() -> None:
 @pytest.mark.parametrize("made", [torch.zeros(2, device="meta"), torch.eye(2).to_sparse()])
 def test_tensors_without_plain_elements_are_refused(made: torch.Tensor) -> None:
     with pytest.raises(DTypeError, match="only dense ones"):
-        take_apart([made], "extra")
+        flatten([made], "extra")
 
 
 def test_a_commits_extra_is_checked_before_anything_is_done(tmp_path: Path) -> None:
@@ -181,5 +181,5 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_taken_apart_and_put_together(value: Any) -> None:  # noqa: ANN401
-    plain, tensors = take_apart(value, "extra")
-    assert same(put_together(json.loads(json.dumps(plain)), tensors.__getitem__), value)
+    plain, tensors = flatten(value, "extra")
+    assert same(inflate(json.loads(json.dumps(plain)), tensors.__getitem__), value)

@@ -11,9 +11,9 @@ from rich.console import Console
 from crash.world import Case, World, differing, undisturbed
 from tensorstow.base.errors import OptionError
 from tensorstow.cli.inspect import print_generations
+from tensorstow.store.inspect import inspect_store
 from tensorstow.store.space import GROWTH_BYTES
 from tensorstow.store.store import Store
-from tensorstow.store.survey import survey
 
 CASE = Case(commit_every=1, state_format="split")
 
@@ -150,5 +150,5 @@ def test_what_is_no_name_is_refused_and_the_run_goes_on(name: Any, tmp_path: Pat
     world.train(2)
     assert world.optimizer.commit() == 2
     console = Console(file=io.StringIO(), width=200)
-    print_generations(console, survey(tmp_path))
+    print_generations(console, inspect_store(tmp_path))
     assert "[/nope]" in console.file.getvalue()  # type: ignore[attr-defined]

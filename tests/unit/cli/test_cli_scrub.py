@@ -15,7 +15,7 @@ def make_store(directory: Path) -> ChunkRecord:
     with Store.open([directory], open_engine()) as store:
         old = make_content(store, 1)
         store.commit(old)
-        store.pin("old")
+        store.add_snapshot("old")
         store.commit(make_content(store, 2))
     return old.chunks[0]
 

@@ -13,7 +13,7 @@ from tensorstow.store.store import Store
 def store(tmp_path: Path) -> Path:
     with Store.open([tmp_path], open_engine()) as opened:
         opened.commit(make_content(opened, 7))
-        opened.pin("seven")
+        opened.add_snapshot("seven")
     return tmp_path
 
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from tensorstow.formats.quantize import (
     GROUP,
-    from_bytes,
-    from_unsigned_bytes,
-    to_bytes,
-    to_half,
-    to_unsigned_bytes,
+    dequantize_first,
+    dequantize_second,
+    quantize_first,
+    quantize_second,
+    round_to_bf16,
 )
-from tensorstow.formats.stochastic_rounding import draws
+from tensorstow.formats.stochastic_rounding import random_bits
 
 KEYS = 2000
 
@@ -23,13 +23,13 @@ def mean_over_keys(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return the mean of what ``x`` becomes under KEYS keys, and the mean's standard error."""
     total, square = torch.zeros(x.numel()).double(), torch.zeros(x.numel()).double()
     for key in range(KEYS):
-        m, v = draws(key, 0, x.numel())
+        m, v = random_bits(key, 0, x.numel())
         if kind == "half":
-            back = to_half(x, m).float()
+            back = round_to_bf16(x, m).float()
         elif kind == "m":
-            back = from_bytes(*to_bytes(x, m))
+            back = dequantize_first(*quantize_first(x, m))
         else:
-            back = from_unsigned_bytes(*to_unsigned_bytes(x, v))
+            back = dequantize_second(*quantize_second(x, v))
         error = back.double() - x.double()
         total += error
         square += error * error
@@ -60,9 +60,9 @@ def test_a_second_moment_that_gets_no_gradient_decays(scale: float) -> None:
     v[1::2] *= 0.1
     half = v.clone()
     for step in range(2000):
-        _, chance = draws(step, 0, v.numel())
-        half = to_half(half * 0.999, chance).float()
-        v = from_unsigned_bytes(*to_unsigned_bytes(v * 0.999, chance))
+        _, chance = random_bits(step, 0, v.numel())
+        half = round_to_bf16(half * 0.999, chance).float()
+        v = dequantize_second(*quantize_second(v * 0.999, chance))
     for got in (half, v):
         assert got[0::2].mean().item() == pytest.approx(wanted, rel=0.1)
         assert got[1::2].mean().item() == pytest.approx(0.1 * wanted, rel=0.2)
@@ -71,7 +71,7 @@ def test_a_second_moment_that_gets_no_gradient_decays(scale: float) -> None:
 def test_rounded_to_nearest_it_would_freeze() -> None:
     v = torch.ones(GROUP).bfloat16()
     for _ in range(100):
-        v = to_half(v.float() * 0.999, None)
+        v = round_to_bf16(v.float() * 0.999, None)
     assert (v == 1.0).all()
 
 
@@ -79,9 +79,9 @@ def test_chance_makes_no_infinity_of_a_number() -> None:
     largest = torch.tensor([0x7F7F0001, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F7EFFFF])
     x = torch.cat([s * largest.to(torch.int32).view(torch.float32) for s in (1, -1)])
     chance = torch.full((x.numel(),), 0xFFFF, dtype=torch.int32)
-    got = to_half(x, chance)
+    got = round_to_bf16(x, chance)
     assert torch.equal(got.isinf(), x.bfloat16().isinf())
-    assert to_half(torch.tensor([math.nan, math.inf]), chance[:2]).isfinite().sum() == 0
+    assert round_to_bf16(torch.tensor([math.nan, math.inf]), chance[:2]).isfinite().sum() == 0
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_bytes_are_near_at_every_size(top: float) -> None:
     m = torch.empty(10 * GROUP + 5).uniform_(-1, 1, generator=random) * top
     v = m * m if 1e-19 < top < 1e19 else m.abs()
     m[::GROUP], v[::GROUP] = top, v.max()
-    assert (from_bytes(*to_bytes(m, None)) - m).abs().max() <= 0.012 * top
-    back = from_unsigned_bytes(*to_unsigned_bytes(v, None))
+    assert (dequantize_first(*quantize_first(m, None)) - m).abs().max() <= 0.012 * top
+    back = dequantize_second(*quantize_second(v, None))
     assert ((back.double().sqrt() - v.double().sqrt()).abs() <= v.double().max().sqrt() / 250).all()
 
 
@@ -101,14 +101,14 @@ def test_a_second_moment_is_zero_only_where_it_is() -> None:
     v = torch.zeros(2 * GROUP)
     v[0], v[1], v[2] = 1e10, 1e-30, 1e-45
     for chance in (None, torch.zeros(v.numel(), dtype=torch.int32)):
-        code, scale = to_unsigned_bytes(v, chance)
+        code, scale = quantize_second(v, chance)
         assert code[0] >= 254
         assert code[1:4].tolist() == [1, 1, 0]
         assert (code[4:] == 0).all()
         assert scale[1] == 0.0
-    m_code, m_scale = to_bytes(torch.zeros(5), None)
+    m_code, m_scale = quantize_first(torch.zeros(5), None)
     assert m_scale.tolist() == [0.0]
-    assert not from_bytes(m_code, m_scale).any()
+    assert not dequantize_first(m_code, m_scale).any()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -116,8 +116,8 @@ def test_nothing_finite_comes_of_a_group_that_is_not(bad: float) -> None:
     x = torch.ones(3 * GROUP)
     x[GROUP + 3] = bad
     for back in (
-        from_bytes(*to_bytes(x, None)),
-        from_unsigned_bytes(*to_unsigned_bytes(x, None)),
+        dequantize_first(*quantize_first(x, None)),
+        dequantize_second(*quantize_second(x, None)),
     ):
         assert back[GROUP : 2 * GROUP].isnan().all()
         assert back[:GROUP].isfinite().all()
@@ -127,6 +127,6 @@ def test_nothing_finite_comes_of_a_group_that_is_not(bad: float) -> None:
 def test_no_gradient_is_too_small_for_a_scale() -> None:
     """Where a fp16 scale would be 0 below 6e-8."""
     m = torch.full((GROUP,), 1e-12)
-    assert from_bytes(*to_bytes(m, None)) == pytest.approx(m, rel=0.02)
+    assert dequantize_first(*quantize_first(m, None)) == pytest.approx(m, rel=0.02)
     v = torch.full((GROUP,), 1e-24)
-    assert from_unsigned_bytes(*to_unsigned_bytes(v, None)) == pytest.approx(v, rel=0.02)
+    assert dequantize_second(*quantize_second(v, None)) == pytest.approx(v, rel=0.02)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorstow import _native
 from tensorstow.formats.reference import AdamScalars, AdamState, adam_reference, adam_scalars
-from tensorstow.formats.reference_in_format import Kept, adam_reference_in_format
+from tensorstow.formats.reference_in_format import FormattedStates, adam_reference_in_format
 from tensorstow.formats.state_format import StateFormat, decode, streams_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,7 +46,7 @@ Fill = Callable[[int, torch.dtype, torch.Generator], Tensor]
 class Problem:
     param: Tensor
     grad: Tensor
-    kept: Kept
+    kept: FormattedStates
 
     def copy(self, *, shift: int = 0) -> "Problem":
         """Return a copy that begins ``shift`` elements off an aligned address."""
@@ -92,7 +92,7 @@ def make(
     param, grad = (fill(n, dtype, random) for dtype in dtypes)
     specs = streams_of(dtypes[0], format_, amsgrad=amsgrad)
     streams = [fill(-(-n // s.per), s.dtype, random) for s in specs]
-    return Problem(param, grad, Kept(streams, format_, amsgrad, first=3 * 32))
+    return Problem(param, grad, FormattedStates(streams, format_, amsgrad, first=3 * 32))
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def test_split_walks_where_fp32_walks(isa: str) -> None:
     param = torch.randn(n, generator=random).bfloat16()
     state = AdamState(torch.zeros(n), torch.zeros(n), param.float(), torch.zeros(n))
     streams = [torch.zeros(n), torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.int16)]
-    split = Problem(param.clone(), param, Kept(streams, StateFormat.SPLIT, amsgrad=True))
+    split = Problem(param.clone(), param, FormattedStates(streams, StateFormat.SPLIT, amsgrad=True))
     ties = 0
     for step in range(1, 150):
         split.grad = torch.randn(n, generator=random).bfloat16()

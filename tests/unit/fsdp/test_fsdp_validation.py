@@ -244,7 +244,7 @@ def test_update_on_may_be_said_to_the_optimizer_where_the_plan_does_not(
     make_remote(monkeypatch)
     there = partial(tensorstow.AdamW, update_on="device")
     _, optimizer = tensorstow.stow(_model(), there, plan=Plan(parameters="device"))
-    assert optimizer.stowage.update_on == "device"
+    assert optimizer.offload_policy.update_on == "device"
     optimizer.close()
     plan = Plan(parameters="device", update_on="host")
     with pytest.raises(OptionError, match="Say it in one place"):

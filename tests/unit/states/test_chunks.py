@@ -1,14 +1,14 @@
 import torch
 
 from tensorstow.io.arena import Arena
-from tensorstow.states.chunks import Chunk, Ring, own_memory, place_in_ram
+from tensorstow.states.chunks import Chunk, ChunkRing, allocate_resident, place_in_ram
 from tensorstow.states.layout import (
     RESIDENT_CAPACITY,
     ChunkPlan,
+    ElementRange,
     Family,
     RingPlan,
-    Run,
-    Span,
+    Segment,
     cut,
     lay_out,
     slot_bytes,
@@ -21,7 +21,7 @@ FAMILY = Family(torch.bfloat16, amsgrad=False)
 def test_views_of_parameters_lie_over_the_chunks_memory() -> None:
     sizes = [RESIDENT_CAPACITY - 5, 100, 7]
     chunks, views = place_in_ram(
-        FAMILY, lay_out([Span(i, 0, n) for i, n in enumerate(sizes)]), RESIDENT_CAPACITY
+        FAMILY, lay_out([ElementRange(i, 0, n) for i, n in enumerate(sizes)]), RESIDENT_CAPACITY
     )
     assert len(chunks) == 2
     for parameter, size in enumerate(sizes):
@@ -40,9 +40,9 @@ def test_nothing_in_ram_is_nothing() -> None:
 
 
 def test_streams_in_slots_do_not_overlap() -> None:
-    plans = list(cut(lay_out([Span(0, 0, 10_000)]), 1056))
+    plans = list(cut(lay_out([ElementRange(0, 0, 10_000)]), 1056))
     slot = slot_bytes(FAMILY, 1056, with_weights=True)
-    ring = Ring(RingPlan(slots=2, slot_bytes=slot))
+    ring = ChunkRing(RingPlan(slots=2, slot_bytes=slot))
     chunks = [Chunk(plan, FAMILY) for plan in plans]
     for slot_number in (0, 1):
         for k, stream in enumerate(ring.streams(chunks[0], slot_number)):
@@ -54,18 +54,18 @@ def test_streams_in_slots_do_not_overlap() -> None:
 
 
 def test_no_part_lies_beyond_the_ring() -> None:
-    (plan,) = cut(lay_out([Span(0, 0, 1 << 20)]), 1 << 20)
+    (plan,) = cut(lay_out([ElementRange(0, 0, 1 << 20)]), 1 << 20)
     chunk = Chunk(plan, FAMILY)
     for with_weights in (False, True):
         slot = slot_bytes(FAMILY, 1 << 20, with_weights=with_weights)
-        ring = Ring(RingPlan(slots=1, slot_bytes=slot))
+        ring = ChunkRing(RingPlan(slots=1, slot_bytes=slot))
         parts = ring.parts(chunk, 0)
         assert len(parts) == len(FAMILY.specs) + with_weights
         assert all(p.data_ptr() + p.nbytes <= ring.address + slot for p in parts)
 
 
 def test_a_chunk_counts_states_without_padding() -> None:
-    (plan,) = cut(lay_out([Span(0, 0, 5), Span(1, 0, 3)]), 1024)
+    (plan,) = cut(lay_out([ElementRange(0, 0, 5), ElementRange(1, 0, 3)]), 1024)
     assert plan.elements == 64
     assert chunk_state_bytes(FAMILY, plan) == 12 * 8
 
@@ -73,9 +73,9 @@ def test_a_chunk_counts_states_without_padding() -> None:
 def test_chunks_that_stay_share_one_mapping() -> None:
     """Each mapping's end takes a huge page: chunks of 4 MiB would take 6 each."""
     family = Family(torch.bfloat16, amsgrad=False)
-    chunks = [Chunk(ChunkPlan((Run(0, 0, 1 << 19, 0),), 1 << 19), family) for _ in range(5)]
-    own_memory(chunks)
-    own_memory([])
+    chunks = [Chunk(ChunkPlan((Segment(0, 0, 1 << 19, 0),), 1 << 19), family) for _ in range(5)]
+    allocate_resident(chunks)
+    allocate_resident([])
     streams = [stream for chunk in chunks for stream in chunk.resident]
     assert [s.dtype for s in streams] == [spec.dtype for spec in family.specs] * 5
     begins = [s.data_ptr() for s in streams]
@@ -96,16 +96,16 @@ def test_memory_is_taken_where_it_is_given() -> None:
         taken.append(nbytes)
         return Arena(nbytes, in_children=False)
 
-    runs = [Run(0, 0, 2048, 0)]
+    runs = [Segment(0, 0, 2048, 0)]
     (chunk,), _ = place_in_ram(FAMILY, runs, RESIDENT_CAPACITY, take)
     assert taken == [4 * 2048] * len(FAMILY.specs)
     taken.clear()
     chunk.resident = ()
-    own_memory([chunk], take)
+    allocate_resident([chunk], take)
     assert len(taken) == 1
     taken.clear()
-    ring = Ring(RingPlan(slots=2, slot_bytes=1 << 16), take)
+    ring = ChunkRing(RingPlan(slots=2, slot_bytes=1 << 16), take)
     assert taken == [2 << 16]
     assert ring.streams(chunk, 1)[0].data_ptr() == ring.address + (1 << 16)
-    assert Ring(RingPlan(0, 0), take).address == 0
+    assert ChunkRing(RingPlan(0, 0), take).address == 0
     assert taken == [2 << 16]

@@ -9,8 +9,8 @@ from tensorstow.base.errors import BudgetError, DTypeError, OptionError
 from tensorstow.states.layout import (
     DEFAULT_RING_BYTES,
     LANE,
+    ElementRange,
     Family,
-    Span,
     cut,
     lay_out,
     parts_of,
@@ -47,7 +47,7 @@ def test_split_refuses_what_is_no_fraction(fraction: float) -> None:
 
 @given(sizes=SIZES)
 def test_runs_begin_at_lanes_and_never_overlap(sizes: list[int]) -> None:
-    runs = lay_out([Span(i, 0, n) for i, n in enumerate(sizes)])
+    runs = lay_out([ElementRange(i, 0, n) for i, n in enumerate(sizes)])
     end = 0
     for run in runs:
         assert run.position % LANE == 0
@@ -59,7 +59,7 @@ def test_runs_begin_at_lanes_and_never_overlap(sizes: list[int]) -> None:
 
 @given(sizes=SIZES, capacity=CAPACITY)
 def test_cutting_a_space_loses_and_repeats_nothing(sizes: list[int], capacity: int) -> None:
-    runs = lay_out([Span(i, 0, n) for i, n in enumerate(sizes)])
+    runs = lay_out([ElementRange(i, 0, n) for i, n in enumerate(sizes)])
     chunks = list(cut(runs, capacity))
     covered: dict[int, list[int]] = {i: [] for i, n in enumerate(sizes)}
     for index, chunk in enumerate(chunks):
@@ -76,7 +76,7 @@ def test_cutting_a_space_loses_and_repeats_nothing(sizes: list[int], capacity: i
 
 def test_cut_refuses_a_capacity_that_splits_a_lane() -> None:
     with pytest.raises(OptionError, match="multiple of 32"):
-        list(cut(lay_out([Span(0, 0, 5)]), 24))
+        list(cut(lay_out([ElementRange(0, 0, 5)]), 24))
 
 
 @given(elements=st.integers(1, 1 << 20))

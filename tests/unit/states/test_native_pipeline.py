@@ -16,7 +16,7 @@ from parity.scratch import read_scratch, write_scratch
 from tensorstow import _native
 from tensorstow.base.errors import DamageError, PoisonedError, TransferError
 from tensorstow.formats.reference import AdamState, adam_reference, adam_scalars
-from tensorstow.states.chunks import Ring
+from tensorstow.states.chunks import ChunkRing
 from tensorstow.states.layout import Family, RingPlan, parts_of, slot_bytes
 from tensorstow.states.native_pipeline import StepKind, StepRow, UpdatePipeline
 from tensorstow.states.policy import PipelinePolicy
@@ -272,12 +272,12 @@ def test_a_commit_writes_states_and_weights_where_it_is_told(tmp_path: Path) -> 
     old = read_scratch(tmp_path)
     chunks = problem.store.chunks
     widths = [parts_of(FP32, c.plan.elements)[-1] for c in chunks]
-    places = problem.store.space.reserve([w.file_at + w.nbytes for w in widths])
+    places = problem.store.storage.reserve([w.file_at + w.nbytes for w in widths])
     # A slot of this ring ends with the states: give it one that has room for the weights.
     wide = slot_bytes(FP32, CHUNK, with_weights=True)
-    ring = Ring(RingPlan(2, wide))
+    ring = ChunkRing(RingPlan(2, wide))
     problem.pipeline.connect(
-        problem.store.space.open_engine(), ring, [], [], problem.store.space.path
+        problem.store.storage.open_engine(), ring, [], [], problem.store.storage.path
     )
     for chunk, place in zip(chunks, places, strict=True):
         problem.pipeline.target(chunk, place)

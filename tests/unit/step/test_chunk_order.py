@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import ChunkPlan, Family, Run
+from tensorstow.states.layout import ChunkPlan, Family, Segment
 from tensorstow.step.chunk_order import by_first, by_last
 
 FP32 = Family(torch.float32, amsgrad=False)
@@ -10,7 +10,9 @@ FP32 = Family(torch.float32, amsgrad=False)
 
 def chunks(*owners: tuple[int, ...]) -> list[Chunk]:
     return [
-        Chunk(ChunkPlan(tuple(Run(p, 0, 32, 32 * i) for i, p in enumerate(each)), 64), FP32, (), n)
+        Chunk(
+            ChunkPlan(tuple(Segment(p, 0, 32, 32 * i) for i, p in enumerate(each)), 64), FP32, (), n
+        )
         for n, each in enumerate(owners)
     ]
 

@@ -247,7 +247,7 @@ def test_a_run_is_updated_where_it_was_unless_users_say_otherwise(
     there = asked != "host"
     assert (optimizer._params().updater is not None) == there
     assert (optimizer._params().device_feed is None) == there
-    assert optimizer.stowage.update_on == ("device" if there else "host")
+    assert optimizer.offload_policy.update_on == ("device" if there else "host")
     train(net, optimizer, 2)
     assert same(net, want)
     optimizer.commit()
@@ -391,7 +391,7 @@ def test_damage_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     store = optimizer._states()
     chunk = store.chunks[2]
     file, offset = store.pipeline.place(chunk)
-    store.space.file(file).write(torch.ones(4096, dtype=torch.uint8), offset).wait()
+    store.storage.file(file).write(torch.ones(4096, dtype=torch.uint8), offset).wait()
     with pytest.raises(DamageError, match="their checksum does not fit"):
         train(net, optimizer)
     optimizer.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.states.layout import Run
+from tensorstow.states.layout import Segment
 from tensorstow.states.native_pipeline import StepRow
 from tensorstow.step.disk_feed import DiskFeed, Numbers, lend
 
@@ -61,7 +61,7 @@ class FakeChunk:
     @property
     def plan(self) -> Any:  # noqa: ANN401
         """Return where it has them: each from its second element on."""
-        return SimpleNamespace(runs=[Run(n, 1, 4, 4 * i) for i, n in enumerate(self.owners)])
+        return SimpleNamespace(runs=[Segment(n, 1, 4, 4 * i) for i, n in enumerate(self.owners)])
 
 
 @dataclass

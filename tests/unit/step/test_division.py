@@ -7,7 +7,7 @@ import torch
 
 from tensorstow.base.update_on import UpdateOn, is_update_on, reaches_device, told
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import ChunkPlan, Family, Run
+from tensorstow.states.layout import ChunkPlan, Family, Segment
 from tensorstow.step.division import Division, Took, chunks_of_device, elements_of
 
 FP32 = Family(torch.float32, amsgrad=False)
@@ -95,7 +95,7 @@ def test_steps_that_commit_are_not_compared_with_others(asked: UpdateOn, every: 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.75, 1.0])
 def test_the_share_is_kept_all_along_the_chunks(share: float) -> None:
-    chunks = [Chunk(ChunkPlan((Run(n, 0, 64, 0),), 64), FP32) for n in range(40)]
+    chunks = [Chunk(ChunkPlan((Segment(n, 0, 64, 0),), 64), FP32) for n in range(40)]
     found = chunks_of_device(chunks, share)
     for count in range(1, 41):
         part = elements_of([c for c in chunks[:count] if c in found])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorstow.states.offload_policy import Stowage
+from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
 from tensorstow.step.param_table import ParamTable
@@ -15,7 +15,7 @@ SMALL = PipelinePolicy(chunk_elements=4096)
 
 
 def table_at(directory: Path) -> ParamTable:
-    return ParamTable(Stowage(Placement(1.0, (directory,), None), SMALL), lambda _: None)
+    return ParamTable(OffloadPolicy(Placement(1.0, (directory,), None), SMALL), lambda _: None)
 
 
 def weights(count: int) -> list[nn.Parameter]:
@@ -76,7 +76,7 @@ def test_all_exchanged_begins_anew_and_some_does_not(tmp_path: Path) -> None:
 
 def test_a_group_that_wants_other_states_is_seen() -> None:
     (weight,) = weights(1)
-    params = ParamTable(Stowage(Placement(0.0, (), None), SMALL), lambda _: None)
+    params = ParamTable(OffloadPolicy(Placement(0.0, (), None), SMALL), lambda _: None)
     params.attach([weight], plain(weight))
     assert not params.differ(plain(weight))
     assert params.differ({id(weight): True})
@@ -85,7 +85,7 @@ def test_a_group_that_wants_other_states_is_seen() -> None:
 
 def test_writing_by_others_is_seen_by_version_and_by_address() -> None:
     (weight,) = weights(1)
-    params = ParamTable(Stowage(Placement(0.0, (), None), SMALL), lambda _: None)
+    params = ParamTable(OffloadPolicy(Placement(0.0, (), None), SMALL), lambda _: None)
     params.attach([weight], plain(weight))
     param = params.get(weight)
     assert param.written_by_others  # nobody knows yet

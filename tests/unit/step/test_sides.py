@@ -169,7 +169,7 @@ def test_a_run_goes_on_wherever_it_was_updated(
     optimizer = make(net, dir=tmp_path, commit_every=3, update_on=now)
     assert optimizer.resume() == 2
     wanted = before if now is None else now
-    assert (optimizer.stowage.update_on or "host") == wanted
+    assert (optimizer.offload_policy.update_on or "host") == wanted
     assert (optimizer._params().sides is not None) == (wanted != "host")
     train(net, optimizer, 5)
     assert same(net, want)
@@ -177,7 +177,7 @@ def test_a_run_goes_on_wherever_it_was_updated(
     again = Net(torch.bfloat16, seed=8)
     last = make(again, dir=tmp_path)
     last.resume()
-    assert (last.stowage.update_on or "host") == wanted
+    assert (last.offload_policy.update_on or "host") == wanted
     assert same(again, want)
     last.close()
 
@@ -189,7 +189,7 @@ def test_a_share_that_nobody_knows_is_refused(
     net = Net()
     optimizer = make(net, dir=tmp_path, update_on=0.5)
     train(net, optimizer)
-    object.__setattr__(optimizer._params().stowage, "update_on", "moon")
+    object.__setattr__(optimizer._params().offload_policy, "update_on", "moon")
     optimizer.close()
     again = make(Net(), dir=tmp_path)
     with pytest.raises(OptionError, match="says update_on='moon'"):

@@ -6,7 +6,6 @@ import pytest
 
 from tensorstow.base.errors import DamageError, DirectoryError, StoreFormatError
 from tensorstow.io.engine import open_engine
-from tensorstow.store.barriers import SystemDisk
 from tensorstow.store.datafiles import (
     Label,
     check_files,
@@ -16,6 +15,7 @@ from tensorstow.store.datafiles import (
     open_files,
     read_label,
 )
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import Head
 
 

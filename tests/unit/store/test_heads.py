@@ -7,8 +7,8 @@ import pytest
 from tensorstow.base.errors import DamageError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import open_file
-from tensorstow.store.barriers import SystemDisk
 from tensorstow.store.datafiles import Label
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import (
     Head,
     find_difference,

@@ -47,7 +47,7 @@ def test_every_file_is_looked_for(
 ) -> None:
     change(tmp_path / name)
     content = make_content(store, 2)
-    for act in (lambda: store.commit(content), lambda: store.pin("a")):
+    for act in (lambda: store.commit(content), lambda: store.add_snapshot("a")):
         with pytest.raises(UnlinkedError, match=r"deleted or moved.*commit_to\(") as caught:
             act()
         assert str(tmp_path / name) in str(caught.value)

@@ -13,7 +13,7 @@ from tensorstow.base.errors import CommitError, DamageError, StoreError, StoreFo
 from tensorstow.io.engine import open_engine
 from tensorstow.store import manifest as manifest_module
 from tensorstow.store import opening
-from tensorstow.store.barriers import SystemDisk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.manifest import Journal, Manifest, choose_journal
 from tensorstow.store.records import Content
 from tensorstow.store.store import Store
@@ -121,7 +121,7 @@ def test_the_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
         log = tmp_path / "manifest.sqlite-wal"
         assert log.stat().st_size < 400_000
         for k in range(30):  # pins never have to copy it
-            store.pin(f"pin-{k}")
+            store.add_snapshot(f"pin-{k}")
         assert [s.step for s in store.generations()] == [59]
     fill(tmp_path)
 
@@ -132,10 +132,10 @@ def test_layouts_are_stored_once(tmp_path: Path) -> None:
         for step in range(5):
             layout = {"chunks": [], "version": step // 3}
             store.commit(Content(step, layout, None, None, []))
-            store.pin(f"step-{step}")
+            store.add_snapshot(f"step-{step}")
         assert store._manifest._connection.execute(count).fetchone() == (2,)
         for step in range(3):
-            store.unpin(f"step-{step}")
+            store.drop_snapshot(f"step-{step}")
         assert store._manifest._connection.execute(count).fetchone() == (1,)
         found = store.generation()
         assert found is not None
@@ -155,6 +155,6 @@ def test_a_commit_of_many_chunks_is_quick_and_a_pin_writes_little(tmp_path: Path
         log = tmp_path / "manifest.sqlite-wal"
         connection = store._manifest._connection
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        store.pin("here")
+        store.add_snapshot("here")
         assert log.stat().st_size < 64 << 10
         assert store.generations()[0].chunk_count == 4000

@@ -11,7 +11,7 @@ from powerloss.recorder import RecordingDisk
 from tensorstow.base.errors import DirectoryError, LockedError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File
-from tensorstow.store.barriers import SystemDisk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.opening import open_parts
 from tensorstow.store.store import Store
 

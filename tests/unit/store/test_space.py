@@ -10,7 +10,7 @@ from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, scratch_file
 from tensorstow.store.records import HEADER_BYTES, Extent
-from tensorstow.store.space import GROWTH_BYTES, Space
+from tensorstow.store.space import GROWTH_BYTES, StoreSpace
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_files_grow_ahead_and_in_turn(path: Path) -> None:
     files = [Files(path, 1 << 40) for _ in range(2)]
-    space = Space(files, {})  # type: ignore[arg-type]
+    space = StoreSpace(files, {})  # type: ignore[arg-type]
     extents = [space.allocate(MIB) for _ in range(8)]
     assert [e.file for e in extents] == [0, 1] * 4
     assert [f.asked for f in files] == [[HEADER_BYTES + GROWTH_BYTES]] * 2
@@ -45,7 +45,7 @@ def test_files_grow_ahead_and_in_turn(path: Path) -> None:
 
 def test_the_end_of_a_file_is_used_before_it_grows(path: Path) -> None:
     (file,) = files = [Files(path, HEADER_BYTES + 20 * MIB)]
-    space = Space(files, {})  # type: ignore[arg-type]
+    space = StoreSpace(files, {})  # type: ignore[arg-type]
     space.allocate(14 * MIB)
     space.allocate(6 * MIB)  # two are left, four are missing
     assert file.asked == [HEADER_BYTES + 16 * MIB, HEADER_BYTES + 32 * MIB, HEADER_BYTES + 20 * MIB]
@@ -54,7 +54,7 @@ def test_the_end_of_a_file_is_used_before_it_grows(path: Path) -> None:
 
 
 def test_what_is_released_is_handed_out_again(path: Path) -> None:
-    space = Space([Files(path, 1 << 40)], {})  # type: ignore[list-item]
+    space = StoreSpace([Files(path, 1 << 40)], {})  # type: ignore[list-item]
     one, two = space.allocate(5000), space.allocate(5000)
     assert (one.nbytes, two.offset) == (8192, one.end)
     space.release([one, Extent(0, 0, 0)])
@@ -78,5 +78,5 @@ def real(tmp_path: Path) -> Iterator[File]:
 
 def test_real_files_are_reserved(real: File, path: Path) -> None:
     real.path = path  # a scratch file has no name to ask the size of
-    Space([real], {}).allocate(MIB)
+    StoreSpace([real], {}).allocate(MIB)
     assert os.fstat(real.fd).st_size == HEADER_BYTES + GROWTH_BYTES

@@ -113,9 +113,9 @@ def test_what_a_caller_holds_survives_the_commit_that_drops_it(store: Store) -> 
 
 def test_a_snapshot_stays_until_it_is_unpinned(store: Store) -> None:
     commit(store, 1)
-    pinned = store.pin("first")
+    pinned = store.add_snapshot("first")
     assert (pinned.number, pinned.names) == (1, ("first",))
-    store.pin("also", 1)
+    store.add_snapshot("also", 1)
     for step in range(2, 6):
         commit(store, step)
     assert [(s.number, s.names) for s in store.generations()] == [(1, ("also", "first")), (5, ())]
@@ -124,23 +124,23 @@ def test_a_snapshot_stays_until_it_is_unpinned(store: Store) -> None:
     assert first is not None
     assert (first.step, first.names) == (1, ("also", "first"))
     held = used_bytes(store)
-    store.unpin("first")
+    store.drop_snapshot("first")
     assert used_bytes(store) == held
-    store.unpin("also")
+    store.drop_snapshot("also")
     assert used_bytes(store) == held // 2
     assert [s.number for s in store.generations()] == [5]
 
 
 def test_the_newest_generation_outlives_its_name(store: Store) -> None:
     commit(store, 1)
-    store.pin("here")
-    store.unpin("here")
+    store.add_snapshot("here")
+    store.drop_snapshot("here")
     assert [s.number for s in store.generations()] == [1]
 
 
 def test_going_back_keeps_the_newer_until_the_next_commit(store: Store) -> None:
     commit(store, 1)
-    store.pin("step-1")
+    store.add_snapshot("step-1")
     commit(store, 2)
     store = reopen(store)
     old = store.generation("step-1")
@@ -165,7 +165,7 @@ def test_ranks_that_must_agree_keep_one_more(store: Store) -> None:
 
 def test_ranks_discard_what_others_have_not(store: Store) -> None:
     content = commit(store, 1)
-    store.pin("kept", 1)
+    store.add_snapshot("kept", 1)
     commit(store, 2)
     store.discard(2)
     store.discard(1)  # pinned
@@ -204,30 +204,30 @@ def test_directories_take_turns(tmp_path: Path) -> None:
 
 def test_generations_that_are_not_there_are_named(store: Store) -> None:
     commit(store, 1)
-    store.pin("a")
+    store.add_snapshot("a")
     commit(store, 2)
     with pytest.raises(OptionError, match=r"snapshot 'b' .* There are: 1 \(a\), 2\."):
         store.generation("b")
     with pytest.raises(OptionError, match="generation 7"):
         store.generation(7)
     with pytest.raises(OptionError, match="snapshot 'b'"):
-        store.unpin("b")
+        store.drop_snapshot("b")
 
 
 @pytest.mark.parametrize("name", ["", "12"])
 def test_names_that_are_none(store: Store, name: str) -> None:
     commit(store, 1)
     with pytest.raises(OptionError, match="with a letter"):
-        store.pin(name)
+        store.add_snapshot(name)
 
 
 def test_a_name_is_given_once_and_to_something(store: Store) -> None:
     with pytest.raises(OptionError, match="nothing is committed"):
-        store.pin("a")
+        store.add_snapshot("a")
     commit(store, 1)
-    store.pin("a")
+    store.add_snapshot("a")
     with pytest.raises(OptionError, match="generation 1 has that name"):
-        store.pin("a")
+        store.add_snapshot("a")
 
 
 def test_extents_that_nobody_has(store: Store) -> None:

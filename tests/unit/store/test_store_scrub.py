@@ -42,7 +42,7 @@ def test_an_empty_store_has_no_flaws(store: Store) -> None:
 def test_everything_is_read_once(store: Store) -> None:
     content = make_content(store, 1)
     store.commit(content)
-    store.pin("a")
+    store.add_snapshot("a")
     store.commit(replace(content, step=2))
     progress = list(scrub(store))
     chunks = sum(SHAPE.nbytes - (SHAPE.weight_offset if r.blank else 0) for r in content.chunks)
@@ -54,7 +54,7 @@ def test_everything_is_read_once(store: Store) -> None:
 def test_each_flaw_is_placed(store: Store) -> None:
     records = [write_chunk(store, k, k) for k in range(2)]
     store.commit(Content(1, layout_of(2), None, None, records))
-    store.pin("a")
+    store.add_snapshot("a")
     store.commit(Content(2, layout_of(2), None, None, records))
     second = records[1].extent
     flip(store, second, 4096 + 2 * 1500)  # in the second stream, block 1
@@ -108,7 +108,7 @@ def test_bytes_that_cannot_be_read_are_damage(store: Store) -> None:
 def test_only_what_was_asked_for(store: Store) -> None:
     records = [write_chunk(store, 0, k) for k in range(2)]
     store.commit(Content(1, layout_of(1), None, None, records[:1]))
-    store.pin("a")
+    store.add_snapshot("a")
     store.commit(Content(2, layout_of(1), None, None, records[1:]))
     flip(store, records[0].extent, 0)
     assert damages(store, [2]) == []

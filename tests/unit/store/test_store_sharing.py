@@ -97,7 +97,7 @@ def test_a_child_may_not_use_it(store: Store, tmp_path: Path) -> None:
             store.generations,
             store.generation,
             lambda: store.allocate(1),
-            lambda: store.pin("a"),
+            lambda: store.add_snapshot("a"),
             lambda: store.commit(Content(1, {}, 0, 0, [])),
         ):
             try:

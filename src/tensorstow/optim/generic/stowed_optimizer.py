@@ -23,7 +23,7 @@ from tensorstow.optim.generic.pieces import ParameterPlan, ParameterStates, plan
 from tensorstow.optim.generic.probe import probe
 from tensorstow.optim.generic.state_manager import StateManager
 from tensorstow.optim.generic.stepper import MODES, Stepper, listed, name_in
-from tensorstow.optim.options import Directory, States
+from tensorstow.optim.options import DirectoryOption, StatePlacement
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import Traffic
 from tensorstow.states.policy import PipelinePolicy
@@ -73,8 +73,8 @@ class StowedOptimizer(Optimizer):
         optimizer_class: type[Optimizer],
         params: ParamsT,
         *,
-        states: States = "disk",
-        dir: Directory = None,  # noqa: A002
+        states: StatePlacement = "disk",
+        dir: DirectoryOption = None,  # noqa: A002
         ram_budget: str | int | None = None,
         elementwise: bool = False,
         per_parameter: bool = False,

@@ -122,7 +122,7 @@ def test_when_updates_are_made() -> None:
     config = {**CONFIG, "zero_optimization": {"stage": 2, **zero}}
     assert answer_of(config, path) == "no meaning: updates are made by the CPU, in step()"
     engine, optimizer, *_ = deepspeed.initialize(model=model(), config=config)
-    assert optimizer.stowage.overlap == "none"
+    assert optimizer.offload_policy.overlap == "none"
     before = [p.detach().clone() for p in engine.module.parameters()]
     engine.backward(engine(torch.randn(2, 4)).sum())
     assert all(map(torch.equal, engine.module.parameters(), before))
@@ -143,7 +143,7 @@ def test_states_in_fewer_bits_are_got_as_it_says(key: str) -> None:
     told = answer_of({**CONFIG, "bf16": {"enabled": True, key: True}}, f"bf16.{key}")
     assert 'stow() the model by partial(tensorstow.AdamW, state_format="bf16")' in told
     _, optimizer = stow(model().bfloat16(), partial(AdamW, state_format="bf16"))
-    assert optimizer.stowage.format == "bf16"
+    assert optimizer.offload_policy.format == "bf16"
     optimizer.close()
     trained = model()
     given = AdamW(trained.parameters(), state_format="bf16")

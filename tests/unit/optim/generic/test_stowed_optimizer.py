@@ -23,7 +23,7 @@ from tensorstow.base.errors import (
     OptionError,
     PoisonedError,
 )
-from tensorstow.optim.options import States
+from tensorstow.optim.options import StatePlacement
 
 LARGE = 40_000
 
@@ -214,7 +214,7 @@ def test_to_the_class_and_back_through_a_file(
 
 
 @pytest.mark.parametrize("states", ["ram", 0.5])
-def test_into_another_place(tmp_path: Path, states: States) -> None:
+def test_into_another_place(tmp_path: Path, states: StatePlacement) -> None:
     both = pair(tmp_path, optim.AdamW, shapes=MATRICES)
     both.step(2)
     place = {} if states == "ram" else {"dir": tmp_path}

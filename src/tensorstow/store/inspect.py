@@ -25,7 +25,7 @@ from tensorstow.store.verify import check_all, check_heads, load
 
 
 @dataclass(frozen=True, slots=True)
-class FileFacts:
+class DataFileInfo:
     """One data file."""
 
     path: Path
@@ -41,7 +41,7 @@ class FileFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutFacts:
+class LayoutInfo:
     """What the newest generation's layout says."""
 
     elements: int
@@ -54,7 +54,7 @@ class LayoutFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class StoreInfo:
     """All that is known of a store from outside."""
 
     directory: Path
@@ -64,12 +64,12 @@ class Survey:
     holder: str | None
     """Who uses it now."""
     generations: tuple[Summary, ...]
-    files: tuple[FileFacts, ...]
-    layout: LayoutFacts | None
+    files: tuple[DataFileInfo, ...]
+    layout: LayoutInfo | None
     """None where nothing is committed."""
 
 
-def survey(directory: Path) -> Survey:
+def inspect_store(directory: Path) -> StoreInfo:
     """Look at the store in ``directory``, its run may be live; nothing is written or held up.
 
     Raises StoreFormatError where there is none.
@@ -80,7 +80,7 @@ def survey(directory: Path) -> Survey:
         used = _used_bytes(read_extents(connection))
         run = read_meta(connection, "run")
         newest = load(connection, path, run, summaries[-1].number) if summaries else None
-        return Survey(
+        return StoreInfo(
             directory=path,
             run=run,
             writer=read_meta(connection, "writer"),
@@ -88,7 +88,9 @@ def survey(directory: Path) -> Survey:
             holder=holder,
             generations=tuple(summaries),
             files=tuple(
-                FileFacts(name, name.stat().st_size if name.is_file() else None, used.get(file, 0))
+                DataFileInfo(
+                    name, name.stat().st_size if name.is_file() else None, used.get(file, 0)
+                )
                 for file, name in enumerate(data_paths(read_directories(connection), path))
             ),
             layout=_look_at(newest.layout) if newest else None,
@@ -156,10 +158,10 @@ def _used_bytes(extents: dict[int, list[Extent]]) -> dict[int, int]:
     return used
 
 
-def _look_at(layout: dict[str, Any]) -> LayoutFacts:
+def _look_at(layout: dict[str, Any]) -> LayoutInfo:
     shapes = chunk_shapes(layout)
     kinds = dict.fromkeys((shape.streams, shape.weight) for shape in shapes)
-    return LayoutFacts(
+    return LayoutInfo(
         elements=sum(shape.elements for shape in shapes),
         chunks=len(shapes),
         shapes=tuple(

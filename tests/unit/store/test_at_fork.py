@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tensorstow.store import forks
+from tensorstow.store import at_fork
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -19,12 +19,12 @@ class Thing:
 
 def test_only_the_child_lets_go() -> None:
     thing, gone = Thing(), Thing()
-    forks.abandon_in_children(thing)
-    forks.abandon_in_children(gone)
+    at_fork.abandon_in_children(thing)
+    at_fork.abandon_in_children(gone)
     del gone
     pid = os.fork()
     if pid == 0:
-        free = forks.guard.acquire(blocking=False)
+        free = at_fork.guard.acquire(blocking=False)
         os._exit(int(thing.abandoned) + 2 * free)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     assert not thing.abandoned

@@ -7,7 +7,7 @@ import pytest
 from powerloss.contents import make_content
 from tensorstow.base.errors import LockedError, StoreFormatError
 from tensorstow.io.engine import open_engine
-from tensorstow.store.cleaning import hold_dead_run, remove
+from tensorstow.store.remove import hold_dead_run, remove
 from tensorstow.store.store import Store
 
 
@@ -24,8 +24,8 @@ def left(directory: Path) -> list[str]:
 
 
 def clean(directory: Path) -> None:
-    with hold_dead_run(directory) as cleaning:
-        remove(cleaning)
+    with hold_dead_run(directory) as removal:
+        remove(removal)
 
 
 def test_only_its_own_files_go(tmp_path: Path) -> None:
@@ -33,12 +33,12 @@ def test_only_its_own_files_go(tmp_path: Path) -> None:
     make_store(one, two).close()
     (one / "notes.txt").write_text("mine")
     (two / "states-7.bin").write_bytes(b"who knows")
-    with hold_dead_run(one) as cleaning:
-        assert [s.step for s in cleaning.generations] == [4]
-        assert cleaning.foreign == (one / "notes.txt", two / "lock", two / "states-7.bin")
-        assert cleaning.nbytes >= sum(f.stat().st_blocks * 512 for f in cleaning.files) > 0
+    with hold_dead_run(one) as removal:
+        assert [s.step for s in removal.generations] == [4]
+        assert removal.foreign == (one / "notes.txt", two / "lock", two / "states-7.bin")
+        assert removal.nbytes >= sum(f.stat().st_blocks * 512 for f in removal.files) > 0
         assert left(one) == ["lock", "manifest.sqlite", "notes.txt", "states-0.bin"]
-        remove(cleaning)
+        remove(removal)
     assert left(one) == ["notes.txt"]
     assert left(two) == ["lock", "states-7.bin"]
 

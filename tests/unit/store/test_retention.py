@@ -3,8 +3,8 @@
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.store.history import find, nameable, replaced
 from tensorstow.store.records import Summary
+from tensorstow.store.retention import check_name, droppable, find
 
 KEPT = [
     Summary(number, number, 0.0, names, 0, 0)
@@ -14,7 +14,7 @@ KEPT = [
 
 @pytest.mark.parametrize(("keep", "gone"), [(None, [3, 6, 7]), (3, [6, 7]), (5, [3, 6, 7])])
 def test_what_a_commit_replaces(keep: int | None, gone: list[int]) -> None:
-    assert replaced(KEPT, keep) == gone
+    assert droppable(KEPT, keep) == gone
 
 
 def test_by_number_or_name() -> None:
@@ -27,8 +27,8 @@ def test_by_number_or_name() -> None:
 
 
 def test_what_may_be_named() -> None:
-    assert nameable(KEPT, "new", None).number == 7
-    assert nameable(KEPT, "new", 2).number == 2
+    assert check_name(KEPT, "new", None).number == 7
+    assert check_name(KEPT, "new", 2).number == 2
     for kept, name, told in ((KEPT, "a", "has that name"), (KEPT, "7", "letter"), ([], "x", "yet")):
         with pytest.raises(OptionError, match=told):
-            nameable(kept, name, None)
+            check_name(kept, name, None)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tensorstow.io.engine import open_engine
-from tensorstow.store.barriers import SystemDisk
+from tensorstow.store.durability import SystemDisk
 
 
 def test_a_file_is_made_for_its_owner_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tensorstow.store.manifest import MANIFEST_NAME
 _NAME = re.compile(r"rank-(\d+)-of-(\d+)")
 
 
-def directory_of(base: Path, rank: int, world: int) -> Path:
+def rank_directory(base: Path, rank: int, world: int) -> Path:
     """Return where ``rank`` has its store: a process alone has it in ``base`` itself."""
     return base if world == 1 else base / f"rank-{rank}-of-{world}"
 

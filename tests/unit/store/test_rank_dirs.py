@@ -6,20 +6,20 @@ import pytest
 
 from tensorstow.base.errors import OptionError
 from tensorstow.io.engine import open_engine
-from tensorstow.store.by_rank import directory_of, refuse_other_worlds, stores_in
+from tensorstow.store.rank_dirs import rank_directory, refuse_other_worlds, stores_in
 from tensorstow.store.store import Store
 
 
 def make(base: Path, rank: int, world: int) -> Path:
-    directory = directory_of(base, rank, world)
+    directory = rank_directory(base, rank, world)
     directory.mkdir(exist_ok=True)
     Store.open([directory], open_engine()).close()
     return directory
 
 
 def test_a_process_alone_has_the_directory_itself(tmp_path: Path) -> None:
-    assert directory_of(tmp_path, 0, 1) == tmp_path
-    assert directory_of(tmp_path, 3, 16) == tmp_path / "rank-3-of-16"
+    assert rank_directory(tmp_path, 0, 1) == tmp_path
+    assert rank_directory(tmp_path, 3, 16) == tmp_path / "rank-3-of-16"
 
 
 def test_stores_come_by_rank(tmp_path: Path) -> None:

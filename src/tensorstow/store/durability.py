@@ -1,6 +1,6 @@
 """Everything that makes writes durable, behind one small interface.
 
-[Note: Barriers] A commit is durable because three things happen in this order: data is written,
+[Note: Durability] A commit is durable because three things happen in this order: data is written,
 `sync_file` returns, the manifest's transaction ends. A file exists because its directory was
 synced after it was made. A killed process cannot show that one of these is missing, since the
 page cache and the drive's cache outlive it; so tests put a recorder here, log writes and barriers

@@ -20,12 +20,12 @@ def find(kept: Sequence[Summary], which: str | int) -> Summary:
     raise OptionError(message)
 
 
-def replaced(kept: Sequence[Summary], keep: int | None = None) -> list[int]:
+def droppable(kept: Sequence[Summary], keep: int | None = None) -> list[int]:
     """Return the generations that no snapshot pins, but for the one with number ``keep``."""
     return [s.number for s in kept if not s.names and s.number != keep]
 
 
-def nameable(kept: Sequence[Summary], name: str, number: int | None) -> Summary:
+def check_name(kept: Sequence[Summary], name: str, number: int | None) -> Summary:
     """Return the generation (the newest) to call ``name``, which must be new and a name."""
     # Checked here, for an error in the middle of the transaction would end the store.
     if not _is_name(name):

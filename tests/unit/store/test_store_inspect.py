@@ -8,9 +8,9 @@ import pytest
 from powerloss.contents import SHAPE, make_content, release_all
 from tensorstow.base.errors import DirectoryError, StoreFormatError
 from tensorstow.io.engine import open_engine
+from tensorstow.store.inspect import inspect_store
 from tensorstow.store.records import HEADER_BYTES
 from tensorstow.store.store import Store
-from tensorstow.store.survey import survey
 
 
 def make_store(*directories: Path) -> Store:
@@ -22,7 +22,7 @@ def make_store(*directories: Path) -> Store:
         store.commit(content)
         release_all(store, content)
         if step == 1:
-            store.pin("first")
+            store.add_snapshot("first")
     return store
 
 
@@ -33,7 +33,7 @@ def contents(directory: Path) -> dict[str, tuple[int, int]]:
 def test_a_store_at_rest(tmp_path: Path) -> None:
     make_store(tmp_path / "a", tmp_path / "b").close()
     before = contents(tmp_path / "a")
-    found = survey(tmp_path / "a")
+    found = inspect_store(tmp_path / "a")
     assert contents(tmp_path / "a") == before
     assert found.holder is None
     assert found.format == 2
@@ -56,18 +56,18 @@ def test_a_store_at_rest(tmp_path: Path) -> None:
 
 def test_a_live_store(tmp_path: Path) -> None:
     with make_store(tmp_path / "a") as store:
-        found = survey(tmp_path / "a")
+        found = inspect_store(tmp_path / "a")
         assert "this process" in str(found.holder)
         assert len(found.generations) == 2
-        store.pin("second")  # it went on undisturbed
-    assert survey(tmp_path / "a").generations[1].names == ("second",)
+        store.add_snapshot("second")  # it went on undisturbed
+    assert inspect_store(tmp_path / "a").generations[1].names == ("second",)
 
 
 def test_what_a_killed_run_left(tmp_path: Path) -> None:
     with make_store(tmp_path / "a"):
         shutil.copytree(tmp_path / "a", tmp_path / "killed")
     assert (tmp_path / "killed" / "manifest.sqlite-wal").stat().st_size
-    found = survey(tmp_path / "killed")
+    found = inspect_store(tmp_path / "killed")
     assert len(found.generations) == 2
     assert found.files[0].path == tmp_path / "killed" / "states-0.bin"
 
@@ -76,27 +76,27 @@ def test_a_directory_that_was_moved(tmp_path: Path) -> None:
     make_store(tmp_path / "a", tmp_path / "b").close()
     (tmp_path / "a").rename(tmp_path / "c")
     (tmp_path / "b" / "states-1.bin").unlink()
-    first, second = survey(tmp_path / "c").files
+    first, second = inspect_store(tmp_path / "c").files
     assert first.path.parent == tmp_path / "c"
     assert (second.bytes, second.free_bytes) == (None, None)
 
 
 def test_a_store_without_commits(tmp_path: Path) -> None:
     Store.open([tmp_path], open_engine()).close()
-    found = survey(tmp_path)
+    found = inspect_store(tmp_path)
     assert found.generations == ()
     assert found.layout is None
 
 
 def test_what_is_no_store(tmp_path: Path) -> None:
     with pytest.raises(StoreFormatError, match=r"there is no manifest\.sqlite"):
-        survey(tmp_path)
+        inspect_store(tmp_path)
     with pytest.raises(DirectoryError, match="does not exist"):
-        survey(tmp_path / "absent")
+        inspect_store(tmp_path / "absent")
     (tmp_path / "manifest.sqlite").touch()
     with pytest.raises(StoreFormatError, match="never finished"):
-        survey(tmp_path)
+        inspect_store(tmp_path)
     (tmp_path / "manifest.sqlite").write_bytes(b"something else" * 1000)
     with pytest.raises(StoreFormatError, match="not a database"):
-        survey(tmp_path)
+        inspect_store(tmp_path)
     assert contents(tmp_path).keys() == {"manifest.sqlite"}

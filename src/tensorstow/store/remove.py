@@ -7,20 +7,20 @@ from pathlib import Path
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import LockedError, named
-from tensorstow.store.barriers import SystemDisk
 from tensorstow.store.datafiles import PATTERN, Label, read_label
+from tensorstow.store.durability import SystemDisk
+from tensorstow.store.inspect import data_paths, read_only
 from tensorstow.store.lock import LOCK_NAME, DirectoryLock
 from tensorstow.store.manifest import MANIFEST_NAME
 from tensorstow.store.records import Summary
 from tensorstow.store.rows import read_directories, read_summaries
 from tensorstow.store.schema import read_meta
-from tensorstow.store.survey import data_paths, read_only
 
 _COMPANIONS = ("-wal", "-shm", "-journal", "")  # the manifest itself last: it tells what is left
 
 
 @dataclass(frozen=True, slots=True)
-class Cleaning:
+class Removal:
     """What would be removed, in this order, and what would stay."""
 
     run: str
@@ -33,18 +33,18 @@ class Cleaning:
 
 
 @contextmanager
-def hold_dead_run(directory: Path) -> Iterator[Cleaning]:
+def hold_dead_run(directory: Path) -> Iterator[Removal]:
     """Lock the store in ``directory`` and say what it consists of.
 
     Raises StoreFormatError where there is no store, LockedError where its run is live.
     """
     first = inspect_directory(directory).path
-    with named("The removal of the store in", first), _hold(first) as cleaning:
-        yield cleaning
+    with named("The removal of the store in", first), _hold(first) as removal:
+        yield removal
 
 
 @contextmanager
-def _hold(first: Path) -> Iterator[Cleaning]:
+def _hold(first: Path) -> Iterator[Removal]:
     with read_only(first) as (connection, holder):
         if holder is not None:
             message = (
@@ -60,15 +60,15 @@ def _hold(first: Path) -> Iterator[Cleaning]:
         yield _plan(run, generations, paths)
 
 
-def remove(cleaning: Cleaning) -> None:
+def remove(removal: Removal) -> None:
     """Remove the files; call it while the run is held."""
-    for path in cleaning.files:
+    for path in removal.files:
         path.unlink(missing_ok=True)
-    for parent in {path.parent for path in cleaning.files}:
+    for parent in {path.parent for path in removal.files}:
         SystemDisk().sync_directory(parent)
 
 
-def _plan(run: str, generations: list[Summary], paths: list[Path]) -> Cleaning:
+def _plan(run: str, generations: list[Summary], paths: list[Path]) -> Removal:
     ours = [
         path
         for index, path in enumerate(paths)
@@ -80,7 +80,7 @@ def _plan(run: str, generations: list[Summary], paths: list[Path]) -> Cleaning:
     # Last of all, and not where another store may live: a run that waits for it sees it go.
     ours += [parent / LOCK_NAME for parent in parents if not _has_another(parent, ours)]
     ours = [path for path in ours if path.exists()]
-    return Cleaning(
+    return Removal(
         run=run,
         generations=tuple(generations),
         files=tuple(ours),
