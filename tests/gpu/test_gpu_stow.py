@@ -61,6 +61,42 @@ def test_stowed_training_has_the_bits_of_training_on_the_device(
     assert all_equal(got, want)
 
 
+class Passed(nn.Module):
+    """Layers, one of which a step may pass by."""
+
+    def __init__(self) -> None:
+        """Make the layers, the same at each call."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, by: int | None) -> torch.Tensor:
+        """Return a loss; ``by``: the layer that is passed by."""
+        for number, layer in enumerate(self.layers):
+            x = x if number == by else x + layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("parameters", ["device", "host"])
+def test_a_unit_whose_update_nobody_waited_for_keeps_its_gradient(
+    device: torch.device, parameters: str
+) -> None:
+    """The gradients of the next step come down while its own is still to be used."""
+
+    def train(model: nn.Module, optimizer: tensorstow.AdamW) -> list[torch.Tensor]:
+        for by in (None, 2, 0, None, 3):
+            model(torch.ones(4, 64, device=device), by).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [w.cpu() for w in finish(model, optimizer)]
+
+    plain = Passed().to(device)
+    want = train(plain, tensorstow.AdamW(plain.parameters(), lr=0.01))
+    plan = Plan(parameters=parameters, overlap="forward")
+    model, optimizer = tensorstow.stow(Passed(), partial(tensorstow.AdamW, lr=0.01), plan=plan)
+    assert all_equal(train(model, optimizer), want)
+
+
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_gradients_leave_the_device(device: torch.device, overlap: str) -> None:
     whole = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).bfloat16()

@@ -35,7 +35,7 @@ class PinnedBuffer:
 
     def __init__(self, memory: torch.Tensor) -> None:
         """Take ``memory``: uint8, 1-D, as many bytes as a gradient has."""
-        self._memory = memory
+        self._memory = memory.data  # buffers share a block: each counts its own versions
         self._last: weakref.ref[torch.Tensor] | None = None
         self.bytes_down = 0
         """Bytes that were copied of the gradients of a parameter on the device."""
