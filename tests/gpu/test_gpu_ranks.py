@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from parity.cover import feasible_pairs
+from ranks import blocks
 from ranks.matrix import ON_DEVICE, allowed, courses
 from ranks.pool import Ranks
 from ranks.stowed import Course, alone, stowed
@@ -36,3 +37,15 @@ def test_the_matrix_is_as_large_as_it_says() -> None:
     # A change of these numbers is a change of what is proved: make it on purpose.
     assert len(feasible_pairs(ON_DEVICE, allowed)) == 502
     assert len(MATRIX) == 29
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_unit_is_gathered_behind_its_new_weights(
+    stage: int, device_ranks: Callable[[int], Ranks]
+) -> None:
+    """FSDP2 copies shards in a stream of its own, which waits for the caller's once a forward."""
+    ranks = device_ranks(2)
+    want = ranks.run(blocks.trained, "none", stage, 64)
+    got = ranks.run(blocks.trained, "forward", stage, 64)
+    for ours, theirs in zip(got, want, strict=True):
+        assert all(map(torch.equal, ours, theirs))

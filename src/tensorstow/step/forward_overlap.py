@@ -16,7 +16,8 @@ compiled, or called in another way than before. The root's hook leaves one opera
 which raises where the schedule says that weights may not be read now.
 
 [Note: Gathered] FSDP2 reads the parameters of a group when the first of the group's modules runs,
-so each of these waits for all of them, whichever block they are in.
+so each of these waits for all of them, whichever block they are in. It copies their shards in a
+stream of its own, which is not behind what the caller's stream waits for: that stream waits too.
 """
 
 import itertools
@@ -152,7 +153,12 @@ class ForwardWaits:
             if id(module) not in self._seen:
                 self._seen[id(module)] = module
                 self._sets.clear()
-        self._wait(self._needs(module))
+        needs = self._needs(module)
+        self._wait(needs)
+        stream = _copy_in_stream(module)
+        if stream is not None:
+            with stream:
+                self._wait(needs)
 
     def _after(self, *_: Any) -> None:  # noqa: ANN401
         if not torch.compiler.is_compiling() and self._running:
@@ -217,6 +223,16 @@ def _fsdp_state(module: nn.Module) -> object:
     """Return what the modules of one group of FSDP2 have in common; None outside of groups."""
     state: Any = getattr(module, "_get_fsdp_state", None)
     return None if state is None else state()
+
+
+def _copy_in_stream(module: nn.Module) -> torch.Stream | None:
+    """Return the stream in which FSDP2 reads the shards of ``module``; None where it has none.
+
+    It waits for the caller's stream when the root is called, and for nothing when a unit is.
+    """
+    context: Any = getattr(_fsdp_state(module), "_comm_ctx", None)
+    stream: Any = getattr(context, "all_gather_copy_in_stream", None)
+    return stream if isinstance(stream, torch.Stream) else None
 
 
 def _inert() -> ForwardWaits:
