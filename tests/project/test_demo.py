@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def test_our_rows_are_bitwise_equal(demo: tuple[Path, str]) -> None:
     _, printed = demo
-    assert "All 7 tensorstow rows are bitwise equal" in printed
+    assert "All 7 tensorstow configurations are bitwise equal" in printed
     cells = re.search(r"hash of weights(.*)", printed)
     assert cells
     torch, *ours = cells[1].split()

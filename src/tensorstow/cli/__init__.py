@@ -1,1 +1,1 @@
-"""The command `tensorstow`: a printer of the layers below."""
+"""The command `tensorstow`."""

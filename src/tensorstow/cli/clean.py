@@ -1,4 +1,4 @@
-"""`tensorstow clean`: remove a dead run's store, and nothing that is not its own."""
+"""`tensorstow clean`: remove the files of a dead run, and no others."""
 
 import argparse
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""`tensorstow doctor`: what this machine gives, and why not more."""
+"""`tensorstow doctor`: kernel, threads, I/O backend and directories of this machine, and why."""
 
 import argparse
 import os
@@ -34,7 +34,7 @@ _VERDICT_COLUMNS = 6
 
 @dataclass(frozen=True, slots=True)
 class DirectoryReport:
-    """What was found out about one directory."""
+    """The findings about one directory."""
 
     path: str
     named_by_user: bool
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the command; return its exit status: 1 where a named directory cannot hold states."""
+    """Run the command; return its exit status: 1 if a named directory cannot hold states."""
     facts = examine(given.directory, given.local_ranks)
     if given.json:
         print_json(facts)
@@ -76,7 +76,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
-    """Return everything that the command prints, as plain values; for ``ranks`` on the machine."""
+    """Return everything that the command prints, as plain values, for ``ranks`` on the machine."""
     if ranks is not None and ranks < 1:
         message = f"--local-ranks {ranks} was given: it is a number of ranks, 1 or more."
         raise OptionError(message)
@@ -115,7 +115,7 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
 
 
 def look_at(path: Path, *, named_by_user: bool) -> DirectoryReport:
-    """Find out about one directory; what is wrong with it becomes its objection."""
+    """Examine one directory; a reason why states cannot live there becomes its objection."""
     try:
         facts = inspect_directory(path)
     except DirectoryError as error:
@@ -139,7 +139,7 @@ def look_at(path: Path, *, named_by_user: bool) -> DirectoryReport:
 
 
 def _share(local: LocalRanks) -> dict[str, Any]:
-    """Return what one of the machine's ranks would have of it."""
+    """Return the cores, threads and I/O depth of one of the machine's ranks."""
     found = accelerator_nodes(initialise=True)
     if found is not None and local.rank is not None:
         found = replace(found, current=local.rank % len(found.nodes))
@@ -154,7 +154,7 @@ def _share(local: LocalRanks) -> dict[str, Any]:
 
 
 def huge_pages(setting: Path = _HUGE_PAGES) -> str | None:
-    """Return the system's choice (always, madvise, never), or None where it has none."""
+    """Return the system's setting (always, madvise, never); None if it has none."""
     try:
         match = re.search(r"\[(\w+)\]", setting.read_text(encoding="ascii"))
     except OSError:
@@ -163,7 +163,7 @@ def huge_pages(setting: Path = _HUGE_PAGES) -> str | None:
 
 
 def _distinct(candidates: list[tuple[Path, bool]]) -> list[tuple[Path, bool]]:
-    """Drop directories that are named before."""
+    """Drop directories that were named before."""
     first: dict[Path, tuple[Path, bool]] = {}
     for path, mine in candidates:
         first.setdefault(path.expanduser().resolve(), (path, mine))
@@ -237,7 +237,7 @@ def _nodes(nodes: list[dict[str, Any]]) -> str:
 
 
 def _runs(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the shares of all ranks, neighbours that have the same in one."""
+    """Return the shares of all ranks; adjacent equal shares are one."""
     runs: list[dict[str, Any]] = []
     for share in facts["numa"]["ranks"]:
         last = runs[-1] if runs else {}

@@ -1,4 +1,4 @@
-"""`tensorstow inspect`: what a store has in it. Works while its run is live."""
+"""`tensorstow inspect`: print what a run's directory holds, also while the run is live."""
 
 import argparse
 import time

@@ -1,8 +1,8 @@
-"""The command `tensorstow`: reads arguments, calls what they name, prints errors in one piece.
+"""The command `tensorstow`: parses arguments, runs a subcommand, prints errors.
 
-Exit statuses: 0; 1, something was found: damage, a directory that will not do, rows that differ;
-2, what was asked for cannot be done; 130, interrupted; 141, whoever read the output has closed it
-(``| head``): what the shell says of a program that SIGPIPE ended, and as quiet.
+Exit statuses: 0; 1, something was found: damage, an unusable directory, results that differ; 2, the
+request cannot be carried out; 130, interrupted; 141, the reader of the output has closed it (``|
+head``), as the shell reports for SIGPIPE.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How commands print: for people, in as many columns as there are, or as one JSON value."""
+"""How commands print: text that fits the terminal, or one JSON value."""
 
 import argparse
 import json
@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 class _Console(Console):
-    """Rich's, except that a closed pipe is an error like others, not an exit with status 1."""
+    """Rich's console, but a closed pipe raises an error instead of exiting with status 1."""
 
     def on_broken_pipe(self) -> NoReturn:
-        """Leave the exit status to ``main``: 1 says here that something was found."""
+        """Leave the exit status to ``main``, where 1 means that something was found."""
         raise BrokenPipeError
 
 
 def make_console(*, to_stderr: bool = False) -> Console:
-    """Return what prints to standard output as it is now; or beside it, where that is for JSON."""
+    """Return a console for standard output, or standard error if the former is for JSON."""
     return _Console(stderr=to_stderr)
 
 
@@ -44,14 +44,14 @@ def print_json(value: object) -> None:
 
 
 def by_rank(each: Sequence[T], directories: Sequence[Path], asked: Path) -> T | Sequence[T]:
-    """Return what ``--json`` prints: a list where ``asked`` has a store for each rank."""
+    """Return what ``--json`` prints: a list if ``asked`` has a store for each rank."""
     return each[0] if list(directories) == [asked] else each
 
 
 def print_facts(console: Console, facts: Iterable[tuple[str, str]], column: int) -> None:
-    """Print labels and texts: one line each where it is read by a program.
+    """Print labels and texts; one line each if the output is no terminal.
 
-    On a terminal, texts longer than a line go on beneath themselves; nothing is cut off.
+    On a terminal long texts are wrapped in their column; nothing is cut off.
     """
     for label, text in facts:
         if not console.is_terminal:
@@ -68,12 +68,12 @@ def print_facts(console: Console, facts: Iterable[tuple[str, str]], column: int)
 
 
 def print_line(console: Console, text: str, style: str | None = None) -> None:
-    """Print ``text`` as it is, however long: a terminal wraps it, a program gets one line."""
+    """Print ``text`` without formatting or line breaks."""
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; where it is too wide, one row beneath the other with its heads at the left."""
+    """Print a table; if it is too wide, its rows one after the other, labelled with the heads."""
     table = Table(*heads)
     for column in table.columns:
         column.no_wrap = True
@@ -95,7 +95,7 @@ def fits(console: Console, table: Table) -> bool:
 
 
 def drop_output() -> None:
-    """Let what is still to be printed go nowhere: nobody reads standard output any more."""
+    """Discard further output: nobody reads standard output any more."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`tensorstow recover`: a manifest that was damaged, made anew of what in it is whole."""
+"""`tensorstow recover`: write a new manifest of what is intact in a damaged one."""
 
 import argparse
 from contextlib import ExitStack

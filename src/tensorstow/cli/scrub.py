@@ -1,4 +1,4 @@
-"""`tensorstow scrub`: read back everything that a store keeps, and say what is damaged."""
+"""`tensorstow scrub`: read everything that a run's directory holds, and print what is damaged."""
 
 import argparse
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ DAMAGED = 1
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What reading one store back gave."""
+    """The result of reading one store."""
 
     directory: Path
     read_bytes: int
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the command; return its exit status: 1 where something is damaged."""
+    """Run the command; return its exit status: 1 if something is damaged."""
     directories = stores_in(given.directory)
     console = make_console(to_stderr=given.json)  # of progress, and of what people read
     found = []

@@ -1,4 +1,4 @@
-"""What the demo runs: the rows that are compared, and the model that all of them train."""
+"""The configurations that the demo compares, and the model that all of them train."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -45,7 +45,7 @@ class Configuration:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether it must be bitwise equal to all others that are."""
+        """Return whether it is tensorstow's: all of those must be bitwise equal."""
         return self.optimizer != "torch"
 
     @property
@@ -116,7 +116,7 @@ CONFIGURATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The size of the GPT-2 that is trained, of its batches, and of the chunks on disk."""
+    """The sizes of the GPT-2 that is trained, of its batches, and of the chunks on disk."""
 
     layers: int
     heads: int
@@ -149,22 +149,22 @@ class ModelSize:
 
     @property
     def row_disk_bytes(self) -> int:
-        """Return the free space that the hungriest row needs, alignment included."""
+        """Return the free space that the largest configuration needs, alignment included."""
         return (ADAM_STATE_BYTES + _WEIGHT_BYTES) * self.parameters + DEFAULT_RING_BYTES
 
     @property
     def run_disk_bytes(self) -> int:
-        """Return what the run that is killed needs: two extents of each chunk."""
+        """Return the free space that the killed run needs: two extents of each chunk."""
         return 2 * self.row_disk_bytes
 
     @property
     def rows_disk_bytes(self) -> int:
-        """Return the free space that all rows need at once."""
+        """Return the free space that all configurations need at the same time."""
         return sum(self.row_disk_bytes for row in CONFIGURATIONS if row.is_offloaded)
 
     @property
     def rows_ram_bytes(self) -> int:
-        """Return the RAM that all rows need at once: each waits with its weights and states."""
+        """Return the RAM that all configurations need at the same time, with weights and states."""
         kept = sum(
             _WEIGHT_BYTES + ADAM_STATE_BYTES * (1 - row.fraction) for row in CONFIGURATIONS
         )  # per parameter

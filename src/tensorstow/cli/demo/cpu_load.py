@@ -1,4 +1,4 @@
-"""What else the machine did meanwhile: CPU time on our cores that was not ours."""
+"""The CPU time that other programs used on this process's cores."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ _BUSY = (0, 1, 2, 5, 6, 7)
 
 
 class OtherLoad:
-    """Counts from when it is made."""
+    """Measures from its creation."""
 
     def __init__(self, stat: Path = _STAT) -> None:
         self._stat = stat
@@ -21,10 +21,10 @@ class OtherLoad:
         self._busy, self._ours = busy_seconds(stat), our_seconds()
 
     def share(self) -> float | None:
-        """Return which share of our cores others have used, all our children having ended.
+        """Return the share of the cores that other programs used; all our children must have ended.
 
-        None under a cgroup's quota, where other cores than ours are counted too, and where the
-        kernel does not tell.
+        None under a cgroup's quota, which counts other cores too, and where the kernel does not
+        say.
         """
         busy = busy_seconds(self._stat)
         if quota_cores() is not None or busy is None or self._busy is None:
@@ -35,7 +35,7 @@ class OtherLoad:
 
 
 def busy_seconds(stat: Path = _STAT) -> float | None:
-    """Return for how long the cores that we may run on have been busy; None: unknown."""
+    """Return how long the cores of this process have been busy; None: unknown."""
     mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     try:
         lines = [line.split() for line in stat.read_text(encoding="ascii").splitlines()]

@@ -1,4 +1,4 @@
-"""A run that is killed in the midst of a step, and resumed: kill -9, and the same bits."""
+"""A run that is killed (kill -9) in the middle of a step and resumed."""
 
 import shutil
 import tempfile
@@ -21,7 +21,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """What became of the run that was killed."""
+    """The result of the run that was killed."""
 
     committed: int
     """Steps it had taken at its last commit, from which it went on."""
@@ -34,7 +34,7 @@ class Crash:
 def kill_and_resume(
     out: Path, scratch: Path, scale: ModelSize, *, small: bool, tell: Announce
 ) -> Crash:
-    """Train, commit, kill in the midst of an update, resume in a fresh process; return the end."""
+    """Train, commit, kill the process during an update, and resume in a new process."""
     run = _make_directory(out, scratch, scale)
     arguments = ["--directory", str(run), *(["--small"] if small else [])]
     try:
@@ -62,7 +62,7 @@ def _kill_in_an_update(process: Process, tell: Announce) -> None:
 
 
 def _make_directory(out: Path, scratch: Path, scale: ModelSize) -> Path:
-    """Return an empty directory: in ``out`` where that can hold a run, else beside the scratch."""
+    """Return an empty directory: in ``out`` if it can hold a run, else next to scratch."""
     shutil.rmtree(out / _DIRECTORY, ignore_errors=True)  # of a demo that was killed itself
     try:
         check_directory(out, scale.run_disk_bytes)

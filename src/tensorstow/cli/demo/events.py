@@ -1,8 +1,8 @@
-"""The event log of all rows in Chrome's trace format, which Perfetto reads too.
+"""The event log of all configurations in Chrome's trace format, which Perfetto reads too.
 
-One process per row and one track per lane, each row's first step at time zero. Compute spans are
-complete events; transfers overlap one another, so they are asynchronous ones. The memory of the
-process is a counter. ``otherData`` holds the results without their spans.
+One process per configuration and one track per lane, the first step of each at time zero. Compute
+spans are complete events; transfers overlap one another, so they are asynchronous ones. The memory
+of the process is a counter. ``otherData`` holds the results without their spans.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _MICROSECONDS = 1e6
 
 
 def trace(results: Sequence[RunResult]) -> dict[str, Any]:
-    """Return the log, ready for json.dump."""
+    """Return the log as values for json.dump."""
     known = by_key(results)
     events = [
         e for pid, row in enumerate(CONFIGURATIONS) for e in _of_row(pid, row.name, known[row.key])

@@ -1,4 +1,4 @@
-"""memory.png: the resident memory of each row over time, side by side on one scale."""
+"""memory.png: the resident memory of each configuration over time, on one scale."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ _MIB = 1 << 20
 
 
 def draw(results: Sequence[RunResult], *, narrow: bool = False) -> "Figure":
-    """Return the picture, for a phone where it is to be ``narrow``."""
+    """Return the figure; ``narrow`` for phones."""
     from matplotlib.figure import Figure  # noqa: PLC0415  # the demo extra
 
     known = by_key(results)
@@ -28,7 +28,7 @@ def draw(results: Sequence[RunResult], *, narrow: bool = False) -> "Figure":
         _panel(axes, row, known[row.key], top)
     panels[0].set_ylim(0, top * 1.16)
     figure.supylabel("resident memory (RSS), MiB", fontsize=10, color=INK)
-    figure.supxlabel("seconds of the row's own turns", fontsize=10, color=INK)
+    figure.supxlabel("seconds in its own turns", fontsize=10, color=INK)
     heading = "Memory of the whole process,", "by where the optimizer states are"
     figure.suptitle(
         ("\n" if narrow else " ").join(heading),
@@ -66,7 +66,7 @@ def _panel(axes: "Axes", row: Configuration, result: RunResult, top: float) -> N
 
 
 def _note(axes: "Axes", height: float, text: str) -> None:
-    """Write ``text`` at a height of the data, at the right."""
+    """Write ``text`` at a height in the data's units, at the right."""
     axes.text(
         0.97,
         height,

@@ -1,4 +1,4 @@
-"""report.html: parity, table, plots and the event log on one page that needs nothing else."""
+"""report.html: results, tables, plots and the event log in one self-contained page."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _LANES = (COMPUTE, *DISK_LANES)
 
 
 class Plots(NamedTuple):
-    """The two pictures of the page."""
+    """The two plots of the page."""
 
     timeline: Plot
     memory: Plot
@@ -29,7 +29,7 @@ class Plots(NamedTuple):
 def compose(
     results: Sequence[RunResult], heading: str, parity: ParityReport, plots: Plots, lines: str
 ) -> str:
-    """Return the page; ``lines`` are the ones to put in one's own script."""
+    """Return the page; ``lines`` is the example code."""
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
     return template.substitute(
         heading=escape(heading),
@@ -77,7 +77,7 @@ def _tables(results: Sequence[RunResult]) -> str:
 
 
 def _log(results: Sequence[RunResult]) -> dict[str, Any]:
-    """Return what the page's script draws."""
+    """Return the data that the page's script draws."""
     known = by_key(results)
     step = shown_step(results)
     shown = [known[row.key].step_span(step) for row in CONFIGURATIONS if row.is_offloaded]

@@ -1,4 +1,4 @@
-"""One colour per thing, the same in every picture: legible in print and to colour-blind eyes."""
+"""The colours of all plots, legible in print and to colour-blind readers."""
 
 SPAN_COLORS = {
     "forward": "#a9c9e8",

@@ -1,4 +1,4 @@
-"""What came out, in sentences: the same bits or not, what it saved, and for how much time."""
+"""The comparison in sentences: bitwise equal or not, memory saved, time lost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What states on disk save, and what they cost, against torch."""
+    """The memory that states on disk save and the time that they cost, compared with torch."""
 
     less_bytes: int
     """Resident memory at the end."""
@@ -47,7 +47,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """How far the times are to be trusted."""
+    """How reliable the times are."""
 
     spread: float | None
     """The largest (longest - shortest) / median over equal steps of one row."""
@@ -58,34 +58,34 @@ class Circumstances:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether something is beyond its limit."""
+        """Return whether a limit is exceeded."""
         return max(self.spread or 0.0, self.others or 0.0) > LIMIT
 
     def __str__(self) -> str:
         """Return it in a sentence or two."""
         found = []
         if self.spread is not None:
-            found.append(f"equal steps of one row differ by up to {self.spread:.0%}")
+            found.append(f"equal steps of one configuration differ by up to {self.spread:.0%}")
         if self.others is not None:
             found.append(f"other programs used {self.others:.0%} of these cores")
-        said = " and ".join(found) or "nothing is known about how even they are"
+        said = " and ".join(found) or "their spread is not known"
         if self.is_busy:
             said = (
-                f"THE MACHINE WAS BUSY: {said} (limit {LIMIT:.0%}). Differences of times below"
-                " that mean nothing: run the demo again when the machine is quiet."
+                f"THE MACHINE WAS BUSY: {said} (limit {LIMIT:.0%}). Smaller differences"
+                " of times mean nothing: run the demo again when the machine is idle."
             )
         else:
             said = f"Times: {said}."
         turns = "" if self.at_once else (
-            " The rows ran one behind the other, for there is not enough memory or disk for all of"
-            " them at once: what happened meanwhile met some rows and not others."
+            " The configurations ran one after another, since memory or disk space is too small for"
+            " all at once: load on the machine may have affected only some of them."
         )  # fmt: skip
         return said + turns
 
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """What the comparison of all rows gave."""
+    """The comparison of all configurations."""
 
     differing: tuple[str, ...]
     """Keys of our rows whose losses or parameters are not those of the anchor."""
@@ -100,16 +100,16 @@ class ParityReport:
 
     @property
     def is_resumed(self) -> bool:
-        """Return whether the run that was killed ended as if it had not been."""
+        """Return whether the killed run ended with the same bits as one that was not killed."""
         return self.crash.checksum == self.unkilled
 
     @property
     def is_equal(self) -> bool:
-        """Return whether all our rows agree, the killed one too."""
+        """Return whether all of tensorstow's configurations agree, and the killed run too."""
         return not self.differing and self.is_resumed
 
     def sentences(self) -> list[str]:
-        """Return all of it, the most important first."""
+        """Return all sentences, the most important first."""
         return [
             str(self.cost),
             self._equality(),
@@ -121,8 +121,8 @@ class ParityReport:
     def _equality(self) -> str:
         if not self.differing:
             return (
-                f"All {len(_OURS)} tensorstow rows are bitwise equal: every loss and every final"
-                " parameter."
+                f"All {len(_OURS)} tensorstow configurations are bitwise equal: every loss and"
+                " every final parameter."
             )
         names = "; ".join(row.name for row in _OURS if row.key in self.differing)
         return f"NOT bitwise equal to everything in RAM: {names}. {_BUG}"
@@ -140,7 +140,7 @@ class ParityReport:
 
     def _torch(self) -> str:
         said = (
-            "The hash of torch's own row is another one, as is to be expected: its kernel rounds"
+            "The hash of torch's own optimizer differs, as expected: its kernel rounds"
             " elsewhere (it fuses multiplications with additions, and divides where ours"
             " multiplies; ours gives the same bits on every CPU)."
         )
@@ -160,7 +160,7 @@ _BUG = "This is a bug: please report it with events.json and the output of `tens
 def judge(
     results: Sequence[RunResult], crash: Crash, *, others: float | None, at_once: bool
 ) -> ParityReport:
-    """Compare the losses and the final parameters of all rows, and what they cost."""
+    """Compare the losses, the final parameters and the costs of all configurations."""
     known = by_key(results)
     anchor, torch = known[ANCHOR], known["torch"]
     differing = [

@@ -1,4 +1,4 @@
-"""The pictures in the forms in which they are kept: PNG, and SVG in the colours of a page."""
+"""The plots as files: PNG, and SVG whose colours are the page's variables."""
 
 import io
 import re
@@ -20,7 +20,7 @@ VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--line)", PAPE
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One picture for a wide page and for a phone, and as a file of its own."""
+    """One plot as PNG, and as SVG for a wide page and for a phone."""
 
     png: bytes
     wide: str
@@ -28,26 +28,26 @@ class Plot:
 
 
 def draw_timeline(results: "Sequence[RunResult]") -> Plot:
-    """Return what computing and the disk did, when."""
+    """Return the plot of computation and disk transfers over time."""
     wide = timeline.draw(results)
     return Plot(png(wide), svg(wide), svg(timeline.draw(results, narrow=True)))
 
 
 def draw_memory(results: "Sequence[RunResult]") -> Plot:
-    """Return the resident memory over time."""
+    """Return the plot of resident memory over time."""
     wide = memory_plot.draw(results)
     return Plot(png(wide), svg(wide), svg(memory_plot.draw(results, narrow=True)))
 
 
 def png(figure: "Figure") -> bytes:
-    """Return ``figure`` as PNG, in the light."""
+    """Return ``figure`` as PNG with light colours."""
     target = io.BytesIO()
     figure.savefig(target, format="png", facecolor=PAPER)
     return target.getvalue()
 
 
 def svg(figure: "Figure") -> str:
-    """Return ``figure`` as an element of a page that has the variables of colours."""
+    """Return ``figure`` as an SVG element that uses the page's colour variables."""
     import matplotlib as mpl  # noqa: PLC0415  # the demo extra
 
     target = io.StringIO()

@@ -1,4 +1,4 @@
-"""A process of the demo: told what to do by lines, telling what it does in lines of JSON."""
+"""A process of the demo, controlled by lines on its standard input; it answers in lines of JSON."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tensorstow.base.errors import StowError
 
 
 class Process:
-    """A fresh interpreter that runs one module of the demo; made by ``started``."""
+    """A new interpreter that runs one module of the demo; created by ``started``."""
 
     def __init__(
         self, name: str, child: subprocess.Popen[bytes], lines: IO[str], output: IO[bytes]
@@ -25,7 +25,7 @@ class Process:
         self._output = output
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what it says until it ends; raise StowError with its last words where it failed."""
+        """Yield its messages until it ends; raise StowError with its last output if it failed."""
         for line in self._lines:
             said: dict[str, Any] = json.loads(line)
             yield said
@@ -34,14 +34,14 @@ class Process:
             raise StowError(_last_words(self._name, status, self._output))
 
     def tell(self, line: str) -> None:
-        """Write a line to its standard input; where it has ended, ``messages`` says so."""
+        """Write a line to its standard input; if it has ended, ``messages`` raises."""
         orders = self._orders()
         with suppress(BrokenPipeError):
             orders.write(f"{line}\n".encode())
             orders.flush()
 
     def tell_no_more(self) -> None:
-        """End its standard input."""
+        """Close its standard input."""
         with suppress(BrokenPipeError):
             self._orders().close()
 
@@ -59,7 +59,7 @@ class Process:
 
 @contextmanager
 def started(name: str, module: str, arguments: Sequence[str]) -> Iterator[Process]:
-    """Start ``module`` of the demo; nothing is left of it behind the block, whatever ends that."""
+    """Start ``module`` of the demo; it is killed at the end of the block, however that ends."""
     reader, writer = os.pipe()
     # -P: what lies in the working directory must not be imported instead.
     command = [sys.executable, "-P", "-m", f"tensorstow.cli.demo.{module}", *arguments]
@@ -90,4 +90,4 @@ def _last_words(name: str, status: int, output: IO[bytes]) -> str:
     ended = f"signal {-status}" if status < 0 else f"exit status {status}"
     hint = " (signal 9 is mostly the system's answer to too little memory)" * (status == -9)
     said = "\n  ".join(["It said last:", *words]) if words else "It said nothing."
-    return f"The row {name!r} ended with {ended}{hint}. {said}"
+    return f"The process {name!r} ended with {ended}{hint}. {said}"

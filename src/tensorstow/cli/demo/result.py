@@ -1,4 +1,4 @@
-"""What one row hands back: losses, spans of time, memory; and the figures that follow from it."""
+"""The result of one configuration: losses, time spans, memory, and figures computed from them."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class UlpDifference:
-    """How far one step of ours is from one of torch's: same weights, states and gradients."""
+    """The difference of one step of ours from one of torch's, with equal inputs."""
 
     ulps: float
     """The largest difference, in spacings of fp32 at the largest number that went into it."""
@@ -53,7 +53,7 @@ class UlpDifference:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Everything that is known about one row."""
+    """The result of one configuration."""
 
     key: str
     parameters: int
@@ -85,13 +85,13 @@ class RunResult:
         return [span for span in self.spans if span.lane == lane]
 
     def step_span(self, step: int) -> TimeSpan:
-        """Return the whole of one training step."""
+        """Return the span of a whole training step."""
         parts = [s for s in self.lane(COMPUTE) if s.step == step]
         start, stop = min(s.start for s in parts), max(s.stop for s in parts)
         return TimeSpan(COMPUTE, f"step {step + 1}", start, stop, step)
 
     def optimizer_span(self, step: int) -> TimeSpan:
-        """Return the call of ``opt.step()`` in one training step."""
+        """Return the span of ``opt.step()`` in a training step."""
         return next(s for s in self.lane(COMPUTE) if s.name == OPTIMIZER and s.step == step)
 
     @property
@@ -106,7 +106,7 @@ class RunResult:
 
     @property
     def steady_steps(self) -> list[int]:
-        """Return the steps that begin with the one before still under way, as in a long run."""
+        """Return the steps that begin while the one before is still running, as in a long run."""
         first = set(accumulate(self.turns, initial=0))
         return [step for step in range(len(self.losses)) if step not in first]
 
@@ -127,7 +127,7 @@ class RunResult:
 
     @property
     def bytes_inside(self) -> float:
-        """Return the bytes that moved during ``opt.step()``: a transfer counts by its overlap."""
+        """Return the bytes moved during ``opt.step()``: of a transfer the share that overlaps."""
         calls = [s for s in self.lane(COMPUTE) if s.name == OPTIMIZER]
         transfers = [*self.lane("read"), *self.lane("write")]
         return sum(t.nbytes * _overlap(t, call) for t in transfers for call in calls)
@@ -162,17 +162,17 @@ class RunResult:
 
 
 def steady(result: RunResult) -> float | None:
-    """Return the median of the steps that count; None where there are none."""
+    """Return the median of the steady steps in seconds; None without any."""
     return median(result.steady_seconds) if result.steady_seconds else None
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Return (longest - shortest) / median; None where there is nothing to compare."""
+    """Return (longest - shortest) / median; None for fewer than two values."""
     return (max(values) - min(values)) / median(values) if len(values) > 1 else None
 
 
 def by_key(results: Iterable[RunResult]) -> dict[str, RunResult]:
-    """Return the results by the key of their rows."""
+    """Return the results by the keys of their configurations."""
     return {result.key: result for result in results}
 
 

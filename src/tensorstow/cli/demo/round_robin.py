@@ -1,4 +1,7 @@
-"""Runs all rows: each in a process of its own, taking turns, so that a bad minute hits them all."""
+"""Runs all configurations, each in a process of its own, in turns of a few steps.
+
+So load on the machine affects all of them.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,7 +18,7 @@ _ROOT = Path("/")
 
 
 class Runner:
-    """One row in its process."""
+    """One configuration in its process."""
 
     def __init__(self, row: Configuration, process: Process, announce: Announce) -> None:
         self._row = row
@@ -24,23 +27,23 @@ class Runner:
         self._announce = announce
 
     def until_it_waits(self) -> None:
-        """Follow it until its turn is over."""
+        """Read its messages until its turn is over."""
         for said in self._messages:
             if "waits" in said:
                 return
             self._announce(self._row, said["step"], said["part"])
 
     def take(self, steps: int) -> None:
-        """Give it a turn."""
+        """Let it take ``steps`` steps."""
         self._process.tell(str(steps))
         self.until_it_waits()
 
     def tell_to_finish(self) -> None:
-        """Give it no more turns."""
+        """End its turns."""
         self._process.tell_no_more()
 
     def result(self) -> RunResult:
-        """Wait for its end; return what it measured."""
+        """Wait until it ends; return its result."""
         last: dict[str, Any] = {}
         for last in self._messages:
             if "part" in last:
@@ -56,7 +59,7 @@ def run_rows(
     *,
     at_once: bool,
 ) -> list[RunResult]:
-    """Run ``rows``; take turns where they may be there ``at_once``, else one behind the other."""
+    """Run ``rows`` in turns if all fit ``at_once``, else one after the other."""
     turns = turns_of(steps)
     results: list[RunResult] = []
     for company in [rows] if at_once else [[row] for row in rows]:
@@ -75,20 +78,20 @@ def run_rows(
 
 
 def turns_of(steps: int) -> list[int]:
-    """Return the steps of each turn."""
+    """Return the number of steps of each turn."""
     whole, rest = divmod(steps, TURN_STEPS)
     return [TURN_STEPS] * whole + [rest] * (rest > 0)
 
 
 def fits_at_once(scale: ModelSize, free_disk_bytes: int, root: Path = _ROOT) -> bool:
-    """Return whether all rows may be there at once: each waits with its weights and states."""
+    """Return whether all configurations fit in RAM and on disk at the same time."""
     available = available_bytes(root)
     ram = available is None or available >= scale.rows_ram_bytes
     return ram and free_disk_bytes >= scale.rows_disk_bytes
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Return the RAM that we may still take: the machine's, or less where a cgroup says so."""
+    """Return the RAM that is available: the machine's, or a cgroup's if that is less."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The resident memory of this process: now, at its highest, and sampled over time."""
+"""The resident memory of this process: now, at its peak, and sampled over time."""
 
 import ctypes
 import mmap
@@ -16,12 +16,12 @@ _STATUS = Path("/proc/self/status")
 
 
 def resident_bytes() -> int:
-    """Return what this process has in memory now."""
+    """Return the resident memory of this process in bytes."""
     return int(_STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 
 
 def peak_bytes() -> int | None:
-    """Return the most it ever had, or None where the kernel does not keep that.
+    """Return its peak in bytes; None if the kernel does not record it.
 
     Not getrusage(): its figure starts from that of the process that did the exec.
     """
@@ -30,14 +30,14 @@ def peak_bytes() -> int | None:
 
 
 def return_freed_memory() -> None:
-    """Let the C library give back what was freed, so that the rest is what is really held."""
+    """Return freed memory to the system, so that the rest is in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
 class RssSampler:
-    """Samples the resident memory from a thread while the block runs."""
+    """Samples the resident memory in a thread while the block runs."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, int]] = []
@@ -61,7 +61,7 @@ class RssSampler:
         self._thread.join()
 
     def take(self) -> None:
-        """Sample now: what lasts less than a sampling interval has samples too."""
+        """Take a sample now, for what is shorter than a sampling interval."""
         self.samples.append((time.monotonic(), resident_bytes()))
 
     def _sample(self) -> None:

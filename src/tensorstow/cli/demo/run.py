@@ -1,4 +1,4 @@
-"""`tensorstow demo`: every row in turn, then what is made of their results."""
+"""`tensorstow demo`: runs every configuration, then prints and writes the results."""
 
 import argparse
 import importlib.util
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=DEFAULT_STEPS,
-        help=f"training steps per row, in turns of {TURN_STEPS} (default: %(default)s)",
+        help=f"training steps per configuration, in turns of {TURN_STEPS} (default: %(default)s)",
     )
     parser.add_argument(
         "--small", action="store_true", help="a toy model: seconds instead of minutes"
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the command; return its exit status: 1 where our rows are not bitwise equal."""
+    """Run the command; return its exit status: 1 if our configurations are not bitwise equal."""
     scale = SMALL if given.small else FULL
     _check(given)
     facts = _directory(given.directory, scale)
@@ -106,7 +106,7 @@ def run(given: argparse.Namespace) -> int:
 def write_files(
     out: Path, results: Sequence[RunResult], heading: str, parity: ParityReport
 ) -> dict[str, Path]:
-    """Write everything that is kept; return what each file is, by its path."""
+    """Write all files; return their paths by description."""
     paths = {
         "report": out / "report.html",
         "timeline": out / "timeline.png",
@@ -188,7 +188,7 @@ def _run_all(
             small=given.small,
             tell=lambda part: progress.update(task, part=_PARTS.get(part, part)),
         )
-        progress.update(task, name="all rows", part="")
+        progress.update(task, name="done", part="")
     return results, judge(results, ended, others=share, at_once=at_once)
 
 

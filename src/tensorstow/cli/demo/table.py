@@ -1,4 +1,4 @@
-"""The one table of the demo: figures down, rows of the demo across."""
+"""The table of the demo: one line per figure, one column per configuration."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure for every row."""
+    """One figure for every configuration."""
 
     label: str
     cells: tuple[str, ...]
@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Figures that belong together."""
+    """Figures of one subject."""
 
     title: str
     note: str
@@ -58,7 +58,7 @@ def sections(results: Sequence[RunResult]) -> list[Section]:
         ),
         Section(
             "Seconds",
-            f"Rows take turns of {TURN_STEPS} steps. A steady step begins with the one before still"
+            f"Turns have {TURN_STEPS} steps. A steady step begins while the one before is still"
             " under way, as in a long run: the first of a turn does not, and is not counted."
             " Median; spread: (longest - shortest) / median.",
             (
@@ -110,7 +110,7 @@ def sections(results: Sequence[RunResult]) -> list[Section]:
 
 
 def print_tables(console: Console, results: Sequence[RunResult]) -> None:
-    """Print all figures, as many columns beside each other as there is room for."""
+    """Print all figures, with as many columns side by side as fit."""
     figures = sections(results)
     columns = _columns_that_fit(console, figures)
     for first in range(0, len(CONFIGURATIONS), columns):
@@ -138,7 +138,7 @@ def render(figures: Sequence[Section], columns: Sequence[int]) -> Table:
 
 
 def figures_of(result: RunResult, torch: RunResult) -> dict[str, Any]:
-    """Return what ``--json`` says of one row: all that was measured but each single span."""
+    """Return the figures of one configuration for ``--json``: all but the single spans."""
     plain = {k: v for k, v in asdict(result).items() if k not in {"key", "spans", "rss"}}
     return {
         **plain,
@@ -151,7 +151,7 @@ def figures_of(result: RunResult, torch: RunResult) -> dict[str, Any]:
 
 
 def _columns_that_fit(console: Console, figures: Sequence[Section]) -> int:
-    """Return how many columns the console has room for, at least one."""
+    """Return how many columns fit on the console, at least one."""
     return next((n for n in range(len(CONFIGURATIONS), 1, -1) if _all_fit(console, figures, n)), 1)
 
 

@@ -1,4 +1,4 @@
-"""timeline.png: what computing and the disk did, when, for each row with states on disk."""
+"""timeline.png: computation and disk transfers over time, for states on disk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -49,9 +49,9 @@ class View:
 
 
 def draw(results: Sequence[RunResult], *, narrow: bool = False) -> "Figure":
-    """Return the picture: one training step of each row, and beside it its opt.step().
+    """Return the figure: one training step of each configuration, and its opt.step() in detail.
 
-    Beneath it instead, where the picture is to be ``narrow``, for a phone.
+    The detail is at the right, or below if the figure is ``narrow``, for phones.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415  # the demo extra
 
@@ -89,17 +89,17 @@ def draw(results: Sequence[RunResult], *, narrow: bool = False) -> "Figure":
 
 
 def shown_step(results: Sequence[RunResult]) -> int:
-    """Return the last steady step, which reads what others have written; the first, if none is."""
+    """Return the last steady step; the first step if there is none."""
     return max(results[0].steady_steps, default=0)
 
 
 def shown_call(results: Sequence[RunResult]) -> int:
-    """Return the step whose opt.step() is shown up close: the shown step's forward follows it."""
+    """Return the step whose opt.step() is shown in detail, the one before the shown step."""
     return max(0, shown_step(results) - 1)
 
 
 def stack(spans: Sequence[TimeSpan]) -> list[tuple[TimeSpan, int]]:
-    """Give each span the first level where nothing that started before it is still running."""
+    """Give each span the lowest level where no earlier span is still running."""
     free: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda s: (s.start, s.stop)):
@@ -110,7 +110,7 @@ def stack(spans: Sequence[TimeSpan]) -> list[tuple[TimeSpan, int]]:
 
 
 def _lanes(axes: "Axes", result: RunResult, view: View) -> None:
-    """Draw all lanes as far as ``view`` shows them."""
+    """Draw all lanes within ``view``."""
     for number, lane in enumerate(LANES):
         placed = stack(view.visible(result.lane(lane)))
         height = _BAR / (1 + max((level for _, level in placed), default=0))
@@ -137,7 +137,7 @@ def _lanes(axes: "Axes", result: RunResult, view: View) -> None:
 def _bars(
     extents: Sequence[tuple[float, float]], low: float, high: float, color: str
 ) -> "PathPatch":
-    """Return bars of one colour as one shape: a picture has thousands of them."""
+    """Return bars of one colour as one shape, since a plot has thousands of them."""
     from matplotlib.patches import PathPatch  # noqa: PLC0415  # the demo extra
     from matplotlib.path import Path  # noqa: PLC0415
 

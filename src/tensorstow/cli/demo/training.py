@@ -1,4 +1,4 @@
-"""The training run of every row: GPT-2 with random weights on random tokens, on the CPU."""
+"""The training run of every configuration: GPT-2 with random weights and tokens, on the CPU."""
 
 import hashlib
 import math
@@ -26,7 +26,7 @@ Progress = Callable[[int, str], None]
 
 
 class GPTLMLoss(nn.Module):
-    """Cross entropy of each token's successor."""
+    """The cross entropy of the next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def config_of(scale: ModelSize) -> GPT2Config:
 
 
 def make_model(scale: ModelSize) -> nn.Module:
-    """Return the model, the same weights in every process."""
+    """Return the model; its weights are the same in every process."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(config_of(scale))
 
@@ -64,9 +64,9 @@ def make_model(scale: ModelSize) -> nn.Module:
 def make_optimizer(
     row: Configuration, scale: ModelSize, model: nn.Module, directory: str | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of ``row``; hyper-parameters are the same for all of them.
+    """Return the optimizer of a configuration; hyper-parameters are the same for all.
 
-    Where the row says so, weights leave RAM, and ``model`` with them.
+    If the configuration says so, ``model`` is stowed.
     """
     given: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.0}
     if row.optimizer == "torch":
@@ -117,7 +117,7 @@ class Clock:
 
 
 class Training:
-    """The loop of every row, taken a few steps at a time."""
+    """The training loop, run a few steps at a time."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scale: ModelSize, clock: Clock
@@ -143,7 +143,7 @@ class Training:
             self.losses.append(loss)
 
     def make_gradients(self, step: int) -> float:
-        """Go forward and backward over the next batch; return its loss."""
+        """Run forward and backward on the next batch; return its loss."""
         with self._clock.measure(step, "forward"):
             shape = (self._scale.batch, self._scale.sequence)
             ids = torch.randint(self._scale.vocabulary, shape, generator=self._tokens)
@@ -154,11 +154,11 @@ class Training:
         return loss.item()
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Return what goes on with a commit beside weights and states: where chance stands."""
+        """Return the states of the random number generators, for a commit."""
         return {"dropout": torch.get_rng_state(), "tokens": self._tokens.get_state()}
 
     def go_on(self, steps: int, kept: Mapping[str, torch.Tensor]) -> None:
-        """Go on behind ``steps`` steps that another process took."""
+        """Continue after ``steps`` steps of another process."""
         self.losses = [math.nan] * steps
         torch.set_rng_state(kept["dropout"])
         self._tokens.set_state(kept["tokens"])

@@ -1,4 +1,4 @@
-"""One step of ours beside one of torch's, from the same weights, states and gradients."""
+"""One step of ours compared with one of torch's, from equal weights, states and gradients."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ _STATES = ("exp_avg", "exp_avg_sq")
 
 
 def compare_one_step(training: Training) -> UlpDifference:
-    """Take a further step by both, and return how far their weights are apart.
+    """Take one more step with both, and return the difference of the weights.
 
-    A weight near zero may be what is left of larger numbers that cancelled, so a difference is
-    measured in spacings at the largest of the weight before, the weight after, and the step that
-    the larger of momentum and gradient alone would have made.
+    A weight near zero may be the remainder of larger numbers that cancelled. So a difference is
+    measured in spacings of fp32 at the largest of the weight before, the weight after, and the step
+    that the larger of momentum and gradient alone would have made.
     """
     training.make_gradients(len(training.losses))
     optimizer = training.optimizer
@@ -45,7 +45,7 @@ def _torch_step(
     state: dict[str, torch.Tensor],
     group: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return torch's weight after the step, and the largest number that went into it."""
+    """Return torch's weight after the step, and the largest number that was used for it."""
     theirs = before.clone().requires_grad_()
     theirs.grad = gradient
     options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}

@@ -46,7 +46,7 @@ from tensorstow.states.native_pipeline import TraceEvent, Traffic
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the row that the arguments name."""
+    """Run the configuration that the arguments name."""
     parser = argparse.ArgumentParser(prog="tensorstow.cli.demo.worker", description=__doc__)
     parser.add_argument("--row", choices=[row.key for row in CONFIGURATIONS], required=True)
     add_arguments(parser)
@@ -60,25 +60,25 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what every process of the demo is told."""
+    """Declare the options that every process of the demo has."""
     parser.add_argument("--directory", required=True)
     parser.add_argument("--descriptor", type=int, required=True)
     parser.add_argument("--small", action="store_true")
 
 
 def teller(pipe: TextIO) -> Progress:
-    """Return what writes to ``pipe`` which part of which step begins."""
+    """Return a function that writes the current step and its part to ``pipe``."""
     return lambda step, part: say(pipe, json.dumps({"step": step, "part": part}))
 
 
 def say(pipe: TextIO, line: str) -> None:
-    """Write ``line`` now."""
+    """Write ``line`` and flush."""
     pipe.write(line + "\n")
     pipe.flush()
 
 
 def asked_turns(orders: TextIO, pipe: TextIO) -> Iterator[int]:
-    """Yield how many steps to take, as often as that is asked for."""
+    """Yield the number of steps of each turn, as they are requested."""
     taken = 0
     while True:
         say(pipe, json.dumps({"waits": taken}))
@@ -91,12 +91,12 @@ def asked_turns(orders: TextIO, pipe: TextIO) -> Iterator[int]:
 
 @dataclass(slots=True)
 class TurnClock:
-    """When this process had its turns: the time between them is taken out of what is shown."""
+    """The turns of this process; the time between them is left out of what is shown."""
 
     windows: list[tuple[float, float]] = field(default_factory=list)
 
     def moment(self, time: float) -> float | None:
-        """Return how long turns had lasted at ``time``; None where none was under way."""
+        """Return the time spent in turns up to ``time``; None outside of a turn."""
         before = 0.0
         for start, stop in self.windows:
             if start <= time <= stop:
@@ -105,7 +105,7 @@ class TurnClock:
         return None
 
     def cut(self, span: TimeSpan) -> TimeSpan:
-        """Return ``span`` on that clock; it lies in the turn in which it began."""
+        """Return ``span`` on that clock, within the turn in which it began."""
         start = self.moment(span.start)
         if start is None:  # begun between turns: it is shown from the next one on
             later = [begin for begin, _ in self.windows if begin > span.start]
@@ -117,7 +117,7 @@ class TurnClock:
 def run_row(
     row: Configuration, scale: ModelSize, turns: Iterable[int], directory: str, progress: Progress
 ) -> RunResult:
-    """Train under ``row``, a turn for each number of steps in ``turns``, and measure."""
+    """Train with a configuration, one turn for each number in ``turns``, and measure."""
     torch.set_num_threads(usable_cores())
     progress(-1, "build")
     model = make_model(scale)
@@ -169,7 +169,7 @@ def run_row(
 
 
 def predict(row: Configuration, scale: ModelSize, model: nn.Module) -> StateMemory | None:
-    """Return what the states of ``row`` will take, from the sizes of the parameters alone."""
+    """Return the predicted memory of the states, from the sizes of the parameters alone."""
     if row.optimizer == "stow":
         return None  # its chunks follow the units of the model
     policy = scale.policy(row)
@@ -183,7 +183,7 @@ def predict(row: Configuration, scale: ModelSize, model: nn.Module) -> StateMemo
 
 
 def held_by_torch(optimizer: torch.optim.Optimizer) -> StateMemory:
-    """Return the bytes of the states of torch's own optimizer, the step counts left out."""
+    """Return the bytes of the states of torch's own optimizer, without the step counts."""
     nbytes = sum(
         tensor.nbytes
         for state in optimizer.state.values()
@@ -194,7 +194,7 @@ def held_by_torch(optimizer: torch.optim.Optimizer) -> StateMemory:
 
 
 def unlinked_file_bytes(directory: str) -> int:
-    """Return what the filesystem has allocated to this process's nameless files there."""
+    """Return the bytes that the filesystem has allocated to this process's unnamed files there."""
     device = Path(directory).stat().st_dev
     files = {}
     for entry in Path("/proc/self/fd").iterdir():

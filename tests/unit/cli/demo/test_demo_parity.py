@@ -15,7 +15,7 @@ def test_equal_rows_are_called_equal() -> None:
     parity = judged(make_results())
     assert parity.is_equal
     assert parity.differing == ()
-    assert "All 7 tensorstow rows are bitwise equal" in said(make_results())
+    assert "All 7 tensorstow configurations are bitwise equal" in said(make_results())
 
 
 def test_one_bit_of_one_loss_is_enough() -> None:
@@ -80,7 +80,7 @@ def test_a_busy_machine_is_said(spread: float, others: float, *, is_busy: bool) 
     assert found.is_busy == is_busy
     assert ("THE MACHINE WAS BUSY" in str(found)) == is_busy
     assert "one behind the other" not in str(found)
-    assert "one behind the other" in str(replace(found, at_once=False))
+    assert "one after another" in str(replace(found, at_once=False))
 
 
 def test_the_spread_is_the_largest_of_all_rows() -> None:
