@@ -11,8 +11,8 @@ from training import Net, make, spin, train
 from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed import checkpointing
 from tensorstow.fsdp import d2h_queue
+from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.report import parameter_bytes
-from tensorstow.fsdp.uploads import uploads_of
 
 OVERLAPS = ("none", "forward", "backward")
 
@@ -208,8 +208,9 @@ def most_held(plan: Plan, device: torch.device) -> tuple[int, int]:
         most = max(most, torch.accelerator.max_memory_allocated() - before)
         optimizer.step()
         optimizer.zero_grad()
-    uploads = uploads_of(model)
-    slots = optimizer.memory().device_bytes + (0 if uploads is None else uploads.device_bytes)
+    prefetcher = h2d_prefetcher_of(model)
+    buffers = 0 if prefetcher is None else prefetcher.buffers.device_bytes
+    slots = optimizer.memory().device_bytes + buffers
     optimizer.close()
     return most, slots
 

@@ -14,8 +14,8 @@ from torch import nn
 import tensorstow
 from compare import all_equal
 from tensorstow import Plan
+from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.report import parameter_bytes
-from tensorstow.fsdp.uploads import uploads_of
 from tensorstow.io import pinned
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -158,7 +158,7 @@ def test_memory_that_copies_read_outlives_them(simulated: ModuleType, device: to
     torch.accelerator.synchronize()
     simulated.set_delays(0.02, 5e9, 0)
     y = model(x).detach()
-    assert uploads_of(model) is not None
+    assert h2d_prefetcher_of(model) is not None
     optimizer.close()
     del model, optimizer
     gc.collect()
@@ -290,8 +290,8 @@ def test_the_device_holds_so_many_units_and_no_more(prefetch: int, device: torch
     torch.accelerator.synchronize()
     held = parameter_bytes(model).device_bytes
     assert held == max(prefetch + 1, 2) * BLOCK_BYTES
-    uploads = uploads_of(model)
-    assert uploads is not None
+    prefetcher = h2d_prefetcher_of(model)
+    assert prefetcher is not None
     before = torch.accelerator.memory_allocated()
     assert before >= held
     torch.accelerator.reset_peak_memory_stats()

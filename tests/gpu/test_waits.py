@@ -19,8 +19,8 @@ from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.fsdp import d2h_queue
 from tensorstow.fsdp.gradient_offload import accumulate_in_fp32
+from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import HostShard
-from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.device_link import DeviceEvent, StreamLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.step import device_update as updater_module
@@ -372,16 +372,16 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
 
 def units(
     link: StreamLink, *, ahead: int = 0, cast: bool = False
-) -> tuple[Uploads, list[HostShard]]:
-    """Return uploads of units of one cell, whose values are their numbers."""
-    uploads = Uploads(link, ahead=ahead, beside_forward=False)
-    cells = []
+) -> tuple[H2DPrefetcher, list[HostShard]]:
+    """Return a prefetcher of units of one shard each, whose values are their numbers."""
+    prefetcher = H2DPrefetcher(link, ahead=ahead, beside_forward=False)
+    shards = []
     for number in range(4):
         block = PinnedBlock(4 * COUNT, link.device, link.synchronize)
-        cells.append(HostShard(block.tensor(0, COUNT, torch.float32), COUNT, block))
-        cells[-1].home.fill_(number)
-        uploads.add(cells[-1:], [dtype_of(cast=cast)], None)
-    return uploads, cells
+        shards.append(HostShard(block.tensor(0, COUNT, torch.float32), COUNT, block))
+        shards[-1].home.fill_(number)
+        prefetcher.add_unit(shards[-1:], [dtype_of(cast=cast)], None)
+    return prefetcher, shards
 
 
 def dtype_of(*, cast: bool) -> torch.dtype:
@@ -389,13 +389,13 @@ def dtype_of(*, cast: bool) -> torch.dtype:
 
 
 def gathered(
-    uploads: Uploads, cell: HostShard, *, cast: bool = False, late: float = 0
+    prefetcher: H2DPrefetcher, shard: HostShard, *, cast: bool = False, late: float = 0
 ) -> torch.Tensor:
     """Do what FSDP2 does; late: when the caller's stream comes to it."""
-    shard = uploads.take(cell, dtype_of(cast=cast))
-    spin(shard.device, late)
-    got = shard.clone()
-    uploads.used(cell)
+    weight = prefetcher.all_gather_input(shard, dtype_of(cast=cast))
+    spin(weight.device, late)
+    got = weight.clone()
+    prefetcher.record_copied(shard)
     return got
 
 
@@ -409,52 +409,52 @@ def hold_up(link: StreamLink, seconds: float = LATE) -> DeviceEvent:
 @pytest.mark.parametrize("cast", [False, True])
 def test_what_is_gathered_has_gone_up_before(link: StreamLink, *, cast: bool) -> None:
     """Its memory, on the device or pinned, is filled again when nobody uses it any more."""
-    uploads, cells = units(link, cast=cast)
+    prefetcher, shards = units(link, cast=cast)
     hold_up(link)
-    got = [gathered(uploads, cell, cast=cast, late=LATE / 4) for cell in cells]
+    got = [gathered(prefetcher, shard, cast=cast, late=LATE / 4) for shard in shards]
     for number, one in enumerate(got):
         assert one.eq(number).all()
 
 
 def test_buffers_are_made_of_memory_that_is_in_use_still(link: StreamLink) -> None:
-    uploads, cells = units(link)
+    prefetcher, shards = units(link)
     used = [torch.ones(4 * COUNT, dtype=torch.uint8, device=link.device) for _ in range(2)]
     spin(link.device, LATE)
     for memory in used:
         memory.fill_(7)
     del memory, used
-    assert gathered(uploads, cells[1]).eq(1).all()
+    assert gathered(prefetcher, shards[1]).eq(1).all()
 
 
 def test_host_memory_that_is_uploaded_changes_behind_that(link: StreamLink) -> None:
-    uploads, cells = units(link)
+    prefetcher, shards = units(link)
     hold_up(link)
-    shard = uploads.take(cells[1], torch.float32)
-    uploads.forget()
-    cells[1].home.fill_(9)
-    assert shard.clone().eq(1).all()
+    weight = prefetcher.all_gather_input(shards[1], torch.float32)
+    prefetcher.discard()
+    shards[1].home.fill_(9)
+    assert weight.clone().eq(1).all()
 
 
 def test_nothing_is_waited_for_to_go_ahead(link: StreamLink) -> None:
-    uploads, cells = units(link, ahead=1, cast=True)
+    prefetcher, shards = units(link, ahead=1, cast=True)
     for _ in range(2):
-        for cell in cells:
-            gathered(uploads, cell, cast=True)
-    uploads.forget()
+        for shard in shards:
+            gathered(prefetcher, shard, cast=True)
+    prefetcher.discard()
     link.synchronize()
     mark = hold_up(link, 5 * LATE)
-    for cell in cells[:2]:
-        gathered(uploads, cell, cast=True)
+    for shard in shards[:2]:
+        gathered(prefetcher, shard, cast=True)
     assert not mark.query()
 
 
 def test_what_is_gathered_on_another_stream_outlives_its_buffer(link: StreamLink) -> None:
-    uploads, cells = units(link)
-    gathered(uploads, cells[0])
+    prefetcher, shards = units(link)
+    gathered(prefetcher, shards[0])
     side = torch.Stream(link.device)
     with side:
-        got = gathered(uploads, cells[1], late=LATE)
-    del uploads, cells
+        got = gathered(prefetcher, shards[1], late=LATE)
+    del prefetcher, shards
     gc.collect()
     other = [torch.zeros(COUNT, device=link.device) for _ in range(2)]
     side.synchronize()

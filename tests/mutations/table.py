@@ -8,7 +8,7 @@ _MIRRORS = "step/host_weight.py"
 _UPDATER = "step/device_update.py"
 _SCHEDULE = "step/schedules.py"
 _QUEUE = "fsdp/d2h_queue.py"
-_UPLOADS = "fsdp/uploads.py"
+_H2D = "fsdp/h2d_prefetch.py"
 
 _WAITS = "gpu/test_waits.py"
 _LINK = "gpu/test_gpu_link.py"
@@ -234,46 +234,45 @@ MUTATIONS = (
     ),
     # --- weights of a stowed model ---
     Mutation(
-        _UPLOADS,
-        "self.link.join(upload.copied)",
+        _H2D,
+        "self.link.join(copied.complete)",
         "pass",
         f"{_WAITS}::test_what_is_gathered_has_gone_up_before[False]",
     ),
     Mutation(
-        _UPLOADS,
-        "shard.record_stream(torch.accelerator.current_stream(self.link.device))",
+        _H2D,
+        "weight.record_stream(torch.accelerator.current_stream(self.link.device))",
         "pass",
         f"{_WAITS}::test_what_is_gathered_on_another_stream_outlives_its_buffer",
     ),
     Mutation(
-        _UPLOADS,
-        "self._copied.synchronize()",
+        _H2D,
+        "self._last_copy.synchronize()",
         "pass",
         f"{_WAITS}::test_host_memory_that_is_uploaded_changes_behind_that",
     ),
     Mutation(
-        _UPLOADS,
-        "any(unit.staged) and buffer.copied and not buffer.copied.query()",
-        "False",
+        _H2D,
+        "not any(unit.staged) or self.copied is None or self.copied.query()",
+        "True",
         f"{_WAITS}::test_nothing_is_waited_for_to_go_ahead",
     ),
     Mutation(
-        _UPLOADS,
-        "upload.buffer.ready = self.link.record_event()",
-        "upload.buffer.ready = torch.Event(self.link.device)",
+        _H2D,
+        "copied.buffer.ready = self.link.record_event()",
+        "copied.buffer.ready = torch.Event(self.link.device)",
         f"{_WAITS}::test_what_is_gathered_has_gone_up_before[False]",
     ),
     Mutation(
-        _UPLOADS,
-        "if any(unit.staged) and buffer.copied is not None and not buffer.copied.query():\n"
-        "            buffer.copied.synchronize()",
-        "if False:\n            pass",
+        _H2D,
+        "buffer.copied.synchronize()",
+        "pass",
         f"{_WAITS}::test_what_is_gathered_has_gone_up_before[True]",
     ),
     Mutation(
-        _UPLOADS,
-        "made.append(_Buffer(memory, staged, self.link.record_event()))",
-        "made.append(_Buffer(memory, staged, torch.Event(self.link.device)))",
+        _H2D,
+        "made.append(_Buffer(memory, staging, self.link.record_event()))",
+        "made.append(_Buffer(memory, staging, torch.Event(self.link.device)))",
         f"{_WAITS}::test_buffers_are_made_of_memory_that_is_in_use_still",
     ),
     # --- the host's own ---

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from tensorstow.fsdp.gradient_offload import offload_pinned_bytes, offloaded_bytes
+from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.shard_storage import HostShard, ShardStorage
 from tensorstow.fsdp.stowed_parameter import storage_of
-from tensorstow.fsdp.uploads import uploads_of
 from tensorstow.io.pinned import PinnedBlock
 
 
@@ -47,7 +47,7 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
     on_disk = [shard for shard in shards if shard.pager is not None]
     rooms = {id(c.pager.pool): c.pager.pool for c in on_disk if c.pager is not None}
     blocks = {id(block): block.pinned_bytes for shard in shards if (block := _block_of(shard))}
-    uploads = uploads_of(model)
+    h2d = h2d_prefetcher_of(model)
     return ParameterBytes(
         host_bytes=sum(shard.padded.nbytes for shard in shards if shard.pager is None),
         disk_bytes=sum(shard.padded.nbytes for shard in on_disk),
@@ -59,9 +59,9 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         link_bytes_up=sum(shard.bytes_up for shard in shards),
         pinned_bytes=sum(blocks.values())
         + offload_pinned_bytes(model)
-        + (0 if uploads is None else uploads.pinned_bytes),
-        staging_bytes=0 if uploads is None else uploads.staging_bytes,
-        device_bytes=0 if uploads is None else uploads.device_bytes,
+        + (0 if h2d is None else h2d.buffers.pinned_bytes),
+        staging_bytes=0 if h2d is None else h2d.buffers.staging_bytes,
+        device_bytes=0 if h2d is None else h2d.buffers.device_bytes,
     )
 
 

@@ -12,11 +12,15 @@ that takes another way is read when it asks.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
+from typing import Generic, TypeVar
 
 import torch
 
 from tensorstow.io.buffer_pool import PooledBuffer
 from tensorstow.io.pinned import PinnedBlock
+
+T = TypeVar("T")
 
 
 class ShardStorage(ABC):
@@ -194,6 +198,28 @@ class DiskShard(ShardStorage):
             self.pager.unpin(dirty=write)
 
 
+class UseOrder(Generic[T]):
+    """Predicts what is used next from the last two that were used ([Note: Prefetch order])."""
+
+    def __init__(self) -> None:
+        """Know no order yet."""
+        self.last: tuple[T | None, T | None] = (None, None)
+        """What was used last but one, and last."""
+        self._next: dict[tuple[T | None, T | None], T] = {}
+
+    def record(self, used: T) -> None:
+        """Learn that ``used`` came behind the last two."""
+        self._next[self.last] = used
+        self.last = (self.last[1], used)
+
+    def following(self) -> Iterator[T]:
+        """Yield what is expected next, then behind that; it ends where nothing is known."""
+        pair = self.last
+        while (expected := self._next.get(pair)) is not None:
+            yield expected
+            pair = (pair[1], expected)
+
+
 class Prefetcher:
     """Pins the buffer that an all-gather copies from, and reads those ahead that come next."""
 
@@ -201,8 +227,7 @@ class Prefetcher:
         """Read up to ``ahead`` units beyond the one in use."""
         self._ahead = ahead
         self._pinned: PooledBuffer | None = None
-        self._last: tuple[PooledBuffer | None, PooledBuffer | None] = (None, None)
-        self._next: dict[tuple[PooledBuffer | None, PooledBuffer | None], PooledBuffer] = {}
+        self._order: UseOrder[PooledBuffer] = UseOrder()
 
     def pin(self, buffer: PooledBuffer) -> None:
         """Return when ``buffer`` is in memory, where it stays until ``unpin``.
@@ -222,17 +247,11 @@ class Prefetcher:
 
     def record_use(self, buffer: PooledBuffer) -> None:
         """Learn that ``buffer`` is used now, and begin reading those that follow."""
-        before, last = self._last
-        if buffer is last:
+        if buffer is self._order.last[1]:
             return
-        self._next[before, last] = buffer
-        self._last = pair = (last, buffer)
-        for _ in range(self._ahead):
-            following = self._next.get(pair)
-            if following is None:
-                return
+        self._order.record(buffer)
+        for following in islice(self._order.following(), self._ahead):
             following.fetch()
-            pair = (pair[1], following)
 
     def _unpin(self) -> None:
         last, self._pinned = self._pinned, None

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import format_count
 from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.pretrained import RowReader
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher, ShardStorage
 from tensorstow.fsdp.single_rank import InPlaceReduceScatter, UnshardedAlias
 from tensorstow.fsdp.stowed_parameter import AllGatherInput, StowedParameter, storage_of
 from tensorstow.fsdp.units import Unit
-from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import is_away
 from tensorstow.io.pinned import PinnedBlock
@@ -116,7 +116,7 @@ class Sharding:
     reshard_after_forward: bool
     reduction: Any = field(default_factory=InPlaceReduceScatter)
     """What reduces gradients where the mesh has one rank and the device is the CPU."""
-    uploads: Uploads | None = None
+    h2d_prefetcher: H2DPrefetcher | None = None
     """What copies shards to the device, where that has memory of its own."""
 
     @property
@@ -183,14 +183,14 @@ def shard_unit(
     _read_values(unit, storages, sharding, values)
     for name, parameter in unit.parameters.items():
         alias = UnshardedAlias(storages[name]) if sharding.is_in_place else None
-        gather = AllGatherInput(storages[name], alias, sharding.uploads)
+        gather = AllGatherInput(storages[name], alias, sharding.h2d_prefetcher)
         stowed = StowedParameter(parameter.detach(), sharding.device, gather)
         replace_parameter(unit.module, parameter, nn.Parameter(stowed, parameter.requires_grad))
     _fully_shard(unit, sharding)
     for storage in storages.values():
         storage.is_sharded = True
-    if sharding.uploads is not None:
-        sharding.uploads.add(
+    if sharding.h2d_prefetcher is not None:
+        sharding.h2d_prefetcher.add_unit(
             list(storages.values()),
             [sharding.precision.param_dtype or s.padded.dtype for s in storages.values()],
             None if pool is None else pool.prefetcher,
@@ -226,8 +226,8 @@ def _allocate(unit: Unit, sharding: Sharding, pool: DiskPool | None) -> dict[str
     nbytes = sum(padded_bytes(p, sharding.ranks) for p in unit.parameters.values())
     buffer = pool.buffers.add(nbytes) if pool is not None and nbytes else None
     block = None
-    if buffer is None and sharding.uploads is not None:
-        link = sharding.uploads.link
+    if buffer is None and sharding.h2d_prefetcher is not None:
+        link = sharding.h2d_prefetcher.link
         block = PinnedBlock(nbytes, link.device, link.synchronize)
     at = 0
     for name, parameter in unit.parameters.items():

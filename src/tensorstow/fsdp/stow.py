@@ -25,6 +25,7 @@ from tensorstow.fsdp.gradient_offload import (
     accumulate_in_fp32,
     widen_gradient,
 )
+from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import guard_modules, register_output_hooks
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
@@ -41,7 +42,6 @@ from tensorstow.fsdp.sharding import (
 from tensorstow.fsdp.state_dicts import register_state_dict_hooks
 from tensorstow.fsdp.units import Unit, aliases_of, units_of
 from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks
-from tensorstow.fsdp.uploads import Uploads
 from tensorstow.fsdp.validation import (
     OptimizerFactory,
     describe_units,
@@ -145,7 +145,8 @@ def stow(  # noqa: PLR0913  # the one door to everything
     mesh = mesh or make_mesh(device, stage=plan.stage, replicas=plan.replicas)
     validate_mesh(mesh, plan, device)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
-    sharding = Sharding(mesh, device, precision, plan.stage == 3, uploads=_uploads(plan, device))
+    h2d_prefetcher = _h2d_prefetcher(plan, device)
+    sharding = Sharding(mesh, device, precision, plan.stage == 3, h2d_prefetcher=h2d_prefetcher)
     group = host_group()
     arguments = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype)}
     validate_same_on_ranks({**arguments, **describe_units(chosen)}, group)
@@ -194,8 +195,8 @@ def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
         _sum_wide_on_device(model, {id(p) for p in offloaded})
     made = _make_optimizer(request)
     _wait_for_updates_before_reads(stored, made)
-    if sharding.uploads is not None:
-        sharding.uploads.watch(model, made)
+    if sharding.h2d_prefetcher is not None:
+        sharding.h2d_prefetcher.register(model, made)
     unshard.register(made, stage=plan.stage)
     register_output_hooks(model)
     register_state_dict_hooks(model)
@@ -218,12 +219,12 @@ def _shard_all(request: _Request, sharding: Sharding) -> list[tuple[DTensor, Sha
     return stored
 
 
-def _uploads(plan: Plan, device: torch.device) -> Uploads | None:
+def _h2d_prefetcher(plan: Plan, device: torch.device) -> H2DPrefetcher | None:
     """Return what copies shards to a device that has memory of its own."""
     if not is_away(device):
         return None
     beside_forward = plan.overlap == "forward"
-    return Uploads(open_link(device), ahead=plan.prefetch, beside_forward=beside_forward)
+    return H2DPrefetcher(open_link(device), ahead=plan.prefetch, beside_forward=beside_forward)
 
 
 def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:

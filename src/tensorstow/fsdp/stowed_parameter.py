@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.single_rank import UnshardedAlias
-from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.buffer_pool import PooledBuffer
 
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
@@ -37,7 +37,7 @@ class AllGatherInput:
     storage: ShardStorage
     alias: UnshardedAlias | None = None
     """Given where the weight may be computed with in place, on one rank."""
-    uploads: Uploads | None = None
+    h2d_prefetcher: H2DPrefetcher | None = None
     """Given where the weight is copied to an accelerator ahead of its all-gather."""
 
 
@@ -86,12 +86,12 @@ class StowedParameter(torch.Tensor):
         """
         del mesh, outer_size, outer_stride, module
         dtype = mp_policy.param_dtype or self.dtype
-        storage, alias, uploads = self.source.storage, self.source.alias, self.source.uploads
+        storage, alias = self.source.storage, self.source.alias
         if alias is not None and dtype == self.dtype:
             alias.pin()
             return (torch.empty(0, dtype=dtype, device=self.device),), alias
-        if uploads is not None:
-            return (uploads.take(storage, dtype),), None
+        if self.source.h2d_prefetcher is not None:
+            return (self.source.h2d_prefetcher.all_gather_input(storage, dtype),), None
         given = storage.pin_for_copy().to(self.device, dtype)
         storage.bytes_up += given.nbytes
         return (given,), None
@@ -108,8 +108,8 @@ class StowedParameter(torch.Tensor):
         del param_dtype
         if metadata is not None:
             return None if out is not None else (metadata.weight, (metadata,))
-        if self.source.uploads is not None:
-            self.source.uploads.used(self.source.storage)
+        if self.source.h2d_prefetcher is not None:
+            self.source.h2d_prefetcher.record_copied(self.source.storage)
         else:
             self.source.storage.unpin_after_copy()
         (unsharded,) = all_gather_outputs

@@ -1,4 +1,4 @@
-"""Uploads: what is copied before it is asked for, in how many buffers, and what is forgotten."""
+"""Shards are copied before they are asked for, in few buffers, and discarded when they are old."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
-from tensorstow.fsdp.uploads import Uploads
 from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import DeviceEvent, Pairs, PlainLink
 from tensorstow.io.pinned import PinnedBlock
@@ -34,100 +34,102 @@ class Counted(PlainLink):
 
 def made(
     count: int, *, link: PlainLink, ahead: int = 1, beside_forward: bool = False
-) -> tuple[Uploads, list[HostShard]]:
-    """Return uploads of units of one cell, whose values are their numbers."""
-    uploads = Uploads(link, ahead=ahead, beside_forward=beside_forward)
-    cells = []
+) -> tuple[H2DPrefetcher, list[HostShard]]:
+    """Return a prefetcher of units of one shard each, whose values are their numbers."""
+    prefetcher = H2DPrefetcher(link, ahead=ahead, beside_forward=beside_forward)
+    shards = []
     for number in range(count):
         block = PinnedBlock(4 * ROWS, CPU, link.synchronize)
-        cells.append(HostShard(block.tensor(0, ROWS, torch.float32).data, ROWS, block))
-        cells[-1].home.fill_(number)
-        uploads.add(cells[-1:], [torch.float32], None)
-    return uploads, cells
+        shards.append(HostShard(block.tensor(0, ROWS, torch.float32).data, ROWS, block))
+        shards[-1].home.fill_(number)
+        prefetcher.add_unit(shards[-1:], [torch.float32], None)
+    return prefetcher, shards
 
 
-def gather(uploads: Uploads, cell: HostShard) -> torch.Tensor:
+def gather(prefetcher: H2DPrefetcher, shard: HostShard) -> torch.Tensor:
     """Do what FSDP2 does."""
-    got = uploads.take(cell, torch.float32).clone()
-    uploads.used(cell)
+    got = prefetcher.all_gather_input(shard, torch.float32).clone()
+    prefetcher.record_copied(shard)
     return got
 
 
 def test_what_comes_next_is_copied_ahead() -> None:
     link = Counted()
-    uploads, cells = made(4, link=link)
+    prefetcher, shards = made(4, link=link)
     for _ in range(2):
-        for cell in cells:
-            assert gather(uploads, cell).eq(cell.home).all()
+        for shard in shards:
+            assert gather(prefetcher, shard).eq(shard.home).all()
     # The last of the second round is followed by the first, as that of the first was.
     assert link.copied == [0, 1, 2, 3, 0, 1, 2, 3, 0]
-    uploads.take(cells[0], torch.float32)
+    prefetcher.all_gather_input(shards[0], torch.float32)
     assert link.copied[9:] == [1]
-    uploads.used(cells[0])
+    prefetcher.record_copied(shards[0])
     assert link.copied[9:] == [1]
-    gather(uploads, cells[1])
+    gather(prefetcher, shards[1])
     assert link.copied[9:] == [1, 2]
 
 
 def test_buffers_are_few_and_used_again() -> None:
-    uploads, cells = made(6, link=PlainLink(), ahead=2)
+    prefetcher, shards = made(6, link=PlainLink(), ahead=2)
     places = {
-        uploads.take(c, torch.float32).data_ptr() for _ in range(3) for c in used(uploads, cells)
+        prefetcher.all_gather_input(c, torch.float32).data_ptr()
+        for _ in range(3)
+        for c in used(prefetcher, shards)
     }
     assert len(places) == 3
-    assert uploads.device_bytes == 3 * 128
-    assert (uploads.staging_bytes, uploads.pinned_bytes) == (0, 0)
+    assert prefetcher.buffers.device_bytes == 3 * 128
+    assert (prefetcher.buffers.staging_bytes, prefetcher.buffers.pinned_bytes) == (0, 0)
 
 
-def used(uploads: Uploads, cells: list[HostShard]) -> Iterable[HostShard]:
-    for cell in cells:
-        yield cell
-        uploads.used(cell)
+def used(prefetcher: H2DPrefetcher, shards: list[HostShard]) -> Iterable[HostShard]:
+    for shard in shards:
+        yield shard
+        prefetcher.record_copied(shard)
 
 
 def test_a_unit_that_is_gathered_twice_is_copied_once() -> None:
     """The last one of a forward is the first of its backward."""
     link = Counted()
-    uploads, cells = made(3, link=link, ahead=0)
+    prefetcher, shards = made(3, link=link, ahead=0)
     for _ in range(2):
         for number in (0, 1, 2, 2, 1, 0):
-            gather(uploads, cells[number])
-        uploads.forget()
+            gather(prefetcher, shards[number])
+        prefetcher.discard()
     assert link.copied == [0, 1, 2, 2, 1, 0, 0, 1, 2, 1, 0]
 
 
 def test_more_gathers_than_buffers_are_copied_at_once() -> None:
     link = Counted()
-    uploads, cells = made(4, link=link, ahead=0)
-    got = [uploads.take(cell, torch.float32) for cell in cells]
+    prefetcher, shards = made(4, link=link, ahead=0)
+    got = [prefetcher.all_gather_input(shard, torch.float32) for shard in shards]
     assert [float(g[0]) for g in got] == [0, 1, 2, 3]
     assert link.copied == [0, 1]
-    for cell in cells:
-        uploads.used(cell)
+    for shard in shards:
+        prefetcher.record_copied(shard)
 
 
 def test_a_gather_that_did_not_end_is_begun_again() -> None:
-    uploads, cells = made(2, link=PlainLink())
-    uploads.take(cells[0], torch.float32)
-    cells[0].home.fill_(9)
-    assert gather(uploads, cells[0]).eq(9).all()
+    prefetcher, shards = made(2, link=PlainLink())
+    prefetcher.all_gather_input(shards[0], torch.float32)
+    shards[0].home.fill_(9)
+    assert gather(prefetcher, shards[0]).eq(9).all()
 
 
 @pytest.mark.parametrize("how", ["step", "write"])
 def test_what_was_copied_ahead_of_a_change_is_forgotten(how: str) -> None:
     link = Counted()
-    uploads, cells = made(2, link=link)
-    for cell in (*cells, *cells, cells[0]):
-        gather(uploads, cell)
+    prefetcher, shards = made(2, link=link)
+    for shard in (*shards, *shards, shards[0]):
+        gather(prefetcher, shard)
     assert link.copied[-1] == 1  # ahead
     if how == "step":
-        uploads.forget()
-        cells[1].home.fill_(5)
-        uploads.begin()
+        prefetcher.discard()
+        shards[1].home.fill_(5)
+        prefetcher.prefetch()
     else:
-        with cells[1].access(write=True):
-            cells[1].home.fill_(5)
-    assert gather(uploads, cells[1]).eq(5).all()
+        with shards[1].access(write=True):
+            shards[1].home.fill_(5)
+    assert gather(prefetcher, shards[1]).eq(5).all()
 
 
 class Numbered(PlainLink):
@@ -159,105 +161,105 @@ class Later:
 @pytest.mark.parametrize("how", ["step", "write"])
 def test_a_copy_that_gave_way_to_another_is_waited_for_too(how: str) -> None:
     link = Numbered()
-    uploads, cells = made(4, link=link)
+    prefetcher, shards = made(4, link=link)
     for _ in range(2):
-        for cell in cells:
-            gather(uploads, cell)
-        uploads.forget()
-    uploads.take(cells[0], torch.float32)  # and 1 ahead, whose buffer 3 gets
+        for shard in shards:
+            gather(prefetcher, shard)
+        prefetcher.discard()
+    prefetcher.all_gather_input(shards[0], torch.float32)  # and 1 ahead, whose buffer 3 gets
     copied = link.given
-    uploads.take(cells[3], torch.float32)
+    prefetcher.all_gather_input(shards[3], torch.float32)
     assert link.given == copied + 1
     assert link.over < copied
     if how == "step":
-        uploads.forget()
+        prefetcher.discard()
     else:
-        with cells[1].access(write=True):
+        with shards[1].access(write=True):
             pass
     assert link.over >= copied
 
 
 def test_what_a_step_is_followed_by_is_copied_at_its_end() -> None:
     link = Counted()
-    uploads, cells = made(3, link=link)
+    prefetcher, shards = made(3, link=link)
     for _ in range(2):
-        for cell in cells:
-            gather(uploads, cell)
-        uploads.forget()
-        uploads.begin()
+        for shard in shards:
+            gather(prefetcher, shard)
+        prefetcher.discard()
+        prefetcher.prefetch()
     assert link.copied == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_beside_forward_only_what_was_waited_for_is_copied_ahead() -> None:
     link = Counted()
-    uploads, cells = made(3, link=link, beside_forward=True)
+    prefetcher, shards = made(3, link=link, beside_forward=True)
     waited: list[int] = []
-    for number, cell in enumerate(cells):
-        cell.before_read = lambda number=number: waited.append(number)  # type: ignore[misc]
+    for number, shard in enumerate(shards):
+        shard.before_read = lambda number=number: waited.append(number)  # type: ignore[misc]
     for _ in range(2):
-        for cell in cells:
-            gather(uploads, cell)
-        uploads.forget()
-        uploads.begin()
+        for shard in shards:
+            gather(prefetcher, shard)
+        prefetcher.discard()
+        prefetcher.prefetch()
     assert link.copied == [0, 1, 2, 0, 1, 2]
     waited.clear()
-    uploads.take(cells[0], torch.float32)
+    prefetcher.all_gather_input(shards[0], torch.float32)
     assert set(waited) == {0}
     assert link.copied == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_in_a_backward_nothing_is_copied_ahead_that_may_be_updated() -> None:
     link = Counted()
-    uploads, cells = made(2, link=link)
+    prefetcher, shards = made(2, link=link)
     x = torch.zeros(1, requires_grad=True)
 
-    def gathered(cell: HostShard, _: torch.Tensor) -> None:
-        gather(uploads, cell)
+    def gathered(shard: HostShard, _: torch.Tensor) -> None:
+        gather(prefetcher, shard)
 
     def backward(*numbers: int) -> None:
         y = x * 1
         for number in reversed(numbers):
             y = y * 1
-            y.register_hook(partial(gathered, cells[number]))
+            y.register_hook(partial(gathered, shards[number]))
         y.backward()
 
     for _ in range(3):
-        gather(uploads, cells[0])
-        gather(uploads, cells[1])
+        gather(prefetcher, shards[0])
+        gather(prefetcher, shards[1])
         backward(1, 0)
     assert link.copied[-1] == 0  # not 0 of the next forward, nor 1
-    assert not uploads._under_way
+    assert not prefetcher._copies
 
 
-def test_a_shelf_is_lent_for_the_copy_alone(tmp_path: Path) -> None:
+def test_a_buffer_is_pinned_for_the_copy_alone(tmp_path: Path) -> None:
     pool = BufferPool(tmp_path, 1 << 20, 1 << 20)
-    prefetcher = Prefetcher(1)
+    disk = Prefetcher(1)
     link = Counted()
-    uploads = Uploads(link, ahead=1, beside_forward=False)
-    cells = []
+    prefetcher = H2DPrefetcher(link, ahead=1, beside_forward=False)
+    shards = []
     for number in range(3):
         buffer = pool.add(4096)
-        cells.append(DiskShard(buffer.tensor(0, (ROWS,), torch.float32), ROWS, buffer, prefetcher))
-        with cells[-1].access(write=True):
-            cells[-1].home.fill_(number)
-        uploads.add(cells[-1:], [torch.bfloat16], prefetcher)
+        shards.append(DiskShard(buffer.tensor(0, (ROWS,), torch.float32), ROWS, buffer, disk))
+        with shards[-1].access(write=True):
+            shards[-1].home.fill_(number)
+        prefetcher.add_unit(shards[-1:], [torch.bfloat16], disk)
     for _ in range(2):
-        for number, cell in enumerate(cells):
-            got = uploads.take(cell, torch.bfloat16)
+        for number, shard in enumerate(shards):
+            got = prefetcher.all_gather_input(shard, torch.bfloat16)
             assert got.dtype == torch.bfloat16
             assert got.eq(number).all()
-            assert cell.pager is not None
-            assert cell.pager.pins == 0
-            uploads.used(cell)
-    assert (uploads.device_bytes, uploads.staging_bytes) == (256, 256)
-    assert cells[0].bytes_up == 3 * 2 * ROWS  # the last ahead of a third round
+            assert shard.pager is not None
+            assert shard.pager.pins == 0
+            prefetcher.record_copied(shard)
+    assert (prefetcher.buffers.device_bytes, prefetcher.buffers.staging_bytes) == (256, 256)
+    assert shards[0].bytes_up == 3 * 2 * ROWS  # the last ahead of a third round
 
 
 # --- a gather that another thread makes, of a backward that has raised ---
 
 
 class Optimizer:
-    """What uploads know of one."""
+    """What a prefetcher asks of one."""
 
     def __init__(self) -> None:
         self.calls = Calls()
@@ -274,16 +276,16 @@ class Optimizer:
         self.hooks["resume"] = hook
 
 
-def watched(link: PlainLink) -> tuple[Uploads, list[HostShard], Optimizer, nn.Module]:
-    """Return uploads that know in which order units are gathered."""
-    uploads, cells = made(3, link=link)
+def watched(link: PlainLink) -> tuple[H2DPrefetcher, list[HostShard], Optimizer, nn.Module]:
+    """Return prefetcher that know in which order units are gathered."""
+    prefetcher, shards = made(3, link=link)
     optimizer, model = Optimizer(), nn.Module()
-    uploads.watch(model, optimizer)  # type: ignore[arg-type]  # all that is asked of it
-    for cell in (*cells, *cells, *cells):
-        gather(uploads, cell)
-    uploads.forget()
-    uploads._last = (uploads._of[id(cells[1])], uploads._of[id(cells[2])])
-    return uploads, cells, optimizer, model
+    prefetcher.register(model, optimizer)  # type: ignore[arg-type]  # all that is asked of it
+    for shard in (*shards, *shards, *shards):
+        gather(prefetcher, shard)
+    prefetcher.discard()
+    prefetcher._order.last = (prefetcher._units[id(shards[1])], prefetcher._units[id(shards[2])])
+    return prefetcher, shards, optimizer, model
 
 
 def test_resume_waits_for_a_gather_that_has_begun() -> None:
@@ -298,13 +300,13 @@ def test_resume_waits_for_a_gather_that_has_begun() -> None:
             return mark
 
     seen: list[float] = []
-    late = threading.Thread(target=lambda: seen.extend(gather(uploads, cells[0]).tolist()))
-    uploads, cells, optimizer, model = watched(Slow())
+    late = threading.Thread(target=lambda: seen.extend(gather(prefetcher, shards[0]).tolist()))
+    prefetcher, shards, optimizer, model = watched(Slow())
 
     def resume() -> None:
         optimizer.hooks["resume"]()
-        for cell in cells:
-            cell.home.fill_(9)
+        for shard in shards:
+            shard.home.fill_(9)
 
     late.start()
     assert inside.wait(30)
@@ -312,28 +314,28 @@ def test_resume_waits_for_a_gather_that_has_begun() -> None:
     optimizer.calls.run("resume", resume)
     late.join()
     assert seen == [0] * ROWS, "what it gathered is what was there when it began"
-    for cell in cells:
-        assert gather(uploads, cell).eq(9).all()
+    for shard in shards:
+        assert gather(prefetcher, shard).eq(9).all()
     del model
 
 
 def test_what_is_gathered_between_the_hooks_of_a_step_is_not_kept() -> None:
-    uploads, cells, optimizer, model = watched(PlainLink())
+    prefetcher, shards, optimizer, model = watched(PlainLink())
     optimizer.hooks["before step"]()
-    uploads._last = (uploads._of[id(cells[1])], uploads._of[id(cells[2])])
-    gather(uploads, cells[0])  # and the next one ahead
-    for cell in cells:
-        cell.home.fill_(9)
+    prefetcher._order.last = (prefetcher._units[id(shards[1])], prefetcher._units[id(shards[2])])
+    gather(prefetcher, shards[0])  # and the next one ahead
+    for shard in shards:
+        shard.home.fill_(9)
     optimizer.hooks["behind step"]()
-    for cell in cells:
-        assert gather(uploads, cell).eq(9).all()
+    for shard in shards:
+        assert gather(prefetcher, shard).eq(9).all()
     del model
 
 
 def test_what_is_gathered_while_a_weight_is_written_is_not_kept() -> None:
-    uploads, cells, _, model = watched(PlainLink())
-    with cells[1].access(write=True):
-        gather(uploads, cells[0])  # and the next one ahead
-        cells[1].home.fill_(9)
-    assert gather(uploads, cells[1]).eq(9).all()
+    prefetcher, shards, _, model = watched(PlainLink())
+    with shards[1].access(write=True):
+        gather(prefetcher, shards[0])  # and the next one ahead
+        shards[1].home.fill_(9)
+    assert gather(prefetcher, shards[1]).eq(9).all()
     del model

@@ -1,0 +1,437 @@
+"""Copies shards in host memory to the accelerator before FSDP2 all-gathers them.
+
+[Note: Prefetch to the device] FSDP2 asks for a unit's shards one after the other, in the stream
+that gathers, and over one rank when it is about to compute with them. So they are copied on a
+stream of our own, unit by unit, into buffers on the device that are allocated once: the unit that
+is asked for now, and those that come next by ``UseOrder``. Streams wait for each other and the host
+for none: a buffer is filled again behind the all-gather that read it.
+
+    free -> copying (h2d) -> in use (FSDP2 copies from it) -> free
+                          -> in use again without a copy, where the same unit comes next
+
+Bytes that a copy can read by itself, page-locked ones in compute dtype, are read where they are.
+Others (in a pool's buffer, pageable, to be cast) pass through pinned memory beside the device's, so
+that a pool's buffer is given back at once.
+
+[Note: Old weights] What is copied must be the newest weight, and host memory must not change under
+a copy. Before a step, a resume or a write to a parameter, copies are waited for and discarded.
+Beside backward a weight is updated when its gradient is final, so what was gathered in a backward
+is not prefetched again in it. Under overlap="forward" a weight is prefetched only when somebody has
+waited for its update.
+
+FSDP2 gathers in the device's thread during backward, and of a backward that has raised it may do so
+while the caller is in the next call already ([Note: Hooks] in step/calls.py). So whatever looks at
+copies or changes them takes its turn with the calls of the optimizer: such a gather comes before
+``resume()`` or behind it. It may come between a step's hooks and its call too, or beside a write to
+a parameter: copies are discarded before weights change and once more behind that.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import nn
+
+from tensorstow.base.sizes import round_up
+from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage, UseOrder
+from tensorstow.io.buffer_pool import PooledBuffer
+from tensorstow.io.device_link import DeviceEvent, DeviceLink, is_away
+from tensorstow.io.pinned import PinnedBlock
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.planner.bounds import upload_buffers
+
+_ALIGN = 128
+_PREFETCHERS: "weakref.WeakKeyDictionary[nn.Module, H2DPrefetcher]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(eq=False, slots=True)
+class _Unit:
+    """Shards that FSDP2 all-gathers together."""
+
+    shards: Sequence[ShardStorage]
+    dtypes: Sequence[torch.dtype]
+    """The dtype that each is computed in."""
+    staged: Sequence[bool]
+    """Which of them pass through pinned memory."""
+    prefetcher: Prefetcher | None
+    """What reads ahead from disk, where they are there."""
+    is_newest: bool = False
+    """Whether somebody has waited for its update since the last step."""
+
+    @property
+    def pager(self) -> PooledBuffer | None:
+        """Return the buffer that the shards are in; None: they stay in host memory."""
+        return self.shards[0].pager
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the bytes that each shard takes of a buffer."""
+        pairs = zip(self.shards, self.dtypes, strict=True)
+        return [round_up(shard.padded.numel() * dtype.itemsize, _ALIGN) for shard, dtype in pairs]
+
+    @property
+    def staged_bytes(self) -> int:
+        """Return the bytes that pass through pinned memory."""
+        return sum(n for n, is_staged in zip(self.sizes, self.staged, strict=True) if is_staged)
+
+
+@dataclass(eq=False, slots=True)
+class _Buffer:
+    """The device's memory for one unit, and pinned memory for what cannot be copied by itself."""
+
+    memory: torch.Tensor
+    staging: torch.Tensor | None
+    ready: DeviceEvent
+    """Behind what used the device's memory last."""
+    copied: DeviceEvent | None = None
+    """Behind the last copy to it."""
+
+    def is_staging_free(self, unit: _Unit) -> bool:
+        """Return whether ``unit`` would wait for no copy from the pinned memory."""
+        return not any(unit.staged) or self.copied is None or self.copied.query()
+
+
+@dataclass(eq=False, slots=True)
+class _Copied:
+    """A unit in a buffer."""
+
+    unit: _Unit
+    buffer: _Buffer
+    on_device: dict[int, torch.Tensor]
+    """Each shard on the device, by the id of its storage."""
+    complete: DeviceEvent
+    asked: set[int] = field(default_factory=set)
+    """Shards that FSDP2 has asked for."""
+    used: set[int] = field(default_factory=set)
+    """And copied from."""
+
+
+class DeviceBuffers:
+    """The memory that shards pass through, allocated once for a few units."""
+
+    def __init__(self, link: DeviceLink, ahead: int) -> None:
+        """Allocate nothing yet; copy over ``link``, with up to ``ahead`` units prefetched."""
+        self.link = link
+        self._ahead = ahead
+        self._units: list[_Unit] = []
+        self._buffers: list[_Buffer] | None = None
+        self._staging: PinnedBlock | None = None
+        self._last_copy: DeviceEvent | None = None
+        """Behind the last copy, and so behind all: they are on one stream."""
+
+    def add(self, unit: _Unit) -> None:
+        """Make buffers large enough for ``unit``; all units are added before the first copy."""
+        self._units.append(unit)
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of the device's memory."""
+        return self._count * self._largest
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the bytes of host memory."""
+        return self._count * self._largest_staged
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return how many bytes of that are pinned."""
+        return 0 if self._staging is None else self._staging.pinned_bytes
+
+    def free_one(self, taken: Collection[_Buffer]) -> _Buffer | None:
+        """Return a buffer that is not among ``taken``; None: there is none."""
+        if self._buffers is None:
+            self._buffers = self._allocate()
+        return next((buffer for buffer in self._buffers if buffer not in taken), None)
+
+    def copy(self, unit: _Unit, buffer: _Buffer) -> _Copied:
+        """Begin copying a unit's shards to ``buffer``."""
+        if not buffer.is_staging_free(unit) and buffer.copied is not None:
+            buffer.copied.synchronize()  # the link is behind: pinned memory is still read
+        if unit.pager is not None:
+            unit.pager.pin()
+        try:
+            on_device, pairs = self._lay_out(unit, buffer)
+            # Where some of it is pageable, that has been read when this returns.
+            self._last_copy = complete = self.link.h2d(pairs, [buffer.ready])
+        finally:
+            if unit.pager is not None:
+                unit.pager.unpin()
+        buffer.copied = buffer.ready = complete
+        return _Copied(unit, buffer, on_device, complete)
+
+    def wait_for_copies(self) -> None:
+        """Return when no copy reads host memory, also of a unit that gave way to another one."""
+        if self._last_copy is not None:
+            self._last_copy.synchronize()
+            self._last_copy = None
+
+    @staticmethod
+    def _lay_out(
+        unit: _Unit, buffer: _Buffer
+    ) -> tuple[dict[int, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return each shard's part of ``buffer``, and pairs of targets and sources to copy."""
+        on_device, pairs = {}, []
+        at = staged_at = 0
+        parts = zip(unit.shards, unit.dtypes, unit.sizes, unit.staged, strict=True)
+        for shard, dtype, size, is_staged in parts:
+            nbytes = shard.padded.numel() * dtype.itemsize
+            target = buffer.memory[at : at + nbytes].view(dtype).view(shard.padded.shape)
+            source = shard.padded
+            if is_staged and buffer.staging is not None:
+                part = buffer.staging[staged_at : staged_at + nbytes]
+                source = part.view(dtype).view(target.shape)
+                source.copy_(shard.padded)
+                staged_at += size
+            elif is_staged:
+                source = shard.padded.to(dtype)
+            on_device[id(shard)] = target
+            pairs.append((target.view(-1), source.view(-1)))
+            shard.bytes_up += nbytes
+            at += size
+        return on_device, pairs
+
+    def _allocate(self) -> list[_Buffer]:
+        count, largest, staged = self._count, self._largest, self._largest_staged
+        device = self.link.device
+        block = PinnedBlock(count * staged, device, self.link.synchronize) if staged else None
+        self._staging = block
+        made = []
+        for number in range(count):
+            memory = torch.empty(largest, dtype=torch.uint8, device=device)
+            staging = None
+            if block is not None and block.pinned:
+                staging = block.tensor(number * staged, staged, torch.uint8)
+            made.append(_Buffer(memory, staging, self.link.record_event()))
+        return made
+
+    @property
+    def _count(self) -> int:
+        return min(upload_buffers(self._ahead), len(self._units))
+
+    @property
+    def _largest(self) -> int:
+        return max((sum(unit.sizes) for unit in self._units), default=0)
+
+    @property
+    def _largest_staged(self) -> int:
+        return max((unit.staged_bytes for unit in self._units), default=0)
+
+
+class H2DPrefetcher:
+    """Copies one model's shards to the device ahead of their all-gather. Any thread may call."""
+
+    def __init__(self, link: DeviceLink, *, ahead: int, beside_forward: bool) -> None:
+        """Know no unit yet.
+
+        Args:
+            link: What copies.
+            ahead: How many units are prefetched beyond the one that is asked for.
+            beside_forward: Whether updates run beside the next forward.
+        """
+        self.link = link
+        self.buffers = DeviceBuffers(link, ahead)
+        self._ahead = ahead
+        self._beside_forward = beside_forward
+        self._units: dict[int, _Unit] = {}
+        """By the id of each of their shards."""
+        self._copies: dict[_Unit, _Copied] = {}
+        self._order: UseOrder[_Unit] = UseOrder()
+        self._in_backward = False
+        self._gathered: set[_Unit] = set()
+        """Units that were gathered in this backward."""
+        self._alone: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Keeps out the optimizer's calls in other threads."""
+
+    def register(self, model: nn.Module, optimizer: StowedAdam) -> None:
+        """Discard old copies whenever ``optimizer`` updates ``model``, whose shards were added."""
+        _PREFETCHERS[model] = self
+        self._alone = optimizer.alone
+        optimizer.register_step_pre_hook(self.discard)
+        optimizer.register_step_post_hook(self._post_step)
+        optimizer.register_resume_hook(self.discard)
+
+    def add_unit(
+        self,
+        shards: Sequence[ShardStorage],
+        dtypes: Sequence[torch.dtype],
+        prefetcher: Prefetcher | None,
+    ) -> None:
+        """Take a unit. All units are added before the first all-gather.
+
+        Args:
+            shards: The unit's shards; none: nothing is added.
+            dtypes: The dtype that each is computed in.
+            prefetcher: What reads ahead from disk, where they are there.
+        """
+        if not shards:
+            return
+        pairs = zip(shards, dtypes, strict=True)
+        staged = [not shard.is_page_locked or shard.padded.dtype != dtype for shard, dtype in pairs]
+        unit = _Unit(shards, dtypes, staged, prefetcher)
+        self.buffers.add(unit)
+        for shard in shards:
+            self._units[id(shard)] = unit
+            shard.discard_copies = partial(self._discard_unit, unit)
+
+    # --- what FSDP2 asks ---
+
+    @torch.no_grad()
+    def all_gather_input(self, shard: ShardStorage, dtype: torch.dtype) -> torch.Tensor:
+        """Return the newest padded weight on the device, for the caller's stream to copy from.
+
+        Args:
+            shard: The weight's storage.
+            dtype: What it is cast to.
+        """
+        with self._alone():
+            return self._all_gather_input(self._units[id(shard)], shard, dtype)
+
+    def _all_gather_input(
+        self, unit: _Unit, shard: ShardStorage, dtype: torch.dtype
+    ) -> torch.Tensor:
+        copied = self._copies.get(unit)
+        if copied is None or id(shard) in copied.asked:  # another all-gather
+            if copied is not None:
+                self._release(copied)  # one that an exception has ended
+            copied = self._copy(unit)
+        shard.before_read()
+        if copied is None or copied.on_device[id(shard)].dtype != dtype:
+            return self._copy_and_wait(shard, dtype)
+        if not copied.asked:
+            self.link.join(copied.complete)
+            self._record_all_gather(unit)
+        copied.asked.add(id(shard))
+        weight = copied.on_device[id(shard)]
+        if is_away(self.link.device):
+            weight.record_stream(torch.accelerator.current_stream(self.link.device))
+        return weight
+
+    def record_copied(self, shard: ShardStorage) -> None:
+        """Learn that the caller's stream is behind its copies of what it was given of ``shard``."""
+        with self._alone():
+            copied = self._copies.get(self._units[id(shard)])
+            if copied is None or id(shard) not in copied.asked:
+                return
+            copied.used.add(id(shard))
+            if len(copied.used) < len(copied.unit.shards):
+                return
+            following = next(self._order.following(), None)
+            if following is copied.unit and not self._may_be_updated(copied.unit):
+                copied.asked.clear()  # the same unit comes next: behind a forward, its backward
+                copied.used.clear()
+            else:
+                self._release(copied)
+                self._prefetch_following()
+
+    # --- what changes weights ---
+
+    def discard(self, *_: object) -> None:
+        """Return when no copy reads host memory; all copies are old. Around a step or a resume."""
+        with self._alone():
+            self.buffers.wait_for_copies()
+            for copied in list(self._copies.values()):
+                self._release(copied)
+            self._order.last = (None, None)
+            self._gathered.clear()
+            for unit in self._units.values():
+                unit.is_newest = False
+
+    @torch.no_grad()
+    def prefetch(self) -> None:
+        """Begin copying what the next forward begins with."""
+        with self._alone():
+            self._in_backward = False
+            self._prefetch_following()
+
+    def _post_step(self, *_: object) -> None:
+        with self._alone():
+            self.discard()
+            self.prefetch()
+
+    def _discard_unit(self, unit: _Unit) -> None:
+        with self._alone():
+            self.buffers.wait_for_copies()
+            copied = self._copies.get(unit)
+            if copied is not None:
+                self._release(copied)
+
+    # --- inside ---
+
+    def _record_all_gather(self, unit: _Unit) -> None:
+        """Learn that ``unit`` is gathered now, and prefetch those that follow."""
+        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # as FSDP2 asks
+        if in_backward != self._in_backward:
+            self._in_backward = in_backward
+            self._gathered.clear()
+        self._gathered.add(unit)
+        self._order.record(unit)
+        if unit.prefetcher is not None and unit.pager is not None:
+            unit.prefetcher.record_use(unit.pager)
+        self._prefetch_following()
+
+    def _may_be_updated(self, unit: _Unit) -> bool:
+        """Return whether ``unit`` may be updated before it is gathered again."""
+        return self._in_backward and unit in self._gathered
+
+    def _prefetch_following(self) -> None:
+        for unit in islice(self._order.following(), self._ahead):
+            if self._may_be_updated(unit):
+                return
+            if unit not in self._copies and not self._prefetch(unit):
+                return
+
+    def _prefetch(self, unit: _Unit) -> bool:
+        """Begin copying a unit that nobody has asked for, where nothing is to be waited for."""
+        if self._beside_forward and not unit.is_newest:
+            return False
+        if unit.pager is not None and not unit.pager.is_ready():
+            return False
+        buffer = self._free_buffer()
+        if buffer is None or not buffer.is_staging_free(unit):
+            return False
+        self._copy_to(unit, buffer)
+        return True
+
+    def _copy(self, unit: _Unit) -> _Copied | None:
+        """Begin copying a unit that is asked for; None where FSDP2 uses all buffers."""
+        for shard in unit.shards:
+            shard.before_read()
+        unit.is_newest = True
+        buffer = self._free_buffer()
+        if buffer is None:
+            guessed = next((c for c in self._copies.values() if not c.asked), None)
+            if guessed is None:
+                return None
+            self._release(guessed)
+            buffer = guessed.buffer
+        return self._copy_to(unit, buffer)
+
+    def _copy_to(self, unit: _Unit, buffer: _Buffer) -> _Copied:
+        copied = self._copies[unit] = self.buffers.copy(unit, buffer)
+        return copied
+
+    def _free_buffer(self) -> _Buffer | None:
+        return self.buffers.free_one([copied.buffer for copied in self._copies.values()])
+
+    def _release(self, copied: _Copied) -> None:
+        """Let the buffer be filled again, behind what the caller's stream was given so far."""
+        del self._copies[copied.unit]
+        if copied.asked:
+            copied.buffer.ready = self.link.record_event()
+
+    def _copy_and_wait(self, shard: ShardStorage, dtype: torch.dtype) -> torch.Tensor:
+        """Copy a shard at once: FSDP2 gathers more units ahead than there are buffers."""
+        with shard.access(write=False):
+            given = shard.padded.to(self.link.device, dtype)
+        shard.bytes_up += given.nbytes
+        return given
+
+
+def h2d_prefetcher_of(model: nn.Module) -> H2DPrefetcher | None:
+    """Return what copies the shards of ``model`` to a device; None where nothing does."""
+    return _PREFETCHERS.get(model)
