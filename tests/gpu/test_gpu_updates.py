@@ -50,7 +50,7 @@ def test_states_go_up_while_others_come_down(
 
         simulated.set_delays(5e-3, 5e9, 0)
     _, optimizer = made(device)
-    link = optimizer._params().updater.link  # type: ignore[union-attr]
+    link = optimizer._params().updaters[0].link
     assert isinstance(link, links.StreamLink)
     for _ in range(2):
         optimizer.step()

@@ -296,7 +296,8 @@ def test_a_step_by_gradients_that_have_landed_already(device: torch.device) -> N
         seen = []
         model(torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)).float().sum().backward()
         for _ in range(2):
-            device_feed = optimizer._params().device_feed if optimizer.state else None
+            feeds = optimizer._params().device_feeds if optimizer.state else []
+            device_feed = feeds[0] if feeds else None
             if device_feed is not None:
                 assert isinstance(device_feed.link, StreamLink)
                 with device_feed.link._h2d_stream:
@@ -343,8 +344,7 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
     optimizer = make(net, update_on="device")
     train(net, optimizer, 0, 1)
     params = optimizer._params()
-    assert params.updater is not None
-    link = params.updater.link
+    link = params.updaters[0].link
     assert isinstance(link, StreamLink)
     update = updater_module._update
 

@@ -18,10 +18,10 @@ _ELSEWHERE = ("cli/", "tensornvme/", "store/", "optim/generic/")
 WITHOUT = frozenset(
     {
         # Waits for time alone: what is measured, and what goes on sooner.
-        ("step/sides.py", "made.synchronize()"),
+        ("step/sides.py", "self._link.record_event().synchronize()"),
         ("step/device_update.py", "while self._trips and self._trips[0].fallen.query():"),
         # No shard in host memory has an order of its own yet.
-        ("step/backward_overlap.py", "fall.synchronize()"),
+        ("step/consumed_gradients.py", "copied.synchronize()"),
         # A step is given up by a store that is closed behind it.
         ("step/param_table.py", "self._link.synchronize()"),
     }

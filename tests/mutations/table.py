@@ -6,7 +6,7 @@ _DEVICE = "io/device_link.py"
 _FERRY = "step/device_feed.py"
 _MIRRORS = "step/host_weight.py"
 _UPDATER = "step/device_update.py"
-_SCHEDULE = "step/schedules.py"
+_FEED = "step/gradient_feed.py"
 _QUEUE = "fsdp/d2h_queue.py"
 _H2D = "fsdp/h2d_prefetch.py"
 
@@ -132,30 +132,30 @@ MUTATIONS = (
         "pass  # what went up",
         f"{_WAITS}::test_a_step_by_gradients_that_have_landed_already",
     ),
-    Mutation(_FERRY, "self.link.join(risen)", "pass", _STEPS),
+    Mutation(_FERRY, "self.link.join(copied)", "pass", _STEPS),
     Mutation(
         _FERRY,
-        "while self._falling and self._falling[0].fallen.query():",
-        "while self._falling:",
+        "while self._d2h and self._d2h[0].copied.query():",
+        "while self._d2h:",
         _STEPS,
     ),
     Mutation(
         _FERRY,
-        "self._falling[0].fallen.synchronize()",
+        "self._d2h[0].copied.synchronize()",
         "pass",
         f"{_COUNTS}::test_a_forward_waits_for_gradients_that_are_late_and_for_nothing_else",
     ),
-    Mutation(_FERRY, "self.link.d2h(pairs, marks.values())", "self.link.d2h(pairs, ())", _STEPS),
+    Mutation(_FERRY, "self.link.d2h(pairs, events.values())", "self.link.d2h(pairs, ())", _STEPS),
     Mutation(
-        _SCHEDULE,
-        "made = device_feed.link.record_event()",
-        "made = torch.Event(device_feed.link.device)",
+        _FERRY,
+        "made = self.link.record_event() if updates else None",
+        "made = torch.Event(self.link.device)",
         f"{_STEPS}[none-host-bf16]",
     ),
     Mutation(
-        _SCHEDULE,
-        "device_feed.offer(param.number, gradient, device_feed.link.record_event())",
-        "params.device_feed.offer(param.number, gradient, torch.Event(gradient.device))",
+        _FERRY,
+        "self._hold(param.number, gradient, self.link.record_event())",
+        "self._hold(param.number, gradient, torch.Event(gradient.device))",
         f"{_STEPS}[backward-host-bf16]",
     ),
     # --- states up and down, by chunk ---
@@ -180,13 +180,7 @@ MUTATIONS = (
     Mutation(_UPDATER, "trip.fallen.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"),
     Mutation(
         "step/sides.py",
-        "made = self.link.record_event()",
-        "made = self.link.h2d([])",
-        f"{_STEPS}[none-hybrid-bf16]",
-    ),
-    Mutation(
-        "step/outside.py",
-        "sides.link.synchronize()",
+        "self._link.synchronize()",
         "pass",
         f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
     ),
@@ -224,8 +218,13 @@ MUTATIONS = (
         "pass",
         f"{_COUNTS}::test_backward_waits_where_the_device_holds_too_many_gradients",
     ),
-    Mutation(_SCHEDULE, "return self.mark is None or self.mark.query()", "return True", _BUSY),
-    Mutation(_SCHEDULE, "falling.mark.synchronize()", "pass", f"{_FALLS}[host-backward]"),
+    Mutation(
+        _FEED,
+        "while self._arriving and self._arriving[0][2].query():",
+        "while self._arriving:",
+        _BUSY,
+    ),
+    Mutation(_FEED, "copied.synchronize()", "pass", f"{_FALLS}[host-backward]"),
     Mutation(
         "tensors/dtensor.py",
         "if mark is not None and not mark.query():",

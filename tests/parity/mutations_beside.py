@@ -12,47 +12,46 @@ import torch
 from parity.candidate import NO_TAPS, Taps
 from tensorstow.checkpoint import commits, resume
 from tensorstow.checkpoint.commits import Commits
+from tensorstow.io.device_link import DeviceEvent
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
-from tensorstow.step import forward_overlap, schedules
-from tensorstow.step.backward_overlap import ConsumedGradients
-from tensorstow.step.param_table import ManagedParam
-from tensorstow.step.step_plan import StepPlan
+from tensorstow.step import backward_overlap, forward_overlap, forward_waits, synchronous
+from tensorstow.step.consumed_gradients import ConsumedGradients
+from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.store.records import ChunkRecord
 
-Land = Callable[[torch.Tensor], None]
+Use = Callable[[torch.Tensor, DeviceEvent | None], None]
 
 
 def parameters_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let those who read a parameter itself have what is there."""
-    patch.setattr(schedules, "withhold", lambda *_: None)
+    patch.setattr(forward_overlap, "withhold", lambda *_: None)
 
 
 def nobody_waits(patch: pytest.MonkeyPatch, _: Path) -> None:
     parameters_wait_for_nothing(patch)
-    patch.setattr(forward_overlap.ForwardWaits, "_before", lambda *_: None)
+    patch.setattr(forward_waits.ForwardWaits, "_before", lambda *_: None)
 
 
 def blocks_wait_for_nothing(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Let the root wait for what is outside of blocks, and nobody for the rest."""
     parameters_wait_for_nothing(patch)
-    needs = forward_overlap.ForwardWaits._needs
+    needs = forward_waits.ForwardWaits._needs
 
-    def none_of_blocks(
-        self: forward_overlap.ForwardWaits, module: torch.nn.Module
-    ) -> frozenset[int]:
+    def none_of_blocks(self: forward_waits.ForwardWaits, module: torch.nn.Module) -> frozenset[int]:
         return frozenset() if id(module) in self._inside else needs(self, module)
 
-    patch.setattr(forward_overlap.ForwardWaits, "_needs", none_of_blocks)
+    patch.setattr(forward_waits.ForwardWaits, "_needs", none_of_blocks)
 
 
 def weights_not_delivered(patch: pytest.MonkeyPatch, _: Path) -> None:
     def forget(member: ManagedParam) -> None:
         member.host = None
 
-    patch.setattr(schedules, "deliver", forget)
+    for schedule in (synchronous, forward_overlap, backward_overlap):
+        patch.setattr(schedule, "deliver", forget)
 
 
 def another_gradient(patch: pytest.MonkeyPatch, _: Path) -> None:
@@ -60,13 +59,13 @@ def another_gradient(patch: pytest.MonkeyPatch, _: Path) -> None:
     hand_over = ConsumedGradients.hand_over
     last: list[torch.Tensor] = []
 
-    def confused(self: ConsumedGradients, number: int, parameter: torch.Tensor, land: Land) -> None:
-        def land_last(gradient: torch.Tensor) -> None:
+    def confused(self: ConsumedGradients, number: int, parameter: torch.Tensor, use: Use) -> None:
+        def use_last(gradient: torch.Tensor, copied: DeviceEvent | None) -> None:
             same = [g for g in last if g.numel() == gradient.numel()]
             last.append(gradient)
-            land(same[-1] if same else gradient)
+            use(same[-1] if same else gradient, copied)
 
-        hand_over(self, number, parameter, land_last)
+        hand_over(self, number, parameter, use_last)
 
     patch.setattr(ConsumedGradients, "hand_over", confused)
 

@@ -63,11 +63,11 @@ def unwritten(patches: ExitStack) -> None:
     """Forget what an update did to a weight on disk."""
 
     def forget(self: DiskFeed, key: int) -> None:
-        lease = self._leases.pop(key)
+        lease = self._pins.pop(key)
         lease.pager.release(changed=False)
         lease.pager.drop_pages()
 
-    patches.enter_context(patch.object(DiskFeed, "_end", forget))
+    patches.enter_context(patch.object(DiskFeed, "_unpin", forget))
 
 
 def unreduced(patches: ExitStack) -> None:

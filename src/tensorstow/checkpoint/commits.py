@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -30,11 +29,11 @@ from tensorstow.checkpoint.run import Extra, Interval
 from tensorstow.checkpoint.serialize import check_extra, extra_of, flatten
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import parts_of
-from tensorstow.states.native_pipeline import NOWHERE, FilePosition, StepKind, StepRow
+from tensorstow.states.native_pipeline import NOWHERE, FilePosition, StepRow
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
-from tensorstow.step.disk_feed import DiskFeed, lend
-from tensorstow.step.param_table import ManagedParam, ParamTable
+from tensorstow.step.managed_param import NO_SCALARS, ManagedParam, StepPlan
+from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States, must_seed
 from tensorstow.store.records import (
     ChunkRecord,
@@ -288,13 +287,8 @@ class Commits:
             params.refresh()
             self.prepare(params)
             rows = [StepRow(weight=param.weight) for param in params.all()]
-            none = np.zeros((0, 9), dtype=np.float32)
-            disk_feed = lend(params, rows, captures=True)
-            kind = StepKind(open=disk_feed is not None, capture=True)
-            params.store.pipeline.step(rows, none, kind)
-            if disk_feed is not None:
-                with SignalsDeferred():
-                    _lend_to(params, disk_feed)
+            with SignalsDeferred():
+                _run_through(StepPlan([], [], rows, NO_SCALARS, commits=True), params)
 
     def resumed(self, generation: Generation, params: ParamTable) -> None:
         """Go on behind a generation that was just loaded."""
@@ -413,18 +407,18 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return not expanded and not is_traceable_wrapper_subclass(shard)
 
 
-def _lend_to(params: ParamTable, disk_feed: DiskFeed) -> None:
-    """Let the open step of a commit have weights that are on disk, a few units at a time."""
-    pipeline = params.store.pipeline
+def _run_through(plan: StepPlan, params: ParamTable) -> None:
+    """Let the pipeline go through a step without updates, which writes what the disk lacks."""
+    path = params.path
+    path.begin(plan)
     try:
-        disk_feed.close()
-        pipeline.close_step()
-        pipeline.wait_published()
+        path.close()
+        path.wait()
     except BaseException as error:
-        pipeline.poison(error)
+        params.store.pipeline.poison(error)
         raise
     finally:
-        disk_feed.end_all()
+        path.abort()
 
 
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,8 @@ from tensorstow.base.errors import DirectoryError
 from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.mapped import ALIGN, scratch_pieces
 from tensorstow.states.state_store import StateStore
-from tensorstow.step.param_table import ManagedParam, ParamTable, in_shape_of
+from tensorstow.step.managed_param import ManagedParam, in_shape_of
+from tensorstow.step.param_table import ParamTable
 from tensorstow.tensors.dtensor import is_sharded, sharded_like
 from tensorstow.tensors.on_disk import StateOnDisk
 

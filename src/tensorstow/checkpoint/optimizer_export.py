@@ -20,7 +20,8 @@ from tensorstow.checkpoint.full_state import lacks_states, without_placeholders
 from tensorstow.checkpoint.serialize import flatten, inflate
 from tensorstow.io.mapped import Mapped, replacing
 from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
-from tensorstow.step.param_table import ParamTable, in_shape_of
+from tensorstow.step.managed_param import in_shape_of
+from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States, as_step
 from tensorstow.tensors.dtensor import groups_of
 

@@ -21,7 +21,8 @@ from tensorstow.states.layout import ChunkPlan, Family, Segment, parts_of
 from tensorstow.states.native_pipeline import StoredChunk
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
-from tensorstow.step.param_table import ManagedParam, ParamTable
+from tensorstow.step.managed_param import ManagedParam
+from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States, as_step
 from tensorstow.step.validation import refuse_beside
 from tensorstow.store.checksums import differing_runs, weight_checksums

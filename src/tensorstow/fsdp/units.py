@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.step.forward_overlap import blocks_of
+from tensorstow.step.forward_waits import blocks_of
 
 ROOT = ""
 """The name of the unit that has what is in no block: embeddings, the head, the last norm."""

@@ -26,18 +26,19 @@ from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
 from tensorstow.states.offload_policy import OffloadPolicy
-from tensorstow.step.backward_overlap import ConsumedGradients
+from tensorstow.step.backward_overlap import BackwardOverlap
 from tensorstow.step.calls import Calls
-from tensorstow.step.forward_overlap import ForwardWaits
+from tensorstow.step.consumed_gradients import ConsumedGradients
+from tensorstow.step.forward_overlap import ForwardOverlap
+from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedules import BackwardOverlap, ForwardOverlap, Synchronous
+from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import Groups, States
+from tensorstow.step.synchronous import Synchronous
 
 logger = logging.getLogger("tensorstow")
 
 _LEFT = "%d %s since the last commit of %s %s not committed: %s. resume() goes on before %s."
-
-Schedule = Synchronous | ForwardOverlap | BackwardOverlap
 
 
 class Core:
@@ -81,12 +82,14 @@ class Core:
             params = table()
             return params is None or not params.uses(number)
 
-        landed = ConsumedGradients(run.accumulation_steps, is_used)
+        gradients = ConsumedGradients(run.accumulation_steps, is_used)
         if offload_policy.overlap != "none" and run.module is not None:
             self.waits = ForwardWaits(run.module, self._make_wait())
         if offload_policy.overlap == "backward":
-            return BackwardOverlap(landed, poison=poison)
-        return Synchronous() if self.waits is None else ForwardOverlap(self.waits, poison=poison)
+            return BackwardOverlap(self.params, gradients, poison=poison)
+        if self.waits is None:
+            return Synchronous(self.params)
+        return ForwardOverlap(self.params, self.waits, poison=poison)
 
     def _make_wait(self) -> Callable[[Iterable[int] | None], None]:
         core = weakref.ref(self)
@@ -95,7 +98,7 @@ class Core:
             alive = core()
             if alive is not None:
                 with alive.calls.alone():
-                    alive.schedule.wait(alive.params, ids)
+                    alive.schedule.wait(ids)
 
         return wait
 
@@ -126,7 +129,7 @@ class Core:
         try:
             why: str | None = "what was under way failed"
             try:
-                self.schedule.finish(self.params)
+                self.schedule.finish()
                 self.commits.join(self.params)
                 why = self._why_not(together=together)
                 if why is None:
@@ -176,7 +179,7 @@ class Core:
             return "a commit needs all ranks, and this one ended without close()"
         if self._lacks_extra():
             return "they would lack the extra that commits got by hand"
-        if isinstance(self.schedule, BackwardOverlap) and self.schedule.is_open:
+        if self.schedule.is_open:
             return "a backward has begun to update by the next step"
         if self.params.store.pipeline.is_poisoned:
             return "the optimizer failed"

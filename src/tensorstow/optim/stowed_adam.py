@@ -31,15 +31,18 @@ from tensorstow.states.native_pipeline import TraceEvent, Traffic
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
-from tensorstow.step.backward_overlap import ConsumedGradients
 from tensorstow.step.calls import Calls, a_call
 from tensorstow.step.legal_calls import LEGAL, Call, Phase, refuse, require
-from tensorstow.step.norms import squared_norms
-from tensorstow.step.param_table import ManagedParam, ParamTable, in_order_of
-from tensorstow.step.schedules import BackwardOverlap, ForwardOverlap, Synchronous
-from tensorstow.step.step_plan import (
+from tensorstow.step.managed_param import (
+    NO_SCALARS,
+    ManagedParam,
     ParamUpdate,
     StepPlan,
+    in_order_of,
+)
+from tensorstow.step.norms import squared_norms
+from tensorstow.step.param_table import ParamTable
+from tensorstow.step.step_plan import (
     as_step,
     check_due,
     collect,
@@ -195,11 +198,7 @@ class StowedAdam(Optimizer):
         self._drop_gradients(set_to_none=set_to_none)
 
     def _drop_gradients(self, *, set_to_none: bool = True) -> None:
-        if isinstance(self._schedule, BackwardOverlap):
-            self._schedule.landed.restart()  # what came of earlier micro-batches is gone
-            for parameter in self._parameters() if not set_to_none else ():
-                if isinstance(parameter.grad, ConsumedGradient):  # it has no elements to be zeroed
-                    parameter.grad = torch.zeros_like(parameter)
+        self._schedule.drop_gradients(self._parameters(), to_zero=not set_to_none)
         if not set_to_none:
             self._wait()  # updates may still read the gradients that are about to be zeroed
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
@@ -318,12 +317,7 @@ class StowedAdam(Optimizer):
         if not max_norm >= 0.0:
             message = f"max_norm={max_norm} was given: it must not be negative."
             raise OptionError(message)
-        if isinstance(self._schedule, BackwardOverlap):
-            message = (
-                'clip_grad_norm_ was called, and with overlap="backward" gradients are used'
-                ' before their norm is known. Use overlap="forward", which is exact under clipping.'
-            )
-            raise OptionError(message)
+        self._schedule.check_clipping()
         parameters = list(self._parameters())
         gradients = []
         for parameter in parameters:
@@ -350,9 +344,7 @@ class StowedAdam(Optimizer):
         Returns:
             The context manager.
         """
-        if isinstance(self._schedule, BackwardOverlap):
-            return self._schedule.landed.accumulate()
-        return ConsumedGradients(1, lambda _: True).accumulate()
+        return self._schedule.accumulate()
 
     def wait(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Wait until parameters are updated, for readers outside of the forward of ``module``.
@@ -364,7 +356,7 @@ class StowedAdam(Optimizer):
 
     def _wait(self, ids: Iterable[int] | None = None) -> None:
         with self._calls.alone():
-            self._schedule.wait(self._params(), ids)
+            self._schedule.wait(ids)
 
     def updated(self) -> AbstractContextManager[None]:
         """Wait for all updates, and return a context inside of which all weights are current.
@@ -520,7 +512,7 @@ class StowedAdam(Optimizer):
             commit_to(where, params, self._commits, self.param_groups, self.state, extra)
         finally:
             if params.store is not before:
-                self._schedule.give_up()
+                self._schedule.abort()
         return self._commits.step
 
     @a_call("snapshot")
@@ -592,8 +584,7 @@ class StowedAdam(Optimizer):
         Returns:
             Bytes in RAM, on disk, in the ring buffer, pinned, and on the device.
         """
-        schedule = self._schedule
-        held = schedule.landed.most_bytes if isinstance(schedule, BackwardOverlap) else 0
+        held = self._schedule.most_held_bytes
         return replace(self._params().memory(), gradient_bytes=held)
 
     def traffic(self) -> Traffic:
@@ -650,7 +641,7 @@ class StowedAdam(Optimizer):
             self._core.extra = resume(generation, params, self.param_groups, self.state, module)
         finally:
             if params.store is not before:
-                self._schedule.give_up()
+                self._schedule.abort()
         try:
             self._commits.resumed(generation, params)
             self._drop_gradients()
@@ -697,9 +688,8 @@ class StowedAdam(Optimizer):
 
     def _settle_or_give_up(self) -> None:
         """Wait for what is under way, but for a step that is open: resume() replaces it all."""
-        is_open = isinstance(self._schedule, BackwardOverlap) and self._schedule.is_open
         with suppress(PoisonedError):  # what failed was raised before: this is the way out of it
-            if not is_open:
+            if not self._schedule.is_open:
                 self._settle_step()
         self._commits.abandon()
 
@@ -720,21 +710,19 @@ class StowedAdam(Optimizer):
         given = getattr(self, "grad_scale", None)
         scale = 1.0 if given is None else float(given)
         factor = self._core.clip_factor_of_now() / (divisor * getattr(self, "_loss_scale", 1.0))
-        if isinstance(self._schedule, BackwardOverlap):
-            validation.refuse_scaling(found_inf, factor / scale)
-            self._end_open_step(self._schedule)
-        elif found_inf is None or not is_skipped(found_inf, list(self._parameters())):
-            self._settle_step()
-            self._take_step(self._schedule, factor, scale)
-        else:
+        self._schedule.check_scaling(found_inf, factor / scale)
+        if found_inf is not None and is_skipped(found_inf, list(self._parameters())):
             unscale(self._parameters(), scale)
             self._count_step()
+        elif self._schedule.begins_early:
+            self._end_open_step()
+        else:
+            self._settle_step()
+            self._take_step(factor, scale)
         if self._commits.requested and self._ranks.alone:
             self._commit()
 
-    def _take_step(
-        self, schedule: Synchronous | ForwardOverlap, factor: float, scale: float
-    ) -> None:
+    def _take_step(self, factor: float, scale: float) -> None:
         updates = unscaled(self._collect(), scale)
         commits = self._begin_step()
         self._params().refresh(whole=commits)
@@ -744,7 +732,7 @@ class StowedAdam(Optimizer):
         pipeline = self._states().pipeline
         with self._commits.reporting_errors(commits=commits), pipeline.whole_step(plan):
             if plan is not None:
-                schedule.run(plan, self._params(), self.state)
+                self._schedule.step(plan, self.state)
             self._update_elsewhere(factor / scale)
             self._count_step()
         self._commit_step(commits=commits)
@@ -794,30 +782,30 @@ class StowedAdam(Optimizer):
     @torch.no_grad()
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Take a gradient that autograd has just accumulated ([Note: Hooks] in calls)."""
-        if not isinstance(self._schedule, BackwardOverlap):
+        if self._schedule.begins_early:
+            self._take_gradient(parameter)
+        else:
             self._states().pipeline.prefetch()
-            return
-        self._land(self._schedule, parameter)
 
     @a_call("backward")
-    def _land(self, schedule: BackwardOverlap, parameter: torch.Tensor) -> None:
-        params = self._params()
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
+        params, schedule = self._params(), self._schedule
         param = params.find(parameter)
         params.store.pipeline.check_alive()
         if schedule.is_given_up():
             parameter.grad = None  # of weights that are gone, as those that resume() drops
             return
         try:
-            if param is not None and schedule.landed.is_final(param.number):
+            if param is not None and schedule.is_final(param.number):
                 self._check_gradient(param)
                 if not schedule.is_open:
-                    self._open_step(schedule)
-                schedule.land(param, params)
+                    self._open_step()
+                schedule.on_gradient(param)
         except BaseException:
             schedule.break_off()
             raise
 
-    def _open_step(self, schedule: BackwardOverlap) -> None:
+    def _open_step(self) -> None:
         params = self._params()
         validation.refuse_ranks(self._commits.module, self._parameters())
         self._settle_step()
@@ -842,17 +830,17 @@ class StowedAdam(Optimizer):
                 validation.refuse_change(
                     parameter, group, update.param.family, update.param.numel, "A parameter"
                 )
-        schedule.open(self._make_plan(updates, 1.0, commits=commits), params)
+        self._schedule.begin(self._make_plan(updates, 1.0, commits=commits))
 
-    def _end_open_step(self, schedule: BackwardOverlap) -> None:
-        self._states().pipeline.check_alive()
+    def _end_open_step(self) -> None:
+        params, schedule = self._params(), self._schedule
+        params.store.pipeline.check_alive()
         schedule.check_unchanged()
-        params = self._params()
         late, new_params = collect(self.param_groups, params, self._takes, backward_overlap=True)
         if not schedule.is_open:
             if any(isinstance(p.grad, ConsumedGradient) for p in self._parameters()):
                 refuse(Call.STEP, Phase.USED, Phase.USED.value)
-            self._open_step(schedule)
+            self._open_step()
         elif new_params:
             count = format_count(len(new_params), "parameter")
             message = (
@@ -862,9 +850,10 @@ class StowedAdam(Optimizer):
             )
             raise OptionError(message)
         commits = schedule.commits
-        whole = params.store.pipeline.whole_step(schedule.landed.held, is_open=True)
+        whole = params.store.pipeline.whole_step(schedule.held, is_open=True)
         with self._commits.reporting_errors(commits=commits), whole:
-            schedule.end([params.get(parameter) for _, parameter, _ in late], params, self.state)
+            updates = [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in late]
+            schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.state)
             self._count_step()
         self._commit_step(commits=commits)
 

@@ -22,7 +22,7 @@ from tensorstow.states.layout import Family
 from tensorstow.states.memory import StateMemory, predict_whole
 from tensorstow.states.offload_policy import format_of
 from tensorstow.states.policy import PipelinePolicy
-from tensorstow.step.backpressure import WINDOW_BYTES
+from tensorstow.step.backward_overlap import WINDOW_BYTES
 
 
 @dataclass(frozen=True, slots=True)

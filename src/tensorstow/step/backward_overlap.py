@@ -1,190 +1,271 @@
-"""``overlap="backward"``: each gradient is handed over as soon as it is final.
+"""``overlap="backward"``: updates run beside the backward that their gradients come from.
 
-[Note: Final] A parameter's gradient is final when autograd has accumulated it in the last backward
-of the step. Which backward is the last is known by counting (``accumulation_steps``) or by the
-context that the others run in. Gradients of parameters that took part in fewer of them are final
-when ``step()`` is called.
+[Note: Backpressure] Where a batch is small, backward makes gradients faster than a disk moves
+states, and those that wait would fill host memory: with states on disk they would be most of it.
+Backward waits where more than a window of them does; the window is several times what the ring
+works on, so the disk is never idle for it, and what backward loses now the step would have lost at
+its end.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.consumed_gradient import WAYS_OUT, ConsumedGradient, refuse_used
-from tensorstow.tensors.dtensor import gradient_in_order, gradient_on_its_way, order_of, shard_of
+from tensorstow.io.device_link import DeviceEvent
+from tensorstow.step.chunk_order import by_last
+from tensorstow.step.consumed_gradients import ConsumedGradients, newest_backward
+from tensorstow.step.gradient_feed import Beside
+from tensorstow.step.legal_calls import LEAVE, Call, Phase, require
+from tensorstow.step.managed_param import ManagedParam, StepPlan
+from tensorstow.step.param_table import ParamTable
+from tensorstow.step.publish import deliver, hide, shadow
+from tensorstow.step.schedule import Schedule
+from tensorstow.step.step_plan import States, record_step, scalars_of
+from tensorstow.step.validation import refuse_scaling
+from tensorstow.tensors.consumed_gradient import ConsumedGradient
 
-_WORTH_ASKING = 1 << 20
-"""So many bytes of gradients, before it is asked which are still needed."""
-
-
-@torch.inference_mode(mode=False)
-@torch.enable_grad()
-def newest_backward() -> int:
-    """Return the number of a backward that begins now: those before it have lower ones."""
-    numbers: list[int] = []
-    one = torch.ones((), device="cpu", requires_grad=True)
-    two = one + one
-    register: Any = two.register_hook
-    register(lambda _: numbers.append(torch._C._current_graph_task_id()))  # noqa: SLF001
-    torch.autograd.grad(two, one)
-    return numbers[0]
+WINDOW_BYTES = 64 << 20
+"""Of gradients that wait for their update."""
 
 
-class ConsumedGradients:
-    """Which gradients of the step were handed over, and the memory of those still needed."""
+class BackwardOverlap(Schedule):
+    """``overlap="backward"``."""
 
-    def __init__(self, accumulation_steps: int, is_published: Callable[[int], bool]) -> None:
-        """Hold a gradient until ``is_published`` of its parameter's number."""
-        if accumulation_steps < 1:
-            message = f"accumulation_steps={accumulation_steps} was given: it is at least 1."
-            raise OptionError(message)
-        self._accumulation_steps = accumulation_steps
-        self._is_published = is_published
-        self._counts: dict[int, int] = {}
-        self._accumulating = 0
-        self._backward: int | None = None
-        self._held: list[tuple[int, torch.Tensor]] = []
-        self._buffers: dict[int, int] = {}
-        """Bytes of the memory behind ``_held``, by address: gradients may share a buffer."""
-        self._bytes = 0
-        """Their sum."""
-        self._needed = 0
-        """How many were still needed when that was last asked."""
-        self._new_bytes = 0
-        """Of those that came since."""
-        self.most_bytes = 0
-        """Of gradients that were handed over and still needed, at once."""
-        self._placeholders: list[tuple[torch.Tensor, ConsumedGradient]] = []
-        self.arrived: list[int] = []
-        """Numbers of parameters, in the order in which their gradients became final."""
+    begins_early = True
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Take no gradient inside for final: more will be added to it."""
-        self._accumulating += 1
-        try:
-            yield
-        finally:
-            self._accumulating -= 1
+    def __init__(self, params: ParamTable, gradients: ConsumedGradients, *, poison: bool) -> None:
+        """``gradients`` knows which are final; ``poison`` as in ForwardOverlap."""
+        super().__init__(params)
+        self.gradients = gradients
+        self._poison = poison
+        self._plan: StepPlan | None = None
+        self._written: dict[int, tuple[int, int]] = {}
+        self._last_order: list[int] = []
+        self._task = -1
+        self._has_ended = False
+        self._given_up = -1
+        """The newest backward that began before the last step was given up."""
+
+    @property
+    def phase(self) -> Phase:
+        """Where the optimizer is in its step ([Note: Legal calls]); USED is not told."""
+        if self._plan is None:
+            return Phase.BETWEEN
+        if not self._has_ended and self._task == torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+            return Phase.RUNNING
+        return Phase.OPEN if self.why_broken is None else Phase.BROKEN
+
+    @property
+    def why_broken(self) -> str | None:
+        """Why the step that is open can never be a whole one; None where it can."""
+        if not self._has_ended:
+            return "backward has not ended (it raised, or another thread is in it)"
+        if not self.gradients.untouched:
+            return "a gradient was dropped or replaced (by model.zero_grad(), say) behind backward"
+        plan = self._plan
+        for update in [] if plan is None else plan.updates:
+            if _written(update.param) != self._written[update.param.number]:
+                return "a weight was written or replaced between backward and step()"
+        return None
 
     def is_final(self, number: int) -> bool:
-        """Count one more gradient of a parameter; return whether it was the last of the step.
+        """Count one more gradient of a parameter; return whether it was the last of the step."""
+        return self.gradients.is_final(number)
 
-        Raises OptionError where a second backward adds to a step whose updates have begun.
-        """
-        if self._accumulating:
-            return False
-        self._counts[number] = self._counts.get(number, 0) + 1
-        if self._counts[number] < self._accumulation_steps:
-            return False
-        # What torch calls a graph task is one call of backward; a reentrant checkpoint has its own.
-        task = torch._C._current_graph_task_id()  # noqa: SLF001
-        if self._backward is None:
-            self._backward = task
-        elif self._backward != task:
+    def is_given_up(self) -> bool:
+        """Return whether the backward that calls this hook is one whose step was given up."""
+        return -1 < torch._C._current_graph_task_id() <= self._given_up  # noqa: SLF001
+
+    def break_off(self) -> None:
+        """Say that a gradient was not taken as it should: the step will never be whole."""
+        self._has_ended, self._task = False, -1
+
+    def _watch_backward(self, plan: StepPlan) -> None:
+        """Learn whether the backward that is running, if any, ends."""
+        self._task = torch._C._current_graph_task_id()  # noqa: SLF001
+        self._has_ended = self._task == -1
+        if self._has_ended:
+            return
+        schedule = weakref.ref(self)
+
+        def ended() -> None:  # not called where anything has raised
+            alive = schedule()
+            if alive is not None and alive._plan is plan and alive._task != -1:  # noqa: SLF001
+                alive._has_ended = True  # noqa: SLF001
+
+        engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as FSDP2 does
+        engine.queue_callback(ended)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether updates of a step have begun that ``step()`` has not ended."""
+        return self._plan is not None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begin a step of which no gradient is there yet."""
+        params = self._params
+        pipeline = params.store.pipeline
+        if not self._last_order:
+            # Nothing is known of this model yet: backward mostly goes from its end to its begin.
+            last_first = range(len(params) - 1, -1, -1)
+            pipeline.order(by_last(params.store.chunks, last_first))
+        if self._poison:
+            shadow(plan)
+        try:
+            params.path.begin(plan, Beside.BACKWARD)
+            self._written = {u.param.number: _written(u.param) for u in plan.updates}
+            self._watch_backward(plan)
+            self._plan = plan
+        except BaseException as error:  # an interrupt: open for the pipeline, and not for us
+            pipeline.poison(error)
+            raise
+
+    def on_gradient(self, param: ManagedParam) -> None:
+        """Hand over the gradient of ``param``, which is final."""
+        if self._plan is None:
+            message = "A gradient was handed over outside of a step."
+            raise OptionError(message)
+        path = self._params.path
+
+        def use(gradient: torch.Tensor, copied: DeviceEvent | None) -> None:
+            # Before the weight changes: a graph that still needs the old one must not go on.
+            torch.autograd.graph.increment_version(param.parameter)
+            hide(param)
+            self._written[param.number] = _written(param)
+            path.offer(param, gradient, copied)
+
+        try:
+            self.gradients.hand_over(param.number, param.owner, use)
+            self.gradients.hold_back(WINDOW_BYTES, path.wait_for_one)
+        except BaseException as error:  # an interrupt: a gradient may be gone and not used
+            self._params.store.pipeline.poison(error)
+            self.gradients.take_back()
+            raise
+
+    @property
+    def commits(self) -> bool:
+        """Whether the open step commits."""
+        return self._plan is not None and self._plan.commits
+
+    def check_unchanged(self) -> None:
+        """Raise OptionError where the step that is open cannot be ended as it was begun."""
+        plan = self._plan
+        if plan is None:
+            return
+        require(Call.STEP, self)
+        now = scalars_of(plan.updates, plan.counts, 1.0)
+        rows = [plan.rows[update.param.number].scalars for update in plan.updates]
+        began = [tuple(plan.scalars[row].tolist()) for row in rows]
+        if now != began:
             message = (
-                "Gradients of one step came from two backward passes, and updates by the first have"
-                ' begun. With overlap="backward" say accumulation_steps=, or run all but the last'
-                " backward under `with optimizer.accumulate():`. Checkpointing with"
-                " use_reentrant=True runs passes of its own: use use_reentrant=False, or"
-                f' overlap="forward". {WAYS_OUT}'
+                "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"
+                ' backward and step(), and with overlap="backward" updates have begun by then.'
+                f" Change it back, call step(), and change it behind that. Else {LEAVE}."
             )
             raise OptionError(message)
-        return True
 
-    def hand_over(
-        self, number: int, parameter: torch.Tensor, land: Callable[[torch.Tensor], None]
-    ) -> None:
-        """Take ``.grad`` away from ``parameter``, let ``land`` have it, and leave a stand-in."""
-        gradient, fall = gradient_on_its_way(parameter)
-        whole = parameter.grad
-        if whole is None or gradient is None:
-            return
-        if isinstance(gradient, ConsumedGradient):
-            refuse_used("A parameter")
-        shard = shard_of(parameter)
-        if fall is not None and order_of(shard) is not None:  # it may have to be copied
-            fall.synchronize()
-        # The tensor itself where it can be: while it lives, what it came down into is its own.
-        plain = gradient.detach() if gradient.requires_grad else gradient
-        contiguous = gradient_in_order(shard, plain)
-        placeholder = ConsumedGradient(whole)
-        parameter.grad = placeholder
-        self._placeholders.append((parameter, placeholder))
-        if self._is_worth_asking():
-            self.let_go()
-        self._hold(number, contiguous)
-        self.most_bytes = max(self.most_bytes, self._bytes)
-        self.arrived.append(number)
-        land(contiguous)
+    def step(self, plan: StepPlan, states: States) -> None:
+        """End the step that is open; ``plan`` has gradients that were not final before."""
+        opened = self._plan
+        if opened is None:
+            message = "A step was ended that had not begun."
+            raise OptionError(message)
+        params, path = self._params, self._params.path
+        on_time = len(self.gradients.arrived)
+        for update in plan.updates:
+            self.on_gradient(update.param)
+        order = self.gradients.arrived
+        arrived = set(order)
+        pairs = [
+            (update, count)
+            for update, count in zip(opened.updates, opened.counts, strict=True)
+            if update.param.number in arrived
+        ]
+        self._plan = None
+        try:
+            path.close()
+            path.wait()
+        except BaseException:
+            self.gradients.take_back()  # or the next backward would add to them: another error
+            params.store.pipeline.lent.append(self.gradients.held)  # they may be read still
+            raise
+        finally:
+            self.gradients.restart()
+        if order != self._last_order and on_time == len(order):
+            params.store.pipeline.order(by_last(params.store.chunks, order))
+            self._last_order = order
+        commits = opened.commits
+        ended = StepPlan([u for u, _ in pairs], [c for _, c in pairs], [], opened.scalars, commits)
+        for update in opened.updates:
+            if update.param.number in arrived:
+                deliver(update.param)
+            update.param.host = None
+        record_step(ended, states)
 
-    def hold_back(self, window: int, wait_for_one: Callable[[Sequence[int]], bool]) -> None:
-        """Return when gradients that are still needed have no more than ``window`` bytes.
+    def wait(self, ids: Iterable[int] | None = None) -> None:
+        """Return: ``step()`` has waited. Raises OptionError before that, outside of backward.
 
-        Or when ``wait_for_one``, given their parameters' numbers, the oldest first, cannot help it.
+        Inside, a checkpoint's forward runs again; what it reads is not updated yet, or autograd
+        finds out.
         """
-        if self._bytes > window:
-            self.let_go()
-        while self._bytes > window and wait_for_one([n for n, _ in self._held]):
-            self.let_go()
+        del ids
+        if self.is_open and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+            self._params.store.pipeline.check_alive()
+            require(Call.FORWARD, self)
 
-    def let_go(self) -> None:
-        """Free gradients that nobody needs any more.
+    def abort(self) -> None:
+        """Forget the step that is open, and its gradients: its store is gone.
 
-        Of any age: one may wait for another of its chunk, which comes at the end of backward.
+        Hooks of a backward that has begun, which may still come, find it given up ([Note: Hooks] in
+        calls).
         """
-        held = [(n, g) for n, g in self._held if not self._is_published(n)]
-        self._forget_held()
-        for number, gradient in held:
-            self._hold(number, gradient)
-        self._needed, self._new_bytes = len(held), 0
-
-    def _is_worth_asking(self) -> bool:
-        """Return whether it is time to ask for all gradients which are still needed.
-
-        To ask whenever one comes takes the square of their number, which would be most of backward
-        where they are small and share a chunk.
-        """
-        is_grown = len(self._held) >= self._needed + self._needed // 4
-        return is_grown or self._new_bytes >= _WORTH_ASKING
-
-    def _hold(self, number: int, gradient: torch.Tensor) -> None:
-        self._held.append((number, gradient))
-        storage = gradient.untyped_storage()
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-        if address not in self._buffers:
-            self._buffers[address] = nbytes
-            self._bytes += nbytes
-            self._new_bytes += nbytes
-
-    def _forget_held(self) -> None:
-        self._held, self._buffers = [], {}
-        self._bytes = self._needed = self._new_bytes = 0
+        super().abort()
+        self._given_up = newest_backward()
+        self._plan = None
+        self._last_order = []
+        self.gradients.take_back()
+        self.gradients.restart()
 
     @property
-    def held(self) -> list[torch.Tensor]:
-        """The gradients that were handed over and may still be read."""
-        return [gradient for _, gradient in self._held]
+    def held(self) -> Sequence[torch.Tensor]:
+        """Gradients that were taken out of ``.grad`` and may still be read."""
+        return self.gradients.held
 
     @property
-    def untouched(self) -> bool:
-        """Whether each gradient that was handed over still has its stand-in in ``.grad``."""
-        return all(parameter.grad is placeholder for parameter, placeholder in self._placeholders)
+    def most_held_bytes(self) -> int:
+        """Return the bytes of ``held`` at their most."""
+        return self.gradients.most_bytes
 
-    def take_back(self) -> None:
-        """Take the stand-ins out of ``.grad``: their step has failed or is given up."""
-        for parameter, placeholder in self._placeholders:
-            if parameter.grad is placeholder:
-                parameter.grad = None
-        self._placeholders.clear()
+    # --- what users do with gradients ---
 
-    def restart(self) -> None:
-        """Begin a new step: all gradients of the last one have been used."""
-        self._counts.clear()
-        self._forget_held()
-        self._placeholders.clear()
-        self._backward = None
-        self.arrived = []
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a context in which no gradient is final."""
+        return self.gradients.accumulate()
+
+    def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
+        """Forget gradients of earlier micro-batches; give zeros for those that were used."""
+        self.gradients.restart()
+        for parameter in parameters if to_zero else ():
+            if isinstance(parameter.grad, ConsumedGradient):  # it has no elements to be zeroed
+                parameter.grad = torch.zeros_like(parameter)
+
+    def check_clipping(self) -> None:
+        """Raise OptionError: gradients are used before their norm is known."""
+        message = (
+            'clip_grad_norm_ was called, and with overlap="backward" gradients are used before'
+            ' their norm is known. Use overlap="forward", which is exact under clipping.'
+        )
+        raise OptionError(message)
+
+    def check_scaling(self, found_inf: torch.Tensor | None, factor: float) -> None:
+        """Raise OptionError where gradients are used before they could be scaled."""
+        refuse_scaling(found_inf, factor)
+
+
+def _written(param: ManagedParam) -> tuple[int, int]:
+    """Return what changes where the weight is written, or exchanged by ``p.data = ...``."""
+    return param.parameter._version, param.parameter.data_ptr()  # noqa: SLF001

@@ -1,16 +1,16 @@
-"""The ferry: gradients of accelerator parameters go down to their chunk, new weights back up.
+"""Gradients of an accelerator's parameters are copied down by chunk, new weights back up.
 
 [Note: By chunk] What crosses the link at once is what one chunk of states needs: the pieces of its
-parameters' gradients, into one slot of pinned staging memory, as soon as all of them are there. So
-no slot ever waits for a gradient that is still to come, two slots are enough for any model, and a
-large parameter's first piece is updated while its last is on the way. When a chunk is updated its
-slot is free again, and its new weights go up from the mirrors.
+parameters' gradients, into one slot of pinned staging memory, when the chunk awaits no more
+gradients. So no slot waits for a gradient that is still to come, two slots are enough for any
+model, and a large parameter's first piece is updated while its last is on the way. When a chunk is
+updated its slot is free again, and its new weights are copied up from host memory.
 
-    gradients there -> falling (a copy down) -> updating (the pipeline's) -> rising (a copy up)
+    gradients final -> d2h (a copy down) -> updating (the pipeline's) -> h2d (a copy up)
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -23,8 +23,10 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Segment
 from tensorstow.states.memory import StagingPlan, plan_staging
 from tensorstow.states.native_pipeline import UpdatePipeline
-from tensorstow.step.closing import Closing
+from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.host_weight import HostWeight, flat
+from tensorstow.step.managed_param import ManagedParam, StepPlan
+from tensorstow.tensors.dtensor import has_left
 
 
 @dataclass(eq=False, slots=True)
@@ -34,8 +36,6 @@ class _ChunkTransfer:
     chunk: int
     runs: tuple[Segment, ...]
     """Of parameters on the device."""
-    awaited: int = 0
-    """Gradients that are still to come in this step."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,13 +50,13 @@ class _Gradient:
 
 @dataclass(eq=False, slots=True)
 class _ChunkInFlight:
-    """A cargo under way."""
+    """A chunk whose gradients are on their way, or in use."""
 
     transfer: _ChunkTransfer
     slot: int
-    landing: list[tuple[int, torch.Tensor | None]]
+    pieces: list[tuple[int, torch.Tensor | None]]
     """Parameter and gradient in host memory of each piece that the step expects."""
-    fallen: DeviceEvent
+    copied: DeviceEvent
 
 
 class _Stage(Enum):
@@ -64,8 +64,8 @@ class _Stage(Enum):
 
     OVER = "nothing is under way"
     OPEN = "gradients may come"
-    WHOLE = "all gradients are there, and some have not landed"
-    LANDED = "some weights have not gone up"
+    CLOSED = "all gradients are final, and some were not handed over"
+    SENT = "some weights have not gone up"
     FAILED = "nobody may go on from here"
 
 
@@ -81,15 +81,11 @@ class DeviceFeed:
         pipeline: UpdatePipeline,
         chunks: Sequence[Chunk],
         host_weights: Mapping[int, HostWeight],
-        closing: Closing | None = None,
     ) -> None:
-        """Serve the parameters of ``host_weights``, by number; take the staging memory.
-
-        ``closing`` is told when all gradients have landed; None: nobody else lands any.
-        """
+        """Serve the parameters of ``host_weights``, by number; take the staging memory."""
         self.link = link
         self._pipeline = pipeline
-        self._closing = closing or Closing(pipeline, 1)
+        self._report_sent: Callable[[], None] = _nobody
         self._host_weights = host_weights
         self._transfers: dict[int, _ChunkTransfer] = {}
         self._of: dict[int, list[_ChunkTransfer]] = {}
@@ -104,9 +100,9 @@ class DeviceFeed:
         """Where new weights go up to: the memory that the step began with, which it holds."""
         self._pending: set[int] = set()
         self._ready: deque[_ChunkTransfer] = deque()
-        self._falling: deque[_ChunkInFlight] = deque()
+        self._d2h: deque[_ChunkInFlight] = deque()
         self._updating: deque[_ChunkInFlight] = deque()
-        self._risen: DeviceEvent | None = None
+        self._h2d: DeviceEvent | None = None
         self._caught_up = False
         self._stage = _Stage.OVER
 
@@ -123,48 +119,55 @@ class DeviceFeed:
 
     # --- a step ---
 
-    def open(self, numbers: Iterable[int]) -> None:
-        """Begin a step, which the pipeline has begun, in which these parameters may get gradients.
+    def prepare(self, plan: StepPlan) -> None:
+        """Leave ``plan`` as it is."""
 
-        Numbers of parameters that are not on the device are passed over.
-        """
-        # What went up of the last step is over before its mirrors change: the gradients behind
+    def begin(self, plan: StepPlan, gate: ChunkGate) -> None:
+        """Begin a step, which the pipeline has begun, with the gradients that ``plan`` has."""
+        del gate  # it says when to ``send``
+        # What went up of the last step is over before its host weights change: the gradients behind
         # which they do so come down behind the caller's stream, which has waited for it.
-        self._risen = None
+        self._h2d = None
         self._caught_up = False
-        self._expected = {n for n in numbers if n in self._host_weights}
-        for transfer in self._transfers.values():
-            transfer.awaited = sum(run.parameter in self._expected for run in transfer.runs)
+        updates = [u for u in plan.updates if u.param.number in self._host_weights]
+        self._expected = {update.param.number for update in updates}
         self._gradients.clear()
         self._targets = {n: flat(self._host_weights[n].parameter) for n in self._expected}
         self._pending.clear()
         self._stage = _Stage.OPEN
+        made = self.link.record_event() if updates else None
+        for update in updates:
+            if update.gradient is not None:
+                on_host = has_left(update.param.owner)
+                self._hold(update.param.number, update.gradient, None if on_host else made)
 
-    def offer(self, number: int, gradient: torch.Tensor, made: DeviceEvent | None) -> None:
-        """Take a parameter's contiguous gradient, which is complete behind ``made``.
+    def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
+        """Take a parameter's contiguous gradient, made by what the caller's stream was given."""
+        self._hold(param.number, gradient, self.link.record_event())
 
-        None: it has come down already, as a whole.
-        """
+    def _hold(self, number: int, gradient: torch.Tensor, made: DeviceEvent | None) -> None:
+        """Keep a gradient, complete behind ``made``; None: it is in host memory, as a whole."""
         transfers = self._of.get(number, [])
         if made is None and not self._caught_up:
-            self.link.record_event().synchronize()  # what went up of the last step: see ``open``
+            self.link.record_event().synchronize()  # what went up of the last step: see ``begin``
             self._caught_up = True
         if transfers:
             self._gradients[number] = _Gradient(flat(gradient), made, len(transfers))
-        for transfer in transfers:
-            self._pending.add(transfer.chunk)
-            transfer.awaited -= 1
-            if transfer.awaited == 0:
-                self._ready.append(transfer)
+        self._pending.update(transfer.chunk for transfer in transfers)
 
-    def end(self) -> None:
+    def send(self, chunk: int) -> None:
+        """Copy a chunk's gradients down when a slot is free: it awaits no more."""
+        if chunk in self._pending:
+            self._ready.append(self._transfers[chunk])
+
+    def close(self, sent: Callable[[], None]) -> None:
         """Say that no more gradients come, and begin with what the pipeline begins with."""
+        self._report_sent = sent
         rank = {chunk: i for i, chunk in enumerate(self._pipeline.order_now())}
-        late = [self._transfers[c] for c in self._pending if self._transfers[c].awaited > 0]
-        self._ready = deque(
-            sorted([*self._ready, *late], key=lambda transfer: rank[transfer.chunk])
-        )
-        self._stage = _Stage.WHOLE
+        under_way = {flight.transfer.chunk for flight in (*self._d2h, *self._updating)}
+        rest = [self._transfers[chunk] for chunk in self._pending - under_way]
+        self._ready = deque(sorted(rest, key=lambda transfer: rank[transfer.chunk]))
+        self._stage = _Stage.CLOSED
         self.move_on()
 
     @property
@@ -187,13 +190,13 @@ class DeviceFeed:
             with self._poisoning():
                 self._move_on()
 
-    def finish(self, numbers: Iterable[int] | None = None) -> None:
+    def wait(self, numbers: Collection[int] | None = None) -> None:
         """Return when these parameters, or all, have their new weights for the caller's stream.
 
         Parameters in host memory may be named too: a chunk can hold parts of them beside parts of
         parameters on the device, and any chunk may wait for buffers that those hold, so the copies
         go on until these parameters are updated. Raises what failed in the pipeline. Before
-        ``end``, which is what makes a step take an end, and outside of one nothing is waited for.
+        ``close``, which is what makes a step take an end, and outside of one nothing is waited for.
         """
         if self._stage in {_Stage.OPEN, _Stage.FAILED}:
             return
@@ -211,94 +214,105 @@ class DeviceFeed:
         if self._stage == _Stage.OVER:
             self._targets.clear()  # whoever gets the memory next gets it behind the copies up
 
+    def end(self) -> None:
+        """Return: memory is the feed's own, for the next step."""
+
+    def abort(self) -> None:
+        """Return: who begins anew has another feed."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the pinned memory that gradients pass through."""
+        return self.plan.nbytes
+
     def join(self) -> None:
         """Let the caller's stream be behind the weights that have been sent up.
 
         Whoever waited for them before may have done so in another stream.
         """
-        risen = self._risen
-        if risen is not None:
-            self.link.join(risen)
+        copied = self._h2d
+        if copied is not None:
+            self.link.join(copied)
 
     # --- inside ---
 
     def _move_on(self) -> None:
-        while self._falling and self._falling[0].fallen.query():
-            self._land()
+        while self._d2h and self._d2h[0].copied.query():
+            self._hand_over()
         while self._updating and self._pipeline.is_updated(self._updating[0].transfer.chunk):
-            self._rise()
+            self._start_h2d()
         while self._ready and self._free:
-            self._fall(self._ready.popleft())
-        if self._stage == _Stage.WHOLE and not (self._ready or self._falling):
-            self._closing.landed()
-            self._stage = _Stage.LANDED
-        if self._stage == _Stage.LANDED and not self._pending:
+            self._start_d2h(self._ready.popleft())
+        if self._stage == _Stage.CLOSED and not (self._ready or self._d2h):
+            self._report_sent()
+            self._stage = _Stage.SENT
+        if self._stage == _Stage.SENT and not self._pending:
             self._stage = _Stage.OVER
 
     def _wait(self) -> None:
         """Return when one thing more can be done."""
-        if self._falling:
-            self._falling[0].fallen.synchronize()
+        if self._d2h:
+            self._d2h[0].copied.synchronize()
         else:
             self._pipeline.wait_chunk(self._updating[0].transfer.chunk)
 
-    def _fall(self, transfer: _ChunkTransfer) -> None:
+    def _start_d2h(self, transfer: _ChunkTransfer) -> None:
         """Send a chunk's gradients down."""
         slot = self._free.pop()
         pairs = []
-        landing: list[tuple[int, torch.Tensor | None]] = []
-        marks = {}
+        pieces: list[tuple[int, torch.Tensor | None]] = []
+        events = {}
         for run in transfer.runs:
             if run.parameter not in self._expected:
                 continue
             gradient = self._gradients.get(run.parameter)
             if gradient is None:  # it never came
-                landing.append((run.parameter, None))
+                pieces.append((run.parameter, None))
                 continue
             source = gradient.flat[run.start : run.start + run.count]
             if gradient.made is None:
-                landing.append((run.parameter, source))
+                pieces.append((run.parameter, source))
                 continue
             at = self.plan.offset(slot, run.position)
             target = self.staging.tensor(at, run.count, source.dtype)
             pairs.append((target, source))
-            landing.append((run.parameter, target))
-            marks[id(gradient.made)] = gradient.made
-        self._falling.append(
-            _ChunkInFlight(transfer, slot, landing, self.link.d2h(pairs, marks.values()))
+            pieces.append((run.parameter, target))
+            events[id(gradient.made)] = gradient.made
+        self._d2h.append(
+            _ChunkInFlight(transfer, slot, pieces, self.link.d2h(pairs, events.values()))
         )
 
-    def _land(self) -> None:
+    def _hand_over(self) -> None:
         """Hand the pipeline what has come down; the device's copy is not needed any more."""
-        trip = self._falling.popleft()
-        self._pipeline.land_pieces(trip.transfer.chunk, trip.landing)
-        self._let_go(trip, updated=False)
-        self._updating.append(trip)
+        flight = self._d2h.popleft()
+        self._pipeline.land_pieces(flight.transfer.chunk, flight.pieces)
+        self._let_go(flight, updated=False)
+        self._updating.append(flight)
 
-    def _let_go(self, trip: _ChunkInFlight, *, updated: bool) -> None:
+    def _let_go(self, flight: _ChunkInFlight, *, updated: bool) -> None:
         """Let go of gradients that were copied from, or else, when ``updated``, were read."""
-        for number, landed in trip.landing:
+        for number, piece in flight.pieces:
             gradient = self._gradients.get(number)
-            if landed is None or gradient is None or (gradient.made is None) != updated:
+            if piece is None or gradient is None or (gradient.made is None) != updated:
                 continue
             gradient.copies_left -= 1
             if gradient.copies_left == 0:
                 del self._gradients[number]
 
-    def _rise(self) -> None:
+    def _start_h2d(self) -> None:
         """Send a chunk's new weights up; its slot is free."""
-        trip = self._updating.popleft()
-        self._let_go(trip, updated=True)
-        landed = {number for number, gradient in trip.landing if gradient is not None}
+        flight = self._updating.popleft()
+        self._let_go(flight, updated=True)
+        updated = {number for number, gradient in flight.pieces if gradient is not None}
         pairs = []
-        for run in trip.transfer.runs:
-            if run.parameter in landed:
+        for run in flight.transfer.runs:
+            if run.parameter in updated:
                 host_weight = self._host_weights[run.parameter]
                 piece = slice(run.start, run.start + run.count)
                 pairs.append((self._targets[run.parameter][piece], flat(host_weight.host)[piece]))
-        self._risen = self.link.h2d(pairs)
-        self._free.append(trip.slot)
-        self._pending.discard(trip.transfer.chunk)
+        self._h2d = self.link.h2d(pairs)
+        self._free.append(flight.slot)
+        self._pending.discard(flight.transfer.chunk)
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:
@@ -309,3 +323,7 @@ class DeviceFeed:
             self._stage = _Stage.FAILED
             self._pipeline.poison(error)
             raise
+
+
+def _nobody() -> None:
+    pass

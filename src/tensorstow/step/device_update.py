@@ -26,7 +26,6 @@ from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Segment, parts_of
 from tensorstow.states.native_pipeline import UpdatePipeline
-from tensorstow.step.closing import Closing
 from tensorstow.step.host_weight import HostWeight, flat
 
 MOST_SLOTS = 3
@@ -69,15 +68,10 @@ class DeviceUpdater:
         chunks: Sequence[Chunk],
         host_weights: Mapping[int, HostWeight],
         streams_of: StreamsOf,
-        closing: Closing,
     ) -> None:
-        """Serve ``chunks``, all of whose parameters ``host_weights`` has; take the device's memory.
-
-        ``closing`` is told when all gradients have landed.
-        """
+        """Serve ``chunks``, all of whose parameters ``host_weights`` has; take device memory."""
         self.link = link
         self._pipeline = pipeline
-        self._closing = closing
         self._chunks = {chunk.number: chunk for chunk in chunks}
         self._host_weights = host_weights
         self._streams_of = streams_of
@@ -90,6 +84,7 @@ class DeviceUpdater:
         """Behind whatever used the slots' memory before they were ours."""
         self._free = list(range(len(self._slots)))
         self._works: Mapping[int, Work] = {}
+        self._report_sent: Callable[[], None] = _nobody
         self._all_weights = False
         self._ready: deque[Chunk] = deque()
         """To be landed."""
@@ -109,11 +104,17 @@ class DeviceUpdater:
 
     # --- a step ---
 
-    def begin(self, works: Mapping[int, Work], *, all_weights: bool) -> None:
+    def begin(
+        self, works: Mapping[int, Work], sent: Callable[[], None], *, all_weights: bool
+    ) -> None:
         """Update by ``works``, by parameter, in an open step that the pipeline has begun.
 
-        ``all_weights``: fp32 ones come down too.
+        Args:
+            works: What the step does with each parameter that has a gradient.
+            sent: Called when the pipeline was told of all gradients.
+            all_weights: fp32 weights are copied to host memory too.
         """
+        self._report_sent = sent
         self._works, self._all_weights = works, all_weights
         due = [self._chunks[n] for n in self._pipeline.order_now() if n in self._chunks]
         self._ready = deque(c for c in due if not works.keys().isdisjoint(c.owners))
@@ -174,7 +175,7 @@ class DeviceUpdater:
             self._ahead += 1
         if self._is_open and not self._ready:
             self._is_open = False
-            self._closing.landed()
+            self._report_sent()
 
     def _take(self, number: int, ring_slot: int) -> None:
         self._ahead -= 1
@@ -213,6 +214,10 @@ class DeviceUpdater:
                 parts_of(chunk.family, elements)[:-1], chunk.family.specs, strict=True
             )
         ]
+
+
+def _nobody() -> None:
+    pass
 
 
 def _state_bytes(chunk: Chunk) -> int:

@@ -1,243 +1,171 @@
-"""``overlap="forward"``: who has to wait for which new weights, and in which order they are needed.
+"""``overlap="forward"``: updates run beside the next forward, whose reads wait for them.
 
-[Note: Waiting] A block of the model (a child of a ``ModuleList`` or ``Sequential``) waits, before
-it runs, for every parameter in it, whichever of its modules reads them. A module outside of all
-blocks waits for its parameters too, but for those in blocks that were seen to run on their own: so
-the root waits for the rest, as does a submodule that is called directly. Until a block has been
-seen, its parameters are the root's: somebody may read them past the block.
-
-[Note: Compiled] A graph of ``torch.compile`` cannot wait in its middle: nothing keeps what reads a
-weight behind the wait. So hooks are traced away, and whoever runs a graph must have waited for all
-its parameters: the root or a block whose own hook ran outside of it. A block is taken to wait for
-itself only if it did so since a graph was last traced. Where no hook runs outside, for the whole
-model is one graph, the step itself waits. A graph is traced anew where it meets a parameter that is
-unpublished, for it guards their classes ([Note: Unpublished]): so nothing is missed when a model is
-compiled, or called in another way than before. The root's hook leaves one operator in the graph,
-which raises where the schedule says that weights may not be read now.
-
-[Note: Gathered] FSDP2 reads the parameters of a group when the first of the group's modules runs,
-so each of these waits for all of them, whichever block they are in. It copies their shards in a
-stream of its own, which is not behind what the caller's stream waits for: that stream waits too.
+With gradients on an accelerator the device feed moves on whenever a weight is waited for: what the
+device computes meanwhile was given to it before, so the caller's thread is free for that.
 """
 
-import itertools
+import logging
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-from torch import nn
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential)
+from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.signals import SignalsDeferred
+from tensorstow.base.tiers import Tier
+from tensorstow.step.chunk_order import by_first
+from tensorstow.step.forward_waits import ForwardWaits
+from tensorstow.step.gradient_feed import Beside
+from tensorstow.step.managed_param import ParamUpdate, StepPlan
+from tensorstow.step.param_table import ParamTable
+from tensorstow.step.publish import deliver, hide, shadow
+from tensorstow.step.replaced import Given
+from tensorstow.step.schedule import Schedule
+from tensorstow.step.step_plan import States, record_step
+from tensorstow.step.unpublished import Waiter, publish, withhold
 
-
-def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the model's own blocks: the children of its outermost containers of several."""
-
-    def walk(parent: nn.Module) -> Iterator[nn.Module]:
-        if isinstance(parent, _CONTAINERS) and len(parent) > 1:
-            yield from parent
-            return
-        for child in parent.children():
-            yield from walk(child)
-
-    return list(dict.fromkeys(walk(module)))
-
-
-_numbers = itertools.count()
-_by_number: "weakref.WeakValueDictionary[int, ForwardWaits]" = weakref.WeakValueDictionary()
-
-
-@torch.library.custom_op("tensorstow::ask", mutates_args=())
-def _ask(number: int) -> None:
-    """Have the hooks of this number wait, when a graph runs."""
-    waits = _by_number.get(number)
-    if waits is not None:
-        waits.ask()
+logger = logging.getLogger("tensorstow")
+_BLIND = (
+    'overlap="forward" overlaps nothing: the model is compiled as a whole, in the middle of which'
+    " no weight can be waited for, so step() returns when all are new. Compile its blocks instead,"
+    " before the optimizer is made: model.layers[i] = torch.compile(model.layers[i])."
+)
 
 
-@_ask.register_fake
-def _(number: int) -> None:
-    pass
+class ForwardOverlap(Schedule):
+    """``overlap="forward"``."""
 
+    def __init__(self, params: ParamTable, waits: ForwardWaits, *, poison: bool) -> None:
+        """Take from ``waits`` who waits for what, and what the last forward needed first.
 
-torch.fx.has_side_effect(torch.ops.tensorstow.ask.default)
-
-
-class ForwardWaits:
-    """Hooks on a model that wait for weights before they are read."""
-
-    def __init__(self, module: nn.Module, wait: Callable[[Iterable[int] | None], None]) -> None:
-        """Call ``wait`` with ids of parameters, or None for all, before they are read.
-
-        ``wait`` returns at once where nothing is under way. Hooks hold ``module``, not the other
-        way round.
+        ``poison``: weights are NaN until they are published, so that tests see who reads them.
         """
-        self._root = module
-        self._wait = wait
-        self._blocks = blocks_of(module)
-        self._block_ids = {id(block) for block in self._blocks}
-        self._inside: set[int] = {id(m) for b in self._blocks for m in b.modules()}
-        self._seen: dict[int, nn.Module] = {}
-        self._sets: dict[int, frozenset[int]] = {}
-        self._calls: dict[int, nn.Module] = {}
-        self._order: list[int] = []
-        self._running = 0
-        """Calls of the root and of blocks, outside of graphs, that have not returned."""
-        self.blind = False
-        """The model is, or is in, one graph, outside of which no hook runs."""
-        self._number = next(_numbers)
-        _by_number[self._number] = self
-        self._known = frozenset(id(p) for p in module.parameters())
-        self._hooks: list[Any] = []
-        for part in dict.fromkeys((module, *self._blocks)):
-            after = part.register_forward_hook(self._after, prepend=True, always_call=True)
-            self._hooks.append(after)
-        for part in module.modules():
-            self._hooks.append(part.register_forward_pre_hook(self._before, prepend=True))
-            saving: Any = part.register_state_dict_pre_hook
-            loading: Any = part.register_load_state_dict_pre_hook
-            self._hooks += [saving(self._before_all_of), loading(self._before_all_of)]
+        super().__init__(params)
+        self._waits = waits
+        self._poison = poison
+        self._last_order: tuple[int, list[int]] = (0, [])
+        self._under_way: dict[int, ParamUpdate] = {}
+        self._versions: dict[int, int] = {}
+        self._has_said = False
+        self._lock = threading.RLock()  # any thread may read a weight
+        self._given: dict[int, Given] = {}
 
-    def close(self) -> None:
-        """Take the hooks off. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+    def step(self, plan: StepPlan, states: States) -> None:
+        """Return at once; weights and gradients stay alive until they are used.
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Make a saved model, whose bytes are taken later, one of new weights that never waits."""
-        self._wait(None)
-        return _inert, ()
-
-    @torch.no_grad()
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardWaits":
-        """Make a copy of the model, which nobody updates behind its back, wait for nothing.
-
-        Weights that were copied before anybody asked for a hook may be old: they are copied anew.
+        Weights that nobody can wait for, for they are outside of the model, are new by then.
         """
-        self._wait(None)
-        for parameter in self._root.parameters():
-            if id(parameter) in memo:
-                memo[id(parameter)].copy_(parameter)
-        return _inert()
+        params, path = self._params, self._params.path
+        self._arrange()
+        if self._poison:
+            shadow(plan)
+            for update in plan.updates:
+                hide(update.param)
+        if any(param.tier is Tier.DISK for param in params.all()):
+            message = (
+                'overlap="forward" was asked for with parameters on disk, whose memory is let go of'
+                ' before the next forward. Use "backward" or "none".'
+            )
+            raise OptionError(message)
+        path.begin(plan, Beside.FORWARD)
+        path.close()
+        self._under_way = {id(update.param.owner): update for update in plan.updates}
+        self._versions = {i: _version(update) for i, update in self._under_way.items()}
+        self._given = {i: Given.of(update.param) for i, update in self._under_way.items()}
+        record_step(plan, states)
+        waiter = self._make_waiter()
+        for update in plan.updates:
+            withhold(update.param.owner, waiter)
+        self.wait([i for i in self._under_way if not self._waits.covers(i)])
+        if self._waits.blind and not self._has_said:
+            self._has_said = True
+            logger.warning(_BLIND)
 
-    def covers(self, identity: int) -> bool:
-        """Return whether anybody waits for the parameter with this ``id``."""
-        return identity in self._known and not self.blind
-
-    def order(self) -> list[int]:
-        """Return ids of parameters in the order in which forward needed them since the last call.
-
-        Where there was no forward, the order before. Called by each step.
-        """
-        self._running = 0  # an interrupt may have left calls that will not return
-        if self._calls or not self._order:
-            needed = self._needs(self._root)
-            first = [id(p) for p in self._root.parameters() if id(p) in needed]
-            rest = [id(p) for block in self._calls.values() for p in block.parameters()]
-            self._order = list(dict.fromkeys((*first, *rest)))
-            self._calls.clear()
-        return self._order
-
-    def _before(self, module: nn.Module, _: Any) -> None:  # noqa: ANN401  # torch's own signature
-        if torch.compiler.is_compiling():
-            self._traced()
-            if module is self._root:
-                _ask(self._number)
+    def wait(self, ids: Iterable[int] | None = None) -> None:
+        """Return once the parameters with these ids, or all, have their new weights."""
+        self._params.path.join()  # also where another stream has waited for the same weights
+        wanted = None if ids is None else list(ids)
+        under_way = self._under_way.keys()
+        if not under_way or (wanted is not None and under_way.isdisjoint(wanted)):
             return
-        if module is self._root or id(module) in self._block_ids:
-            self._running += 1
-        if id(module) in self._block_ids:
-            self._calls.setdefault(id(module), module)
-            if id(module) not in self._seen:
-                self._seen[id(module)] = module
-                self._sets.clear()
-        needs = self._needs(module)
-        self._wait(needs)
-        stream = _copy_in_stream(module)
-        if stream is not None:
-            with stream:
-                self._wait(needs)
+        # What we do with weights ourselves waits for nothing. Signals are the outer ones: a handler
+        # that commits waits for all, and may have to wait for another thread's call.
+        with SignalsDeferred(), self._lock, torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            self._wait(wanted)
 
-    def _after(self, *_: Any) -> None:  # noqa: ANN401
-        if not torch.compiler.is_compiling() and self._running:
-            self._running -= 1
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # run by the tracer
-    def _traced(self) -> None:
-        """See to it that a graph that is being made is never run with old weights."""
-        self._seen.clear()
-        self._sets.clear()
-        self.blind = self.blind or not self._running
-        self._wait(None)
-
-    def ask(self) -> None:
-        """Wait for all: a graph of the whole model is about to run."""
-        self._wait(None)
-
-    def _before_all_of(self, module: nn.Module, *_: Any) -> None:  # noqa: ANN401
-        self._wait([id(p) for p in module.parameters()])
-
-    def _needs(self, module: nn.Module) -> frozenset[int]:
-        """Return the ids of the parameters that ``module`` waits for."""
-        found = self._sets.get(id(module))
-        if found is None:
-            needed = {id(p): None for p in module.parameters()}
-            if id(module) not in self._inside:
-                own = {id(p) for p in self._outside_of_seen(module)}
-                needed = {i: None for i in needed if i in own}
-            needed |= {id(p): None for p in _gathered_with(module, self._root)}
-            found = frozenset(needed)
-            if found <= self._known:  # others may stand for them now: FSDP2's gathered ones
-                self._sets[id(module)] = found
-        return found
-
-    def _outside_of_seen(self, module: nn.Module) -> Iterator[torch.Tensor]:
-        if id(module) in self._seen:
+    def _wait(self, ids: Iterable[int] | None) -> None:
+        wanted = list(self._under_way) if ids is None else [i for i in ids if i in self._under_way]
+        if not wanted:
             return
-        yield from module.parameters(recurse=False)
-        for child in module.children():
-            yield from self._outside_of_seen(child)
+        numbers = [self._under_way[i].param.number for i in wanted]
+        try:
+            self._params.path.wait(None if ids is None else numbers)
+        except StowError:  # an interrupt leaves it all under way: gradients are still read
+            self._forget()  # the pipeline is poisoned, and no gradient is being read
+            raise
+        for identity in wanted:
+            update = self._under_way[identity]
+            try:
+                self._check_gradient(update, identity)
+                self._given[identity].check(update.param)
+            except StowError as error:
+                self._forget()
+                self._params.store.pipeline.poison(error)
+                raise
+            deliver(update.param)
+            publish(update.param.owner)  # behind that: another thread may read it from here on
+            del self._under_way[identity]  # last: an interrupt before has it done once more
+        if not self._under_way:
+            self._given.clear()
+
+    def _check_gradient(self, update: ParamUpdate, identity: int) -> None:
+        if _version(update) != self._versions[identity]:
+            raise _changed_while_used()
+
+    def finish(self) -> None:
+        """End the step that is under way: no more will come."""
+        self.wait()
+
+    def abort(self) -> None:
+        """Forget the step that is under way: its store is gone, or has failed."""
+        super().abort()
+        self._forget()
+
+    def _forget(self) -> None:
+        for update in self._under_way.values():
+            publish(update.param.owner)
+        self._under_way.clear()
+        self._given.clear()
+
+    def _make_waiter(self) -> Waiter:
+        # Weakly: the model may hold its optimizer, and weights under way are known to everybody.
+        method = weakref.WeakMethod(self.wait)
+
+        def wait(ids: Iterable[int]) -> None:
+            alive = method()
+            if alive is not None:
+                alive(ids)
+
+        return wait
+
+    def _arrange(self) -> None:
+        params = self._params
+        order = (id(params.store), self._waits.order())
+        if order != self._last_order:
+            first = [param.number for i in order[1] if (param := params.by_id(i)) is not None]
+            params.store.pipeline.order(by_first(params.store.chunks, first))
+            self._last_order = order
 
 
-def _gathered_with(module: nn.Module, root: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters that FSDP2 gathers when ``module`` runs ([Note: Gathered])."""
-    state = _fsdp_state(module)
-    if state is None:
-        return
-    for other in root.modules():
-        if _fsdp_state(other) is state:
-            yield from _outside_of_groups(other)
+def _version(update: ParamUpdate) -> int:
+    return 0 if update.gradient is None else update.gradient._version  # noqa: SLF001
 
 
-def _outside_of_groups(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters in ``module`` but for those in groups within."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if _fsdp_state(child) is None:
-            yield from _outside_of_groups(child)
-
-
-def _fsdp_state(module: nn.Module) -> object:
-    """Return what the modules of one group of FSDP2 have in common; None outside of groups."""
-    state: Any = getattr(module, "_get_fsdp_state", None)
-    return None if state is None else state()
-
-
-def _copy_in_stream(module: nn.Module) -> torch.Stream | None:
-    """Return the stream in which FSDP2 reads the shards of ``module``; None where it has none.
-
-    It waits for the caller's stream when the root is called, and for nothing when a unit is.
-    """
-    context: Any = getattr(_fsdp_state(module), "_comm_ctx", None)
-    stream: Any = getattr(context, "all_gather_copy_in_stream", None)
-    return stream if isinstance(stream, torch.Stream) else None
-
-
-def _inert() -> ForwardWaits:
-    return ForwardWaits(nn.Module(), _nothing)
-
-
-def _nothing(_: Iterable[int] | None) -> None:
-    pass
+def _changed_while_used() -> OptionError:
+    message = (
+        "A gradient was changed in place between step() and the forward that waits for its update"
+        " (by model.zero_grad(set_to_none=False), say), and the update was still reading it. Use"
+        " optimizer.zero_grad(), set_to_none=True, or call optimizer.wait() before."
+    )
+    return OptionError(message)

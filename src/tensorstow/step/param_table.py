@@ -3,16 +3,16 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tensorstow.base.errors import OptionError, PoisonedError, StowError
+from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import UpdateOn, reaches_device, told
 from tensorstow.io import device_link
-from tensorstow.io.device_link import DeviceLink
+from tensorstow.io.device_link import DeviceLink, PlainLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import RESIDENT_CAPACITY, Family
@@ -21,136 +21,20 @@ from tensorstow.states.native_pipeline import StoredChunk, Traffic
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import ChunkStorage, StateStore
 from tensorstow.states.stored import StoreStorage
-from tensorstow.step.closing import Closing
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_update import DeviceUpdater
+from tensorstow.step.disk_feed import DiskFeed
 from tensorstow.step.division import Division
-from tensorstow.step.host_weight import (
-    HostWeight,
-    Stamp,
-    deliver,
-    host_weight_bytes,
-    make_host_weights,
-    refresh,
-    stamp_of,
-)
-from tensorstow.step.sides import Sides
-from tensorstow.tensors.dtensor import (
-    Order,
-    Pager,
-    in_order,
-    order_of,
-    out_of_order,
-    pager_of,
-    pinned_by,
-    shard_of,
-)
+from tensorstow.step.gradient_feed import GradientFeed, HostFeed, StepFeeds, StepPath
+from tensorstow.step.host_weight import deliver, host_weight_bytes, make_host_weights, refresh
+from tensorstow.step.managed_param import ManagedParam, in_shape_of
+from tensorstow.step.sides import DeviceUpdates
+from tensorstow.tensors.dtensor import order_of, pager_of, shard_of
 from tensorstow.tensors.on_disk import StateOnDisk
 
 logger = logging.getLogger("tensorstow")
 
 OnGradient = Callable[[torch.Tensor], None]
-
-
-@dataclass(slots=True)
-class ManagedParam:
-    """A parameter whose states we keep."""
-
-    owner: torch.Tensor
-    """The parameter that users know: in groups, in ``optimizer.state``, with ``.grad``."""
-    shard: torch.Tensor
-    """What this rank has of it ([Note: Shards]); itself for most."""
-    number: int
-    """Its name in the store."""
-    family: Family
-    numel: int
-    views: dict[str, torch.Tensor]
-    """What ``optimizer.state`` has of it: its states in its shape where all of them are in RAM,
-    else what stands in for them."""
-    host: torch.Tensor | None = None
-    """Its weight elsewhere for one step, where tests want to see who reads it too early."""
-    begun: bool = False
-    """It has states that are not zero."""
-    written: Stamp | None = None
-    """Version counter and address after our last update; others mean that someone else wrote."""
-    host_weight: HostWeight | None = None
-    """Its weight in host memory, where the parameter is on an accelerator."""
-    pager: Pager | None = None
-    """The buffer that its weight is in, where it is on disk."""
-    order: Order | None = None
-    """Of its dimensions in memory, where not their own ([Note: Memory formats])."""
-    updated_there: bool = False
-    """The device updates elements of it."""
-    updated_here: bool = True
-    """The host updates elements of it."""
-
-    @property
-    def parameter(self) -> torch.Tensor:
-        """Return the shard as one run of elements in memory; itself for most.
-
-        Raises OptionError where its data was exchanged for one of other dimensions.
-        """
-        if self.order is None:
-            return self.shard
-        if self.shard.dim() != len(self.order):
-            message = (
-                f"A parameter has {self.shard.dim()} dimensions and had {len(self.order)} when the"
-                " optimizer was made: its data was exchanged. Make a new optimizer."
-            )
-            raise OptionError(message)
-        return self.shard.detach().permute(self.order)
-
-    def fits(self, *, amsgrad: bool) -> bool:
-        """Return whether the parameter is still what its states were made for."""
-        family, parameter = self.family, self.parameter
-        return (
-            parameter.numel() == self.numel
-            and parameter.dtype == family.dtype
-            and amsgrad == family.amsgrad
-            and device_link.is_remote(parameter) == (self.host_weight is not None)
-        )
-
-    @property
-    def written_by_others(self) -> bool:
-        """Return whether a 16-bit weight must be compared with its master."""
-        return self.written != stamp_of(self.parameter, self.owner)
-
-    def held(self, *, for_write: bool = False) -> AbstractContextManager[None]:
-        """Let the weight be in memory inside."""
-        return pinned_by(self.pager, for_write=for_write)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """Return what the kernel writes."""
-        if self.host_weight is not None:
-            return self.host_weight.host
-        return self.parameter if self.host is None else self.host
-
-    def remember(self) -> None:
-        """Take what is there now for our own writing."""
-        self.written = stamp_of(self.parameter, self.owner)
-        if self.host_weight is not None:
-            self.host_weight.remember()
-
-    def leave_behind(self) -> None:
-        """Say that an update on the device has not brought all of the new weight down."""
-        if (
-            self.host_weight is not None
-            and self.updated_there
-            and self.family.dtype == torch.float32
-        ):
-            self.host_weight.leave_behind()
-
-    @property
-    def needs_host_weight(self) -> bool:
-        """Return whether a step that commits nothing looks at the whole of a mirror that is old.
-
-        For 16-bit ones, which masters must fit. Of an fp32 one, what the host updates is what it
-        has left there, while nobody else writes the parameter.
-        """
-        if self.family.dtype != torch.float32 or not self.updated_there:
-            return True
-        return self.updated_here and self.written_by_others
 
 
 class ParamTable:
@@ -170,13 +54,13 @@ class ParamTable:
         self._on_gradient = on_gradient
         self._hooks: list[Any] = []
         self._unhooked: list[torch.Tensor] = []
-        self._link: DeviceLink | None = None
-        self.device_feed: DeviceFeed | None = None
-        """What carries gradients and weights of parameters on an accelerator."""
-        self.updater: DeviceUpdater | None = None
-        """What updates there instead, where updates may run on the device."""
-        self.sides: Sides | None = None
-        """What runs a step on both, where there is an updater."""
+        self._link: DeviceLink = PlainLink()
+        self._is_linked = False
+        """There are parameters on an accelerator, to which the link goes."""
+        self.device_feeds: list[DeviceFeed] = []
+        """One where gradients of an accelerator's parameters are copied down."""
+        self.updaters: list[DeviceUpdater] = []
+        """One where updates may run on the accelerator."""
         self.division = Division(offload_policy.update_on)
         self._share: float | None = None
         self._blocks: weakref.WeakSet[PinnedBlock] = weakref.WeakSet()
@@ -189,12 +73,11 @@ class ParamTable:
                 offload_policy.format.value,
             )
         placement = offload_policy.placement
-        storage = (
-            StoreStorage(placement.directories, offload_policy.policy)
-            if placement.durable
-            else None
-        )
+        policy = offload_policy.policy
+        storage = StoreStorage(placement.directories, policy) if placement.durable else None
         self.store = self._new_store(storage)
+        self.path: StepPath = self._path_of_feeds()
+        """By which steps take gradients to the pipeline ([Note: Feeds])."""
 
     def _new_store(self, storage: ChunkStorage | None) -> StateStore:
         # Weakly: the store must go when its optimizer does, not when a cycle is found.
@@ -232,7 +115,7 @@ class ParamTable:
 
     def _pinned(self, nbytes: int) -> PinnedBlock:
         """Return memory that the accelerator copies from and to, for states."""
-        if self._link is None:
+        if not self._is_linked:
             message = "Memory for states was asked for before the accelerator was known."
             raise StowError(message)
         block = PinnedBlock(nbytes, self._link.device, self._link.synchronize)
@@ -246,10 +129,8 @@ class ParamTable:
         """
         param = self._numbered[number]
         self._refresh([param])
-        if param.pager is None:
-            return param.weight
-        with param.held():
-            return param.weight.clone()
+        with param.held():  # which ends here, so of a weight on disk a copy is returned
+            return param.weight.clone() if param.tier is Tier.DISK else param.weight
 
     def refresh(self, *, whole: bool = True) -> None:
         """Fetch weights on an accelerator that are newer there, as a step begins with it.
@@ -260,53 +141,35 @@ class ParamTable:
         self._refresh(m for m in self._numbered if whole or m.needs_host_weight)
 
     def _refresh(self, managed: Iterable[ManagedParam]) -> None:
-        if self._link is not None:
-            refresh((m.host_weight for m in managed if m.host_weight is not None), self._link)
+        refresh((m.on_host for m in managed if m.tier is Tier.DEVICE), self._link)
 
     def deliver(self) -> None:
         """Let every parameter on an accelerator be what host memory has of it."""
-        if self._link is not None:
-            remote = [m.parameter for m in self._numbered if m.host_weight is not None]
-            torch.autograd.graph.increment_version(remote)
-            deliver(
-                (m.host_weight for m in self._numbered if m.host_weight is not None), self._link
-            )
+        remote = self._on_device()
+        torch.autograd.graph.increment_version([param.parameter for param in remote])
+        deliver((param.on_host for param in remote), self._link)
 
-    def finish(self, numbers: Iterable[int] | None = None) -> None:
-        """Let these parameters, or all, have their new weights for the caller's stream."""
-        if self.device_feed is not None:
-            self.device_feed.finish(numbers)
-
-    def join(self) -> None:
-        """Let the caller's stream be behind the weights that have been sent up."""
-        if self.device_feed is not None:
-            self.device_feed.join()
+    def _on_device(self) -> list[ManagedParam]:
+        return [param for param in self._numbered if param.tier is Tier.DEVICE]
 
     def uses(self, number: int) -> bool:
         """Return whether the gradient of a parameter is still needed."""
-        if self._numbered[number].host_weight is not None and self.device_feed is not None:
-            return self.device_feed.needs(number)
-        return not self.store.pipeline.is_published(number)
+        return self.path.needs(self._numbered[number])
 
     def traffic(self) -> Traffic:
         """Return the bytes of states moved so far, and over the link to an accelerator."""
         moved = self.store.pipeline.traffic()
-        if self._link is None:
-            return moved
         down, up = self._link.bytes_down, self._link.bytes_up
-        share = 0.0 if self.sides is None else self.sides.share
-        return replace(moved, bytes_down=down, bytes_up=up, device_share=share)
+        return replace(moved, bytes_down=down, bytes_up=up, device_share=self.path.device_share)
 
     def memory(self) -> StateMemory:
         """Return the bytes of states and buffers, by place."""
-        host_weights = (
-            m.parameter for m in self._numbered if m.host_weight and self._reads_host_weight(m)
-        )
+        host_weights = (m.parameter for m in self._on_device() if self._reads_host_weight(m))
         return replace(
             self.store.memory(),
             host_weight_bytes=host_weight_bytes(host_weights),
-            staging_bytes=0 if self.device_feed is None else self.device_feed.plan.nbytes,
-            device_bytes=0 if self.updater is None else self.updater.device_bytes,
+            staging_bytes=self.path.staging_bytes,
+            device_bytes=self.path.device_bytes,
             pinned_bytes=sum(block.pinned_bytes for block in self._blocks),
         )
 
@@ -375,16 +238,15 @@ class ParamTable:
         for number, (parameter, family) in enumerate(zip(parameters, families, strict=True)):
             self._add(parameter, number, family)
         self._connect(self._numbered)
-        for param in self._numbered:
-            if param.host_weight is not None:
-                param.host_weight.remember()  # the weights are put into it next
+        for param in self._on_device():
+            param.on_host.remember()  # the weights are put into it next
 
     def _open_link(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether any are on an accelerator, to which there is a link from now on.
 
         Raises OptionError where they are on several, or on the host and updates are not.
         """
-        mirrored = [m.parameter for m in self._numbered if m.host_weight is not None]
+        mirrored = [param.parameter for param in self._on_device()]
         remote = [p for p in parameters if device_link.is_remote(p)]
         devices = {p.device for p in (*mirrored, *remote)}
         if len(devices) > 1:
@@ -402,50 +264,66 @@ class ParamTable:
                 ' that has them. Move the model there first, or use update_on="host".'
             )
             raise OptionError(message)
-        if remote and self._link is None:
-            self._link = device_link.open_link(remote[0].device)
+        if remote and not self._is_linked:
+            self._link, self._is_linked = device_link.open_link(remote[0].device), True
         return bool(remote)
 
     def _connect(self, managed: Sequence[ManagedParam]) -> None:
-        """Give mirrors to those of ``params`` that are on an accelerator, and carry for them."""
+        """Give host weights to those of ``managed`` that are on an accelerator; make the path."""
         remote = [m for m in managed if device_link.is_remote(m.parameter)]
-        if not remote:
+        if remote:
+            self._connect_device(remote)
+        if self.updaters:
             return
-        link = self._link or device_link.open_link(remote[0].parameter.device)
-        self._link = link
+        self.path = self._path_of_feeds()
+
+    def _connect_device(self, remote: Sequence[ManagedParam]) -> None:
+        link, pipeline, chunks = self._link, self.store.pipeline, self.store.chunks
         for used in (True, False):
             group = [m for m in remote if self._reads_host_weight(m) == used]
             block, host_weights = make_host_weights(
                 [m.shard for m in group], link, [m.owner for m in group], pinned=used
             )
-            self.store.pipeline.lent.append(block)
+            pipeline.lent.append(block)
             self._blocks.add(block)
             for param, host_weight in zip(group, host_weights, strict=True):
-                param.host_weight = host_weight
-        known = {m.number: m.host_weight for m in self._numbered if m.host_weight is not None}
-        pipeline = self.store.pipeline
-        chunks = self.store.chunks
+                param.hold_on_device(host_weight)
+        known = {param.number: param.on_host for param in self._on_device()}
         where = self.offload_policy.update_on
-        closing = Closing(pipeline, 1 + (reaches_device(where) and where != "device"))
+        self.device_feeds = []
         if where != "device":
-            self.device_feed = DeviceFeed(link, pipeline, chunks, known, closing)
-            pipeline.lent.append(self.device_feed.staging)
-            self._blocks.add(self.device_feed.staging)
+            feed = DeviceFeed(link, pipeline, chunks, known)
+            self.device_feeds = [feed]
+            pipeline.lent.append(feed.staging)
+            self._blocks.add(feed.staging)
         if reaches_device(where):
-            streams_at = self.store.streams_at
-            self.updater = DeviceUpdater(link, pipeline, chunks, known, streams_at, closing)
-            self.sides = Sides(link, pipeline, chunks, self.device_feed, self.updater)
+            updater = DeviceUpdater(link, pipeline, chunks, known, self.store.streams_at)
+            self.updaters = [updater]
+            feeds, division = self.device_feeds, self.division
+            self.path = DeviceUpdates(link, pipeline, chunks, feeds, updater, division)
             self._share = None
             self._divide()  # who was there before stays on his side: chunks_of_device
+
+    def _path_of_feeds(self) -> StepFeeds:
+        """Return one feed for each tier that has weights."""
+        pipeline, chunks = self.store.pipeline, self.store.chunks
+        feeds: dict[Tier, GradientFeed] = {}
+        if any(param.tier is Tier.DISK for param in self._numbered):
+            feeds[Tier.DISK] = DiskFeed(pipeline, chunks, self._numbered)
+        feeds[Tier.HOST] = HostFeed(pipeline)
+        for feed in self.device_feeds:
+            feeds[Tier.DEVICE] = feed
+        return StepFeeds(pipeline, chunks, feeds)
 
     def _divide(self) -> bool:
         """Give host and device their chunks; return whether these are others than before."""
         share = self.division.share
-        if self.sides is None or share == self._share:
+        if share == self._share:
             return False
         self._share = share
-        there = {n for chunk in self.sides.divide(share) for n in chunk.owners}
-        here = {n for chunk in self.sides.chunks_of_host for n in chunk.owners}
+        host, device = self.path.divide(share)
+        there = {n for chunk in device for n in chunk.owners}
+        here = {n for chunk in host for n in chunk.owners}
         for param in self._numbered:
             param.updated_there = param.number in there
             param.updated_here = param.number in here
@@ -488,14 +366,16 @@ class ParamTable:
     def _begin_in(self, storage: ChunkStorage | None) -> None:
         _remove(self._hooks)
         self._unhooked.clear()
-        if self._link is not None:
-            self._link.synchronize()  # a step that is given up: its gradients may be on their way
+        self.path.abort()
+        self._link.synchronize()  # a step that is given up: its gradients may be on their way
         self.store = self._new_store(storage)
         if self._kept_alive:
             self.store.keep()
         self._by_id, self._numbered = {}, []
-        self.device_feed = self.updater = self.sides = None
+        self.device_feeds, self.updaters = [], []
         self.division = Division(self.offload_policy.update_on)
+        self._share = None
+        self.path = self._path_of_feeds()
 
     def outlive_finalizers(self) -> None:
         """Keep the store from closing itself before ``close`` or ``abandon``."""
@@ -522,6 +402,7 @@ class ParamTable:
         seen = views or dict.fromkeys(family.states, StateOnDisk(shard))
         param = ManagedParam(parameter, shard, number, family, shard.numel(), dict(seen))
         param.pager = pager_of(parameter)
+        param.tier = Tier.HOST if param.pager is None else Tier.DISK
         param.order = order_of(shard)
         self._by_id[id(parameter)] = param
         self._numbered.append(param)
@@ -539,18 +420,6 @@ class ParamTable:
             else:
                 still.append(parameter)
         self._unhooked = still
-
-
-def in_order_of(param: ManagedParam, state: torch.Tensor) -> torch.Tensor:
-    """Return a saved state of ``param``, of any shape, with its elements as in memory."""
-    return state if param.order is None else state.reshape(param.shard.shape).permute(param.order)
-
-
-def in_shape_of(shard: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return 1-D states, in the order of the shard's memory, in its shape."""
-    order = order_of(shard)
-    shape = in_order(shard, order).shape
-    return {name: out_of_order(state.view(shape), order) for name, state in states.items()}
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tensorstow.step.param_table import ManagedParam
-from tensorstow.step.step_plan import StepPlan
+from tensorstow.step.managed_param import ManagedParam, StepPlan
 
 
 def shadow(plan: StepPlan) -> None:

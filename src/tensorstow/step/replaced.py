@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.step.param_table import ManagedParam
+from tensorstow.step.managed_param import ManagedParam
 from tensorstow.tensors.dtensor import shard_of
 
 _WAY_OUT = (

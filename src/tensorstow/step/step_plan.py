@@ -1,18 +1,18 @@
 """One step of an optimizer: who takes part in it, and with which numbers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from tensorstow.base.tiers import Tier
 from tensorstow.formats.reference import adam_scalars
 from tensorstow.states.native_pipeline import StepRow
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
-from tensorstow.step.param_table import ManagedParam, ParamTable, in_order_of
+from tensorstow.step.managed_param import ManagedParam, ParamUpdate, StepPlan, in_order_of
+from tensorstow.step.param_table import ParamTable
 from tensorstow.tensors.consumed_gradient import ConsumedGradient, refuse_used
 from tensorstow.tensors.dtensor import gradient_in_order, gradient_of, in_order, order_of, shard_of
 from tensorstow.tensors.on_disk import StateOnDisk
@@ -20,36 +20,6 @@ from tensorstow.tensors.on_disk import StateOnDisk
 Groups = list[dict[str, Any]]
 States = Mapping[torch.Tensor, dict[str, Any]]
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads consecutive numbers
-
-
-@dataclass(frozen=True, slots=True)
-class ParamUpdate:
-    """A parameter that has a gradient in this step."""
-
-    group: dict[str, Any]
-    param: ManagedParam
-    gradient: torch.Tensor | None
-    """Contiguous; None where it is still to come."""
-    scale: float = 1.0
-    """By which the update divides it ([Note: Unscaling])."""
-
-    @property
-    def on_host(self) -> torch.Tensor | None:
-        """Return the gradient where the kernel can read it, else None."""
-        lent = self.param.pager is not None
-        return None if lent or self.param.host_weight is not None else self.gradient
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step: what the pipeline gets, and what must stay alive until it is published."""
-
-    updates: list[ParamUpdate]
-    counts: list[torch.Tensor]
-    """Each parameter's step count, before this step."""
-    rows: list[StepRow]
-    scalars: npt.NDArray[np.float32]
-    commits: bool = False
 
 
 def collect(
@@ -64,7 +34,7 @@ def collect(
     ``backward_overlap``: gradients may have been handed over already. Raises before anything is
     changed.
     """
-    update = []
+    found = []
     new_params = []
     for group in groups:
         validation.check_hyper(group)
@@ -86,8 +56,8 @@ def collect(
             check_due(groups, group, index, param)
             if param is None:
                 new_params.append(parameter)
-            update.append((group, parameter, gradient_in_order(shard, gradient)))
-    return update, new_params
+            found.append((group, parameter, gradient_in_order(shard, gradient)))
+    return found, new_params
 
 
 def check_due(
@@ -135,7 +105,7 @@ def make_plan(
         if key not in table:
             table[key] = len(scalars)
             scalars.append(_scalar_row(update.group, int(key[1]), factor / update.scale))
-        row = _row(update.param, update.on_host, params.store, table[key], int(key[1]))
+        row = _row(update, params.store, table[key], int(key[1]))
         rows[update.param.number] = row
     return StepPlan(updates, counts, rows, np.array(scalars, dtype=np.float32).reshape(-1, 9))
 
@@ -155,6 +125,8 @@ def record_step(plan: StepPlan, states: States) -> None:
             state.update({"step": count, **update.param.views})
         update.param.begun = True
         update.param.remember()
+        if not plan.commits:
+            update.param.leave_behind()
 
 
 def step_of(
@@ -229,9 +201,10 @@ def scalars_of(
     return found
 
 
-def _row(
-    param: ManagedParam, gradient: torch.Tensor | None, store: StateStore, scalars: int, step: int
-) -> StepRow:
+def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> StepRow:
+    param = update.param
+    # What is not read where it is comes by the feed of its tier.
+    gradient = update.gradient if param.tier is Tier.HOST else None
     # A function of the parameter and its step alone, so that a resumed run rounds alike.
     key = (step * _GOLDEN + param.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
     return StepRow(

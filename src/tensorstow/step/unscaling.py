@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.step.step_plan import ParamUpdate
+from tensorstow.step.managed_param import ParamUpdate
 from tensorstow.tensors.dtensor import anywhere, gradient_of
 
 

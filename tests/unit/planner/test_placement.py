@@ -19,8 +19,8 @@ from tensorstow.planner.placement import Conditions, auto_plan, bytes_of, items_
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 from tensorstow.states.layout import Family, slot_bytes
 from tensorstow.states.policy import PipelinePolicy
-from tensorstow.step import schedules as schedule
-from tensorstow.step.backpressure import WINDOW_BYTES
+from tensorstow.step import backward_overlap as schedule
+from tensorstow.step.backward_overlap import WINDOW_BYTES
 
 G = 1 << 30
 COUNT, UNIT = 10, G

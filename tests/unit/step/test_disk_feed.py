@@ -8,15 +8,21 @@ import pytest
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.tiers import Tier
 from tensorstow.states.layout import Segment
 from tensorstow.states.native_pipeline import StepRow
-from tensorstow.step.disk_feed import DiskFeed, Numbers, lend
+from tensorstow.step.chunk_gate import ChunkGate
+from tensorstow.step.disk_feed import DiskFeed
 
 GRADIENT = torch.ones(8)
 
 
+def sent() -> None:
+    """Be told that all was handed over."""
+
+
 @dataclass(eq=False)
-class FakeBuffer:
+class FakePager:
     """Writes down who was lent what."""
 
     log: list[str]
@@ -43,12 +49,12 @@ class FakeBuffer:
 
 
 @dataclass(eq=False)
-class FakeMember:
+class FakeParam:
     """A parameter's number and who lends it memory."""
 
     number: int
-    pager: FakeBuffer | None
-    host_weight: object = None
+    pager: FakePager | None
+    tier: Tier = Tier.DISK
 
 
 @dataclass(eq=False)
@@ -105,21 +111,33 @@ class Scene:
 
     def __init__(self, owners: list[tuple[int, ...]]) -> None:
         self.log: list[str] = []
-        self.pagers = [FakeBuffer(self.log, name) for name in "abc"]
-        self.params = [FakeMember(n, self.pagers[n // 2]) for n in range(6)]
+        self.pagers = [FakePager(self.log, name) for name in "abc"]
+        self.params = [FakeParam(n, self.pagers[n // 2]) for n in range(6)]
         self.chunks = [FakeChunk(i, numbers) for i, numbers in enumerate(owners)]
         self.pipeline = FakePipeline(self.log, self.chunks)
 
     def feed(self, **numbers: Any) -> DiskFeed:  # noqa: ANN401
-        """Return the leases of a step in which all get gradients, if nothing else is said."""
+        """Return the feed in a step in which all get gradients, if nothing else is said."""
+        due = set(numbers.pop("due", range(6)))
         captures = numbers.pop("captures", False)
-        given = Numbers(**{"due": range(6), **numbers})
-        return DiskFeed(self.pipeline, self.chunks, self.params, given, captures=captures)
+        feed = DiskFeed(self.pipeline, self.chunks, self.params)
+        self.rows = [StepRow(expected=n in due) for n in range(6)]
+        plan: Any = SimpleNamespace(rows=self.rows, updates=[], commits=captures)
+        feed.prepare(plan)
+        self.gate = ChunkGate(self.chunks)
+        self.gate.begin(due)
+        feed.begin(plan, self.gate)
+        return feed
 
     def land(self, disk_feed: DiskFeed, *numbers: int) -> None:
         """Let gradients come."""
         for number in numbers:
-            disk_feed.land(self.params[number], GRADIENT)
+            complete = self.gate.arrive(number)
+            if self.params[number].tier is Tier.DISK:
+                disk_feed.offer(self.params[number], GRADIENT)
+            for chunk in complete:
+                disk_feed.send(chunk)
+            disk_feed.move_on()
 
 
 def test_a_third_lease_waits_for_the_first_to_be_updated() -> None:
@@ -129,7 +147,7 @@ def test_a_third_lease_waits_for_the_first_to_be_updated() -> None:
     assert scene.log == ["+a", "0:0,1", "+b", "1:2,3"]  # one of c's is not all that its chunk needs
     scene.land(disk_feed, 5)
     assert scene.log[4:] == ["wait0", "-a!", "+c", "2:4,5"]
-    disk_feed.end_all()
+    disk_feed.end()
     assert scene.log[-2:] == ["-b!", "-c!"]
 
 
@@ -159,14 +177,14 @@ def test_a_unit_whose_chunk_lacks_a_gradient_makes_room_and_is_lent_again() -> N
     scene.pipeline.updated |= {0, 1}
     scene.land(disk_feed, 5)
     assert scene.log == ["+a", "0:1", "+b", "1:3", "-a!", "+c", "2:5"]
-    disk_feed.close()
+    disk_feed.close(sent)
     assert scene.log[7:] == [
         "wait2",
         "-c!",
         "+a",
         "3:1,3",
     ]  # b was there still; 0 is not waited for
-    disk_feed.end_all()
+    disk_feed.end()
     assert scene.log[-2:] == ["-b!", "-a!"]
 
 
@@ -174,8 +192,8 @@ def test_a_unit_that_gets_nothing_is_never_lent() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
     disk_feed = scene.feed()
     scene.land(disk_feed, 2)
-    disk_feed.close()
-    disk_feed.end_all()
+    disk_feed.close(sent)
+    disk_feed.end()
     assert scene.log == ["0:", "+b", "1:2", "2:", "-b!"]
 
 
@@ -184,8 +202,8 @@ def test_what_is_left_is_handed_over_unit_by_unit() -> None:
     disk_feed = scene.feed()
     for param in scene.params:
         disk_feed.offer(param, GRADIENT)
-    disk_feed.close()
-    disk_feed.end_all()
+    disk_feed.close(sent)
+    disk_feed.end()
     lent = [entry for entry in scene.log if entry[0] in "+-"]
     assert lent == ["+a", "+b", "-a!", "+c", "-b!", "-c!"]
 
@@ -209,7 +227,7 @@ def test_a_chunk_of_several_units_has_them_all_and_nobody_else() -> None:
     for number, param in enumerate(scene.params):
         disk_feed.offer(param, GRADIENT)
         assert not scene.log, number  # not before it is asked to
-    disk_feed.close()
+    disk_feed.close(sent)
     assert scene.log[:5] == ["+a", "0:0", "+b", "+c", "1:1,2,3,4"]
     assert scene.log[5:] == ["wait0", "wait1", "-a!", "-b!", "2:5"]
 
@@ -217,9 +235,9 @@ def test_a_chunk_of_several_units_has_them_all_and_nobody_else() -> None:
 def test_a_commit_is_lent_unit_by_unit_what_it_has_not_got_and_writes_nothing() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
     scene.pipeline.kept = {1}
-    disk_feed = scene.feed(due=(), bystanders=range(6), captures=True)
-    disk_feed.close()
-    disk_feed.end_all()
+    disk_feed = scene.feed(due=(), captures=True)
+    disk_feed.close(sent)
+    disk_feed.end()
     assert scene.log == ["+a", "0:", "1:", "+c", "2:", "-a", "-c"]
     assert scene.pagers[0].for_write is False
 
@@ -227,10 +245,10 @@ def test_a_commit_is_lent_unit_by_unit_what_it_has_not_got_and_writes_nothing() 
 def test_a_step_that_commits_has_the_weights_beside_those_that_it_updates() -> None:
     scene = Scene([(0, 2), (3, 4), (1, 5)])
     scene.pipeline.kept = {0, 1, 2}
-    disk_feed = scene.feed(due=(0, 1, 4), bystanders=(2, 3, 5), captures=True)
+    disk_feed = scene.feed(due=(0, 1, 4), captures=True)
     scene.land(disk_feed, 0)
     assert scene.log == ["+a", "+b", "0:0"]
-    disk_feed.close()
+    disk_feed.close(sent)
     # 3 and 4 lie together and 4 gets no gradient: what a commit has of them is what they are.
     assert scene.log[3:] == ["1:", "2:"]
 
@@ -244,8 +262,7 @@ def test_without_a_commit_nobody_is_lent_what_is_not_updated() -> None:
 
 def test_what_others_hand_over_is_not_waited_for() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
-    scene.params[1].pager = None
-    scene.params[1].host_weight = object()
+    scene.params[1].pager, scene.params[1].tier = None, Tier.DEVICE
     disk_feed = scene.feed(due=(0, 2, 3, 4, 5))
     scene.land(disk_feed, 0, 2, 3, 4, 5)
     assert scene.log == ["+a", "0:0", "+b", "1:2,3", "wait1", "-b!", "+c", "2:4,5"]
@@ -253,20 +270,15 @@ def test_what_others_hand_over_is_not_waited_for() -> None:
 
 def test_a_gradient_that_was_not_expected_is_refused() -> None:
     scene = Scene([(0, 1)])
-    disk_feed = scene.feed(due=(0,), bystanders=(1,), captures=True)
+    disk_feed = scene.feed(due=(0,), captures=True)
     with pytest.raises(OptionError, match="unfreeze"):
         scene.land(disk_feed, 1)
 
 
-def _params(scene: Scene) -> Any:  # noqa: ANN401
-    store = SimpleNamespace(pipeline=scene.pipeline, chunks=scene.chunks)
-    return SimpleNamespace(all=lambda: scene.params, store=store)
-
-
-def test_a_step_over_weights_in_memory_of_their_own_needs_none() -> None:
+def test_a_commit_has_a_word_on_each_weight_on_disk() -> None:
     scene = Scene([(0, 1, 2, 3, 4, 5)])
-    rows = [StepRow(expected=True)] + [StepRow()] * 5
-    scene.params[0].pager = None
-    assert lend(_params(scene), rows, captures=False) is None
-    assert lend(_params(scene), rows, captures=True) is not None
-    assert [row.expected for row in rows] == [True] * 6  # a commit would read them
+    scene.params[0].pager, scene.params[0].tier = None, Tier.HOST
+    scene.feed(due=(0,))
+    assert [row.expected for row in scene.rows] == [True] + [False] * 5
+    scene.feed(due=(0,), captures=True)
+    assert [row.expected for row in scene.rows] == [True] * 6

@@ -2,10 +2,9 @@ import torch
 
 from tensorstow.states.layout import Family
 from tensorstow.states.native_pipeline import StepRow
-from tensorstow.step.param_table import ManagedParam
+from tensorstow.step.managed_param import ManagedParam, ParamUpdate, StepPlan
+from tensorstow.step.managed_param import StepPlan as Step
 from tensorstow.step.publish import deliver, hide, shadow
-from tensorstow.step.step_plan import ParamUpdate, StepPlan
-from tensorstow.step.step_plan import StepPlan as Step  # one step of the optimizer
 
 
 def param_of(values: torch.Tensor, number: int = 0) -> ManagedParam:

@@ -16,6 +16,7 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_update import DeviceUpdater
+from tensorstow.step.sides import DeviceUpdates
 
 CHUNK = 1024
 SIZES = (3000, 10, 500, 1, 5000, 700)
@@ -128,8 +129,8 @@ def test_bytes_over_the_link_and_in_memory(dtype: str, monkeypatch: pytest.Monke
     net = Net(DTYPES[dtype])
     optimizer = make(net, update_on=0.5)
     params = optimizer._params()
-    assert params.sides is not None
-    here = {c.number for c in params.sides.chunks_of_host}
+    assert isinstance(params.path, DeviceUpdates)
+    here = {c.number for c in params.path.chunks_of_host}
     chunks = optimizer._states().chunks
 
     def weights(side: list[Chunk]) -> int:
@@ -170,7 +171,7 @@ def test_a_run_goes_on_wherever_it_was_updated(
     assert optimizer.resume() == 2
     wanted = before if now is None else now
     assert (optimizer.offload_policy.update_on or "host") == wanted
-    assert (optimizer._params().sides is not None) == (wanted != "host")
+    assert isinstance(optimizer._params().path, DeviceUpdates) == (wanted != "host")
     train(net, optimizer, 5)
     assert same(net, want)
     optimizer.close()
@@ -277,8 +278,8 @@ def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(kind, name, told)
 
-    watch(DeviceFeed, "_fall")
-    watch(DeviceFeed, "_rise")
+    watch(DeviceFeed, "_start_d2h")
+    watch(DeviceFeed, "_start_h2d")
     watch(DeviceUpdater, "_start")
     watch(DeviceUpdater, "end_one")
     is_updated = UpdatePipeline.is_updated
@@ -295,7 +296,7 @@ def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -
     train(net, optimizer)
     here = there = at_once = 0
     for event in order:
-        here += (event == "_fall") - (event == "_rise")
+        here += (event == "_start_d2h") - (event == "_start_h2d")
         there += (event == "_start") - (event == "end_one")
         at_once = max(at_once, min(here, there))
     assert (here, there) == (0, 0)

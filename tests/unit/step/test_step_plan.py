@@ -13,16 +13,9 @@ from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.checkpoint import commits
 from tensorstow.states.policy import Overlap
 from tensorstow.step import step_plan
+from tensorstow.step.managed_param import ParamUpdate
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.step_plan import (
-    ParamUpdate,
-    as_step,
-    collect,
-    make_plan,
-    must_seed,
-    name_of,
-    record_step,
-)
+from tensorstow.step.step_plan import as_step, collect, make_plan, must_seed, name_of, record_step
 
 
 def all_of(_: torch.Tensor) -> bool:

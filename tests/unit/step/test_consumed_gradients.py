@@ -30,7 +30,7 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError, TransferError
 from tensorstow.states.policy import Overlap
 from tensorstow.step import validation
-from tensorstow.step.backward_overlap import ConsumedGradients
+from tensorstow.step.consumed_gradients import ConsumedGradients
 from tensorstow.tensors.consumed_gradient import ConsumedGradient
 
 
@@ -622,11 +622,14 @@ def test_gradients_live_a_layer_or_two_at_a_time(
     hand_over = ConsumedGradients.hand_over
 
     def counting(
-        self: ConsumedGradients, number: int, parameter: Tensor, land: Callable[[Tensor], None]
+        self: ConsumedGradients,
+        number: int,
+        parameter: Tensor,
+        use: Callable[[Tensor, object], None],
     ) -> None:
-        def counted(gradient: Tensor) -> None:
+        def counted(gradient: Tensor, copied: object) -> None:
             live.append(weakref.ref(gradient))
-            land(gradient)
+            use(gradient, copied)
             time.sleep(0.01)  # an update's time, of which backward would have more
 
         hand_over(self, number, parameter, counted)
@@ -669,7 +672,7 @@ def test_gradients_are_held_until_they_are_used() -> None:
     refs: list[weakref.ref[Tensor]] = []
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.ones(4)
-        landed.hand_over(number, parameter, lambda g: refs.append(weakref.ref(g)))
+        landed.hand_over(number, parameter, lambda g, _: refs.append(weakref.ref(g)))
     used |= {1}
     landed.let_go()
     assert [ref() is None for ref in refs] == [False, True, False]
@@ -685,7 +688,7 @@ def test_which_gradients_are_used_is_not_asked_for_each_that_comes() -> None:
     for number in range(300):
         parameter = nn.Parameter(torch.ones(4))
         parameter.grad = torch.ones(4)
-        landed.hand_over(number, parameter, lambda _: None)
+        landed.hand_over(number, parameter, lambda *_: None)
         landed.hold_back(1 << 20, lambda _: False)
     assert len(asked) <= 10 * 300
     assert landed.most_bytes == 300 * 16

@@ -28,7 +28,7 @@ from parity.beside import (
 )
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError, PoisonedError, TransferError
-from tensorstow.step.forward_overlap import ForwardWaits, blocks_of
+from tensorstow.step.forward_waits import ForwardWaits, blocks_of
 
 
 class Attention(nn.Module):

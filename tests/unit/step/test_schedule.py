@@ -20,8 +20,10 @@ from tensorstow.base.errors import OptionError
 from tensorstow.states import layout
 from tensorstow.states.layout import Family, slot_bytes
 from tensorstow.states.policy import Overlap
-from tensorstow.step.backward_overlap import ConsumedGradients
-from tensorstow.step.schedules import BackwardOverlap, Synchronous
+from tensorstow.step.backward_overlap import BackwardOverlap
+from tensorstow.step.consumed_gradients import ConsumedGradients
+from tensorstow.step.managed_param import NO_SCALARS, StepPlan
+from tensorstow.step.synchronous import Synchronous
 
 CHUNK = 4096
 CHUNKS = 6
@@ -222,21 +224,22 @@ def test_two_slots_are_enough_for_gradients_in_any_order(
 def test_what_is_at_once_is_never_under_way(tmp_path: Path) -> None:
     optimizer = AdamW([nn.Parameter(torch.ones(4))])
     assert isinstance(optimizer._schedule, Synchronous)
-    optimizer._schedule.wait(optimizer._params())
-    optimizer._schedule.finish(optimizer._params())
+    optimizer._schedule.wait()
+    optimizer._schedule.finish()
     optimizer.close()
     del tmp_path
 
 
 def test_a_step_that_did_not_begin_cannot_end() -> None:
     optimizer = AdamW([nn.Parameter(torch.ones(4))])
-    schedule = BackwardOverlap(ConsumedGradients(1, lambda _: True), poison=False)
+    gradients = ConsumedGradients(1, lambda _: True)
+    schedule = BackwardOverlap(optimizer._params(), gradients, poison=False)
     assert not schedule.is_open
     assert not schedule.commits
     schedule.check_unchanged()
     param = optimizer._params().all()[0]
     with pytest.raises(OptionError, match="outside of a step"):
-        schedule.land(param, optimizer._params())
+        schedule.on_gradient(param)
     with pytest.raises(OptionError, match="had not begun"):
-        schedule.end([], optimizer._params(), optimizer.state)
+        schedule.step(StepPlan([], [], [], NO_SCALARS), optimizer.state)
     optimizer.close()

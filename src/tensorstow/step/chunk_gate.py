@@ -1,0 +1,75 @@
+"""Which chunks of a step still await gradients: counted once, for all feeds.
+
+[Note: One count] A chunk of states is updated as one, when every gradient that it will get is
+final. Its parameters may live on different tiers, and then their gradients come by different feeds.
+Each final gradient is counted here once. A feed that holds a buffer, or pins memory, for a chunk
+does so when the gate says that the chunk awaits no more, so nothing is held for a gradient that is
+still to come. The native pipeline counts something else: gradients that it was handed, which it may
+read, and which arrive there later than they are final (copies from a device).
+"""
+
+from collections.abc import Collection, Iterable
+
+from tensorstow.base.errors import OptionError
+from tensorstow.states.chunks import Chunk
+
+
+class ChunkGate:
+    """What each chunk of one step still awaits."""
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        """Serve the steps over ``chunks``."""
+        self._owners = {chunk.number: tuple(chunk.owners) for chunk in chunks}
+        self._chunks_of: dict[int, list[int]] = {}
+        for chunk, owners in self._owners.items():
+            for number in owners:
+                self._chunks_of.setdefault(number, []).append(chunk)
+        self._awaited: dict[int, int] = {}
+        self._expected: set[int] = set()
+        self._begun: set[int] = set()
+
+    def begin(self, expected: Collection[int], given: Iterable[int] = ()) -> None:
+        """Begin a step.
+
+        Args:
+            expected: Numbers of the parameters whose gradients may still become final.
+            given: Numbers of those whose gradients the pipeline has from the step's begin.
+        """
+        self._expected = set(expected)
+        self._awaited = {
+            chunk: sum(number in self._expected for number in owners)
+            for chunk, owners in self._owners.items()
+        }
+        self._begun = {chunk for number in given for chunk in self._chunks_of.get(number, ())}
+
+    def arrive(self, number: int) -> list[int]:
+        """Count the gradient of a parameter, which is final.
+
+        Returns:
+            The chunks that await no more gradients by it.
+
+        Raises:
+            OptionError: No gradient of the parameter is expected.
+        """
+        if number not in self._expected:
+            message = (
+                "A parameter got a gradient and was frozen when the step began: unfreeze it before"
+                " backward."
+            )
+            raise OptionError(message)
+        self._expected.discard(number)
+        complete = []
+        for chunk in self._chunks_of.get(number, ()):
+            self._begun.add(chunk)
+            self._awaited[chunk] -= 1
+            if self._awaited[chunk] == 0:
+                complete.append(chunk)
+        return complete
+
+    def is_complete(self, number: int) -> bool:
+        """Return whether no chunk of a parameter awaits a gradient: it can be updated."""
+        return all(self._awaited[chunk] == 0 for chunk in self._chunks_of.get(number, ()))
+
+    def has_gradient(self, chunk: int) -> bool:
+        """Return whether any gradient of a chunk is final in this step."""
+        return chunk in self._begun

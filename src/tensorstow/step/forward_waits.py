@@ -1,0 +1,243 @@
+"""``overlap="forward"``: who has to wait for which new weights, and in which order they are needed.
+
+[Note: Waiting] A block of the model (a child of a ``ModuleList`` or ``Sequential``) waits, before
+it runs, for every parameter in it, whichever of its modules reads them. A module outside of all
+blocks waits for its parameters too, but for those in blocks that were seen to run on their own: so
+the root waits for the rest, as does a submodule that is called directly. Until a block has been
+seen, its parameters are the root's: somebody may read them past the block.
+
+[Note: Compiled] A graph of ``torch.compile`` cannot wait in its middle: nothing keeps what reads a
+weight behind the wait. So hooks are traced away, and whoever runs a graph must have waited for all
+its parameters: the root or a block whose own hook ran outside of it. A block is taken to wait for
+itself only if it did so since a graph was last traced. Where no hook runs outside, for the whole
+model is one graph, the step itself waits. A graph is traced anew where it meets a parameter that is
+unpublished, for it guards their classes ([Note: Unpublished]): so nothing is missed when a model is
+compiled, or called in another way than before. The root's hook leaves one operator in the graph,
+which raises where the schedule says that weights may not be read now.
+
+[Note: Gathered] FSDP2 reads the parameters of a group when the first of the group's modules runs,
+so each of these waits for all of them, whichever block they are in. It copies their shards in a
+stream of its own, which is not behind what the caller's stream waits for: that stream waits too.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the model's own blocks: the children of its outermost containers of several."""
+
+    def walk(parent: nn.Module) -> Iterator[nn.Module]:
+        if isinstance(parent, _CONTAINERS) and len(parent) > 1:
+            yield from parent
+            return
+        for child in parent.children():
+            yield from walk(child)
+
+    return list(dict.fromkeys(walk(module)))
+
+
+_numbers = itertools.count()
+_by_number: "weakref.WeakValueDictionary[int, ForwardWaits]" = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("tensorstow::ask", mutates_args=())
+def _ask(number: int) -> None:
+    """Have the hooks of this number wait, when a graph runs."""
+    waits = _by_number.get(number)
+    if waits is not None:
+        waits.ask()
+
+
+@_ask.register_fake
+def _(number: int) -> None:
+    pass
+
+
+torch.fx.has_side_effect(torch.ops.tensorstow.ask.default)
+
+
+class ForwardWaits:
+    """Hooks on a model that wait for weights before they are read."""
+
+    def __init__(self, module: nn.Module, wait: Callable[[Iterable[int] | None], None]) -> None:
+        """Call ``wait`` with ids of parameters, or None for all, before they are read.
+
+        ``wait`` returns at once where nothing is under way. Hooks hold ``module``, not the other
+        way round.
+        """
+        self._root = module
+        self._wait = wait
+        self._blocks = blocks_of(module)
+        self._block_ids = {id(block) for block in self._blocks}
+        self._inside: set[int] = {id(m) for b in self._blocks for m in b.modules()}
+        self._seen: dict[int, nn.Module] = {}
+        self._sets: dict[int, frozenset[int]] = {}
+        self._calls: dict[int, nn.Module] = {}
+        self._order: list[int] = []
+        self._running = 0
+        """Calls of the root and of blocks, outside of graphs, that have not returned."""
+        self.blind = False
+        """The model is, or is in, one graph, outside of which no hook runs."""
+        self._number = next(_numbers)
+        _by_number[self._number] = self
+        self._known = frozenset(id(p) for p in module.parameters())
+        self._hooks: list[Any] = []
+        for part in dict.fromkeys((module, *self._blocks)):
+            after = part.register_forward_hook(self._after, prepend=True, always_call=True)
+            self._hooks.append(after)
+        for part in module.modules():
+            self._hooks.append(part.register_forward_pre_hook(self._before, prepend=True))
+            saving: Any = part.register_state_dict_pre_hook
+            loading: Any = part.register_load_state_dict_pre_hook
+            self._hooks += [saving(self._before_all_of), loading(self._before_all_of)]
+
+    def close(self) -> None:
+        """Take the hooks off. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Make a saved model, whose bytes are taken later, one of new weights that never waits."""
+        self._wait(None)
+        return _inert, ()
+
+    @torch.no_grad()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardWaits":
+        """Make a copy of the model, which nobody updates behind its back, wait for nothing.
+
+        Weights that were copied before anybody asked for a hook may be old: they are copied anew.
+        """
+        self._wait(None)
+        for parameter in self._root.parameters():
+            if id(parameter) in memo:
+                memo[id(parameter)].copy_(parameter)
+        return _inert()
+
+    def covers(self, identity: int) -> bool:
+        """Return whether anybody waits for the parameter with this ``id``."""
+        return identity in self._known and not self.blind
+
+    def order(self) -> list[int]:
+        """Return ids of parameters in the order in which forward needed them since the last call.
+
+        Where there was no forward, the order before. Called by each step.
+        """
+        self._running = 0  # an interrupt may have left calls that will not return
+        if self._calls or not self._order:
+            needed = self._needs(self._root)
+            first = [id(p) for p in self._root.parameters() if id(p) in needed]
+            rest = [id(p) for block in self._calls.values() for p in block.parameters()]
+            self._order = list(dict.fromkeys((*first, *rest)))
+            self._calls.clear()
+        return self._order
+
+    def _before(self, module: nn.Module, _: Any) -> None:  # noqa: ANN401  # torch's own signature
+        if torch.compiler.is_compiling():
+            self._traced()
+            if module is self._root:
+                _ask(self._number)
+            return
+        if module is self._root or id(module) in self._block_ids:
+            self._running += 1
+        if id(module) in self._block_ids:
+            self._calls.setdefault(id(module), module)
+            if id(module) not in self._seen:
+                self._seen[id(module)] = module
+                self._sets.clear()
+        needs = self._needs(module)
+        self._wait(needs)
+        stream = _copy_in_stream(module)
+        if stream is not None:
+            with stream:
+                self._wait(needs)
+
+    def _after(self, *_: Any) -> None:  # noqa: ANN401
+        if not torch.compiler.is_compiling() and self._running:
+            self._running -= 1
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # run by the tracer
+    def _traced(self) -> None:
+        """See to it that a graph that is being made is never run with old weights."""
+        self._seen.clear()
+        self._sets.clear()
+        self.blind = self.blind or not self._running
+        self._wait(None)
+
+    def ask(self) -> None:
+        """Wait for all: a graph of the whole model is about to run."""
+        self._wait(None)
+
+    def _before_all_of(self, module: nn.Module, *_: Any) -> None:  # noqa: ANN401
+        self._wait([id(p) for p in module.parameters()])
+
+    def _needs(self, module: nn.Module) -> frozenset[int]:
+        """Return the ids of the parameters that ``module`` waits for."""
+        found = self._sets.get(id(module))
+        if found is None:
+            needed = {id(p): None for p in module.parameters()}
+            if id(module) not in self._inside:
+                own = {id(p) for p in self._outside_of_seen(module)}
+                needed = {i: None for i in needed if i in own}
+            needed |= {id(p): None for p in _gathered_with(module, self._root)}
+            found = frozenset(needed)
+            if found <= self._known:  # others may stand for them now: FSDP2's gathered ones
+                self._sets[id(module)] = found
+        return found
+
+    def _outside_of_seen(self, module: nn.Module) -> Iterator[torch.Tensor]:
+        if id(module) in self._seen:
+            return
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from self._outside_of_seen(child)
+
+
+def _gathered_with(module: nn.Module, root: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters that FSDP2 gathers when ``module`` runs ([Note: Gathered])."""
+    state = _fsdp_state(module)
+    if state is None:
+        return
+    for other in root.modules():
+        if _fsdp_state(other) is state:
+            yield from _outside_of_groups(other)
+
+
+def _outside_of_groups(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters in ``module`` but for those in groups within."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if _fsdp_state(child) is None:
+            yield from _outside_of_groups(child)
+
+
+def _fsdp_state(module: nn.Module) -> object:
+    """Return what the modules of one group of FSDP2 have in common; None outside of groups."""
+    state: Any = getattr(module, "_get_fsdp_state", None)
+    return None if state is None else state()
+
+
+def _copy_in_stream(module: nn.Module) -> torch.Stream | None:
+    """Return the stream in which FSDP2 reads the shards of ``module``; None where it has none.
+
+    It waits for the caller's stream when the root is called, and for nothing when a unit is.
+    """
+    context: Any = getattr(_fsdp_state(module), "_comm_ctx", None)
+    stream: Any = getattr(context, "all_gather_copy_in_stream", None)
+    return stream if isinstance(stream, torch.Stream) else None
+
+
+def _inert() -> ForwardWaits:
+    return ForwardWaits(nn.Module(), _nothing)
+
+
+def _nothing(_: Iterable[int] | None) -> None:
+    pass

@@ -1,0 +1,368 @@
+"""The one way of a gradient: from final to used, whatever tier its weight lives on.
+
+[Note: Feeds] Where a weight lives decides how its gradient reaches the pipeline and how the new
+weight comes back. One feed for each tier knows that, and nobody else does:
+
+host    the kernel reads the gradient and writes the weight where they are.
+device  gradients are copied to host memory by chunk, new weights are copied back (``DeviceFeed``).
+disk    the weight is pinned in memory while its chunk is updated (``DiskFeed``).
+
+A schedule begins a step, offers gradients as they become final, closes it, and waits. What becomes
+of a chunk whose parameters live on several tiers is decided by one count ([Note: One count]).
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from tensorstow.base.tiers import Tier
+from tensorstow.io.device_link import DeviceEvent
+from tensorstow.states.chunks import Chunk
+from tensorstow.states.native_pipeline import StepKind, UpdatePipeline
+from tensorstow.step.chunk_gate import ChunkGate
+from tensorstow.step.managed_param import ManagedParam, StepPlan
+
+
+class Beside(Enum):
+    """What the caller does while a step runs."""
+
+    NOTHING = "it waits"
+    FORWARD = "it computes the next forward; all gradients are known"
+    BACKWARD = "it computes the backward from which the gradients come"
+
+
+class GradientFeed(Protocol):
+    """Takes final gradients of parameters on one tier to the pipeline, a step at a time."""
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Change the rows of ``plan`` as the feed needs, before the pipeline begins by them."""
+
+    def begin(self, plan: StepPlan, gate: ChunkGate) -> None:
+        """Begin a step in which gradients follow; those that ``plan`` has are offered by it."""
+
+    def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
+        """Take a final gradient: contiguous, in the order of the weight's memory."""
+
+    def send(self, chunk: int) -> None:
+        """Hand over what the feed has of a chunk that awaits no more gradients."""
+
+    def move_on(self) -> None:
+        """Do what can be done without waiting for anything."""
+
+    def close(self, sent: Callable[[], None]) -> None:
+        """Hand over the rest: no more gradients come. ``sent`` is called behind the last."""
+
+    def wait(self, numbers: Collection[int] | None) -> None:
+        """Return when these parameters, or all, need nothing more of the feed."""
+
+    def end(self) -> None:
+        """Let go of what the step was lent: every weight is new."""
+
+    def needs(self, number: int) -> bool:
+        """Return whether the feed may still read the gradient of a parameter of its tier."""
+
+    def join(self) -> None:
+        """Let the caller's stream be behind the weights that were sent to the device."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the pinned memory that gradients pass through."""
+
+    def abort(self) -> None:
+        """Let go of what the step was lent: it has failed, or its store is gone."""
+
+
+class StepPath(Protocol):
+    """What a schedule takes a step by; ``StepFeeds``, or ``DeviceUpdates``."""
+
+    def begin(self, plan: StepPlan, beside: Beside = Beside.NOTHING) -> None:
+        """Begin a step, with the gradients that ``plan`` has."""
+
+    def offer(
+        self, param: ManagedParam, gradient: torch.Tensor, copied: DeviceEvent | None = None
+    ) -> None:
+        """Take a final gradient, whose elements are there behind ``copied``; None: they are."""
+
+    def close(self) -> None:
+        """Hand over the rest: no more gradients come."""
+
+    def wait(self, numbers: Collection[int] | None = None) -> None:
+        """Return when these parameters, or all, have their new weights."""
+
+    def wait_for_one(self, numbers: Sequence[int]) -> bool:
+        """Return when a gradient more is used, or there; False at once where none can be."""
+
+    def needs(self, param: ManagedParam) -> bool:
+        """Return whether the gradient of ``param`` may still be read."""
+
+    def join(self) -> None:
+        """Let the caller's stream be behind the weights that were sent to the device."""
+
+    def abort(self) -> None:
+        """Let go of what the step was lent: it has failed, or its store is gone."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the pinned memory that gradients pass through."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the device memory that states pass through."""
+
+    @property
+    def device_share(self) -> float:
+        """Return the share of the states that the next step updates on the device."""
+
+    def divide(self, share: float) -> tuple[Sequence[Chunk], Sequence[Chunk]]:
+        """Let the device update ``share`` of the states; return the host's and its chunks."""
+
+
+class HostFeed:
+    """Gradients and weights in host memory, used where they are."""
+
+    def __init__(self, pipeline: UpdatePipeline) -> None:
+        """Feed ``pipeline``."""
+        self._pipeline = pipeline
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Leave ``plan`` as it is: its rows have the gradients that are known."""
+
+    def begin(self, plan: StepPlan, gate: ChunkGate) -> None:
+        """Return: the pipeline has what is known."""
+
+    def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
+        """Hand the gradient to the pipeline, which reads it until the weight is new."""
+        self._pipeline.land(param.number, gradient)
+
+    def send(self, chunk: int) -> None:
+        """Return: the pipeline has all that was offered."""
+
+    def move_on(self) -> None:
+        """Return: nothing is ever under way."""
+
+    def close(self, sent: Callable[[], None]) -> None:
+        """Say that the pipeline has all that was offered."""
+        sent()
+
+    def wait(self, numbers: Collection[int] | None) -> None:
+        """Return: the pipeline writes the weights where they are."""
+
+    def end(self) -> None:
+        """Return: nothing was lent."""
+
+    def needs(self, number: int) -> bool:
+        """Return whether the pipeline may still read the gradient."""
+        return not self._pipeline.is_published(number)
+
+    def join(self) -> None:
+        """Return: no weight is sent anywhere."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return 0: gradients are read where they are."""
+        return 0
+
+    def abort(self) -> None:
+        """Return: nothing was lent."""
+
+
+class StepFeeds:
+    """All feeds of one optimizer behind one interface, a step at a time.
+
+    It lives on the thread that steps.
+    """
+
+    def __init__(
+        self,
+        pipeline: UpdatePipeline,
+        chunks: Sequence[Chunk],
+        feeds: Mapping[Tier, GradientFeed],
+    ) -> None:
+        """Feed ``pipeline`` by ``feeds``, in their order; one for each tier that has weights."""
+        self._pipeline = pipeline
+        self._feeds = feeds
+        self._chunks = chunks
+        self._gate = ChunkGate(chunks)
+        self._is_open = self._commits = False
+        self._unsent = 0
+        self._arriving: deque[tuple[ManagedParam, torch.Tensor, DeviceEvent]] = deque()
+
+    def begin(self, plan: StepPlan, beside: Beside = Beside.NOTHING) -> None:
+        """Begin a step, with the gradients that ``plan`` has.
+
+        It is over when this returns where nothing runs beside it and all weights are in host
+        memory. Otherwise more gradients may be offered, until ``close``.
+        """
+        for feed in self._feeds.values():
+            feed.prepare(plan)
+        rows = plan.rows
+        self._is_open = beside is Beside.BACKWARD or any(row.expected for row in rows)
+        self._commits = plan.commits
+        crosses = any(update.param.tier is Tier.DEVICE for update in plan.updates)
+        kind = StepKind(
+            open=self._is_open,
+            capture=plan.commits,
+            background=beside is not Beside.NOTHING and not crosses,
+            home_first=beside is Beside.FORWARD,
+        )
+        self._pipeline.step(rows, plan.scalars, kind)
+        if not self._is_open:
+            return
+        with self._poisoning():
+            due = [u.param.number for u in plan.updates if rows[u.param.number].expected]
+            given = [n for n, row in enumerate(rows) if row.gradient is not None]
+            self._gate.begin(due, given)
+            for feed in self._feeds.values():
+                feed.begin(plan, self._gate)
+            for update in plan.updates:
+                # Sent by ``close``, which knows the best order, and not before.
+                if update.gradient is not None and rows[update.param.number].expected:
+                    self._gate.arrive(update.param.number)
+
+    def offer(
+        self, param: ManagedParam, gradient: torch.Tensor, copied: DeviceEvent | None = None
+    ) -> None:
+        """Take a final gradient of an open step; hand over chunks that await no more.
+
+        Args:
+            param: Whose gradient it is.
+            gradient: Contiguous, in the order of the weight's memory.
+            copied: Behind which its elements are there; None: they are.
+        """
+        if copied is None and not self._arriving:
+            self._take(param, gradient)
+            return
+        self._arriving.append((param, gradient, copied or _THERE))
+        while self._arriving and self._arriving[0][2].query():
+            self._take_first()
+
+    def close(self) -> None:
+        """Hand over the rest of an open step: no more gradients come."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with self._poisoning():
+            while self._arriving:
+                self._take_first()
+            self._unsent = len(self._feeds)
+            for feed in self._feeds.values():
+                feed.close(self._sent)
+            if self._commits:  # the thread that commits cannot move a feed on
+                for feed in self._feeds.values():
+                    feed.wait(None)
+
+    def wait(self, numbers: Collection[int] | None = None) -> None:
+        """Return when these parameters, or all, have their new weights.
+
+        For whatever the caller's stream does next. Raises what failed in the pipeline.
+        """
+        for feed in self._feeds.values():
+            feed.wait(numbers)
+        if numbers is None:
+            self._pipeline.wait_published()
+            for feed in self._feeds.values():
+                feed.end()
+        else:
+            self._pipeline.wait_parameters(list(numbers))
+
+    def wait_for_one(self, numbers: Sequence[int]) -> bool:
+        """Return when a gradient more is used, or there; False at once where none can be.
+
+        Args:
+            numbers: Parameters whose gradients are in host memory; the first that awaits no other
+                gradient is waited for.
+        """
+        if Tier.DEVICE in self._feeds:  # its feed holds few gradients in host memory at once
+            return False
+        for number in numbers:
+            if self._gate.is_complete(number):
+                self._pipeline.wait_parameters([number])
+                return True
+        if not self._arriving:
+            return False
+        self._take_first()
+        return True
+
+    def needs(self, param: ManagedParam) -> bool:
+        """Return whether the gradient of ``param`` may still be read."""
+        return self._feeds[param.tier].needs(param.number)
+
+    def join(self) -> None:
+        """Let the caller's stream be behind the weights that were sent to the device."""
+        for feed in self._feeds.values():
+            feed.join()
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the pinned memory that gradients pass through."""
+        return sum(feed.staging_bytes for feed in self._feeds.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Return 0: no states pass through a device."""
+        return 0
+
+    @property
+    def device_share(self) -> float:
+        """Return 0: the host updates all states."""
+        return 0.0
+
+    def divide(self, share: float) -> tuple[Sequence[Chunk], Sequence[Chunk]]:
+        """Return all chunks and none: the host updates all states."""
+        del share
+        return self._chunks, ()
+
+    def abort(self) -> None:
+        """Let go of what the step was lent: it has failed, or its store is gone."""
+        self._is_open = False
+        self._arriving.clear()
+        for feed in self._feeds.values():
+            feed.abort()
+
+    # --- inside ---
+
+    def _take_first(self) -> None:
+        param, gradient, copied = self._arriving.popleft()
+        copied.synchronize()
+        self._take(param, gradient)
+
+    def _take(self, param: ManagedParam, gradient: torch.Tensor) -> None:
+        complete = self._gate.arrive(param.number)
+        self._feeds[param.tier].offer(param, gradient)
+        for chunk in complete:
+            for feed in self._feeds.values():
+                feed.send(chunk)
+        for feed in self._feeds.values():
+            feed.move_on()
+
+    def _sent(self) -> None:
+        """Close the pipeline's step when no feed will hand over any more."""
+        self._unsent -= 1
+        if self._unsent == 0:
+            self._pipeline.close_step()
+
+    @contextmanager
+    def _poisoning(self) -> Iterator[None]:
+        """Whatever fails inside leaves a step half taken: nobody may go on from there."""
+        try:
+            yield
+        except BaseException as error:
+            self._pipeline.poison(error)
+            raise
+
+
+class _There:
+    """The event of elements that are there."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+_THERE = _There()

@@ -1,0 +1,169 @@
+"""One parameter whose states we keep, and what one step does with it."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.tiers import Tier
+from tensorstow.io import device_link
+from tensorstow.states.layout import Family
+from tensorstow.states.native_pipeline import StepRow
+from tensorstow.step.host_weight import HostWeight, Stamp, stamp_of
+from tensorstow.tensors.dtensor import Order, Pager, in_order, order_of, out_of_order, pinned_by
+
+
+@dataclass(slots=True)
+class ManagedParam:
+    """A parameter whose states we keep."""
+
+    owner: torch.Tensor
+    """The parameter that users know: in groups, in ``optimizer.state``, with ``.grad``."""
+    shard: torch.Tensor
+    """What this rank has of it ([Note: Shards]); itself for most."""
+    number: int
+    """Its name in the store."""
+    family: Family
+    numel: int
+    views: dict[str, torch.Tensor]
+    """What ``optimizer.state`` has of it: its states in its shape where all of them are in RAM,
+    else what stands in for them."""
+    host: torch.Tensor | None = None
+    """Its weight elsewhere for one step, where tests want to see who reads it too early."""
+    begun: bool = False
+    """It has states that are not zero."""
+    written: Stamp | None = None
+    """Version counter and address after our last update; others mean that someone else wrote."""
+    host_weight: HostWeight | None = None
+    """Its weight in host memory, where the parameter is on an accelerator."""
+    pager: Pager | None = None
+    """The buffer that its weight is in, where it is on disk."""
+    order: Order | None = None
+    """Of its dimensions in memory, where not their own ([Note: Memory formats])."""
+    updated_there: bool = False
+    """The device updates elements of it."""
+    updated_here: bool = True
+    """The host updates elements of it."""
+    tier: Tier = Tier.HOST
+    """Where its weight lives, which decides the way of its gradient ([Note: Feeds])."""
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """Return the shard as one run of elements in memory; itself for most.
+
+        Raises OptionError where its data was exchanged for one of other dimensions.
+        """
+        if self.order is None:
+            return self.shard
+        if self.shard.dim() != len(self.order):
+            message = (
+                f"A parameter has {self.shard.dim()} dimensions and had {len(self.order)} when the"
+                " optimizer was made: its data was exchanged. Make a new optimizer."
+            )
+            raise OptionError(message)
+        return self.shard.detach().permute(self.order)
+
+    def fits(self, *, amsgrad: bool) -> bool:
+        """Return whether the parameter is still what its states were made for."""
+        family, parameter = self.family, self.parameter
+        return (
+            parameter.numel() == self.numel
+            and parameter.dtype == family.dtype
+            and amsgrad == family.amsgrad
+            and device_link.is_remote(parameter) == (self.tier is Tier.DEVICE)
+        )
+
+    @property
+    def written_by_others(self) -> bool:
+        """Return whether a 16-bit weight must be compared with its master."""
+        return self.written != stamp_of(self.parameter, self.owner)
+
+    def held(self, *, for_write: bool = False) -> AbstractContextManager[None]:
+        """Let the weight be in memory inside."""
+        return pinned_by(self.pager, for_write=for_write)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Return what the kernel writes."""
+        if self.tier is Tier.DEVICE:
+            return self.on_host.host
+        return self.parameter if self.host is None else self.host
+
+    @property
+    def on_host(self) -> HostWeight:
+        """Return the weight in host memory of a parameter on an accelerator."""
+        if self.host_weight is None:
+            message = f"A weight in host memory was asked for, and the parameter is on {self.tier}."
+            raise StowError(message)
+        return self.host_weight
+
+    def hold_on_device(self, host_weight: HostWeight) -> None:
+        """Say that the parameter is on an accelerator, and where its weight in host memory is."""
+        self.host_weight, self.tier = host_weight, Tier.DEVICE
+
+    def remember(self) -> None:
+        """Take what is there now for our own writing."""
+        self.written = stamp_of(self.parameter, self.owner)
+        if self.tier is Tier.DEVICE:
+            self.on_host.remember()
+
+    def leave_behind(self) -> None:
+        """Say that an update on the device has not brought all of the new weight down."""
+        if self.updated_there and self.family.dtype == torch.float32:
+            self.on_host.leave_behind()
+
+    @property
+    def needs_host_weight(self) -> bool:
+        """Return whether a step that commits nothing looks at the whole of a mirror that is old.
+
+        For 16-bit ones, which masters must fit. Of an fp32 one, what the host updates is what it
+        has left there, while nobody else writes the parameter.
+        """
+        if self.family.dtype != torch.float32 or not self.updated_there:
+            return True
+        return self.updated_here and self.written_by_others
+
+
+@dataclass(frozen=True, slots=True)
+class ParamUpdate:
+    """A parameter that has a gradient in this step."""
+
+    group: dict[str, Any]
+    param: ManagedParam
+    gradient: torch.Tensor | None
+    """Contiguous; None where it is still to come."""
+    scale: float = 1.0
+    """By which the update divides it ([Note: Unscaling])."""
+
+
+NO_SCALARS = np.zeros((0, 9), dtype=np.float32)
+"""Of a step that updates nothing by itself."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: what the pipeline gets, and what must stay alive until it is published."""
+
+    updates: list[ParamUpdate]
+    counts: list[torch.Tensor]
+    """Each parameter's step count, before this step."""
+    rows: list[StepRow]
+    scalars: npt.NDArray[np.float32]
+    commits: bool = False
+
+
+def in_order_of(param: ManagedParam, state: torch.Tensor) -> torch.Tensor:
+    """Return a saved state of ``param``, of any shape, with its elements as in memory."""
+    return state if param.order is None else state.reshape(param.shard.shape).permute(param.order)
+
+
+def in_shape_of(shard: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return 1-D states, in the order of the shard's memory, in its shape."""
+    order = order_of(shard)
+    shape = in_order(shard, order).shape
+    return {name: out_of_order(state.view(shape), order) for name, state in states.items()}

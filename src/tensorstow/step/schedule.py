@@ -1,0 +1,131 @@
+"""When updates run: before ``step()`` returns, beside the next forward, or beside backward.
+
+[Note: Schedules] All three take the same steps by the same path ([Note: Feeds]), so they differ in
+when a weight is published and in nothing else.
+
+none      ``step()`` returns when every weight is new (``Synchronous``).
+forward   ``step()`` returns at once; whoever reads a weight waits for it (``ForwardOverlap``, and
+          [Note: Unpublished]).
+backward  a step is open while backward runs; each gradient is offered when it is final, and
+          ``step()`` closes it and waits for the rest (``BackwardOverlap``).
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.step.legal_calls import Phase
+from tensorstow.step.managed_param import ManagedParam, StepPlan
+from tensorstow.step.param_table import ParamTable
+from tensorstow.step.step_plan import States
+
+
+class Schedule:
+    """When the updates of one optimizer run. Most begin a step when ``step()`` is called."""
+
+    begins_early: ClassVar[bool] = False
+    """A step begins with its first final gradient: ``begin`` and ``on_gradient`` are called."""
+
+    def __init__(self, params: ParamTable) -> None:
+        """Schedule the updates of ``params``."""
+        self._params = params
+
+    # --- where it is ---
+
+    @property
+    def phase(self) -> Phase:
+        """Where the optimizer is in its step ([Note: Legal calls]); USED is not told."""
+        return Phase.BETWEEN  # whatever is under way is waited for
+
+    @property
+    def why_broken(self) -> str | None:
+        """Why the step that is open can never be a whole one; None where it can."""
+        return None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether updates of a step have begun that ``step()`` has not ended."""
+        return False
+
+    @property
+    def commits(self) -> bool:
+        """Whether the open step commits."""
+        return False
+
+    @property
+    def held(self) -> Sequence[torch.Tensor]:
+        """Gradients that were taken out of ``.grad`` and may still be read."""
+        return ()
+
+    @property
+    def most_held_bytes(self) -> int:
+        """Return the bytes of ``held`` at their most."""
+        return 0
+
+    # --- a step ---
+
+    def is_final(self, number: int) -> bool:
+        """Count one more gradient of a parameter; return whether it is used before ``step()``."""
+        del number
+        return False
+
+    def is_given_up(self) -> bool:
+        """Return whether the backward that calls this hook is one whose step was given up."""
+        return False
+
+    def break_off(self) -> None:
+        """Say that a gradient was not taken as it should: the step will never be whole."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begin a step of which no gradient is there yet."""
+        del plan
+        raise _only_early(self)
+
+    def on_gradient(self, param: ManagedParam) -> None:
+        """Take a gradient of the open step, which is final."""
+        del param
+        raise _only_early(self)
+
+    def step(self, plan: StepPlan, states: States) -> None:
+        """Take the step of ``plan``, or end the one that is open with the gradients of ``plan``.
+
+        Args:
+            plan: Who takes part, by which gradients and numbers.
+            states: ``optimizer.state``, in which steps are counted.
+        """
+        raise NotImplementedError
+
+    def wait(self, ids: Iterable[int] | None = None) -> None:
+        """Return once the parameters with these ids, or all, may be read."""
+
+    def finish(self) -> None:
+        """End the step that is under way: no more will come."""
+
+    def abort(self) -> None:
+        """Forget the step that is open or under way: its store is gone, or has failed."""
+        self._params.path.abort()
+
+    # --- what users do with gradients ---
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a context in which no gradient is final."""
+        return nullcontext()
+
+    def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
+        """Forget gradients that are about to be dropped, or set ``to_zero``."""
+
+    def check_clipping(self) -> None:
+        """Raise OptionError where gradients are used before their norm is known."""
+
+    def check_scaling(self, found_inf: torch.Tensor | None, factor: float) -> None:
+        """Raise OptionError where gradients are used before they could be scaled."""
+
+    def check_unchanged(self) -> None:
+        """Raise OptionError where the step that is open cannot be ended as it was begun."""
+
+
+def _only_early(schedule: Schedule) -> OptionError:
+    return OptionError(f"{type(schedule).__name__} was given a gradient before step().")

@@ -1,0 +1,110 @@
+"""Backward waits for updates where more gradients than a window wait for theirs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow.base.tiers import Tier
+from tensorstow.optim.adam import AdamW
+from tensorstow.states.native_pipeline import StepRow
+from tensorstow.step import backward_overlap
+from tensorstow.step.gradient_feed import Beside, HostFeed, StepFeeds
+
+WIDTH = 512
+NBYTES = WIDTH * WIDTH * 4
+
+
+class Updated:
+    """A pipeline that has updated what was waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+
+    def step(self, *_: object) -> None:
+        """Begin."""
+
+    def land(self, *_: object) -> None:
+        """Take a gradient."""
+
+    def wait_parameters(self, numbers: list[int]) -> None:
+        self.waited += numbers
+
+
+class Of:
+    """A chunk of these parameters."""
+
+    def __init__(self, number: int, owners: list[int]) -> None:
+        self.number, self.owners = number, owners
+
+
+def test_the_oldest_that_can_be_is_waited_for() -> None:
+    pipeline: Any = Updated()
+    chunks: Any = [Of(0, [0, 1]), Of(1, [1]), Of(2, [2, 9])]
+    feeds = StepFeeds(pipeline, chunks, {Tier.HOST: HostFeed(pipeline)})
+    params: Any = [SimpleNamespace(number=n, tier=Tier.HOST) for n in range(3)]
+    updates = [SimpleNamespace(param=param, gradient=None) for param in params]
+    rows = [StepRow(expected=n < 3) for n in range(10)]
+    plan: Any = SimpleNamespace(updates=updates, rows=rows, scalars=None, commits=False)
+    feeds.begin(plan, Beside.BACKWARD)
+    feeds.offer(params[0], torch.ones(1))
+    assert not feeds.wait_for_one([0])  # 1 shares its chunk, and may still come
+    feeds.offer(params[2], torch.ones(1))
+    assert feeds.wait_for_one([0, 2])  # 9 is not due
+    feeds.offer(params[1], torch.ones(1))
+    assert feeds.wait_for_one([0, 1])
+    assert pipeline.waited == [2, 0]
+
+
+def trained(directory: Path, *, last: bool = True) -> AdamW:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12)]
+    if not last:
+        layers[3].unused = nn.Parameter(torch.ones(3))  # in a chunk with others
+    model = nn.Sequential(*layers)
+    optimizer = AdamW(
+        model.parameters(),
+        states="disk",
+        dir=directory,
+        durability="none",
+        overlap="backward",
+        module=model,
+    )
+    for _ in range(3):
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.memory().gradient_bytes
+    return optimizer
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_waiting_gradients_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, last: bool
+) -> None:
+    monkeypatch.setattr(backward_overlap, "WINDOW_BYTES", 3 * NBYTES)
+    optimizer = trained(tmp_path, last=last)
+    # What waits for another's gradient stays: one chunk's worth.
+    assert optimizer.memory().gradient_bytes <= (3 + 1 + (0 if last else 1)) * NBYTES
+    optimizer.close()
+
+
+def test_without_a_window_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    wait_for_one = StepFeeds.wait_for_one
+
+    def counted(self: StepFeeds, numbers: Sequence[int]) -> bool:
+        waits.append(len(numbers))
+        return wait_for_one(self, numbers)
+
+    monkeypatch.setattr(StepFeeds, "wait_for_one", counted)
+    monkeypatch.setattr(backward_overlap, "WINDOW_BYTES", 1 << 40)
+    trained(tmp_path / "wide").close()
+    assert not waits
+    monkeypatch.setattr(backward_overlap, "WINDOW_BYTES", NBYTES - 1)
+    trained(tmp_path / "none").close()
+    assert waits  # a gradient that waits at all is more than that
