@@ -1,7 +1,13 @@
 """Made-up NUMA nodes, as the system tells of real ones."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
+
+from tensorstow.base import cores as base_cores
+from tensorstow.base import nodes
 
 
 def make_nodes(root: Path, cores: Mapping[int, str]) -> Path:
@@ -11,3 +17,12 @@ def make_nodes(root: Path, cores: Mapping[int, str]) -> Path:
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(f"{text}\n", encoding="ascii")
     return root
+
+
+def pretend_nodes(
+    monkeypatch: pytest.MonkeyPatch, root: Path, cores: Mapping[int, str], usable: int
+) -> None:
+    """Let this process see made-up nodes, and be allowed the first ``usable`` of their cores."""
+    monkeypatch.setattr(nodes, "_NODES", make_nodes(root, cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)))
+    monkeypatch.setattr(base_cores, "quota_cores", lambda _: None)

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.base import cores, nodes
 from tensorstow.cli import doctor
 from tensorstow.cli.main import main
 from tensorstow.io import engine
 from tensorstow.states.kernels import KernelFacts
-from topology import make_nodes
+from topology import pretend_nodes
 
 SHM = Path("/dev/shm")
 
@@ -41,9 +40,7 @@ def test_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.fixture
 def sixteen_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have sixteen cores on two nodes."""
-    monkeypatch.setattr(nodes, "_NODES", make_nodes(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15"}))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(cores, "quota_cores", lambda _: None)
+    pretend_nodes(monkeypatch, tmp_path, {0: "0-3,8-11", 1: "4-7,12-15"}, 16)
 
 
 @pytest.mark.usefixtures("sixteen_cores")

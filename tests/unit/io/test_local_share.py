@@ -11,7 +11,7 @@ from tensorstow.base.core_share import CoreShare, LocalRanks
 from tensorstow.io import local_share
 from tensorstow.io.accelerator_nodes import AcceleratorNodes
 from tensorstow.io.local_share import fair_threads, is_bound, share_here, usable_cores
-from topology import make_nodes
+from topology import make_nodes, pretend_nodes
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,7 @@ def test_usable_cores(
 @pytest.fixture
 def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have sixteen cores on two nodes, two of which may not be used."""
-    monkeypatch.setattr(nodes, "_NODES", make_nodes(tmp_path, {0: "0-7", 1: "8-15"}))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(14)))
-    monkeypatch.setattr(cores, "quota_cores", lambda _: None)
+    pretend_nodes(monkeypatch, tmp_path, {0: "0-7", 1: "8-15"}, 14)
 
 
 @pytest.mark.usefixtures("two_nodes")

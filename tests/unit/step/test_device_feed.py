@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from models import Vectors
 from remote import LateLink, make_remote
 from tensorstow import Adam, AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError
@@ -26,21 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OVERLAPS = ("none", "forward", "backward")
 
 
-class Net(nn.Module):
-    """Reads its parameters one after the other, the last first in backward."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.parts = nn.ParameterList(
-            [nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in SIZES]
-        )
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack([(p.float().sin() * p.float()).mean() for p in self.parts]).sum()
-
-
-def train(net: Net, optimizer: StowedAdam, steps: int = 1) -> None:
+def train(net: Vectors, optimizer: StowedAdam, steps: int = 1) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         torch.autograd.backward(net())
@@ -60,7 +47,7 @@ def link_of(optimizer: StowedAdam) -> LateLink:
     return link
 
 
-def make(net: Net, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
+def make(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
     given = {"policy": SMALL, "states": "disk", **given}
     return AdamW(net.parameters(), lr=0.01, module=net, **given)
 
@@ -81,7 +68,7 @@ def test_memory_and_bytes_are_the_formula(
     dtype: str, states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net(DTYPES[dtype])
+    net = Vectors(SIZES, DTYPES[dtype])
     optimizer = make(net, states=states)
     width = DTYPES[dtype].itemsize
     host_weights = sum(-(-n * width // 128) * 128 for n in SIZES)
@@ -103,7 +90,7 @@ def test_fp32_weights_with_bf16_gradients_move_half_as_much_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, grad_dtype=torch.bfloat16)
     train(net, optimizer)
     before = optimizer.traffic()
@@ -116,7 +103,7 @@ def test_fp32_weights_with_bf16_gradients_move_half_as_much_down(
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_two_slots_are_enough(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "DEFAULT_STAGING_BYTES", 1)
-    want, net = Net(), Net()
+    want, net = Vectors(SIZES), Vectors(SIZES)
     train(want, make(want), 4)
     make_remote(monkeypatch)
     optimizer = make(net, overlap=overlap)
@@ -128,7 +115,7 @@ def test_two_slots_are_enough(overlap: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_gradients_on_the_device_are_let_go(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, overlap=overlap)
     train(net, optimizer, 2)
     assert not any(ferry_of(optimizer).needs(n) for n in range(len(SIZES)))
@@ -137,7 +124,7 @@ def test_gradients_on_the_device_are_let_go(overlap: str, monkeypatch: pytest.Mo
 
 def test_beside_backward_gradients_leave_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, overlap="backward")
     train(net, optimizer)
     before = link_of(optimizer).copies_down
@@ -152,7 +139,7 @@ def test_beside_forward_step_does_not_wait_for_the_weights(
 ) -> None:
     monkeypatch.setattr(memory, "DEFAULT_STAGING_BYTES", 1)
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, overlap="forward")
     train(net, optimizer)
     before = [p.detach().clone() for p in net.parameters()]
@@ -170,14 +157,14 @@ def test_beside_forward_step_does_not_wait_for_the_weights(
 def test_a_weight_that_others_wrote_is_what_is_updated(
     dtype: str, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def meddle(net: Net, optimizer: StowedAdam) -> None:
+    def meddle(net: Vectors, optimizer: StowedAdam) -> None:
         train(net, optimizer, 2)
         with torch.no_grad():
             net.parts[0].mul_(1.5)
         net.parts[4].data = net.parts[4].data.flip(0).clone()
         train(net, optimizer, 2)
 
-    want, net = Net(DTYPES[dtype]), Net(DTYPES[dtype])
+    want, net = Vectors(SIZES, DTYPES[dtype]), Vectors(SIZES, DTYPES[dtype])
     meddle(want, make(want))
     make_remote(monkeypatch)
     meddle(net, make(net, overlap=overlap))
@@ -189,14 +176,14 @@ def test_a_commit_has_what_others_wrote(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net(DTYPES[dtype])
+    net = Vectors(SIZES, DTYPES[dtype])
     optimizer = make(net, dir=tmp_path, commit_every=None)
     train(net, optimizer, 2)
     with torch.no_grad():
         net.parts[2].fill_(0.25)
     optimizer.commit()
     optimizer.close()
-    other = Net(DTYPES[dtype], seed=1)
+    other = Vectors(SIZES, DTYPES[dtype], seed=1)
     again = make(other, dir=tmp_path, commit_every=None)
     assert again.resume() == 2
     assert all(map(torch.equal, other.parameters(), net.parameters()))
@@ -207,7 +194,7 @@ def test_a_commit_has_what_others_wrote(
 
 def test_states_say_what_others_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
-    net = Net(torch.bfloat16)
+    net = Vectors(SIZES, torch.bfloat16)
     optimizer = make(net, state_format="split")
     train(net, optimizer, 2)
     with torch.no_grad():
@@ -220,7 +207,7 @@ def test_beside_forward_a_commit_is_never_waited_for_in_vain(
     commit_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, dir=tmp_path, overlap="forward", commit_every=commit_every)
     for _ in range(3):
         optimizer.zero_grad()
@@ -234,7 +221,7 @@ def test_an_optimizer_may_go_in_the_middle_of_a_step(
     overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, overlap=overlap)
     train(net, optimizer)
     optimizer.zero_grad()
@@ -252,7 +239,7 @@ def test_an_optimizer_may_go_in_the_middle_of_a_step(
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_what_fails_on_the_link_ends_the_run(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, overlap=overlap)
     train(net, optimizer)
 
@@ -272,7 +259,7 @@ def test_what_fails_on_the_link_ends_the_run(overlap: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_disk_that_fails_is_told_as_ever(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, overlap=overlap)
     train(net, optimizer)
     optimizer.synchronize()
@@ -288,7 +275,7 @@ def test_a_disk_that_fails_is_told_as_ever(overlap: str, monkeypatch: pytest.Mon
 
 
 def test_a_group_on_the_device_joins_one_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    def both(first: Net, second: Net) -> None:
+    def both(first: Vectors, second: Vectors) -> None:
         optimizer = make(first)
         train(first, optimizer, 2)
         optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.02})
@@ -298,7 +285,7 @@ def test_a_group_on_the_device_joins_one_on_the_host(monkeypatch: pytest.MonkeyP
             optimizer.step()
             optimizer.zero_grad()
 
-    want, got = (Net(), Net(seed=1)), (Net(), Net(seed=1))
+    want, got = (Vectors(SIZES), Vectors(SIZES, seed=1)), (Vectors(SIZES), Vectors(SIZES, seed=1))
     both(*want)
     of_second = {id(p) for p in got[1].parameters()}
     make_remote(monkeypatch, lambda p: id(p) in of_second)
@@ -308,7 +295,7 @@ def test_a_group_on_the_device_joins_one_on_the_host(monkeypatch: pytest.MonkeyP
 
 
 def test_frozen_for_a_while_and_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    def freeze(net: Net, optimizer: StowedAdam) -> None:
+    def freeze(net: Vectors, optimizer: StowedAdam) -> None:
         for step in range(5):
             net.parts[4].requires_grad_(step not in {1, 2})
             optimizer.zero_grad()
@@ -318,7 +305,7 @@ def test_frozen_for_a_while_and_without_a_gradient(monkeypatch: pytest.MonkeyPat
             optimizer.step()
         optimizer.wait()
 
-    want, net = Net(), Net()
+    want, net = Vectors(SIZES), Vectors(SIZES)
     freeze(want, make(want))
     make_remote(monkeypatch)
     freeze(net, make(net, overlap="forward"))
@@ -326,7 +313,7 @@ def test_frozen_for_a_while_and_without_a_gradient(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_that_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net)
     train(net, optimizer)
     make_remote(monkeypatch)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from models import Vectors
 from remote import LateLink, make_remote
 from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
@@ -32,31 +32,19 @@ TIGHT = 96 << 10
 FORMATS = ("fp32", "split", "bf16", "int8")
 
 
-class Net(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.parts = nn.ParameterList(
-            [nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in SIZES]
-        )
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack([(p.float().sin() * p.float()).mean() for p in self.parts]).sum()
-
-
-def train(net: Net, optimizer: StowedAdam, steps: int = 1) -> None:
+def train(net: Vectors, optimizer: StowedAdam, steps: int = 1) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         torch.autograd.backward(net())
         optimizer.step()
 
 
-def make(net: Net, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
+def make(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
     given = {"policy": SMALL, "states": "disk", **given}
     return AdamW(net.parameters(), lr=0.01, module=net, **given)
 
 
-def make_there(net: Net, **given: Any) -> AdamW:  # noqa: ANN401
+def make_there(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401
     return make(net, **{"update_on": "device", **given})
 
 
@@ -72,7 +60,7 @@ def link_of(optimizer: StowedAdam) -> LateLink:
     return link
 
 
-def same(a: Net, b: Net) -> bool:
+def same(a: Vectors, b: Vectors) -> bool:
     return all(map(torch.equal, a.parameters(), b.parameters()))
 
 
@@ -94,7 +82,7 @@ def test_every_format_gives_the_kernels_bits(
     state_format: str, states: str | float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inexact ones too: what they draw hangs on the step and the element alone."""
-    want, net = Net(torch.bfloat16), Net(torch.bfloat16)
+    want, net = Vectors(SIZES, torch.bfloat16), Vectors(SIZES, torch.bfloat16)
     reference = make(want, state_format=state_format)
     train(want, reference, 4)
     make_remote(monkeypatch)
@@ -108,7 +96,7 @@ def test_every_format_gives_the_kernels_bits(
 def test_a_weight_that_others_wrote_is_what_is_updated(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def meddle(net: Net, optimizer: StowedAdam) -> None:
+    def meddle(net: Vectors, optimizer: StowedAdam) -> None:
         train(net, optimizer, 2)
         with torch.no_grad():
             net.parts[0].mul_(1.5)
@@ -116,7 +104,7 @@ def test_a_weight_that_others_wrote_is_what_is_updated(
         net.parts[4].data = net.parts[4].data.flip(0).clone()
         train(net, optimizer, 2)
 
-    want, net = Net(DTYPES[dtype]), Net(DTYPES[dtype])
+    want, net = Vectors(SIZES, DTYPES[dtype]), Vectors(SIZES, DTYPES[dtype])
     meddle(want, make(want))
     make_remote(monkeypatch)
     meddle(net, make_there(net))
@@ -126,7 +114,7 @@ def test_a_weight_that_others_wrote_is_what_is_updated(
 def test_frozen_for_a_while_without_a_gradient_and_a_group_that_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def freeze(net: Net, other: Net, optimizer: StowedAdam) -> None:
+    def freeze(net: Vectors, other: Vectors, optimizer: StowedAdam) -> None:
         for step in range(5):
             net.parts[4].requires_grad_(step not in {1, 2})
             optimizer.zero_grad()
@@ -136,7 +124,7 @@ def test_frozen_for_a_while_without_a_gradient_and_a_group_that_joins(
                 optimizer.add_param_group({"params": list(other.parameters()), "lr": 0.02})
             optimizer.step()
 
-    want, net = (Net(), Net(seed=1)), (Net(), Net(seed=1))
+    want, net = (Vectors(SIZES), Vectors(SIZES, seed=1)), (Vectors(SIZES), Vectors(SIZES, seed=1))
     freeze(*want, make(want[0]))
     make_remote(monkeypatch)
     freeze(*net, make_there(net[0]))
@@ -146,7 +134,7 @@ def test_frozen_for_a_while_without_a_gradient_and_a_group_that_joins(
 
 def test_a_stale_graph_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make_there(net)
     train(net, optimizer)
     loss = net()
@@ -164,7 +152,7 @@ def test_memory_and_bytes_are_the_formula(
     dtype: str, states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net(DTYPES[dtype])
+    net = Vectors(SIZES, DTYPES[dtype])
     optimizer = make_there(net, states=states)
     chunks = optimizer._states().chunks
     held = optimizer.memory()
@@ -194,12 +182,12 @@ def test_states_are_where_the_accelerator_copies_from(monkeypatch: pytest.Monkey
 
     make_remote(monkeypatch)
     monkeypatch.setattr("tensorstow.step.param_table.PinnedBlock", Counted)
-    optimizer = make_there(Net(), states=0.5)
+    optimizer = make_there(Vectors(SIZES), states=0.5)
     held = optimizer.memory()
     assert held.ring_bytes in taken
     assert held.ring_bytes + held.ram_bytes <= sum(taken)
     taken.clear()
-    make(Net(), states=0.5)
+    make(Vectors(SIZES), states=0.5)
     assert taken == []
 
 
@@ -207,7 +195,7 @@ def test_a_step_that_commits_brings_fp32_weights_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make_there(net, dir=tmp_path, commit_every=2)
     train(net, optimizer)  # 1
     moved = []
@@ -224,9 +212,9 @@ def test_a_step_that_commits_brings_fp32_weights_down(
 # --- a run that goes on ---
 
 
-def stored(directory: Path, **given: Any) -> Net:  # noqa: ANN401
+def stored(directory: Path, **given: Any) -> Vectors:  # noqa: ANN401
     """Train 3 steps in a store that commits every second, and stop; return the net."""
-    net = Net(torch.bfloat16)
+    net = Vectors(SIZES, torch.bfloat16)
     optimizer = make(net, dir=directory, commit_every=2, **given)
     train(net, optimizer, 3)
     stop(optimizer)  # the third step is lost
@@ -237,11 +225,11 @@ def stored(directory: Path, **given: Any) -> Net:  # noqa: ANN401
 def test_a_run_is_updated_where_it_was_unless_users_say_otherwise(
     asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = Net(torch.bfloat16)
+    want = Vectors(SIZES, torch.bfloat16)
     train(want, make(want), 4)
     make_remote(monkeypatch)
     stored(tmp_path, update_on="device")
-    net = Net(torch.bfloat16, seed=7)
+    net = Vectors(SIZES, torch.bfloat16, seed=7)
     optimizer = make(net, dir=tmp_path, update_on=asked, commit_every=None)
     assert optimizer.resume() == 2
     there = asked != "host"
@@ -253,7 +241,7 @@ def test_a_run_is_updated_where_it_was_unless_users_say_otherwise(
     optimizer.commit()
     optimizer.close()
     # And what was said last is what the next one finds.
-    again = make(Net(torch.bfloat16), dir=tmp_path)
+    again = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path)
     again.resume()
     assert bool(again._params().updaters) == there
     again.close()
@@ -265,7 +253,7 @@ def test_a_run_of_the_host_stays_there_and_may_move(
     make_remote(monkeypatch)
     stored(tmp_path)
     for asked, there in ((None, False), ("device", True)):
-        optimizer = make(Net(torch.bfloat16), dir=tmp_path, update_on=asked)
+        optimizer = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path, update_on=asked)
         optimizer.resume()
         assert bool(optimizer._params().updaters) == there
         optimizer.close()
@@ -275,15 +263,15 @@ def test_where_a_run_cannot_go_on_as_it_was_it_says_so(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         make_remote(patch)
         stored(tmp_path, update_on="device")
-        beside = make(Net(torch.bfloat16), dir=tmp_path, overlap="forward")
+        beside = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path, overlap="forward")
         with pytest.raises(OptionError, match=r'was written with .* and overlap="forward"'):
             beside.resume()
         beside.close()
-    on_host = make(Net(torch.bfloat16), dir=tmp_path)
+    on_host = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path)
     with pytest.raises(OptionError, match=r'host memory.*say update_on="host"'):
         on_host.resume()
     on_host.close()
-    said = make(Net(torch.bfloat16), dir=tmp_path, update_on="host", overlap="forward")
+    said = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path, update_on="host", overlap="forward")
     assert said.resume() == 2
     said.close()
 
@@ -293,14 +281,14 @@ def test_a_commit_by_hand_has_what_others_wrote(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net(DTYPES[dtype])
+    net = Vectors(SIZES, DTYPES[dtype])
     optimizer = make_there(net, dir=tmp_path, commit_every=None)
     train(net, optimizer, 2)
     with torch.no_grad():
         net.parts[2].fill_(0.25)
     optimizer.commit()
     optimizer.close()
-    other = Net(DTYPES[dtype], seed=1)
+    other = Vectors(SIZES, DTYPES[dtype], seed=1)
     again = make_there(other, dir=tmp_path, commit_every=None)
     assert again.resume() == 2
     assert same(other, net)
@@ -313,7 +301,7 @@ def test_a_commit_by_hand_has_what_others_wrote(
 @pytest.mark.parametrize("way", ["h2d", "d2h"])
 def test_what_fails_on_the_link_ends_the_run(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make_there(net)
     train(net, optimizer)
 
@@ -335,10 +323,10 @@ def test_what_fails_on_the_link_ends_the_run(way: str, monkeypatch: pytest.Monke
 def test_resume_is_the_way_out(
     copies: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = Net(torch.bfloat16)
+    want = Vectors(SIZES, torch.bfloat16)
     train(want, make(want), 4)
     make_remote(monkeypatch)
-    net = Net(torch.bfloat16)
+    net = Vectors(SIZES, torch.bfloat16)
     optimizer = make_there(net, dir=tmp_path, commit_every=2)
     train(net, optimizer, 3)
     link, left = link_of(optimizer), [copies]
@@ -367,7 +355,7 @@ def test_a_disk_that_fails_is_told_as_ever(
     spared: int, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make_there(net, ram_budget=TIGHT)
     train(net, optimizer)
     optimizer.synchronize()
@@ -384,7 +372,7 @@ def test_a_disk_that_fails_is_told_as_ever(
 
 def test_damage_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make_there(net)
     train(net, optimizer)
     optimizer.synchronize()
@@ -399,7 +387,7 @@ def test_damage_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_optimizer_goes_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make_there(net)
     train(net, optimizer, 2)
     watchers = [weakref.ref(optimizer._params().store), weakref.ref(updater_of(optimizer))]
@@ -412,18 +400,18 @@ def test_an_optimizer_goes_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -
 def test_no_other_schedule(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
     with pytest.raises(OptionError, match=f'update_on="device" .* overlap="{overlap}"'):
-        make_there(Net(), overlap=overlap)
+        make_there(Vectors(SIZES), overlap=overlap)
 
 
 def test_parameters_in_host_memory_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match=r"Parameter 0 of group 0 is on cpu.*update_on=.host."):
-        make_there(Net())
+        make_there(Vectors(SIZES))
     make_remote(monkeypatch, lambda p: p.numel() != 500)
     with pytest.raises(OptionError, match=r"Parameter 2 of group 0 is on cpu"):
-        make_there(Net())
+        make_there(Vectors(SIZES))
     monkeypatch.undo()
     with pytest.raises(OptionError, match=r"update_on='gpu' was given"):
-        make(Net(), update_on="gpu")
+        make(Vectors(SIZES), update_on="gpu")
 
 
 # --- copies that are not waited for ---
@@ -501,7 +489,7 @@ def never_given_zeros(patch: pytest.MonkeyPatch) -> None:
 def test_each_of_these_is_seen(
     breaks: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want, net = Net(torch.bfloat16), Net(torch.bfloat16)
+    want, net = Vectors(SIZES, torch.bfloat16), Vectors(SIZES, torch.bfloat16)
     reference = make(want)
     train(want, reference, 3)
     make_remote(monkeypatch)
@@ -522,7 +510,7 @@ def test_each_of_these_is_seen(
 
 
 def test_what_is_broken_above_is_whole_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    want, net = Net(torch.bfloat16), Net(torch.bfloat16)
+    want, net = Vectors(SIZES, torch.bfloat16), Vectors(SIZES, torch.bfloat16)
     reference = make(want)
     train(want, reference, 3)
     make_remote(monkeypatch)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from models import Vectors
 from remote import make_remote
 from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
@@ -26,32 +26,20 @@ TIGHT = 96 << 10
 DIVIDED: tuple[UpdateOn, ...] = (0.25, 0.7, "hybrid", "auto")
 
 
-class Net(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.parts = nn.ParameterList(
-            [nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in SIZES]
-        )
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack([(p.float().sin() * p.float()).mean() for p in self.parts]).sum()
-
-
-def make(net: Net, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
+def make(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
     policy = PipelinePolicy(chunk_elements=CHUNK)
     given = {"policy": policy, "states": "disk", **given}
     return AdamW(net.parameters(), lr=0.01, module=net, **given)
 
 
-def train(net: Net, optimizer: AdamW, steps: int = 1) -> None:
+def train(net: Vectors, optimizer: AdamW, steps: int = 1) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         torch.autograd.backward(net())
         optimizer.step()
 
 
-def same(a: Net, b: Net) -> bool:
+def same(a: Vectors, b: Vectors) -> bool:
     return all(map(torch.equal, a.parameters(), b.parameters()))
 
 
@@ -70,7 +58,7 @@ def same_states(a: AdamW, b: AdamW) -> bool:
 def test_the_bits_are_the_host_s(
     where: UpdateOn, dtype: str, states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want, net = Net(DTYPES[dtype]), Net(DTYPES[dtype])
+    want, net = Vectors(SIZES, DTYPES[dtype]), Vectors(SIZES, DTYPES[dtype])
     reference = make(want)
     train(want, reference, 6)
     make_remote(monkeypatch)
@@ -86,7 +74,7 @@ def test_the_bits_are_the_host_s(
 @pytest.mark.parametrize("state_format", ["fp32", "split", "bf16", "int8"])
 def test_every_format(state_format: str, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
     policy = PipelinePolicy(chunk_elements=CHUNK, schedule=schedule)
-    want, net = Net(torch.bfloat16), Net(torch.bfloat16)
+    want, net = Vectors(SIZES, torch.bfloat16), Vectors(SIZES, torch.bfloat16)
     train(want, make(want, state_format=state_format), 4)
     make_remote(monkeypatch)
     train(net, make(net, state_format=state_format, policy=policy, update_on=0.5), 4)
@@ -100,7 +88,7 @@ def test_what_others_write_and_who_joins(
 ) -> None:
     """A weight in parts of both sides, whose mirror is old in parts, is written by others."""
 
-    def meddle(net: Net, other: Net, optimizer: AdamW) -> None:
+    def meddle(net: Vectors, other: Vectors, optimizer: AdamW) -> None:
         for step in range(8):
             net.parts[4].requires_grad_(step not in {1, 2})
             optimizer.zero_grad()
@@ -115,7 +103,10 @@ def test_what_others_write_and_who_joins(
                     net.parts[4].mul_(0.5)
 
     kind = DTYPES[dtype]
-    want, net = (Net(kind), Net(kind, seed=1)), (Net(kind), Net(kind, seed=1))
+    want, net = (
+        (Vectors(SIZES, kind), Vectors(SIZES, kind, seed=1)),
+        (Vectors(SIZES, kind), Vectors(SIZES, kind, seed=1)),
+    )
     meddle(*want, make(want[0]))
     make_remote(monkeypatch)
     meddle(*net, make(net[0], update_on=where))
@@ -126,7 +117,7 @@ def test_what_others_write_and_who_joins(
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_bytes_over_the_link_and_in_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
-    net = Net(DTYPES[dtype])
+    net = Vectors(SIZES, DTYPES[dtype])
     optimizer = make(net, update_on=0.5)
     params = optimizer._params()
     assert isinstance(params.path, DeviceUpdates)
@@ -159,14 +150,14 @@ def test_bytes_over_the_link_and_in_memory(dtype: str, monkeypatch: pytest.Monke
 def test_a_run_goes_on_wherever_it_was_updated(
     before: UpdateOn, now: UpdateOn | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = Net(torch.bfloat16)
+    want = Vectors(SIZES, torch.bfloat16)
     train(want, make(want), 7)
     make_remote(monkeypatch)
-    first = Net(torch.bfloat16)
+    first = Vectors(SIZES, torch.bfloat16)
     optimizer = make(first, dir=tmp_path, commit_every=2, update_on=before)
     train(first, optimizer, 3)
     stop(optimizer)  # the third step is lost
-    net = Net(torch.bfloat16, seed=7)
+    net = Vectors(SIZES, torch.bfloat16, seed=7)
     optimizer = make(net, dir=tmp_path, commit_every=3, update_on=now)
     assert optimizer.resume() == 2
     wanted = before if now is None else now
@@ -175,7 +166,7 @@ def test_a_run_goes_on_wherever_it_was_updated(
     train(net, optimizer, 5)
     assert same(net, want)
     optimizer.close()
-    again = Net(torch.bfloat16, seed=8)
+    again = Vectors(SIZES, torch.bfloat16, seed=8)
     last = make(again, dir=tmp_path)
     last.resume()
     assert (last.offload_policy.update_on or "host") == wanted
@@ -187,12 +178,12 @@ def test_a_share_that_nobody_knows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, dir=tmp_path, update_on=0.5)
     train(net, optimizer)
     object.__setattr__(optimizer._params().offload_policy, "update_on", "moon")
     optimizer.close()
-    again = make(Net(), dir=tmp_path)
+    again = make(Vectors(SIZES), dir=tmp_path)
     with pytest.raises(OptionError, match="says update_on='moon'"):
         again.resume()
     again.close()
@@ -205,12 +196,12 @@ def test_schedules_that_are_refused_by_name(
 ) -> None:
     make_remote(monkeypatch)
     with pytest.raises(OptionError, match=f'update_on=.?{where}.? .* overlap="{overlap}"'):
-        make(Net(), update_on=where, overlap=overlap)
+        make(Vectors(SIZES), update_on=where, overlap=overlap)
 
 
 def test_parameters_in_host_memory_are_refused_by_name() -> None:
     with pytest.raises(OptionError, match=r'on cpu, and update_on="auto" was asked for'):
-        make(Net(), update_on="auto")
+        make(Vectors(SIZES), update_on="auto")
 
 
 @pytest.mark.parametrize("way", ["h2d", "d2h"])
@@ -218,10 +209,10 @@ def test_parameters_in_host_memory_are_refused_by_name() -> None:
 def test_what_fails_on_the_link_ends_the_run(
     copies: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = Net(torch.bfloat16)
+    want = Vectors(SIZES, torch.bfloat16)
     train(want, make(want), 4)
     opened = make_remote(monkeypatch)
-    net = Net(torch.bfloat16)
+    net = Vectors(SIZES, torch.bfloat16)
     optimizer = make(net, dir=tmp_path, commit_every=2, update_on=0.5)
     train(net, optimizer, 3)
     link, left = opened[-1], [copies]
@@ -252,7 +243,7 @@ def test_a_disk_that_fails_is_told_as_ever(
     spared: int, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, ram_budget=TIGHT, update_on=0.5)
     train(net, optimizer)
     optimizer.synchronize()
@@ -288,7 +279,7 @@ def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -
         return "_start" in order and is_updated(self, chunk)
 
     make_remote(monkeypatch)
-    net = Net()
+    net = Vectors(SIZES)
     optimizer = make(net, update_on=0.5)
     train(net, optimizer)
     order.clear()
