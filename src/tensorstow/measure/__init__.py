@@ -1,0 +1,1 @@
+"""What the planner counts with: a model that is traced without memory."""

@@ -1,0 +1,146 @@
+"""Bytes of activations and operations of one micro-batch, traced with fake tensors.
+
+torch's memory tracker follows forward and backward of the model without memory. A deep model of
+transformers is traced with two layers and with three; what a layer adds is added for each.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.units import units_of
+from tensorstow.measure.models import NamedModel, from_config
+
+_WHOLE_LAYERS = 4
+"""Deeper models are traced with two layers and with three."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What forward and backward of one micro-batch hold and do."""
+
+    peak_bytes: int
+    """Of activations alone, gradients excluded."""
+    beside_gradients: int
+    """The most of activations and gradients together, less all gradients."""
+    operations: int
+    """Floating point operations of forward and backward."""
+
+
+def trace(model: NamedModel, batch: int, sequence: int) -> Activations:
+    """Return what one micro-batch of token ids holds and does.
+
+    Args:
+        model: A model of transformers.
+        batch: Sequences of a micro-batch.
+        sequence: Tokens of a sequence.
+
+    Raises:
+        OptionError: It cannot be traced: what it does depends on values, say.
+    """
+    layers = getattr(model.config, "num_hidden_layers", 0)
+    try:
+        if layers <= _WHOLE_LAYERS or getattr(model.config, "layer_types", None):
+            found = _trace(model.config, batch, sequence)
+        else:
+            two, three = (_trace(_with_layers(model.config, n), batch, sequence) for n in (2, 3))
+            found = two.extended(three, layers - 2)
+    except (
+        UnsupportedFakeTensorException,
+        DynamicOutputShapeException,
+        DataDependentOutputException,
+    ) as error:
+        message = f"{model.name} cannot be traced without values: {error}"
+        raise OptionError(message) from error
+    trained = sum(p.nbytes for p in model.module.parameters() if p.requires_grad)
+    return Activations(
+        max(found.early, found.late), max(found.early - trained, found.together), found.operations
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What was seen; bytes. A model has its peak in one of two moments, whatever its depth."""
+
+    early: int
+    """Of activations, until the first block has gradients: when backward begins, say."""
+    late: int
+    """Of activations behind that: what the first block and the embeddings need by themselves."""
+    together: int
+    """Then, of activations and gradients, less all gradients."""
+    operations: int
+
+    def extended(self, deeper: "_Traced", layers: int) -> "_Traced":
+        """Return what as many ``layers`` more make of it as ``deeper`` has one more."""
+        return _Traced(
+            self.early + layers * (deeper.early - self.early),
+            max(self.late, deeper.late),
+            max(self.together, deeper.together),
+            self.operations + layers * (deeper.operations - self.operations),
+        )
+
+
+def _with_layers(config: Any, layers: int) -> Any:  # noqa: ANN401  # transformers' own
+    changed = copy.deepcopy(config)
+    changed.num_hidden_layers = layers
+    return changed
+
+
+def _trace(config: Any, batch: int, sequence: int) -> _Traced:  # noqa: ANN401
+    operations = FlopCounterMode(display=False)
+    with FakeTensorMode():
+        module = from_config(config, "cpu").train()
+        ids = torch.zeros((batch, sequence), dtype=torch.long)
+        tracker = MemTracker()
+        tracker.track_external(module)
+        peaks = _Peaks(tracker, module)
+        with tracker, operations, peaks:
+            module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    done = int(operations.get_total_flops())
+    return _Traced(peaks.early, peaks.late, peaks.together, done)
+
+
+class _Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is untyped here
+    """The most bytes after any operation."""
+
+    def __init__(self, tracker: MemTracker, module: nn.Module) -> None:
+        """Ask ``tracker``, which follows ``module``."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch is untyped here
+        self._tracker = tracker
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._gradients = sum(p.nbytes for p in self._trained)
+        self._first = [p for p in units_of(module)[0].parameters.values() if p.requires_grad]
+        self._fixed = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+        self.early = self.late = self.together = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401  # torch's own signature
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run ``func``, and look."""
+        result = func(*args, **(kwargs or {}))
+        now = self._tracker.get_tracker_snapshot("current").get(torch.device("cpu"), {})
+        together = int(now.get("Total", 0)) - self._fixed
+        landed = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
+        if all(p.grad is not None for p in self._first):
+            self.late = max(self.late, together - landed)
+            self.together = max(self.together, together - self._gradients)
+        else:
+            self.early = max(self.early, together - landed)
+        return result

@@ -1,0 +1,52 @@
+"""A deep model's activations are those of its layers, and what is traced is what is held."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tensorstow.measure import activations
+from tensorstow.measure.activations import trace
+from tensorstow.measure.models import NamedModel, build_model
+
+pytest.importorskip("transformers")
+TIED = {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "vocab_size": 512}
+UNTIED = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "vocab_size": 512,
+}
+
+
+def _model(given: dict[str, object], layers: int, folder: Path) -> NamedModel:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**given, "num_hidden_layers": layers}), encoding="utf-8")
+    return build_model(str(file))
+
+
+@pytest.mark.parametrize("given", [TIED, UNTIED])
+@pytest.mark.parametrize(("batch", "sequence"), [(1, 8), (2, 64)])
+def test_layers_add_up(
+    given: dict[str, object],
+    batch: int,
+    sequence: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = _model(given, 6, tmp_path)
+    added = trace(model, batch, sequence)
+    monkeypatch.setattr(activations, "_WHOLE_LAYERS", 6)
+    assert added == trace(model, batch, sequence)
+
+
+def test_more_tokens_hold_more_and_a_matrix_takes_six_operations(tmp_path: Path) -> None:
+    model = _model(UNTIED, 2, tmp_path)
+    one, four = trace(model, 1, 64), trace(model, 4, 64)
+    assert four.peak_bytes > 3 * one.peak_bytes
+    # Of each token, for each weight of a product; attention adds to that.
+    weights = sum(
+        p.numel() for n, p in model.module.named_parameters() if p.ndim == 2 and "embed" not in n
+    )
+    assert 6 * weights * 64 <= one.operations <= 1.3 * 6 * weights * 64
