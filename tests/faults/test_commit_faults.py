@@ -128,7 +128,7 @@ def test_a_write_of_something_else_fails(
 
 def _held(world: World) -> int:
     """Return how many extents the optimizer holds."""
-    space = world.optimizer._states().space
+    space = world.optimizer._states().storage
     return sum(space.store._space._extents._held.values())  # type: ignore[attr-defined]
 
 
@@ -198,7 +198,7 @@ def test_a_flipped_bit_is_found(what: str, tmp_path: Path) -> None:
     world.optimizer.snapshot("four")
     world.train(8)
     world.optimizer.synchronize()
-    space = world.optimizer._states().space
+    space = world.optimizer._states().storage
     newest = space.store.generation()  # type: ignore[attr-defined]
     record = newest.chunks[2]
     shape = newest.layout["chunks"][record.chunk]
@@ -246,7 +246,7 @@ def test_a_damaged_weight_is_told_by_parameter_and_place(named: bool, tmp_path: 
 
     optimizer = make()
     optimizer.commit()
-    space = optimizer._states().space
+    space = optimizer._states().storage
     (record,) = space.store.generation().chunks  # type: ignore[attr-defined]
     (chunk,) = optimizer._states().chunks
     whole, fp32 = chunk.plan.elements, StreamShape(4, 1)  # the chunk's end is padded
@@ -282,7 +282,7 @@ def test_the_first_error_is_the_damage_itself_and_resume_goes_on(
     world.optimizer.snapshot("four")
     world.train(8)
     world.optimizer.synchronize()
-    newest = world.optimizer._states().space.store.generation()  # type: ignore[attr-defined]
+    newest = world.optimizer._states().storage.store.generation()  # type: ignore[attr-defined]
     world.close()
     with (tmp_path / "states-0.bin").open("r+b") as file:
         for record in newest.chunks:

@@ -112,7 +112,7 @@ def judge_training(case: Case, left: dict[Path, bytes], root: Path, promised: in
             return [f"step {promised} was promised and {step} is there"]
         if step is None:
             return []
-        store = world.optimizer._states().space.store  # type: ignore[attr-defined]
+        store = world.optimizer._states().storage.store  # type: ignore[attr-defined]
         wrong = [str(damage) for progress in scrub(store) for damage in progress.found]
         kept = [name for summary in store.generations() for name in summary.names]
         for which in [*kept, None]:

@@ -31,7 +31,7 @@ def used_bytes(world: World) -> int:
 
 
 def store_of(world: World) -> Store:
-    store: Store = world.optimizer._states().space.store  # type: ignore[attr-defined]
+    store: Store = world.optimizer._states().storage.store  # type: ignore[attr-defined]
     return store
 
 
