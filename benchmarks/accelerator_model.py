@@ -24,8 +24,9 @@ import torch
 from benchmarks.accelerator_child import DRAM_BYTES, Course
 from benchmarks.gpu_bounds import COMPUTE, DISK, DOWN, DRAM, UP, Bound
 from benchmarks.measure import Figure, Settings, at_most, not_available
-from tensorstow.base.plan import Overlap, Plan
+from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import Overlap
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TRACES = _ROOT / "build" / "accelerator_model"

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from benchmarks.place import Place
-from tensorstow.base.plan import Overlap, Plan
+from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import Overlap
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.sharding import make_mesh
 from tensorstow.fsdp.stow import stow

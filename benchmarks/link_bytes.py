@@ -10,8 +10,9 @@ from torch import nn
 from benchmarks.measure import Figure, exactly
 from benchmarks.place import Place, cpu_as_device
 from benchmarks.transformer import TINY, Decoder, elements_of
-from tensorstow.base.plan import Overlap, Plan
+from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import Overlap
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.sharding import make_mesh
 from tensorstow.fsdp.stow import stow

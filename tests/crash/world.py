@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from models import AttentionBlock
 from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.states.policy import Overlap
+from tensorstow.base.update_on import Overlap
 
 WIDTH, WORDS, LENGTH, BATCH, MICRO = 40, 32, 8, 4, 2
 

@@ -22,8 +22,8 @@ from tensorstow.base.errors import (
     SyncError,
     TransferError,
 )
+from tensorstow.base.update_on import Overlap
 from tensorstow.io.files import File
-from tensorstow.states.policy import Overlap
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.records import ChunkShape, StreamShape, TensorRecord
 from tensorstow.store.store import Store

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.states.policy import Overlap
+from tensorstow.base.update_on import Overlap
 
 CHUNK = 1024
 POISONED = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1, poison=True)

@@ -18,7 +18,7 @@ from tensorstow.base.errors import (
     OptionError,
     StowError,
 )
-from tensorstow.base.plan import Overlap
+from tensorstow.base.update_on import Overlap
 from tensorstow.tensornvme import AsyncFileWriter, DiskOffloader
 
 

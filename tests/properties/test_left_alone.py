@@ -12,7 +12,7 @@ from compare import all_equal
 from remote import make_remote
 from tensorstow import AdamW, StowedOptimizer
 from tensorstow.base.errors import DTypeError, OptionError
-from tensorstow.base.plan import Overlap
+from tensorstow.base.update_on import Overlap
 from tensorstow.colossalai import CPUAdam, HybridAdam
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parity.beside import blocks, mean_square, same, weights
 from remote import make_remote
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.states.policy import Overlap
+from tensorstow.base.update_on import Overlap
 
 DEPTH = 5
 SKIPPED = {1: "2.bias", 3: "0.weight"}

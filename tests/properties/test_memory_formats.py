@@ -13,7 +13,7 @@ from compare import all_equal
 from remote import make_remote
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError
-from tensorstow.base.plan import Overlap
+from tensorstow.base.update_on import Overlap
 from tensorstow.tensors.dtensor import in_order, order_of, out_of_order
 
 SMALL = PipelinePolicy(chunk_elements=4096)

@@ -4,14 +4,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import CHOICES, UpdateOn, is_update_on, reaches_device, told
+from tensorstow.base.update_on import CHOICES, Overlap, UpdateOn, is_update_on, reaches_device, told
 
-Overlap = Literal["none", "forward", "backward"]
 _STAGES = (0, 1, 2, 3)
 
 

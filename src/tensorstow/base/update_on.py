@@ -1,7 +1,9 @@
-"""Where updates run: what users may say, in a plan and to an optimizer."""
+"""When and where updates run: what users may say, in a plan and to an optimizer."""
 
 from typing import Literal, TypeGuard
 
+Overlap = Literal["none", "forward", "backward"]
+"""What updates run beside: nothing, the next forward, or the backward that makes gradients."""
 UpdateOn = Literal["host", "device", "hybrid", "auto"] | float
 """A number: "hybrid" whose device updates this share of the states."""
 _WORDS = ("host", "device", "hybrid", "auto")

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.base.plan import Overlap, Plan
+from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed.config.settings import Device, Settings
 from tensorstow.states.policy import PipelinePolicy
 

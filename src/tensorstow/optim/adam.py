@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.update_on import UpdateOn
+from tensorstow.base.update_on import Overlap, UpdateOn
 from tensorstow.checkpoint.run import DEFAULT_EVERY, Extra
 from tensorstow.optim import options
 from tensorstow.optim.options import DirectoryOption, Durability, StatePlacement
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.states.policy import Overlap, PipelinePolicy
+from tensorstow.states.policy import PipelinePolicy
 
 
 class AdamW(StowedAdam):
@@ -95,12 +95,35 @@ class AdamW(StowedAdam):
         policy: PipelinePolicy | None = None,
     ) -> None:
         """Create the optimizer; the class documents the arguments."""
-        given = locals()
         super().__init__(
             params,
-            _torch_defaults(given, decoupled=True),
-            options.offload_policy(given),
-            run=options.run(given),
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "foreach": foreach,
+                "capturable": capturable,
+                "differentiable": differentiable,
+                "fused": fused,
+                "decoupled_weight_decay": True,
+            },
+            options.offload_policy(
+                options.placement(states, dir, ram_budget, durability),
+                policy=policy,
+                overlap=overlap,
+                state_format=state_format,
+                amsgrad=amsgrad,
+                update_on=update_on,
+            ),
+            run=options.run_options(
+                module,
+                accumulation_steps=accumulation_steps,
+                commit_every=commit_every,
+                extra=extra,
+            ),
             grad_dtype=grad_dtype,
         )
 
@@ -180,30 +203,34 @@ class Adam(StowedAdam):
         policy: PipelinePolicy | None = None,
     ) -> None:
         """Create the optimizer; the class documents the arguments."""
-        given = locals()
         super().__init__(
             params,
-            _torch_defaults(given, decoupled=decoupled_weight_decay),
-            options.offload_policy(given),
-            run=options.run(given),
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "foreach": foreach,
+                "capturable": capturable,
+                "differentiable": differentiable,
+                "fused": fused,
+                "decoupled_weight_decay": decoupled_weight_decay,
+            },
+            options.offload_policy(
+                options.placement(states, dir, ram_budget, durability),
+                policy=policy,
+                overlap=overlap,
+                state_format=state_format,
+                amsgrad=amsgrad,
+                update_on=update_on,
+            ),
+            run=options.run_options(
+                module,
+                accumulation_steps=accumulation_steps,
+                commit_every=commit_every,
+                extra=extra,
+            ),
             grad_dtype=grad_dtype,
         )
-
-
-_TORCH_KEYS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "amsgrad",
-    "maximize",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "fused",
-)
-
-
-def _torch_defaults(given: dict[str, Any], *, decoupled: bool) -> dict[str, Any]:
-    """Return the group defaults with exactly the keys that torch's classes keep in theirs."""
-    return {**{k: given[k] for k in _TORCH_KEYS}, "decoupled_weight_decay": decoupled}

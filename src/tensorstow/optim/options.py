@@ -1,20 +1,27 @@
 """What users write in an optimizer's constructor, read and checked before anything is allocated."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args
 
 import numpy as np
 import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parse_size
-from tensorstow.base.update_on import CHOICES, UpdateOn, is_update_on, reaches_device, told
-from tensorstow.checkpoint.run import Interval, RunOptions
+from tensorstow.base.update_on import (
+    CHOICES,
+    Overlap,
+    UpdateOn,
+    is_update_on,
+    reaches_device,
+    told,
+)
+from tensorstow.checkpoint.run import Extra, Interval, RunOptions
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.offload_policy import OffloadPolicy
-from tensorstow.states.policy import Overlap, PipelinePolicy
+from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
 from tensorstow.step.validation import refuse_beside
 
@@ -57,29 +64,48 @@ def placement(
     return Placement(fraction, directories(directory), budget, durable)
 
 
-def offload_policy(given: Mapping[str, Any]) -> OffloadPolicy:
-    """Read the keywords of our own in an optimizer's constructor."""
-    where = placement(given["states"], given["dir"], given["ram_budget"], given["durability"])
-    overlap = given["overlap"]
-    if overlap not in {"none", "forward", "backward"}:
+def offload_policy(
+    where: Placement,
+    *,
+    policy: PipelinePolicy | None,
+    overlap: Overlap,
+    state_format: str | None,
+    amsgrad: bool,
+    update_on: UpdateOn | None,
+) -> OffloadPolicy:
+    """Read the keywords that say where, in which format and when states move.
+
+    Raises:
+        OptionError: A value that cannot be used, or values that contradict each other.
+    """
+    if overlap not in get_args(Overlap):
         message = f'overlap={overlap!r} was given: it is "none", "forward" or "backward".'
         raise OptionError(message)
     return OffloadPolicy(
         where,
-        given["policy"] or PipelinePolicy(),
+        policy or PipelinePolicy(),
         overlap,
-        _state_format(given["state_format"], given["amsgrad"]),
-        update_on(given["update_on"], overlap),
+        _state_format(state_format, amsgrad=amsgrad),
+        _update_on(update_on, overlap),
     )
 
 
-def run(given: Mapping[str, Any]) -> RunOptions:
-    """Read what the constructor is told of the run that the optimizer is a part of."""
-    module, extra = given["module"], given["extra"]
-    if module is not None and not isinstance(module, torch.nn.Module):
+def run_options(
+    module: torch.nn.Module | None,
+    *,
+    accumulation_steps: int,
+    commit_every: str | int | None,
+    extra: Callable[[], Extra] | None,
+) -> RunOptions:
+    """Read the keywords that tell an optimizer of the run that it is a part of.
+
+    Raises:
+        OptionError: ``module`` is no module, ``extra`` no function, ``commit_every`` no interval.
+    """
+    if module is not None and not _is_module(module):
         message = f"module={module!r} was given: pass the model, a torch.nn.Module."
         raise OptionError(message)
-    if extra is not None and not callable(extra):
+    if extra is not None and not _is_function(extra):
         message = (
             f"extra={extra!r} was given: pass a function that returns a dict; it is called at each"
             " commit."
@@ -87,13 +113,21 @@ def run(given: Mapping[str, Any]) -> RunOptions:
         raise OptionError(message)
     return RunOptions(
         module=module,
-        accumulation_steps=given["accumulation_steps"],
-        commit_every=Interval.parse(given["commit_every"]),
+        accumulation_steps=accumulation_steps,
+        commit_every=Interval.parse(commit_every),
         extra=extra,
     )
 
 
-def update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:
+def _is_module(value: object) -> bool:
+    return isinstance(value, torch.nn.Module)
+
+
+def _is_function(value: object) -> bool:
+    return callable(value)
+
+
+def _update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:
     """Return what was said of where updates run, checked."""
     if where is not None and not is_update_on(where):
         message = f"update_on={where!r} was given: it is {CHOICES}."
@@ -103,7 +137,7 @@ def update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:
     return where
 
 
-def _state_format(name: str | None, amsgrad: object) -> StateFormat | None:
+def _state_format(name: str | None, *, amsgrad: bool) -> StateFormat | None:
     if name is None:
         return None
     if name not in set(StateFormat):

@@ -14,10 +14,11 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, ForkError, PoisonedError
 from tensorstow.base.signals import SignalsDeferred
+from tensorstow.base.update_on import Overlap
 from tensorstow.io.files import transfer_error
 from tensorstow.states.chunks import Chunk, ChunkRing
 from tensorstow.states.kernels import team_of
-from tensorstow.states.policy import Overlap, PipelinePolicy
+from tensorstow.states.policy import PipelinePolicy
 
 _LONGEST_TRACE = 1 << 18
 _DAMAGED = -2  # csrc/pipeline/pipeline.h

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tensorstow.base.update_on import UpdateOn
+from tensorstow.base.update_on import Overlap, UpdateOn
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.layout import Family
-from tensorstow.states.policy import Overlap, PipelinePolicy
+from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
 
 

@@ -7,7 +7,6 @@ from tensorstow.base.errors import OptionError
 from tensorstow.io.confinement import NodeChoice
 from tensorstow.states.layout import LANE
 
-Overlap = Literal["none", "forward", "backward"]
 _CHOICES = {
     "schedule": ("pipelined", "naive"),
     "backend": (None, "uring", "threads"),

@@ -21,6 +21,7 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import OptionError
+from tensorstow.base.update_on import Overlap
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.io.files import File, IoFuture
 from tensorstow.states.chunks import (
@@ -57,7 +58,7 @@ from tensorstow.states.native_pipeline import (
     StoredChunk,
     UpdatePipeline,
 )
-from tensorstow.states.policy import Overlap, PipelinePolicy
+from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import ScratchStorage
 
 

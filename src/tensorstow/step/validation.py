@@ -11,10 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.sizes import format_count
-from tensorstow.base.update_on import UpdateOn, reaches_device, told
+from tensorstow.base.update_on import Overlap, UpdateOn, reaches_device, told
 from tensorstow.io import device_link
 from tensorstow.states.layout import STATE_DTYPES, Family, refuse_dtype
-from tensorstow.states.policy import Overlap
 from tensorstow.tensors.dtensor import is_sharded
 from tensorstow.tensors.on_disk import StateOnDisk
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from compare import all_equal
 from crash.world import Case, World, differing, digest, undisturbed
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.states.policy import Overlap
+from tensorstow.base.update_on import Overlap
 
 STOP, END = 7, 13
 

@@ -7,8 +7,8 @@ import torch
 
 from tensorstow import AdamW
 from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.base.update_on import Overlap
 from tensorstow.optim import options
-from tensorstow.states.policy import Overlap
 from tensorstow.step import validation
 
 GOOD = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}

@@ -28,7 +28,7 @@ from parity.beside import (
 )
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError, TransferError
-from tensorstow.states.policy import Overlap
+from tensorstow.base.update_on import Overlap
 from tensorstow.step import validation
 from tensorstow.step.consumed_gradients import ConsumedGradients
 from tensorstow.tensors.consumed_gradient import ConsumedGradient

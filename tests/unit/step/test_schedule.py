@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from compare import all_equal
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
+from tensorstow.base.update_on import Overlap
 from tensorstow.states import layout
 from tensorstow.states.layout import Family, slot_bytes
-from tensorstow.states.policy import Overlap
 from tensorstow.step.backward_overlap import BackwardOverlap
 from tensorstow.step.consumed_gradients import ConsumedGradients
 from tensorstow.step.managed_param import NO_SCALARS, StepPlan

@@ -10,8 +10,8 @@ from torch import nn
 from parity.beside import blocks, same, weights
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.base.update_on import Overlap
 from tensorstow.checkpoint import commits
-from tensorstow.states.policy import Overlap
 from tensorstow.step import step_plan
 from tensorstow.step.managed_param import ParamUpdate
 from tensorstow.step.param_table import ParamTable

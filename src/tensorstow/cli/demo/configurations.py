@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tensorstow.base.update_on import Overlap
 from tensorstow.states.layout import DEFAULT_RING_BYTES
-from tensorstow.states.policy import Overlap, PipelinePolicy
+from tensorstow.states.policy import PipelinePolicy
 
 ADAM_STATE_BYTES = 8
 """Adam keeps two fp32 numbers per fp32 parameter."""

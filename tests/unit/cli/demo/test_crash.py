@@ -10,7 +10,7 @@ from crash.aims import MOMENTS
 from crash.cases import CASES
 from crash.lives import Death, Nursery, nursery, random_deaths, tell_story
 from crash.world import Case
-from tensorstow.states.policy import Overlap
+from tensorstow.base.update_on import Overlap
 
 
 @pytest.fixture(scope="module")
