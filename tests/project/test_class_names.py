@@ -13,7 +13,6 @@ BOTH_SIDES = {"Family", "Part", "Segment", "StateFormat", "StreamSpec"}
 OPEN = {
     "Piece",
     "Place",
-    "_Gradient",
 }
 """Names that still have two meanings. It only shrinks."""
 

@@ -122,7 +122,7 @@ class HostSum:
 
 
 @dataclass(eq=False, slots=True)
-class _Gradient:
+class _QueuedGradient:
     """A gradient that is being copied, which the device keeps."""
 
     source: torch.Tensor
@@ -142,7 +142,7 @@ class _Gradient:
 class _Copy:
     """A piece of a gradient that is being copied."""
 
-    gradient: _Gradient
+    gradient: _QueuedGradient
     start: int
     count: int
     complete: DeviceEvent
@@ -163,7 +163,7 @@ class D2HQueue:
         self._lock = threading.RLock()
         self._in_flight: deque[_Copy] = deque()
         """In the order in which they complete: they are on one stream."""
-        self._waiting: deque[_Gradient] = deque()
+        self._waiting: deque[_QueuedGradient] = deque()
         """Gradients that wait for a buffer, or for more of them."""
         self._block: PinnedBlock | None = None
         self._free: list[torch.Tensor] = []
@@ -192,7 +192,7 @@ class D2HQueue:
         with SignalsDeferred(), self._lock:
             complete = total.fill(self._link, gradient)
             count = gradient.numel()
-            sent = _Gradient(gradient, count, total, complete)
+            sent = _QueuedGradient(gradient, count, total, complete)
             self._in_flight.append(_Copy(sent, 0, count, complete))
             self._held += gradient.nbytes
         return total
@@ -210,7 +210,7 @@ class D2HQueue:
         made = self._link.record_event()
         with SignalsDeferred(), self._lock:
             narrow = total.widen()
-            sent = _Gradient(source, source.numel(), total, made, narrow, alpha)
+            sent = _QueuedGradient(source, source.numel(), total, made, narrow, alpha)
             self._waiting.append(sent)
             self._held += source.nbytes
             total.pending += 1
