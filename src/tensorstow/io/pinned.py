@@ -110,17 +110,31 @@ def _pinned(nbytes: int, device: torch.device) -> tuple[_Memory, str | None]:
     refused = _ledger.add(counted)
     if refused is not None:
         return _Memory(_pageable(nbytes), device), refused
-    made: torch.Tensor | None
-    if runtime is not None:
-        made = _pageable(nbytes)
-        refused = register(made.data_ptr(), nbytes, device)
+    try:
+        memory, refused = _pinned_by(runtime, nbytes, device)
+    except BaseException:
+        _ledger.remove(counted)  # there is no memory to count
+        raise
+    if refused is None:
+        memory.pinned_bytes = counted
     else:
-        made = _from_torch(nbytes)
-        refused = "torch's allocator of pinned memory gave none" if made is None else None
-    if refused is None and made is not None:
-        return _Memory(made, device, counted, runtime is not None), None
-    _ledger.remove(counted)
-    return _Memory(_pageable(nbytes) if made is None else made, device), refused
+        _ledger.remove(counted)
+    return memory, refused
+
+
+def _pinned_by(
+    runtime: object | None, nbytes: int, device: torch.device
+) -> tuple[_Memory, str | None]:
+    """Return what ``_pinned`` does, from the driver or torch's allocator; nothing is counted."""
+    if runtime is not None:
+        memory = _Memory(_pageable(nbytes), device)
+        refused = register(memory.bytes.data_ptr(), nbytes, device)
+        memory.is_registered = refused is None
+        return memory, refused
+    made = _from_torch(nbytes)
+    if made is not None:
+        return _Memory(made, device), None
+    return _Memory(_pageable(nbytes), device), "torch's allocator of pinned memory gave none"
 
 
 def register(address: int, nbytes: int, device: torch.device) -> str | None:

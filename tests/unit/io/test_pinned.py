@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.io import pinned
 from tensorstow.io.pinned import PinnedBlock
 
@@ -104,6 +104,38 @@ def test_a_driver_that_refuses_is_told_once_and_forgets(
     assert first.tensor(0, 4, torch.float32).tolist() == [0, 0, 0, 0]
     del first, second
     assert all(call[0] == "register" for call in driver.calls)
+
+
+@pytest.mark.parametrize("runtime", [Driver(), None])
+def test_memory_that_there_is_not_counts_against_no_limit(
+    monkeypatch: pytest.MonkeyPatch, runtime: Driver | None
+) -> None:
+    def none(_: int, **__: object) -> None:
+        message = "no room"
+        raise BudgetError(message)
+
+    monkeypatch.setattr(pinned, "_runtime", lambda _: runtime)
+    monkeypatch.setattr(pinned, "_from_torch", lambda _: None)
+    monkeypatch.setattr(pinned, "Arena", none)
+    before = pinned.pinned_bytes()
+    with pytest.raises(BudgetError, match="no room"):
+        PinnedBlock(4096, CUDA, nothing)
+    assert pinned.pinned_bytes() == before
+
+
+@pytest.mark.parametrize("raised", [MemoryError, KeyboardInterrupt])
+def test_what_pinning_raises_leaves_nothing_counted(
+    monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
+) -> None:
+    def register(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(pinned, "_runtime", lambda _: Driver())
+    monkeypatch.setattr(pinned, "register", register)
+    before = pinned.pinned_bytes()
+    with pytest.raises(raised):
+        PinnedBlock(4096, CUDA, nothing)
+    assert pinned.pinned_bytes() == before
 
 
 def test_no_more_is_pinned_than_the_limit_says(
