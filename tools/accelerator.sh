@@ -15,15 +15,17 @@
 #   bench-8B   as bench-1B, without the disk
 #   bench-3B
 #
-# A stage that is done is skipped by the next call, as long as what it ran is the same; one that was
-# cut off goes on where it was. A failure is said, the next stages run, and the status is 1. What was
-# measured is in build/accelerator, and in $OUT where that is set; results.tar.gz there, unpacked
-# into build/accelerator, lets another machine go on. Variables:
+# A stage that is done is skipped by the next call, as long as what it ran, the accelerator and torch
+# are the same; one that was cut off goes on where it was. A failure is said, the next stages run, and
+# the status is 1; where torch sees no accelerator nothing runs, and it is 2. What was measured is in
+# build/accelerator, and in $OUT where that is set; results.tar.gz there, unpacked into
+# build/accelerator, lets another machine of the same kind go on. Variables:
 #
 #   OUT=FOLDER                   where a copy of the results goes, in few files
 #   ACCELERATOR_PYTHON=PYTHON    has torch (default: that of .venv, else python3)
 #   ACCELERATOR_SECONDS=540      of one call
-#   ACCELERATOR_STATE=FOLDER     what is kept from call to call (default build/accelerator)
+#   ACCELERATOR_STATE=FOLDER     what is kept from call to call (default build/accelerator);
+#                                a rehearsal's is beside it: FOLDER-simulated
 #   ACCELERATOR_WHEELS=.wheels   what `wheels` fetched
 #   SIMULATED=1                  a rehearsal: the simulated accelerator of the tests, tiny sizes
 set -eu
@@ -39,7 +41,7 @@ LEAST_SECONDS=10 # in which a stage is begun
 case "${OUT:-/}" in /*) ;; *) OUT=$PWD/$OUT ;; esac
 cd "$(dirname "$0")/.."
 SELF=$PWD/tools/accelerator.sh
-STATE=${ACCELERATOR_STATE:-build/accelerator${SIMULATED:+-simulated}}
+STATE=${ACCELERATOR_STATE:-build/accelerator}${SIMULATED:+-simulated}
 VENV=$STATE-venv # beside it: what is installed does not travel
 
 say() { echo "accelerator: $*" >&2; }
@@ -65,6 +67,27 @@ import tensorstow
 from tensorstow import _native
 
 sys.exit(not Path(tensorstow.__file__).samefile("src/tensorstow/__init__.py"))
+PYTHON
+}
+
+# What results hang on beside the code: "NAME, torch VERSION". Status 1 where there is no accelerator.
+device_here() {
+  if [ -n "${SIMULATED:-}" ]; then
+    echo simulated
+    return
+  fi
+  "$BASE" - <<'PYTHON'
+import sys
+
+import torch
+
+device = torch.accelerator.current_accelerator(check_available=True)
+if device is None:
+    sys.exit("torch.accelerator has no device here")
+name = device.type
+if hasattr(torch.get_device_module(device), "get_device_name"):
+    name = torch.get_device_module(device).get_device_name()
+print(f"{name}, torch {torch.__version__}")
 PYTHON
 }
 
@@ -178,8 +201,8 @@ parity() { run_tests parity tests/gpu/*parity*.py; }
 run_tests() {
   kept=$STATE/$1-$DIGEST.jsonl
   shift
-  PYTHONPATH=tests "$(python)" -m pytest ${SIMULATED:+-p simulated.plugin} -p resumed \
-    --results "$kept" -n "$PROCESSES" -q "$@"
+  PYTHONPATH=tests "$(python)" -m pytest ${SIMULATED:+-p simulated.plugin} -p unskipped \
+    -p resumed --results "$kept" -n "$PROCESSES" -q "$@"
 }
 
 peers() {
@@ -223,8 +246,8 @@ sanitize() {
   command -v compute-sanitizer >/dev/null || return $ABSENT
   # torch's own cache would hide what lies beyond an allocation.
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=tests compute-sanitizer --tool memcheck \
-    --error-exitcode 1 "$(python)" -m pytest ${SIMULATED:+-p simulated.plugin} --timeout 0 -q \
-    tests/gpu -k "copies_there_and_back or formats_of_updates_on_the_device"
+    --error-exitcode 1 "$(python)" -m pytest ${SIMULATED:+-p simulated.plugin} -p unskipped \
+    --timeout 0 -q tests/gpu -k "copies_there_and_back or formats_of_updates_on_the_device"
 }
 
 inside() {
@@ -256,8 +279,11 @@ digest_of() {
     *) of="src csrc benchmarks" ;;
   esac
   # shellcheck disable=SC2086  # several paths on purpose
-  find $of -type f -not -path 'benchmarks/results/*' -not -name '*.pyc' -not -name '*.so' |
-    LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c 1-12
+  {
+    echo "$DEVICE"
+    find $of -type f -not -path 'benchmarks/results/*' -not -name '*.pyc' -not -name '*.so' |
+      LC_ALL=C sort | xargs sha256sum
+  } | sha256sum | cut -c 1-12
 }
 
 # What is installed is not in what travels: its marks are where it is.
@@ -268,7 +294,7 @@ mark_of() {
   esac
 }
 
-# run_stage NAME: write its result, "name|result|seconds", into $STATE/NAME.result.
+# run_stage NAME: write its result, "name|result|seconds|device", into $STATE/NAME.result.
 run_stage() {
   digest=$(digest_of "$1")
   if [ "$(cat "$(mark_of "$1")" 2>/dev/null)" = "$digest" ]; then
@@ -300,7 +326,7 @@ run_stage() {
 
 result() {
   say "$1: $2, $3 s"
-  echo "$1|$2|$3" >"$STATE/$1.result"
+  echo "$1|$2|$3|$DEVICE" >"$STATE/$1.result"
 }
 
 # What was measured before a stage was cut off.
@@ -317,14 +343,14 @@ judge() {
 
 report() {
   {
-    printf '# Stages\n\n| stage | result | seconds |\n|---|---|---|\n'
-    each_result '| %s | %s | %s |\n'
+    printf '# Stages\n\n| stage | result | seconds | device |\n|---|---|---|---|\n'
+    each_result '| %s | %s | %s | %s |\n'
     echo
     if [ -e "$STATE/figures/table.md" ]; then cat "$STATE/figures/table.md"; fi
   } >"$STATE/table.md"
   {
     printf '{"simulated": %s, "stages": [' "$([ -n "${SIMULATED:-}" ] && echo true || echo false)"
-    each_result '\n{"stage": "%s", "result": "%s", "seconds": %s},' | sed '$s/,$//'
+    each_result '\n{"stage": "%s", "result": "%s", "seconds": %s, "device": "%s"},' | sed '$s/,$//'
     printf '\n]}\n'
   } >"$STATE/stages.json"
   [ -z "${OUT:-}" ] || hand_out
@@ -333,9 +359,9 @@ report() {
 each_result() {
   for stage in $STAGES; do
     [ -e "$STATE/$stage.result" ] || continue
-    IFS='|' read -r name found seconds <"$STATE/$stage.result"
+    IFS='|' read -r name found seconds device <"$STATE/$stage.result"
     # shellcheck disable=SC2059  # a format is what is given
-    printf "$1" "$name" "$found" "$seconds"
+    printf "$1" "$name" "$found" "$seconds" "$device"
   done
 }
 
@@ -381,6 +407,7 @@ for stage in "$@"; do
   esac
 done
 
+DEVICE=$(device_here) || die "no accelerator that $BASE sees: nothing was run"
 END=$(($(date +%s) + ${ACCELERATOR_SECONDS:-540}))
 export SIMULATED="${SIMULATED:-}"
 mkdir -p "$STATE" "$VENV"

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tree import ROOT
 
@@ -61,7 +63,7 @@ def test_a_rehearsal_leaves_figures_and_is_not_repeated(tmp_path: Path) -> None:
     asked = [value for name, value in measured.items() if "throughput / no offload" in name]
     assert sum(value is not None for value in asked) >= 8  # seven of ours, FSDP2
     assert "| bench-1B | done |" in (tmp_path / "out" / "table.md").read_text()
-    tests = (tmp_path / "state").glob("tests-*.jsonl")
+    tests = (tmp_path / "state-simulated").glob("tests-*.jsonl")
     (passed,) = [json.loads(line) for path in tests for line in path.read_text().split("\n")[1::2]]
     assert passed["outcome"] == "passed"
     # The second call has a Python that can do nothing.
@@ -76,10 +78,10 @@ def test_a_trace_of_each_way_is_made_once(tmp_path: Path) -> None:
     done = call(tmp_path, "traces")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "traces.tar").stat().st_size > 0
-    (folder,) = (tmp_path / "state").glob("traces-*")
+    (folder,) = (tmp_path / "state-simulated").glob("traces-*")
     made = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json.gz")}
     assert len(made) >= 7  # compute alone, no offload, four of ours, FSDP2
-    (tmp_path / "state" / "traces.done").unlink()
+    (tmp_path / "state-simulated" / "traces.done").unlink()
     gone = folder / next(iter(made))
     gone.unlink()
     done = call(tmp_path, "traces")
@@ -120,7 +122,38 @@ def test_a_stage_that_there_is_not_is_refused(tmp_path: Path) -> None:
     assert "no stage test; there are: build tests" in done.stderr
 
 
-# --- the plugin that keeps results ---
+def test_nothing_runs_where_torch_sees_no_accelerator(tmp_path: Path) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator here")
+    done = call(tmp_path, "tests", "sanitize", "bench-1B", SIMULATED="")
+    assert done.returncode == 2
+    assert "no accelerator" in done.stderr
+    assert not [*tmp_path.rglob("*.done"), *tmp_path.rglob("*.result")]
+
+
+def test_what_another_kind_of_device_did_is_not_done(tmp_path: Path) -> None:
+    """Nor what a rehearsal did, even where its results were unpacked among real ones."""
+    good = tmp_path / "python"
+    good.write_text('#!/bin/sh\necho "$FOUND, torch 2"\n')  # to whatever it is asked
+    good.chmod(0o755)
+
+    def called(**variables: str) -> tuple[bool, list[object]]:
+        done = call(tmp_path, "parity", ACCELERATOR_PYTHON=str(good), **variables)
+        assert done.returncode == 0, done.stderr
+        saved = json.loads((tmp_path / "out" / "stages.json").read_text())
+        found = [saved["simulated"], *(stage["device"] for stage in saved["stages"])]
+        return "done before" in done.stderr, found
+
+    assert called(SIMULATED="1") == (False, [True, "simulated"])
+    assert called(SIMULATED="1") == (True, [True, "simulated"])
+    shutil.copytree(tmp_path / "state-simulated", tmp_path / "state")
+    for device in ("H100", "H200"):
+        real = {"SIMULATED": "", "FOUND": device}
+        assert called(**real) == (False, [False, f"{device}, torch 2"])
+        assert called(**real) == (True, [False, f"{device}, torch 2"])
+
+
+# --- the plugins that keep results and that forbid skips ---
 
 TESTS = """
 import os
@@ -169,3 +202,30 @@ def test_what_has_passed_is_not_run_again(tmp_path: Path, processes: str) -> Non
     status, printed = run()
     assert status == 0, printed
     assert "passed" not in printed
+
+
+SKIPPED = {
+    "no device": (1, "import pytest\ndef test_a(): pytest.skip('torch.accelerator has no device')"),
+    "no module": (1, "import pytest\npytest.importorskip('that_there_is_not')\ndef test_a(): pass"),
+    "simulated": (0, "import pytest\ndef test_a(): pytest.skip('about the simulated accelerator')"),
+    "ranks": (0, "import pytest\ndef test_a(): pytest.skip('needs 2 accelerators')"),
+    "expected": (0, "import pytest\n@pytest.mark.xfail\ndef test_a(): raise ValueError"),
+}
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+@pytest.mark.parametrize("kind", SKIPPED)
+def test_a_test_that_is_skipped_was_not_tested(tmp_path: Path, kind: str, processes: str) -> None:
+    status, text = SKIPPED[kind]
+    (tmp_path / "test_some.py").write_text(text)
+    (tmp_path / "test_good.py").write_text("def test_good(): pass")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "unskipped", "-n", processes]
+    done = subprocess.run(
+        [*command, "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout
+    assert ("NOT TESTED" in done.stdout) == bool(status)
