@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,8 @@ from benchmarks.measure import (
     Figure,
     Sample,
     Settings,
-    accelerator,
     interleave,
+    machine_facts,
     not_available,
     use_all_cores,
 )
@@ -41,6 +42,8 @@ from benchmarks.place import Place, accelerator_here, cpu_as_device
 from benchmarks.transformer import SHAPES, TINY, Decoder, elements_of, made_by
 from tensorstow.base.errors import DirectoryError
 
+CPU = "the CPU in its place"
+"""The accelerator's name where there is none and the CPU is to be it."""
 _RATE_BYTES = 512 << 20
 _MARGIN = 1.25
 """Of compute over all that is to be hidden behind it."""
@@ -51,13 +54,15 @@ _ALONE = 3
 
 def figures(settings: Settings) -> Iterator[Figure]:
     """Train a model in every way, unless there is but to judge; compare times, bytes, losses."""
-    journal = Journal(settings.journal and settings.journal / f"gpu-{_size(settings)}.jsonl")
+    journal = Journal(_path_of(settings), None if settings.judge_only else _machine_here(settings))
     if not settings.judge_only:
         with ExitStack() as held:
             place = held.enter_context(cpu_as_device()) if settings.cpu_as_device else None
             place = place or accelerator_here()
             if place is None:
                 why = "torch.accelerator has no device here"
+                if settings.journal is not None:  # the caller would take it for measured
+                    raise RuntimeError(why)
                 yield not_available("a model on an accelerator", None, why)
                 return
             use_all_cores()
@@ -69,6 +74,21 @@ def figures(settings: Settings) -> Iterator[Figure]:
     if failed and not settings.judge_only:
         message = "; ".join(f"{outcome.way.name}: {outcome.why}" for outcome in failed)
         raise RuntimeError(message)
+
+
+def machine_of(settings: Settings) -> dict[str, Any] | None:
+    """Return the facts of the machine whose figures ``figures`` gives; None: of this one."""
+    here = None if settings.judge_only else _machine_here(settings)
+    return Journal(_path_of(settings), here).machine or None
+
+
+def _path_of(settings: Settings) -> Path | None:
+    return settings.journal and settings.journal / f"gpu-{_size(settings)}.jsonl"
+
+
+def _machine_here(settings: Settings) -> dict[str, Any]:
+    facts = machine_facts(settings.directory)
+    return {**facts, "accelerator": CPU} if settings.cpu_as_device else facts
 
 
 def _outcomes(settings: Settings, journal: Journal) -> list[Outcome]:
@@ -111,7 +131,7 @@ def _measure(settings: Settings, place: Place, journal: Journal) -> None:
 
         rates = rates_of(measure_alone(_ALONE), alone.each)
         site = Site(place, directory, 2)
-        sequences = _agreed(journal, settings)
+        sequences = _agreed(journal)
         if sequences is None:
             moving = max(2 * elements / rates[DOWN], 2 * elements / rates[UP])
             hidden = max(moving, OURS[0].dram_bytes * elements / rates[DRAM])
@@ -120,7 +140,6 @@ def _measure(settings: Settings, place: Place, journal: Journal) -> None:
             sequences = site.sequences
             journal.add(
                 "site",
-                on=_device_name(settings),
                 elements=elements,
                 sequences=sequences,
                 tokens=sequences * shape.length,
@@ -137,22 +156,9 @@ def _scratch(settings: Settings, nbytes: int, least: int) -> Path:
         return settings.scratch(least)
 
 
-def _device_name(settings: Settings) -> str:
-    return "the CPU in its place" if settings.cpu_as_device else accelerator()
-
-
-def _agreed(journal: Journal, settings: Settings) -> int | None:
-    """Return how many sequences earlier processes took; refuse what another device measured."""
-    for entry in journal.of("site"):
-        here = _device_name(settings)
-        if entry["on"] != here:
-            message = (
-                f"What is to be gone on with was measured on {entry['on']}, this is {here}: "
-                "name another folder."
-            )
-            raise ValueError(message)
-        return int(entry["sequences"])
-    return None
+def _agreed(journal: Journal) -> int | None:
+    """Return how many sequences earlier processes took."""
+    return next((int(entry["sequences"]) for entry in journal.of("site")), None)
 
 
 def _judged(settings: Settings, journal: Journal) -> Iterator[Figure]:

@@ -206,6 +206,9 @@ def why_not(way: Way, journal: Journal) -> str:
 def outcomes_of(ways: Sequence[Way], journal: Journal) -> list[Outcome]:
     """Return what a journal knows; seconds as if one process had measured all ([Note: Processes]).
 
+    A journal has entries of one kind of machine alone: between two kinds compute tells nothing of
+    the link and the host.
+
     Each process's are multiplied by what makes its COMPUTE that of all.
     """
     anchors: dict[int, list[float]] = {}

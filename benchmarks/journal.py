@@ -2,33 +2,47 @@
 
 [Note: Processes] A machine's speed differs from one process's time to another's, and a process may
 end at any moment: its time is up, or what it measures crashes. So each begins with the same anchor,
-and what it measured is compared with others' by that (``gpu.outcomes_of``).
+and what it measured is compared with others' by that (``gpu_rounds.outcomes_of``). That holds for
+one kind of machine alone: between two, link, host memory and disk differ by other factors than
+compute. So each entry has the facts of its machine, and only entries of one kind are read.
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 Entry = dict[str, Any]
+_KIND = ("accelerator", "torch", "cpu", "cores")
+"""The facts of a machine (``measure.machine_facts``) that are alike on machines of one kind."""
 
 
 class Journal:
-    """Entries in order; without a path they live as long as this object."""
+    """Entries of one kind of machine, in order ([Note: Processes])."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Read what is there; its last line may have been cut off."""
+    def __init__(self, path: Path | None, machine: Mapping[str, Any] | None) -> None:
+        """Read what is there; its last line may have been cut off.
+
+        Args:
+            path: The file; without one, entries live as long as this object.
+            machine: The facts of the machine that measures; None where nothing is to be added: that
+                of the newest entry.
+        """
         self._path = path
-        self._entries: list[Entry] = []
-        if path is not None and path.exists():
-            self._entries = list(_read(path))
-        self.process = 1 + max((entry["process"] for entry in self._entries), default=0)
+        entries = list(_read(path)) if path is not None and path.exists() else []
+        if machine is None and entries:
+            machine = entries[-1]["machine"]
+        self.machine = dict(machine or {})
+        """The facts of the machine that measured."""
+        kind = _kind_of(self.machine)
+        self._entries = [entry for entry in entries if _kind_of(entry["machine"]) == kind]
+        self.process = 1 + max((entry["process"] for entry in entries), default=0)
         """The number of this process among those that wrote here."""
 
     def add(self, kind: str, **values: Any) -> Entry:  # noqa: ANN401  # whatever JSON takes
         """Write one line; return when it is on the disk."""
-        entry = {"kind": kind, "process": self.process, **values}
+        entry = {"kind": kind, "process": self.process, "machine": self.machine, **values}
         self._entries.append(entry)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +57,10 @@ class Journal:
         """Return the entries of a kind that have these values."""
         wanted = {"kind": kind, **values}.items()
         return [entry for entry in self._entries if wanted <= _plain(entry).items()]
+
+
+def _kind_of(machine: Mapping[str, Any]) -> list[Any]:
+    return [machine.get(fact) for fact in _KIND]
 
 
 def _plain(entry: Entry) -> Entry:

@@ -43,19 +43,19 @@ def main(arguments: list[str] | None = None) -> None:
         way_seconds=options.way_seconds,
     )
     facts = measure.machine_facts(options.directory)
-    if settings.cpu_as_device:
-        facts["accelerator"] = "the CPU in its place"
     print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", flush=True)
     everything = []
     for name in options.names or SUBJECTS:
         print(f"\n{name}: {SUBJECTS[name]}", flush=True)
         figures = []
+        module = importlib.import_module(f"benchmarks.{name}")
         try:
-            for figure in importlib.import_module(f"benchmarks.{name}").figures(settings):
+            for figure in module.figures(settings):
                 print(f"  {figure.name}  {figure.found}  {figure.verdict}", flush=True)
                 figures.append(figure)
         finally:  # what was measured is kept
-            measure.save(options.out, name, settings, facts, figures)
+            machine = module.machine_of(settings) if hasattr(module, "machine_of") else None
+            measure.save(options.out, name, settings, machine or facts, figures)
         everything += figures
     print()
     measure.print_table(everything)

@@ -263,6 +263,9 @@ def test_batches_grow_until_they_compute_long_enough(
 # --- rounds on an accelerator, kept in a journal ---
 
 
+HERE = {"accelerator": "H100", "torch": "2", "cpu": "Xeon", "cores": "8"}
+
+
 class Taken:
     """Trainings that take no time, and who took them."""
 
@@ -287,11 +290,14 @@ class Taken:
 
         return self.ways.Way(name, make, **facts)
 
+    def journal(self, **machine: str) -> Any:  # noqa: ANN401
+        return self.journals.Journal(self.path, {**HERE, **machine})
+
     def take(self, ways: list[Any], rounds: int) -> list[Any]:
-        journal = self.journals.Journal(self.path)
+        journal = self.journal()
         taking = self.rounds.Rounds(ways, self.site, self.first, journal, None)
         taking.take(rounds, lambda: None)
-        found: list[Any] = self.rounds.outcomes_of(ways, self.journals.Journal(self.path))
+        found: list[Any] = self.rounds.outcomes_of(ways, self.journal())
         return found
 
 
@@ -336,7 +342,7 @@ def test_a_way_that_fails_says_why_and_the_others_go_on(taken: Taken) -> None:
 def test_a_way_in_which_processes_end_is_given_up(taken: Taken) -> None:
     bad = taken.way("bad")
     for _ in range(2):
-        taken.journals.Journal(taken.path).add("begin", way="bad", turn=0)
+        taken.journal().add("begin", way="bad", turn=0)
     found = taken.take([taken.rounds.COMPUTE, bad], 1)
     assert "bad" not in taken.order
     assert found[1].why == "the process ended in it, 2 times"
@@ -344,16 +350,56 @@ def test_a_way_in_which_processes_end_is_given_up(taken: Taken) -> None:
 
 
 def test_processes_are_compared_by_their_anchor(taken: Taken) -> None:
-    facts = {"turn": 0, "why": "", "losses": [[1.0]], "moved": {}, "crossed": None}
-    facts["device_bytes"] = 0
     for speed in (1.0, 3.0):
-        journal = taken.journals.Journal(taken.path)
-        journal.add("end", way="compute", seconds=[2.0 * speed], **facts)
-        journal.add("end", way="a", seconds=[5.0 * speed], **facts)
-    ways = [taken.rounds.COMPUTE, taken.way("a")]
-    compute, a = taken.rounds.outcomes_of(ways, taken.journals.Journal(taken.path))
+        add_seconds(taken.journal(), compute=2.0 * speed, a=5.0 * speed)
+    compute, a = taken.rounds.outcomes_of([taken.rounds.COMPUTE, taken.way("a")], taken.journal())
     assert compute.seconds == [4.0, 4.0]
     assert a.seconds == [10.0, 10.0]
+
+
+@pytest.mark.parametrize("fact", HERE)
+def test_another_kind_of_machine_is_not_compared(taken: Taken, fact: str) -> None:
+    ways = [taken.rounds.COMPUTE, taken.way("a")]
+    add_seconds(taken.journal(), compute=2.0, a=5.0)
+    add_seconds(taken.journal(**{fact: "other"}), compute=1.0, a=4.0)
+    for machine, seconds in [({}, [5.0]), ({fact: "other"}, [4.0])]:
+        journal = taken.journal(**machine)
+        assert journal.process == 3  # of all that wrote
+        assert taken.rounds.outcomes_of(ways, journal)[1].seconds == seconds
+    # Another machine may judge: it has the figures, and the facts, of the one that measured last.
+    judged = taken.journals.Journal(taken.path, None)
+    assert judged.machine == {**HERE, fact: "other"}
+    assert taken.rounds.outcomes_of(ways, judged)[1].seconds == [4.0]
+    # And one that has not measured yet begins anew, though another has ended.
+    taken.take(ways, 1)
+    taken.order.clear()
+    journal = taken.journal(**{fact: "third"})
+    taken.rounds.Rounds(ways, taken.site, taken.first, journal, None).take(1, lambda: None)
+    assert taken.order == ["compute", "compute", "a"]
+
+
+def test_figures_are_said_of_the_machine_that_measured(measure: ModuleType, tmp_path: Path) -> None:
+    gpu = importlib.import_module("benchmarks.gpu")
+    journals = importlib.import_module("benchmarks.journal")
+    judging = measure.Settings(2, quick=True, journal=tmp_path, judge_only=True)
+    assert gpu.machine_of(judging) is None  # nothing is there
+    journals.Journal(tmp_path / "gpu-tiny.jsonl", HERE).add("alone", seconds={}, nbytes={})
+    assert gpu.machine_of(judging) == HERE
+    assert gpu.machine_of(measure.Settings(2, quick=True, journal=tmp_path))["torch"] != "2"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_a_journal_without_an_accelerator_is_an_error(measure: ModuleType, tmp_path: Path) -> None:
+    gpu = importlib.import_module("benchmarks.gpu")
+    settings = measure.Settings(2, quick=True, journal=tmp_path)
+    with pytest.raises(RuntimeError, match="has no device here"):
+        list(gpu.figures(settings))
+
+
+def add_seconds(journal: Any, **seconds: float) -> None:  # noqa: ANN401
+    facts = {"turn": 0, "why": "", "losses": [[1.0]], "moved": {}, "crossed": None}
+    for way, each in seconds.items():
+        journal.add("end", way=way, seconds=[each], device_bytes=0, **facts)
 
 
 def test_a_turn_that_hangs_ends_the_process(tmp_path: Path) -> None:
