@@ -4,8 +4,11 @@ Link, host memory, disk and compute have the ratios of a machine with a link of 
 100 GB/s and disks of 14 GB/s, a thousand times slower, so that what the host needs itself is little
 beside it: threads that sleep do the waiting. Compute is such that break-even is met: the time that
 a schedule lets updates run beside (forward: a third of it; backward: two thirds; the disk works
-beside all of it) is as long as the slowest of the others. So a step takes as long as compute where
-nothing serialises. With overlap "none" updates run beside nothing, by what it promises.
+beside all of it) is as long as the slowest of the others. So compute takes 3 times (forward) or 1.5
+times (backward) as long as the update where nothing else is slower, and a step as long as compute
+where nothing serialises: the limits hold there alone, and each figure's name says how many times it
+is. With overlap "none" updates run beside nothing, by what it promises. There is no plan here whose
+``update_on`` is "device", "hybrid" or "auto".
 
     python benchmarks/run.py accelerator_model   # Chrome traces: build/accelerator_model/*.json
 """
@@ -98,7 +101,11 @@ def _course(plan: Plan, *, quick: bool) -> Course:
 
 def _name_of(course: Course) -> str:
     plan = Plan.from_json(course.plan)
-    return f"parameters {plan.parameters.name}, states {plan.states.name}, {plan.overlap}"
+    update = DRAM_BYTES * course.elements / course.dram
+    return (
+        f"parameters {plan.parameters.name}, states {plan.states.name}, {plan.overlap},"
+        f" compute {course.compute / update:.2g} x the update"
+    )
 
 
 def _figure(course: Course, found: Mapping[str, Any]) -> Figure:

@@ -30,6 +30,14 @@ from tensorstow.io.local_share import usable_cores
 SCHEMA = 1
 LEAST_PAIRS = 9
 _REST_SECONDS = 0.01
+_HOLDS_WHERE = {
+    "accelerator_model": "Verdicts hold at break-even alone, as it is set here: with states in host"
+    ' memory compute takes 3 times as long as the update (overlap "forward") or 1.5 times'
+    ' ("backward"), or as long as link or disk where they take longer. Where the update takes as'
+    " long as compute, neither can reach the bound (forward 1.67 of it, backward 1.33). No plan"
+    ' with `update_on` "device", "hybrid" or "auto" is among these.',
+}
+"""Of a subject: what its verdicts hold for, and what they say nothing of."""
 
 Contender = Callable[[], float | None]
 """Does its work once; returns the seconds it took, or None to be timed from outside."""
@@ -250,6 +258,8 @@ def save_table(out: Path) -> Path:
         document = json.loads(path.read_text(encoding="utf-8"))
         machine = ", ".join(f"{key} {value}" for key, value in document["machine"].items())
         lines += [f"## {document['subject']}", "", f"{document['pairs']} pairs; {machine}.", ""]
+        if document["subject"] in _HOLDS_WHERE:
+            lines += [_HOLDS_WHERE[document["subject"]], ""]
         lines += ["| figure | asked | measured | |", "|---|---|---|---|"]
         for row in document["figures"]:
             limit, found = row["limit"], row["measured"]

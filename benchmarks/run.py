@@ -18,7 +18,7 @@ SUBJECTS = {
     "overlap": "updates beside backward and beside the next forward",
     "engine": "whole models through stow",
     "gpu": "a model on an accelerator, where there is one: ours, no offload, and peers",
-    "accelerator_model": "every plan on the simulated accelerator: a step against its bound",
+    "accelerator_model": "plans on the simulated accelerator: a step at break-even",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }

@@ -113,6 +113,27 @@ def test_every_plan_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
         assert figure["measured"] > 0.8
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_model_says_how_much_compute_its_verdicts_need(
+    measure: ModuleType, tmp_path: Path, *, quick: bool
+) -> None:
+    model = importlib.import_module("benchmarks.accelerator_model")
+    courses = [model._course(plan, quick=quick) for plan in model._plans(quick=quick)]
+    names = {model._name_of(course): course for course in courses}
+    assert len(names) == len(courses)
+    update = "parameters HOST, states HOST, {}, compute {} x the update"
+    times = {"backward": "1.5"} if quick else {"none": "1", "forward": "3", "backward": "1.5"}
+    assert {update.format(*each) for each in times.items()} <= names.keys()
+    for name, course in names.items():
+        said = float(name.rpartition("compute ")[2].removesuffix(" x the update"))
+        update_seconds = 26 * course.elements / course.dram
+        assert course.compute / update_seconds == pytest.approx(said, rel=0.05)
+    facts = {"torch": "2"}
+    measure.save(tmp_path, "accelerator_model", measure.Settings(2, quick=quick), facts, [])
+    for table in (measure.save_table(tmp_path), ROOT / "benchmarks" / "results" / "table.md"):
+        assert "Verdicts hold at break-even alone" in table.read_text()
+
+
 def test_what_is_saved_does_not_name_the_machine(tmp_path: Path) -> None:
     run_benchmarks(tmp_path, "optimizer")
     saved = (tmp_path / "optimizer.json").read_text()
