@@ -51,6 +51,8 @@ class ParamTable:
         # parameters, so no id is used twice.
         self._by_id: dict[int, ManagedParam] = {}
         self._numbered: list[ManagedParam] = []
+        self._connected = 0
+        """How many of them have their host weights, and are known to the path."""
         self._on_gradient = on_gradient
         self._hooks: list[Any] = []
         self._unhooked: list[torch.Tensor] = []
@@ -203,6 +205,7 @@ class ParamTable:
         if self._by_id and self._by_id.keys().isdisjoint(amsgrad):
             self.renew()  # every parameter was exchanged for another, as accelerate does
         if not new and self._by_id:
+            self._connect_all()
             return
         shards = [shard_of(p) for p in new]
         families = [self.offload_policy.family(p.dtype, amsgrad=amsgrad[id(p)]) for p in new]
@@ -217,7 +220,7 @@ class ParamTable:
         for parameter, shard, number, family in zip(new, shards, numbers, families, strict=True):
             states = self.store.views(number)
             self._add(parameter, number, family, in_shape_of(shard, states))
-        self._connect(self._numbered[-len(new) :] if new else [])
+        self._connect_all()
 
     def restore(
         self,
@@ -237,7 +240,7 @@ class ParamTable:
         self.store.restore(sizes, families, chunks, adopt())
         for number, (parameter, family) in enumerate(zip(parameters, families, strict=True)):
             self._add(parameter, number, family)
-        self._connect(self._numbered)
+        self._connect_all()
         for param in self._on_device():
             param.on_host.remember()  # the weights are put into it next
 
@@ -267,6 +270,12 @@ class ParamTable:
         if remote and not self._is_linked:
             self._link, self._is_linked = device_link.open_link(remote[0].device), True
         return bool(remote)
+
+    def _connect_all(self) -> None:
+        """Connect the parameters that are not yet: the new ones, and where that failed, those."""
+        if self._connected < len(self._numbered) or not self._numbered:
+            self._connect(self._numbered[self._connected :])
+            self._connected = len(self._numbered)
 
     def _connect(self, managed: Sequence[ManagedParam]) -> None:
         """Give host weights to those of ``managed`` that are on an accelerator; make the path."""
@@ -301,8 +310,10 @@ class ParamTable:
             self.updaters = [updater]
             feeds, division = self.device_feeds, self.division
             self.path = DeviceUpdates(link, pipeline, chunks, feeds, updater, division)
-            self._share = None
-            self._divide()  # who was there before stays on his side: chunks_of_device
+            before, self._share = self._share, None
+            self._divide()
+            if before is not None:
+                self._share = before  # where it is another one now, refresh() fetches what moves
 
     def _path_of_feeds(self) -> StepFeeds:
         """Return one feed for each tier that has weights."""
@@ -371,7 +382,7 @@ class ParamTable:
         self.store = self._new_store(storage)
         if self._kept_alive:
             self.store.keep()
-        self._by_id, self._numbered = {}, []
+        self._by_id, self._numbered, self._connected = {}, [], 0
         self.device_feeds, self.updaters = [], []
         self.division = Division(self.offload_policy.update_on)
         self._share = None

@@ -1,5 +1,6 @@
 """Some chunks updated on the host and others on the device, in one step: the same bits."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.base.update_on import UpdateOn
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_pipeline import UpdatePipeline
+from tensorstow.step import param_table
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_update import DeviceUpdater
 from tensorstow.step.sides import DeviceUpdates
@@ -112,6 +114,66 @@ def test_what_others_write_and_who_joins(
     meddle(*net, make(net[0], update_on=where))
     assert same(net[0], want[0])
     assert same(net[1], want[1])
+
+
+def joined(
+    where: UpdateOn | None, monkeypatch: pytest.MonkeyPatch, join: Callable[[AdamW, Vectors], None]
+) -> tuple[Vectors, Vectors]:
+    """Train one net for three steps, then another with it."""
+    nets = Vectors(SIZES), Vectors(SIZES, seed=1)
+    if where is not None:
+        make_remote(monkeypatch)
+    optimizer = make(nets[0], **({} if where is None else {"update_on": where}))
+    train(nets[0], optimizer, 3)
+    join(optimizer, nets[1])
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(nets[0]() + nets[1]())
+        optimizer.step()
+    return nets
+
+
+def add(optimizer: AdamW, net: Vectors) -> None:
+    optimizer.add_param_group({"params": list(net.parameters())})
+
+
+def test_weights_are_fetched_where_the_share_has_moved_as_others_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks that change sides are updated from the newer of their two weights."""
+
+    def add_as_it_moves(optimizer: AdamW, net: Vectors) -> None:
+        optimizer._params().division.share = 0.1
+        add(optimizer, net)
+
+    want = joined(None, monkeypatch, add)
+    got = joined("hybrid", monkeypatch, add_as_it_moves)
+    assert all(map(same, got, want))
+
+
+MADE = ("make_host_weights", "DeviceUpdater", "DeviceUpdates")
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [("hybrid", "DeviceFeed"), *((where, what) for where in ("device", "hybrid") for what in MADE)],
+)
+def test_what_did_not_fit_as_it_joined_is_updated_once_it_does(
+    what: str, where: UpdateOn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add_twice(optimizer: AdamW, net: Vectors) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise torch.OutOfMemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(param_table, what, refuse)
+            with pytest.raises(torch.OutOfMemoryError):
+                add(optimizer, net)
+        add(optimizer, net)
+
+    want = joined(None, monkeypatch, add)
+    got = joined(where, monkeypatch, add_twice)
+    assert all(map(same, got, want))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
