@@ -10,6 +10,10 @@ import torch.distributed as dist
 
 from ranks.pool import Ranks
 
+if not torch.cuda.is_available():
+    # Kernels of Triton then run as numpy. It is read when Triton is imported, by whoever is first.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _share_of_the_cores() -> None:

@@ -167,8 +167,8 @@ MUTATIONS = (
     ),
     Mutation(
         _UPDATER,
-        "self.link.join(self.link.h2d(list(zip(away, host, strict=True)), [self._made]))",
-        "self.link.h2d(list(zip(away, host, strict=True)), [self._made])",
+        "self.link.join(self.link.h2d(rising, [self._made]))",
+        "self.link.h2d(rising, [self._made])",
         f"{_STEPS}[none-device-bf16]",
     ),
     Mutation(

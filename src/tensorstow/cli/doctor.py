@@ -26,6 +26,8 @@ from tensorstow.io.files import accepts_direct
 from tensorstow.io.local_ranks import local_ranks
 from tensorstow.io.local_share import share_here, usable_cores
 from tensorstow.states.kernels import prepare_kernels
+from tensorstow.states.layout import Family
+from tensorstow.step.update_rule import rule_on
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LABEL_COLUMNS = 16
@@ -92,6 +94,7 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
             "linux": platform.release(),
         },
         "accelerator": _accelerator(),
+        "device_update": _device_update(),
         "kernel": {"isa": kernels.isa, "supported": list(reversed(kernels.supported))},
         "threads": {
             "update": kernels.threads,
@@ -187,6 +190,15 @@ def _accelerator() -> str | None:
     return None if device is None else f"{torch.accelerator.device_count()} x {device.type}"
 
 
+def _device_update() -> dict[str, str] | None:
+    """Return which rule updates on the accelerator, and why it is not the fused kernel."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return None
+    choice = rule_on(device, Family(torch.float32, amsgrad=False))
+    return {"rule": choice.rule.name, "why_not_fused": choice.why_not_fused}
+
+
 def _memlock() -> dict[str, int | None]:
     soft, hard = (
         None if limit == resource.RLIM_INFINITY else limit
@@ -221,6 +233,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("tensorstow", f"{own}, " + ", ".join(f"{name} {number}" for name, number in others)),
         ("accelerator", facts["accelerator"] or "none that torch can use"),
+        *_updates_there(facts["device_update"]),
         ("CPU kernel", f"{kernel['isa']} (this CPU runs {', '.join(kernel['supported'])})"),
         ("threads", f"{threads['update']} ({why})"),
         ("NUMA nodes", _nodes(facts["numa"]["nodes"])),
@@ -229,6 +242,13 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("memlock", f"{_limit(lock['soft'])} (at most {_limit(lock['hard'])}; `ulimit -l`)"),
         ("huge pages", f"{pages or 'none'}{advice.get(pages, ' (our buffers use them)')}"),
     ]
+
+
+def _updates_there(found: dict[str, str] | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    why = found["why_not_fused"]
+    return [("device updates", found["rule"] + (f" ({why})" if why else ""))]
 
 
 def _nodes(nodes: list[dict[str, Any]]) -> str:

@@ -15,7 +15,7 @@ def random_bits(
     [Note: Draws] in csrc/kernels/draws.h, bit for bit: the first number rounds first moments, the
     second one second moments.
     """
-    before, inside = _halves(key)
+    before, inside = key_words(key)
     x = (torch.arange(first, first + count, dtype=torch.int64, device=device) & _WORD) ^ before
     x = _times(x ^ (x >> 17), 0xED5AD4BB)
     x = ((x ^ (x >> 11)) + inside) & _WORD
@@ -25,14 +25,14 @@ def random_bits(
     return (x & 0xFFFF).int(), (x >> 16).int()
 
 
-def _times(x: Tensor, factor: int) -> Tensor:
-    return (x * factor) & _WORD  # what overflows 64 bits is far above the word
-
-
-def _halves(key: int) -> tuple[int, int]:
-    """Mix a 64-bit key (splitmix64)."""
+def key_words(key: int) -> tuple[int, int]:
+    """Mix a 64-bit key (splitmix64); return the two 32-bit words that go into each draw."""
     z = (key + 0x9E3779B97F4A7C15) & _LONG
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _LONG
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _LONG
     z ^= z >> 31
     return z & _WORD, z >> 32
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    return (x * factor) & _WORD  # what overflows 64 bits is far above the word

@@ -3,9 +3,9 @@
 [Note: Through the device] The pipeline reads, verifies and writes as ever; a chunk whose states are
 in memory is lent to the updater instead of the kernel. Gradients and weights stay where they are,
 on the device. Three slots of device memory are enough for any model: one chunk goes up, one is
-updated and one comes down at once. What updates is the reference itself, plain torch operations of
-one rounding each, on the caller's stream: behind what made the gradients, before what reads the
-weights. The rest of a step's chunks, if any, are the host's ([Note: Both at once]).
+updated and one comes down at once. What updates is the fused kernel or the reference ([Note: Two
+rules]), on the caller's stream: behind what made the gradients, before what reads the weights. The
+rest of a step's chunks, if any, are the host's ([Note: Both at once]).
 
     lent -> rising (a copy up) -> updated -> falling (a copy down) -> given back
 
@@ -20,17 +20,21 @@ from dataclasses import dataclass
 import torch
 
 from tensorstow.base.errors import StowError
+from tensorstow.base.sizes import round_up
 from tensorstow.formats.reference import AdamScalars
-from tensorstow.formats.reference_in_format import FormattedStates, adam_reference_in_format
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
+from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Segment, parts_of
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.host_weight import HostWeight, flat
+from tensorstow.step.segments import SegmentUpdate
+from tensorstow.step.update_rule import rule_on
 
 MOST_SLOTS = 3
 _MOST_AHEAD = MOST_SLOTS
 """Chunks whose states are asked for beyond those in slots."""
+_ALIGN = 128
 StreamsOf = Callable[[Chunk, int], Sequence[torch.Tensor]]
 """The streams of a chunk in a slot of the ring, or (-1) in memory of its own."""
 
@@ -75,11 +79,19 @@ class DeviceUpdater:
         self._chunks = {chunk.number: chunk for chunk in chunks}
         self._host_weights = host_weights
         self._streams_of = streams_of
-        widest = max((_state_bytes(chunk) for chunk in chunks), default=0)
+        families = {chunk.family for chunk in chunks}
+        self._rules = {family: rule_on(link.device, family).rule for family in families}
+        tables = [self._table_bytes(chunk) for chunk in chunks]
+        states = max(map(_state_bytes, chunks), default=0)
+        self._states_end, self._table_room = round_up(states, _ALIGN), max(tables, default=0)
         self._slots = [
-            torch.empty(widest, dtype=torch.uint8, device=link.device)
+            torch.empty(self._states_end + self._table_room, dtype=torch.uint8, device=link.device)
             for _ in range(min(MOST_SLOTS, len(chunks)))
         ]
+        self.tables = PinnedBlock(
+            len(self._slots) * self._table_room, link.device, link.synchronize
+        )
+        """What the slots' tables are copied from, if the rule has any."""
         self._made = link.record_event()
         """Behind whatever used the slots' memory before they were ours."""
         self._free = list(range(len(self._slots)))
@@ -189,19 +201,39 @@ class DeviceUpdater:
         slot = self._free.pop()
         host = self._streams_of(chunk, ring_slot)
         away = self._streams_in(slot, chunk)
-        self.link.join(self.link.h2d(list(zip(away, host, strict=True)), [self._made]))
+        runs = [run for run in chunk.plan.runs if run.parameter in works]
+        segments = [self._segment(run, works[run.parameter]) for run in runs]
+        room = self._table_bytes(chunk)
+        tables, update = self._rules[chunk.family].prepare(
+            segments,
+            chunk.family,
+            self.tables.tensor(slot * self._table_room, room, torch.uint8),
+            self._slots[slot][self._states_end :][:room],
+        )
+        rising = [*zip(away, host, strict=True), *tables]
+        self.link.join(self.link.h2d(rising, [self._made]))
+        update(away)
         falling = list(zip(host, away, strict=True))
-        for run in chunk.plan.runs:
-            work = works.get(run.parameter)
-            if work is None:
-                continue
-            host_weight = self._host_weights[run.parameter]
-            weight = _part(flat(host_weight.parameter), run)
-            _update(weight, run, chunk, away, work)
-            if all_weights or weight.dtype != torch.float32:
-                falling.append((_part(flat(host_weight.host), run), weight))
+        for run, segment in zip(runs, segments, strict=True):
+            if all_weights or segment.weight.dtype != torch.float32:
+                host_weight = self._host_weights[run.parameter].host
+                falling.append((_part(flat(host_weight), run), segment.weight))
         fallen = self.link.d2h(falling, [self.link.record_event()])
         self._trips.append(_ChunkOnDevice(chunk.number, slot, host, fallen))
+
+    def _segment(self, run: Segment, work: Work) -> SegmentUpdate:
+        return SegmentUpdate(
+            weight=_part(flat(self._host_weights[run.parameter].parameter), run),
+            gradient=_part(work.gradient, run),
+            position=run.position,
+            first=run.start,
+            scalars=work.scalars,
+            key=work.key,
+            seed_master=work.seed_master,
+        )
+
+    def _table_bytes(self, chunk: Chunk) -> int:
+        return self._rules[chunk.family].table_bytes(len(chunk.plan.runs))
 
     def _streams_in(self, slot: int, chunk: Chunk) -> list[torch.Tensor]:
         """Return the views of a slot that hold a chunk's streams."""
@@ -226,22 +258,3 @@ def _state_bytes(chunk: Chunk) -> int:
 
 def _part(whole: torch.Tensor, run: Segment) -> torch.Tensor:
     return whole[run.start : run.start + run.count]
-
-
-def _update(
-    weight: torch.Tensor, run: Segment, chunk: Chunk, streams: Sequence[torch.Tensor], work: Work
-) -> None:
-    begin, end = run.position, run.position + run.count
-    family = chunk.family
-    own = [
-        stream[begin // spec.per : -(-end // spec.per)]
-        for stream, spec in zip(streams, family.specs, strict=True)
-    ]
-    adam_reference_in_format(
-        weight,
-        _part(work.gradient, run),
-        FormattedStates(own, family.format, family.amsgrad, run.start),
-        work.scalars,
-        key=work.key,
-        seed_master=work.seed_master,
-    )

@@ -308,6 +308,7 @@ class ParamTable:
         if reaches_device(where):
             updater = DeviceUpdater(link, pipeline, chunks, known, self.store.streams_at)
             self.updaters = [updater]
+            self._blocks.add(updater.tables)
             feeds, division = self.device_feeds, self.division
             self.path = DeviceUpdates(link, pipeline, chunks, feeds, updater, division)
             before, self._share = self._share, None

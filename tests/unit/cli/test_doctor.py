@@ -3,11 +3,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tensorstow.cli import doctor
 from tensorstow.cli.main import main
 from tensorstow.io import engine
 from tensorstow.states.kernels import KernelFacts
+from tensorstow.step.update_rule import Choice, TorchRule
 from topology import pretend_nodes
 
 SHM = Path("/dev/shm")
@@ -35,6 +37,29 @@ def test_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert mine["objection"] is None
     assert mine["free_bytes"] > 0
     assert mine["takes_direct_io"] in {True, False}
+
+
+def test_the_rule_that_updates_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def labels() -> dict[str, str]:
+        return dict(doctor._lines(doctor.examine([])))
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    assert doctor.examine([])["device_update"] is None
+    assert "device updates" not in labels()
+    xpu = torch.device("xpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: xpu)
+    why = "the fused kernel is compiled for CUDA, and this is xpu"
+    assert doctor.examine([])["device_update"] == {
+        "rule": "torch's operations",
+        "why_not_fused": why,
+    }
+    assert labels()["device updates"] == f"torch's operations ({why})"
+    monkeypatch.setattr(doctor, "rule_on", lambda *_: Choice(NamedRule()))
+    assert labels()["device updates"] == "one fused kernel"
+
+
+class NamedRule(TorchRule):
+    name = "one fused kernel"
 
 
 @pytest.fixture

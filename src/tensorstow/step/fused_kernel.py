@@ -1,0 +1,525 @@
+"""The Adam rule in one kernel of Triton's: a chunk's parameters in one launch, in any format.
+
+[Note: The fused kernel] It is ``adam_reference_in_format`` again, operation by operation: decode,
+update, encode, with each intermediate in a register. The bits are the reference's, so
+
+* no multiplication and addition are fused: ``enable_fp_fusion=False`` tells the compiler and ptxas;
+* quotients and roots are ``tl.div_rn`` and ``tl.sqrt_rn``: ``/`` and ``tl.sqrt`` approximate;
+* no function of libdevice is called: Triton lets those flush denormals;
+* bf16 is rounded by integer operations, by which the NaN is the host's too.
+
+What is in a chunk is said by a table in device memory, a row for each ``SegmentUpdate``: where its
+weight and gradient are, and its step's numbers. A program of the launch updates ``BLOCK`` elements
+of one segment. Groups that share a scale are rows of its tile.
+
+Only ``tensorstow.step.update_rule`` imports this module, for Triton may not be installed.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tensorstow.formats.quantize import GROUP
+from tensorstow.formats.stochastic_rounding import key_words
+from tensorstow.states.layout import Family
+from tensorstow.step.segments import SegmentUpdate
+
+BLOCK = 1024
+"""Elements that a program updates; a multiple of GROUP."""
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""Of a launch, and of whoever compiles beforehand."""
+COLUMNS = (
+    "first_block",
+    "count",
+    "position",
+    "weight",
+    "gradient",
+    "gradient_kind",
+    "first",
+    "seed_master",
+    "before",
+    "inside",
+)
+"""Of the table's integers, 8 bytes each; its second part has a segment's ``AdamScalars``."""
+_SCALARS = 9
+_ROW_BYTES = 8 * len(COLUMNS) + 4 * _SCALARS
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Of gradients: those of one chunk may differ."""
+
+
+def table_bytes(segments: int) -> int:
+    """Return the bytes of the table of so many segments."""
+    return segments * _ROW_BYTES
+
+
+def fill_table(segments: Sequence[SegmentUpdate], out: Tensor) -> int:
+    """Write the table of ``segments`` to ``out``, bytes in host memory; return the blocks in all.
+
+    A block is what one program updates: the number of programs to launch.
+    """
+    count = len(segments)
+    rows = out.numpy()
+    integers = rows[: 8 * len(COLUMNS) * count].view(np.int64).reshape(count, len(COLUMNS))
+    scalars = rows[integers.nbytes :][: 4 * _SCALARS * count].view(np.float32)
+    blocks = 0
+    for row, segment in zip(integers, segments, strict=True):
+        row[:8] = (
+            blocks,
+            segment.weight.numel(),
+            segment.position,
+            segment.weight.data_ptr(),
+            segment.gradient.data_ptr(),
+            _KINDS[segment.gradient.dtype],
+            segment.first,
+            segment.seed_master,
+        )
+        row[8:] = key_words(segment.key)
+        blocks += triton.cdiv(segment.weight.numel(), BLOCK)
+    scalars.reshape(count, _SCALARS)[:] = [segment.scalars.as_tuple() for segment in segments]
+    return blocks
+
+
+def update(
+    table: Tensor,
+    segments: int,
+    blocks: int,
+    streams: Sequence[Tensor],
+    family: Family,
+) -> None:
+    """Update in place what ``table`` names and ``streams`` by one step, on the current stream.
+
+    Args:
+        table: What ``fill_table`` wrote, on the device.
+        segments: Its rows, 1 or more.
+        blocks: What ``fill_table`` returned, 1 or more.
+        streams: The chunk's states, 1-D each.
+        family: Of the chunk.
+
+    """
+    integers = table[: segments * 8 * len(COLUMNS)].view(torch.int64)
+    scalars = table[integers.nbytes : table_bytes(segments)].view(torch.float32)
+    named = {spec.name: _words(s) for spec, s in zip(family.specs, streams, strict=True)}
+    given = [named.get(name, integers) for name in STREAMS]  # one that is not there is not read
+    with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]  # nothing, on the CPU
+        update_chunk[(blocks,)](
+            integers,
+            scalars,
+            segments,
+            *given,
+            DTYPE=str(family.dtype),
+            FORMAT=str(family.format),
+            AMSGRAD=family.amsgrad,
+            **OPTIONS,
+        )
+
+
+STREAMS = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "master",
+    "exp_avg_scale",
+    "exp_avg_sq_scale",
+)
+"""As the kernel takes them."""
+
+
+def _words(stream: Tensor) -> Tensor:
+    """Return bf16 numbers as the integers that the kernel makes of them itself."""
+    return stream.view(torch.int16) if stream.dtype == torch.bfloat16 else stream
+
+
+# --- on the device ---
+
+_GROUP = tl.constexpr(GROUP)
+_BLOCK = tl.constexpr(BLOCK)
+_ROWS = tl.constexpr(BLOCK // GROUP)
+_WIDTH = tl.constexpr(len(COLUMNS))
+_LENGTH = tl.constexpr(_SCALARS)
+_NAN = tl.constexpr(0x7FC0)
+_INFINITY = tl.constexpr(0x7F800000)
+_LARGEST_BF16 = tl.constexpr(0x7F7F)
+_LARGEST_ROOT = tl.constexpr(0x5F7F)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def update_chunk(
+    integers: tl.tensor,
+    scalars: tl.tensor,
+    segments: tl.tensor,
+    m_at: tl.tensor,
+    v_at: tl.tensor,
+    vmax_at: tl.tensor,
+    master_at: tl.tensor,
+    m_scale_at: tl.tensor,
+    v_scale_at: tl.tensor,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+) -> None:
+    """Update one block of one segment."""
+    block = tl.program_id(0)
+    segment = _segment_of(block, integers, segments)
+    row = integers + segment * _WIDTH
+    begin = (block - tl.load(row)) * _BLOCK
+    count = tl.load(row + 1)
+    position = tl.load(row + 2) + begin
+    weight_at = tl.load(row + 3)
+    inside = tl.arange(0, _ROWS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    at = begin + inside
+    mask = at < count
+    own = position + inside
+    group = position // _GROUP + tl.arange(0, _ROWS)
+    group_mask = begin + tl.arange(0, _ROWS) * _GROUP < count
+
+    m_scale = m_scale_at + group
+    v_scale = v_scale_at + group
+    m, v, ties_up = _decode_moments(
+        m_at + own, v_at + own, m_scale, v_scale, mask, group_mask, DTYPE, FORMAT
+    )
+    weight = _load_weight(weight_at, at, mask, DTYPE)
+    if DTYPE != "torch.float32":
+        master = _decode_master(weight, master_at + own, ties_up, mask, DTYPE, FORMAT)
+        weight = tl.where(tl.load(row + 7) != 0, weight, master)
+    vmax = v
+    if AMSGRAD:
+        vmax = tl.load(vmax_at + own, mask=mask, other=0.0)
+    gradient = _load_gradient(tl.load(row + 4), tl.load(row + 5), at, mask)
+
+    weight, m, v, vmax = _adam(weight, m, v, vmax, gradient, scalars + segment * _LENGTH, AMSGRAD)
+
+    if AMSGRAD:
+        tl.store(vmax_at + own, vmax, mask=mask)
+    if DTYPE != "torch.float32":
+        _store_master(weight, master_at + own, mask, DTYPE, FORMAT)
+    draws = at
+    if FORMAT == "bf16" or FORMAT == "int8":
+        words = row + 8
+        draws = _draws(tl.load(row + 6) + at, tl.load(words), tl.load(words + 1))
+    _store_moments(
+        m,
+        _signed(v, weight, DTYPE, FORMAT),
+        draws,
+        m_at + own,
+        v_at + own,
+        m_scale,
+        v_scale,
+        mask,
+        group_mask,
+        FORMAT,
+    )
+    _store_weight(weight, weight_at, at, mask, DTYPE)
+
+
+@triton.jit
+def _segment_of(block: tl.tensor, integers: tl.tensor, segments: tl.tensor) -> tl.tensor:
+    """Return the last segment whose first block is not behind ``block``."""
+    low = 0
+    high = segments - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(integers + middle * _WIDTH) <= block:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _adam(
+    weight: tl.tensor,
+    m: tl.tensor,
+    v: tl.tensor,
+    vmax: tl.tensor,
+    gradient: tl.tensor,
+    scalars: tl.tensor,
+    AMSGRAD: tl.constexpr,
+) -> tl.tuple:
+    """Return what ``adam_reference`` makes of them; ``scalars`` are in the order of AdamScalars."""
+    beta1_weight = tl.load(scalars)
+    beta2 = tl.load(scalars + 1)
+    beta2_weight = tl.load(scalars + 2)
+    decay = tl.load(scalars + 3)
+    l2 = tl.load(scalars + 4)
+    step_size = tl.load(scalars + 5)
+    denom_scale = tl.load(scalars + 6)
+    eps = tl.load(scalars + 7)
+    g = gradient * tl.load(scalars + 8)
+    if l2 != 0.0:
+        g = g + weight * l2
+    if beta1_weight >= 0.5:
+        m = g + (g - m) * (beta1_weight - 1.0)
+    else:
+        m = m + (g - m) * beta1_weight
+    v = v * beta2 + (g * beta2_weight) * g
+    u = v
+    if AMSGRAD:
+        u = tl.where((vmax > v) | (vmax != vmax), vmax, v)
+    denominator = tl.sqrt_rn(u) * denom_scale + eps
+    weight = weight * decay - tl.div_rn(m * step_size, denominator)
+    return weight, m, v, u
+
+
+# --- weights and gradients: where the table says ---
+
+
+@triton.jit
+def _load_weight(
+    address: tl.tensor, at: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr
+) -> tl.tensor:
+    if DTYPE == "torch.bfloat16":
+        half = tl.load(address.to(tl.pointer_type(tl.int16)) + at, mask=mask, other=0)
+        weight = _from_bf16(half)
+    elif DTYPE == "torch.float16":
+        half = tl.load(address.to(tl.pointer_type(tl.float16)) + at, mask=mask, other=0.0)
+        weight = half.to(tl.float32)
+    else:
+        weight = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0)
+    return weight
+
+
+@triton.jit
+def _load_gradient(
+    address: tl.tensor, kind: tl.tensor, at: tl.tensor, mask: tl.tensor
+) -> tl.tensor:
+    if kind == 1:
+        gradient = _load_weight(address, at, mask, "torch.bfloat16")
+    elif kind == 2:
+        gradient = _load_weight(address, at, mask, "torch.float16")
+    else:
+        gradient = _load_weight(address, at, mask, "torch.float32")
+    return gradient
+
+
+@triton.jit
+def _store_weight(
+    weight: tl.tensor,
+    address: tl.tensor,
+    at: tl.tensor,
+    mask: tl.tensor,
+    DTYPE: tl.constexpr,
+) -> None:
+    if DTYPE == "torch.bfloat16":
+        tl.store(address.to(tl.pointer_type(tl.int16)) + at, _to_bf16(weight), mask=mask)
+    elif DTYPE == "torch.float16":
+        half = weight.to(tl.float16)
+        tl.store(address.to(tl.pointer_type(tl.float16)) + at, half, mask=mask)
+    else:
+        tl.store(address.to(tl.pointer_type(tl.float32)) + at, weight, mask=mask)
+
+
+# --- masters: ``formats.masters`` ---
+
+
+@triton.jit
+def _decode_master(
+    weight: tl.tensor,
+    at: tl.tensor,
+    ties_up: tl.tensor,
+    mask: tl.tensor,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+) -> tl.tensor:
+    kept = tl.load(at, mask=mask, other=0)
+    if DTYPE == "torch.float16" or FORMAT == "fp32":
+        master = kept
+    elif FORMAT == "int8":
+        master = _float(_bits(weight) + (kept.to(tl.int32) << 8))
+    else:
+        down = (kept == -0x8000) & (~ties_up)
+        master = _float(_bits(weight) + kept.to(tl.int32) + (down.to(tl.int32) << 16))
+    return master
+
+
+@triton.jit
+def _store_master(
+    master: tl.tensor,
+    at: tl.tensor,
+    mask: tl.tensor,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+) -> None:
+    bits = _bits(master)
+    if DTYPE == "torch.float16" or FORMAT == "fp32":
+        tl.store(at, master, mask=mask)
+    elif FORMAT == "int8":
+        distance = bits - (_to_bf16(master).to(tl.int32) << 16)
+        nearest = (distance + 0x7F + ((distance >> 8) & 1)) >> 8
+        nearest = tl.minimum(tl.maximum(nearest, -0x7F), 0x7F)
+        tl.store(at, nearest.to(tl.int8), mask=mask)
+    else:
+        tl.store(at, bits.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _signed(
+    v: tl.tensor, master: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr
+) -> tl.tensor:
+    """Return second moments without their signs, but for those that tell how a tie went."""
+    if FORMAT == "bf16" or (FORMAT == "split" and DTYPE == "torch.bfloat16"):
+        v = tl.abs(v)
+        if DTYPE == "torch.bfloat16":
+            v = tl.where((_bits(master) & 0x1FFFF) == 0x18000, -v, v)
+    return v
+
+
+# --- moments: ``formats.quantize`` ---
+
+
+@triton.jit
+def _decode_moments(
+    m_at: tl.tensor,
+    v_at: tl.tensor,
+    m_scale_at: tl.tensor,
+    v_scale_at: tl.tensor,
+    mask: tl.tensor,
+    group_mask: tl.tensor,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+) -> tl.tuple:
+    """Return both moments, and where a tie of a split master was rounded up."""
+    m = tl.load(m_at, mask=mask, other=0)
+    v = tl.load(v_at, mask=mask, other=0)
+    if FORMAT == "int8":
+        n = m.to(tl.float32)
+        scale = _from_bf16(tl.load(m_scale_at, mask=group_mask, other=0))[:, None]
+        m = tl.div_rn(n, 254.0 - tl.abs(n)) * scale
+        scale = _from_bf16(tl.load(v_scale_at, mask=group_mask, other=0))[:, None]
+        root = v.to(tl.float32) * (scale * (1.0 / 255.0))
+        v = root * root
+    elif FORMAT == "bf16":
+        m = _from_bf16(m)
+        v = _from_bf16(v)
+    ties_up = _bits(v) < 0
+    if FORMAT == "bf16" or (FORMAT == "split" and DTYPE == "torch.bfloat16"):
+        v = tl.abs(v)
+    return m, v, ties_up
+
+
+@triton.jit
+def _store_moments(
+    m: tl.tensor,
+    v: tl.tensor,
+    draws: tl.tensor,
+    m_at: tl.tensor,
+    v_at: tl.tensor,
+    m_scale_at: tl.tensor,
+    v_scale_at: tl.tensor,
+    mask: tl.tensor,
+    group_mask: tl.tensor,
+    FORMAT: tl.constexpr,
+) -> None:
+    """Store moments; the sign of ``v`` is kept where the format has one."""
+    if FORMAT == "int8":
+        # What lies behind a parameter's last element has no part in its group's scale.
+        code, scale = _to_bytes(tl.where(mask, m, 0.0), _low_half(draws))
+        tl.store(m_at, code, mask=mask)
+        tl.store(m_scale_at, scale, mask=group_mask)
+        code, scale = _to_unsigned_bytes(tl.where(mask, tl.abs(v), 0.0), _high_half(draws))
+        tl.store(v_at, code, mask=mask)
+        tl.store(v_scale_at, scale, mask=group_mask)
+    elif FORMAT == "bf16":
+        tl.store(m_at, _to_bf16_by_chance(m, _low_half(draws)), mask=mask)
+        tl.store(v_at, _to_bf16_by_chance(v, _high_half(draws)), mask=mask)
+    else:
+        tl.store(m_at, m, mask=mask)
+        tl.store(v_at, v, mask=mask)
+
+
+@triton.jit
+def _low_half(draws: tl.tensor) -> tl.tensor:
+    return (draws & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _high_half(draws: tl.tensor) -> tl.tensor:
+    return (draws >> 16).to(tl.int32)
+
+
+@triton.jit
+def _to_bytes(m: tl.tensor, draw: tl.tensor) -> tl.tuple:
+    scale = _scale_above(m, _LARGEST_BF16)
+    wide = _from_bf16(scale)[:, None]
+    part = tl.abs(m) * 0.5
+    least = _float(tl.full([1, 1], 1, tl.int32))
+    t = tl.div_rn(part, tl.maximum(part + wide * 0.5, least)) * 254.0
+    t = tl.where(wide == wide, t, 0.0)
+    low = t.to(tl.int32).to(tl.float32)
+    up = _uniform(draw) * (254.0 - t) < (t - low) * (253.0 - low)
+    code = tl.minimum(low + up.to(tl.float32), 127.0).to(tl.int32)
+    code = tl.where(_bits(m) < 0, -code, code)
+    return code.to(tl.int8), scale
+
+
+@triton.jit
+def _to_unsigned_bytes(v: tl.tensor, draw: tl.tensor) -> tl.tuple:
+    root = tl.sqrt_rn(v)
+    scale = _scale_above(root, _LARGEST_ROOT)
+    wide = _from_bf16(scale)[:, None]
+    per_scale = tl.div_rn(tl.full([_ROWS, 1], 255.0, tl.float32), tl.maximum(wide, 2.0**-100))
+    t = tl.where(wide == wide, root * per_scale, 0.0)
+    low = t.to(tl.int32).to(tl.float32)
+    up = _uniform(draw) * (low + low + 1.0) < (t - low) * (t + low)
+    least = ((root > 0.0) & (wide == wide)).to(tl.float32)
+    code = tl.maximum(tl.minimum(low + up.to(tl.float32), 255.0), least)
+    return code.to(tl.int32).to(tl.uint8), scale
+
+
+@triton.jit
+def _scale_above(x: tl.tensor, MOST: tl.constexpr) -> tl.tensor:
+    top = tl.max(_bits(x) & 0x7FFFFFFF, axis=1)
+    up = tl.minimum((top + 0xFFFF) >> 16, MOST)
+    return tl.where(top >= _INFINITY, _NAN, up).to(tl.int16)
+
+
+@triton.jit
+def _draws(index: tl.tensor, before: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Return 32 random bits for each element; ``formats.stochastic_rounding``."""
+    x = index.to(tl.uint32) ^ before.to(tl.uint32)
+    x = (x ^ (x >> 17)) * 0xED5AD4BB
+    x = (x ^ (x >> 11)) + inside.to(tl.uint32)
+    x = x * 0xAC4C1B51
+    x = (x ^ (x >> 15)) * 0x31848BAB
+    return x ^ (x >> 14)
+
+
+@triton.jit
+def _uniform(draw: tl.tensor) -> tl.tensor:
+    return (draw.to(tl.float32) + 0.5) * (1.0 / 65536.0)
+
+
+# --- bits ---
+
+
+@triton.jit
+def _bits(x: tl.tensor) -> tl.tensor:
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _float(bits: tl.tensor) -> tl.tensor:
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _from_bf16(half: tl.tensor) -> tl.tensor:
+    return _float(half.to(tl.int32) << 16)
+
+
+@triton.jit
+def _to_bf16(x: tl.tensor) -> tl.tensor:
+    """Round to the nearest, ties to even."""
+    bits = _bits(x)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x != x, _NAN, rounded).to(tl.int16)
+
+
+@triton.jit
+def _to_bf16_by_chance(x: tl.tensor, draw: tl.tensor) -> tl.tensor:
+    bits = _bits(x)
+    added = tl.where((bits & 0x7FFFFFFF) >= (_LARGEST_BF16 << 16), 0x8000, draw)
+    return tl.where(x != x, _NAN, (bits + added) >> 16).to(tl.int16)

@@ -1,0 +1,210 @@
+"""Which rule updates a chunk on an accelerator: one fused kernel, or the reference in torch.
+
+[Note: Two rules] Both give the host's bits, so which one runs is a matter of time and memory alone:
+the fused kernel is one launch a chunk and makes no temporaries; the reference is twenty launches or
+more for each part of a parameter in a chunk, and runs wherever torch does. The kernel needs Triton
+and CUDA. What Triton's compiler, the system's and the driver make of it is seen on the machine
+alone, so the kernel is tried there before a run relies on it, once for each family, on a few
+numbers. Where that fails, or differs from the reference in a bit, the reference updates.
+``tensorstow doctor`` says which rule it is and why.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tensorstow.formats.quantize import GROUP
+from tensorstow.formats.reference import adam_scalars
+from tensorstow.io.device_link import Pairs
+from tensorstow.states.layout import Family
+from tensorstow.step.segments import SegmentUpdate, update_by_reference
+
+logger = logging.getLogger("tensorstow")
+Update = Callable[[Sequence[Tensor]], None]
+"""Updates by the streams of a chunk, on the device."""
+_OLDEST_TRITON = (3, 6)
+"""What torch 2.11 comes with; no older one was compiled with."""
+
+
+class UpdateRule(Protocol):
+    """One way to update the segments of a chunk, all of which are on one device."""
+
+    name: str
+    """For users."""
+
+    def table_bytes(self, segments: int) -> int:
+        """Return the memory that is needed for so many segments, on the host and on the device."""
+
+    def prepare(
+        self, segments: Sequence[SegmentUpdate], family: Family, here: Tensor, there: Tensor
+    ) -> tuple[Pairs, Update]:
+        """Return what is to be copied up first, and the update.
+
+        Args:
+            segments: One or more.
+            family: Of the chunk.
+            here: ``table_bytes`` of host memory, which must not change until the copy is over.
+            there: As many on the device, until the update is.
+
+        """
+
+
+class TorchRule:
+    """The reference: plain torch operations, each part of a parameter by itself."""
+
+    name = "torch's operations"
+
+    def table_bytes(self, segments: int) -> int:
+        """Return none: what a launch needs goes with it."""
+        del segments
+        return 0
+
+    def prepare(
+        self, segments: Sequence[SegmentUpdate], family: Family, here: Tensor, there: Tensor
+    ) -> tuple[Pairs, Update]:
+        """Return the update alone."""
+        del here, there
+        return (), lambda streams: update_by_reference(segments, streams, family)
+
+
+class FusedRule:
+    """The kernel of ``step.fused_kernel``: one launch for all segments."""
+
+    name = "one fused kernel"
+
+    def __init__(self) -> None:
+        """Import Triton; raises ImportError where it is not installed."""
+        # By name, for Triton is optional: nobody pays for it who does not update on CUDA.
+        self._kernel: Any = importlib.import_module("tensorstow.step.fused_kernel")
+
+    def table_bytes(self, segments: int) -> int:
+        """Return the bytes of the kernel's table."""
+        nbytes: int = self._kernel.table_bytes(segments)
+        return nbytes
+
+    def prepare(
+        self, segments: Sequence[SegmentUpdate], family: Family, here: Tensor, there: Tensor
+    ) -> tuple[Pairs, Update]:
+        """Write the table; return its copy and the launch."""
+        blocks = self._kernel.fill_table(segments, here)
+
+        def launch(streams: Sequence[Tensor]) -> None:
+            if blocks:
+                self._kernel.update(there, len(segments), blocks, streams, family)
+
+        return [(there, here)], launch
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The rule for one kind of states on one kind of device."""
+
+    rule: UpdateRule
+    why_not_fused: str = ""
+    """Empty where it is the fused kernel."""
+
+
+@lru_cache
+def rule_on(device: torch.device, family: Family) -> Choice:
+    """Return the rule that updates states of ``kind`` on ``device``; the first call tries it."""
+    choice = _choose(device, family)
+    why = f", not the fused kernel: {choice.why_not_fused}" if choice.why_not_fused else ""
+    logger.info("on %s %s is updated by %s%s", device, family, choice.rule.name, why)
+    return choice
+
+
+def why_not_fused(device: torch.device) -> str:
+    """Return what is there too little of for the fused kernel; empty: nothing."""
+    if device.type != "cuda":
+        return f"the fused kernel is compiled for CUDA, and this is {device.type}"
+    if torch.version.hip is not None:
+        return "the fused kernel's bits were compared on CUDA, and this is ROCm"
+    try:
+        triton: Any = importlib.import_module("triton")
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}); `pip install triton` brings it"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST_TRITON:
+        least = ".".join(map(str, _OLDEST_TRITON))
+        return f"Triton {triton.__version__} is older than {least}"
+    if triton.knobs.runtime.interpret:
+        return "TRITON_INTERPRET is set, which runs Triton's kernels on the host"
+    return ""
+
+
+def _choose(device: torch.device, family: Family) -> Choice:
+    why = why_not_fused(device)
+    if why:
+        return Choice(TorchRule(), why)
+    fused = FusedRule()
+    why = _fails(fused, device, family)
+    return Choice(TorchRule(), why) if why else Choice(fused)
+
+
+def _fails(rule: UpdateRule, device: torch.device, family: Family) -> str:
+    """Update a few numbers by ``rule``; return what is wrong with it, if anything."""
+    try:
+        differ = not _agrees(rule, device, family)
+    except Exception as error:  # noqa: BLE001  # what compilers and drivers raise is not known
+        return f"the fused kernel failed when it was tried: {type(error).__name__}: {error}"
+    return "the fused kernel's bits are not the reference's on this device" if differ else ""
+
+
+def _agrees(rule: UpdateRule, device: torch.device, family: Family) -> bool:
+    """Return whether a step of ``rule`` on ``device`` has the reference's bits."""
+    cpu = torch.device("cpu")
+    want, got = _Trial(family, cpu), _Trial(family, device)
+    update_by_reference(want.segments, want.streams, family)
+    here = torch.empty(rule.table_bytes(len(got.segments)), dtype=torch.uint8)
+    there = torch.empty_like(here, device=device)
+    pairs, update = rule.prepare(got.segments, family, here, there)
+    for to, source in pairs:
+        to.copy_(source)
+    update(got.streams)
+    return all(
+        torch.equal(a.view(torch.uint8), b.to(cpu).view(torch.uint8))
+        for a, b in zip(want.tensors, got.tensors, strict=True)
+    )
+
+
+class _Trial:
+    """Two parameters of finite numbers, some of them subnormal; the same ones at each call."""
+
+    _SIZES = (1000 * GROUP + 5, 7)
+
+    def __init__(self, family: Family, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def numbers(count: int, dtype: torch.dtype) -> Tensor:
+            exponents = torch.randint(-140, 10, (count,), generator=generator)
+            found = torch.ldexp(torch.randn(count, generator=generator), exponents)
+            return found.to(dtype).to(device)
+
+        scalars = adam_scalars(
+            lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=3, decoupled=True
+        )
+        self.segments = []
+        position = 0
+        for size in self._SIZES:
+            weight, gradient = numbers(size, family.dtype), numbers(size, family.dtype)
+            segment = SegmentUpdate(
+                weight, gradient, position, 0, scalars, key=size, seed_master=position > 0
+            )
+            self.segments.append(segment)
+            position += -(-size // GROUP) * GROUP
+        self.streams = []
+        for spec in family.specs:
+            count = -(-position // spec.per)
+            if spec.dtype.is_floating_point:
+                stream = numbers(count, spec.dtype)
+                stream = stream if spec.name == "exp_avg" else stream.abs()
+            else:
+                codes = torch.randint(0, 100, (count,), generator=generator)
+                stream = codes.to(spec.dtype).to(device)
+            self.streams.append(stream)
+        self.tensors = [*self.streams, *(segment.weight for segment in self.segments)]
