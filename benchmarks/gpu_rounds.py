@@ -29,6 +29,7 @@ AGAIN = 75
 """The status of a process that is to be started once more (sysexits.h: a temporary failure)."""
 NOT_YET = "not measured yet"
 _WARM_UP = 2  # the first step fetches weights and makes states
+_MOST_WARM_UP = 5  # and update_on="auto" tries each side twice
 _STEPS = 4  # of a run, at most; it is timed as a whole: what runs behind its last step too
 _RUN_SECONDS = 15.0  # after which a run is long enough
 _RUNS = 2  # of a turn
@@ -156,7 +157,10 @@ class Rounds:
             ids = iter(self._batches)
             losses = []
             took = 0.0
-            for _ in range(_WARM_UP):
+            while len(losses) < _WARM_UP or not training.is_settled():
+                if len(losses) == _MOST_WARM_UP:
+                    message = f"its steps still change after {_MOST_WARM_UP}"
+                    raise RuntimeError(message)
                 start = time.perf_counter()
                 losses.append(training.step(next(ids)))
                 training.finish()
@@ -288,5 +292,5 @@ def batches_of(site: Site, first: Decoder) -> list[torch.Tensor]:
     shape = (site.sequences, length)
     return [
         torch.randint(vocabulary, shape, generator=generator).to(site.place.device)
-        for _ in repeat(None, _WARM_UP + _RUNS * _STEPS + 1)
+        for _ in repeat(None, _MOST_WARM_UP + _RUNS * _STEPS + 1)
     ]
