@@ -167,6 +167,8 @@ case "${1:-}" in
     # tensorstow itself is installed: pip only adds what the extra names.
     say "installing what tensorstow[$2] needs"
     pip install --quiet "tensorstow[$2]"
+    [ "$2" != test ] || pip install --quiet "tensorstow[kernel]" ||
+      say "no Triton can be installed here: tests of the fused kernel will be skipped"
     ;;
   *)
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import ptx
 
-pytest.importorskip("triton")  # in the `test` extra
+pytest.importorskip("triton")  # the `kernel` extra
 
 from fused_cases import (
     DTYPES,
