@@ -24,7 +24,8 @@ AXES: dict[str, tuple[Value, ...]] = {
 ON_DEVICE: dict[str, tuple[Value, ...]] = {
     **AXES,
     "parameters": ("device", "host", "disk", "host and device", "everywhere"),
-    "update_on": ("host", "device", 0.4),
+    "update_on": ("host", "device", 0.4, "hybrid", "auto"),
+    "replicas": (1, 2),
 }
 """Where ranks have an accelerator."""
 UNITS = {
@@ -40,6 +41,8 @@ def allowed(row: Mapping[str, Value]) -> bool:
     return not (
         (by_device and row.get("parameters", "device") != "device")
         or (by_device and row.get("overlap", "none") != "none")
+        # Replicas of one rank alone are none, and under stage 0 every rank is one.
+        or (row.get("replicas") == 2 and (row.get("world") == 1 or row.get("stage") == 0))
         or (on_disk and (row.get("stage", 3) != 3 or row.get("overlap") == "forward"))
         or (row.get("overlap") == "backward" and row.get("clip", "none") != "none")
         # A sum of several ranks in bf16, or torch's norm in fp32, is another arithmetic.
@@ -60,6 +63,7 @@ def _course(row: Row) -> Course:
         update_on=row.get("update_on"),
         states=row["states"],
         stage=row["stage"],
+        replicas=row.get("replicas", 1),
         overlap=row["overlap"],
         accumulation_steps=row["accumulation"],
     )
