@@ -45,7 +45,7 @@ def lines_of(mutation: Mutation) -> range:
 
 
 def waits() -> Iterator[tuple[str, int]]:
-    """Yield the path and line of each call that orders a device's work."""
+    """Yield the path and line of each call that orders a device's work, or takes pinned memory."""
     for file in sorted(SOURCE.rglob("*.py")):
         path = file.relative_to(SOURCE).as_posix()
         if path.startswith(_ELSEWHERE):
@@ -64,7 +64,7 @@ def _orders(call: ast.Call) -> bool:
     if any(keyword.arg in _KEYWORDS for keyword in call.keywords):
         return True
     if isinstance(call.func, ast.Name):
-        return call.func.id == "synchronize"
+        return call.func.id in {"synchronize", "PinnedBlock"}
     if not isinstance(call.func, ast.Attribute):
         return False
     name, of = call.func.attr, call.func.value

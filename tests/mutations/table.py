@@ -13,6 +13,7 @@ _H2D = "fsdp/h2d_prefetch.py"
 _WAITS = "gpu/test_waits.py"
 _LINK = "gpu/test_gpu_link.py"
 _COUNTS = "gpu/test_counts.py"
+_PINNED = "gpu/test_gpu_pinned.py"
 _STEPS = f"{_WAITS}::test_steps_whose_gradients_are_late"
 _BUSY = f"{_WAITS}::test_backward_returns_while_the_device_is_busy"
 _FALLS = f"{_WAITS}::test_gradients_of_a_stowed_model_that_are_late"
@@ -273,6 +274,55 @@ MUTATIONS = (
         "made.append(_Buffer(memory, staging, self.link.record_event()))",
         "made.append(_Buffer(memory, staging, torch.Event(self.link.device)))",
         f"{_WAITS}::test_buffers_are_made_of_memory_that_is_in_use_still",
+    ),
+    # --- what is pinned ---
+    Mutation(
+        "fsdp/sharding.py",
+        "PinnedBlock(nbytes, link.device, link.synchronize)",
+        'PinnedBlock(nbytes, torch.device("cpu"), link.synchronize)',
+        f"{_PINNED}::test_what_is_pinned_is_registered_to_the_byte",
+    ),
+    Mutation(
+        "fsdp/gradient_offload.py",
+        "PinnedBlock(sum(sizes), link.device, link.synchronize)",
+        'PinnedBlock(sum(sizes), torch.device("cpu"), link.synchronize)',
+        f"{_COUNTS}::test_forward_and_backward_of_a_stowed_model_do_not_wait_for_the_device",
+    ),
+    Mutation(
+        "fsdp/gradient_offload.py",
+        "PinnedBlock(like.nbytes, self._link.device, self._link.synchronize)",
+        'PinnedBlock(like.nbytes, torch.device("cpu"), self._link.synchronize)',
+        f"{_COUNTS}::test_forward_and_backward_of_a_stowed_model_do_not_wait_for_the_device",
+    ),
+    Mutation(
+        _QUEUE,
+        "PinnedBlock(\n                BUFFERS * PIECE_BYTES, self._link.device,",
+        'PinnedBlock(\n                BUFFERS * PIECE_BYTES, torch.device("cpu"),',
+        f"{_COUNTS}::test_forward_and_backward_of_a_stowed_model_do_not_wait_for_the_device",
+    ),
+    Mutation(
+        "fsdp/h2d_prefetch.py",
+        "PinnedBlock(count * staged, device, self.link.synchronize)",
+        'PinnedBlock(count * staged, torch.device("cpu"), self.link.synchronize)',
+        f"{_WAITS}::test_nothing_is_waited_for_to_go_ahead",
+    ),
+    Mutation(
+        _FERRY,
+        "PinnedBlock(self.plan.nbytes, link.device, link.synchronize)",
+        'PinnedBlock(self.plan.nbytes, torch.device("cpu"), link.synchronize)',
+        f"{_COUNTS}::test_forward_and_backward_do_not_wait_for_the_device",
+    ),
+    Mutation(
+        _MIRRORS,
+        "PinnedBlock(host_weight_bytes(parameters), device, link.synchronize)",
+        'PinnedBlock(host_weight_bytes(parameters), torch.device("cpu"), link.synchronize)',
+        f"{_COUNTS}::test_a_forward_waits_for_gradients_that_are_late_and_for_nothing_else",
+    ),
+    Mutation(
+        "step/param_table.py",
+        "PinnedBlock(nbytes, self._link.device, self._link.synchronize)",
+        'PinnedBlock(nbytes, torch.device("cpu"), self._link.synchronize)',
+        "gpu/test_gpu_updates.py::test_states_go_up_while_others_come_down",
     ),
     # --- the host's own ---
     Mutation(
