@@ -224,7 +224,7 @@ void bind_chunks(nb::class_<PyPipeline>& c) {
                     int chunk) { return kStates[static_cast<int>(self.get().state(chunk))]; })
       .def("place",
            [](PyPipeline& self, int chunk) {
-             const Place place = self.get().place(chunk);
+             const DiskPosition place = self.get().place(chunk);
              return PlaceTuple{place.file, place.offset};
            })
       .def("captured", [](PyPipeline& self, int chunk) { return self.get().captured(chunk); })

@@ -47,12 +47,12 @@ class Padding {
   static constexpr int kParam = kMaxStreams;
   static constexpr int kGrad = kMaxStreams + 1;
 
-  struct Piece {
+  struct ByteRange {
     char* data;
     std::size_t bytes;
   };
 
-  static Piece piece(void* data, int bytes, int per, std::int64_t begin, std::int64_t count) {
+  static ByteRange piece(void* data, int bytes, int per, std::int64_t begin, std::int64_t count) {
     const std::int64_t units = (count + per - 1) / per;
     return {static_cast<char*>(data) + begin / per * bytes,
             static_cast<std::size_t>(units * bytes)};
@@ -62,7 +62,7 @@ class Padding {
   AdamArgs padded_;
   StreamSpec specs_[kMaxStreams];
   int streams_;
-  Piece pieces_[kMaxStreams + 1];
+  ByteRange pieces_[kMaxStreams + 1];
   alignas(64) char copies_[kMaxStreams + 2][kElements * 4] = {};
 };
 

@@ -45,17 +45,17 @@ struct Segment {
 };
 
 // Where a chunk begins on disk; file -1: nowhere.
-struct Place {
+struct DiskPosition {
   int file = -1;
   std::int64_t offset = 0;
-  bool operator==(const Place&) const = default;
+  bool operator==(const DiskPosition&) const = default;
 };
 
 struct ChunkSpec {
   Family family;
   std::vector<Segment> segments;  // by chunk_offset; a parameter has one at most
   std::int64_t elements = 0;      // padding included
-  Place place;
+  DiskPosition place;
   // Where each stream stays in memory; null: it does not.
   char* resident[kMaxStreams] = {};
 };
@@ -86,7 +86,7 @@ struct Layout {
 };
 
 // A part of a segment inside one block.
-struct Piece {
+struct BlockPart {
   std::int32_t segment;
   std::int64_t offset;  // elements from the segment's start
   std::int64_t count;
@@ -112,7 +112,7 @@ struct ChunkParts {
   explicit ChunkParts(const ChunkSpec& spec);
 
   Layout layout;
-  std::vector<Piece> pieces;
+  std::vector<BlockPart> pieces;
   std::vector<UpdateBlock> blocks;
 };
 

@@ -36,8 +36,8 @@ struct Pipeline::Chunk {
   std::vector<SegmentGradient> gradients;  // of the step, by segment
   ChunkState state = ChunkState::blank;
   Stage stage = Stage::out;
-  Place place;             // where the states were last written
-  Place target;            // where they are to be written next
+  DiskPosition place;      // where the states were last written
+  DiskPosition target;     // where they are to be written next
   bool captured = false;   // `place` also holds the weights of now
   bool capturing = false;  // what is being written holds them
   bool verify = false;     // the slot was filled from disk and not looked at yet
@@ -710,7 +710,7 @@ void Pipeline::start_write(Chunk& chunk, int first_part, int parts) {
   submit(chunk, Op::write, chunk.target, first_part, parts);
 }
 
-void Pipeline::submit(Chunk& chunk, Op op, Place place, int first_part, int parts) {
+void Pipeline::submit(Chunk& chunk, Op op, DiskPosition place, int first_part, int parts) {
   chunk.started = now();
   chunk.moving = 0;
   chunk.transfers_left = chunk.transfer_count = parts;
@@ -848,7 +848,7 @@ ChunkState Pipeline::state(int chunk) const {
   return chunks_.at(chunk)->state;
 }
 
-Place Pipeline::place(int chunk) const {
+DiskPosition Pipeline::place(int chunk) const {
   std::lock_guard lock(mutex_);
   return chunks_.at(chunk)->place;
 }
@@ -866,7 +866,7 @@ void Pipeline::forget_capture(int parameter) {
   }
 }
 
-void Pipeline::set_target(int chunk, Place target) {
+void Pipeline::set_target(int chunk, DiskPosition target) {
   std::lock_guard lock(mutex_);
   Chunk& c = *chunks_.at(chunk);
   // A slot may have been filled for the weights alone, for the states stay where they are.

@@ -170,12 +170,12 @@ class Pipeline {
   Failure failure() const;
   std::vector<int> order() const;  // in which the next step takes chunks, or this one does
   ChunkState state(int chunk) const;
-  Place place(int chunk) const;
+  DiskPosition place(int chunk) const;
   // Whether the chunk's place holds its states and the weights of now.
   bool captured(int chunk) const;
-  void forget_capture(int parameter);        // someone else wrote the weight
-  void set_target(int chunk, Place target);  // of the next step's write
-  const Marks& marks(int chunk) const;       // while idle
+  void forget_capture(int parameter);               // someone else wrote the weight
+  void set_target(int chunk, DiskPosition target);  // of the next step's write
+  const Marks& marks(int chunk) const;              // while idle
   // While idle: `streams` are what was written to the chunk's target, or put into its memory.
   void rewritten(int chunk, char* const* streams);
   // While idle: whether `streams` are what was written last.
@@ -213,7 +213,7 @@ class Pipeline {
   void settle_update(Chunk& chunk, bool home, bool empty_slot);
   void finish(Chunk& chunk);
   void start_write(Chunk& chunk, int first_part, int parts);
-  void submit(Chunk& chunk, Op op, Place place, int first_part, int parts);
+  void submit(Chunk& chunk, Op op, DiskPosition place, int first_part, int parts);
   void settle_write(Chunk& chunk);
   void leave_slot(Chunk& chunk, ChunkState next);
   void move(Chunk& chunk, ChunkState next);

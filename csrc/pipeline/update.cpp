@@ -47,7 +47,7 @@ class BlockUpdate {
   }
 
   void update(std::size_t index) const {
-    const Piece& piece = task_.parts.pieces[index];
+    const BlockPart& piece = task_.parts.pieces[index];
     const Segment& segment = task_.spec.segments[piece.segment];
     const StepParameter& parameter = parameters_[segment.parameter];
     const SegmentGradient& gradient = task_.gradients[piece.segment];
@@ -64,7 +64,7 @@ class BlockUpdate {
     task_.marks.is_published[index] = 1;
   }
 
-  void compute(AdamArgs& args, const Piece& piece) const {
+  void compute(AdamArgs& args, const BlockPart& piece) const {
     const Segment& segment = task_.spec.segments[piece.segment];
     const StepParameter& parameter = parameters_[segment.parameter];
     const SegmentGradient& gradient = task_.gradients[piece.segment];
@@ -99,7 +99,7 @@ class BlockUpdate {
     char* out = task_.memory.weight;
     if (!block.whole) std::memset(out + block.begin * width, 0, (block.end - block.begin) * width);
     for (std::size_t p = block.first_piece; p < block.last_piece; ++p) {
-      const Piece& piece = task_.parts.pieces[p];
+      const BlockPart& piece = task_.parts.pieces[p];
       const Segment& segment = task_.spec.segments[piece.segment];
       const char* from = static_cast<const char*>(parameters_[segment.parameter].param);
       std::memcpy(out + (segment.chunk_offset + piece.offset) * width,
@@ -137,7 +137,7 @@ bool publish_segment(const ChunkSpec& spec, const ChunkParts& parts, Marks& mark
                      std::int32_t segment, const void* weight, bool compare) {
   const std::int64_t width = parts.layout.weight().width;
   for (std::size_t p = 0; p < parts.pieces.size(); ++p) {
-    const Piece& piece = parts.pieces[p];
+    const BlockPart& piece = parts.pieces[p];
     if (piece.segment != segment) continue;
     const std::int64_t first = spec.segments[segment].parameter_offset + piece.offset;
     const std::uint32_t sum =

@@ -292,7 +292,7 @@ class Rig {
 
   // --- the disk ---
 
-  Place place_in(int area, std::size_t chunk) const {
+  DiskPosition place_in(int area, std::size_t chunk) const {
     return {file_, area * area_bytes_ + at_[chunk]};
   }
 
@@ -300,7 +300,7 @@ class Rig {
     pipeline_->set_target(static_cast<int>(chunk), place_in(area, chunk));
   }
 
-  std::vector<char> read(Place place, const Layout& layout) const {
+  std::vector<char> read(DiskPosition place, const Layout& layout) const {
     std::vector<char> bytes(layout.weight().file_at + layout.weight().bytes);
     CHECK(pread(fd_, bytes.data(), bytes.size(), place.offset) >= 0);
     return bytes;
@@ -329,7 +329,8 @@ class Rig {
       const ChunkState state = pipeline_->state(number);
       const bool captured = options_.durable && pipeline_->captured(number);
       const bool on_disk = state == ChunkState::stored || captured;
-      left.push_back({state == ChunkState::blank, on_disk ? pipeline_->place(number) : Place{},
+      left.push_back({state == ChunkState::blank,
+                      on_disk ? pipeline_->place(number) : DiskPosition{},
                       state == ChunkState::blank || !on_disk ? std::vector<std::uint32_t>()
                                                              : pipeline_->marks(number).states});
       if (state == ChunkState::resident && captured) {
@@ -447,7 +448,7 @@ class Rig {
 
   struct Left {
     bool blank;
-    Place place;
+    DiskPosition place;
     std::vector<std::uint32_t> checksums;
   };
 
@@ -533,7 +534,7 @@ class Rig {
     set_slots(options_.slots);
     for (std::size_t c = 0; c < specs_.size(); ++c) {
       ChunkSpec spec = specs_[c];
-      spec.place = left.empty() ? (options_.durable ? Place{} : places_[c]) : left[c].place;
+      spec.place = left.empty() ? (options_.durable ? DiskPosition{} : places_[c]) : left[c].place;
       const bool blank = left.empty() || left[c].blank;
       const int number = pipeline_->add_chunk(
           spec, blank, left.empty() ? std::vector<std::uint32_t>() : left[c].checksums);
@@ -551,7 +552,7 @@ class Rig {
   std::vector<ChunkSpec> specs_;
   std::map<int, std::vector<std::vector<float>>> staging_;  // by chunk, of each piece
   std::vector<std::int64_t> at_;                            // of a chunk, in an area
-  std::vector<Place> places_;
+  std::vector<DiskPosition> places_;
   std::vector<std::vector<char>> homes_;
   Memory ring_;
   std::int64_t slot_bytes_ = 0;
