@@ -6,7 +6,9 @@ simulated accelerator alone knows; on others they look at the bits.
 """
 
 import gc
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +23,10 @@ from tensorstow.fsdp import d2h_queue
 from tensorstow.fsdp.gradient_offload import accumulate_in_fp32
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import HostShard
-from tensorstow.io.device_link import DeviceEvent, StreamLink
+from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.step import device_update as updater_module
 from tensorstow.step.host_weight import HostWeight, deliver, make_host_weights, refresh
+from tensorstow.step.update_rule import Update, UpdateRule
 
 COUNT = 1 << 16
 LATE = 0.1
@@ -346,16 +348,29 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
     params = optimizer._params()
     link = params.updaters[0].link
     assert isinstance(link, StreamLink)
-    update = updater_module._update
+    rules = params.updaters[0]._rules
 
-    def late(*given: object) -> None:
-        spin(device, LATE)
-        update(*given)  # type: ignore[arg-type]  # as it was given
+    class Late:
+        """A rule whose updates take long."""
+
+        name = "late"
+
+        def __init__(self, rule: UpdateRule) -> None:
+            self.table_bytes, self._prepare = rule.table_bytes, rule.prepare
+
+        def prepare(self, *given: Any) -> tuple[Pairs, Update]:  # noqa: ANN401  # as it was given
+            tables, update = self._prepare(*given)
+
+            def late(streams: Sequence[torch.Tensor]) -> None:
+                spin(device, LATE)
+                update(streams)
+
+            return tables, late
 
     def fails(_: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(updater_module, "_update", late)
+    params.updaters[0]._rules = {family: Late(rule) for family, rule in rules.items()}
     monkeypatch.setattr(params.store.pipeline, "outside_done", fails)
     marks: list[DeviceEvent] = []
     d2h = link.d2h

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -49,7 +50,7 @@ def own_norm(patches: ExitStack) -> None:
 
 def old_weights(patches: ExitStack) -> None:
     """Gather a weight without waiting for its update."""
-    before = HostShard.add_snapshot
+    before = HostShard.pin
 
     def pin_old(self: HostShard) -> torch.Tensor:
         if not hasattr(self, "first"):
@@ -63,9 +64,9 @@ def unwritten(patches: ExitStack) -> None:
     """Forget what an update did to a weight on disk."""
 
     def forget(self: DiskFeed, key: int) -> None:
-        lease = self._pins.pop(key)
-        lease.pager.release(changed=False)
-        lease.pager.drop_pages()
+        pager: Any = self._pins.pop(key).pager
+        pager.unpin()
+        pager.drop_pages()
 
     patches.enter_context(patch.object(DiskFeed, "_unpin", forget))
 
@@ -136,5 +137,7 @@ def mutated(course: Course, name: str, directory: Path) -> list[torch.Tensor] | 
         MUTANTS[name](patches)
         try:
             return stowed(course, directory)
+        except (AttributeError, NameError, TypeError):
+            raise  # the break itself is broken: it names what is not there
         except Exception as error:  # noqa: BLE001  # an error is noticed too
             return f"{type(error).__name__}: {error}"

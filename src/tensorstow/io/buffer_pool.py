@@ -61,7 +61,7 @@ class PooledBuffer:
         return self.pool.is_ready(self)
 
     def pin(self, *, for_write: bool = False) -> None:
-        """Return when the bytes are in memory; they stay until ``release``.
+        """Return when the bytes are in memory; they stay until ``unpin``.
 
         Raises TransferError or DamageError where they cannot be read as they were written.
         """
