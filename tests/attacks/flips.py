@@ -42,7 +42,7 @@ def make_run(root: Path, live: Path) -> None:
         for step in range(1, 7):
             commit(store, step)
             if step in {2, 4}:
-                store.pin(f"step-{step}")
+                store.add_snapshot(f"step-{step}")
         content = make_content(store, 7, extra={"loss": 0.25, "words": ["x"] * 50})
         store.commit(content)
         release_all(store, content)

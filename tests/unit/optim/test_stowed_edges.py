@@ -348,7 +348,7 @@ def test_a_failed_group_leaves_no_trace_in_the_next(
     opt.step()
     wide = nn.Parameter(torch.ones(3000, dtype=torch.bfloat16))
     with monkeypatch.context() as patch:
-        patch.setattr(opt._states().space, "reserve", refuse)
+        patch.setattr(opt._states().storage, "reserve", refuse)
         with pytest.raises(StowError, match="no room"):
             opt.add_param_group({"params": [wide]})
     late = weight(2000)
