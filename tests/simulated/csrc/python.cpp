@@ -149,6 +149,7 @@ class Collectives final : public c10d::Backend {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace simulated;
   py::module_::import("torch.distributed");
+  initialize();
   m.def("take_hazards", &take_hazards);
   m.def("busy", [](double seconds) {  // work of the current stream that takes so long
     submit(current_stream(), "busy", {}, [seconds] { busy(seconds); });

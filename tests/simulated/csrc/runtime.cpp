@@ -1,6 +1,7 @@
 #include "runtime.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -510,6 +511,7 @@ struct Randomness final : c10::GeneratorImpl {
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
+  void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return !in_child; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
@@ -546,6 +548,8 @@ const bool registered = [] {
 c10::impl::DeviceGuardImplRegistrar guard(kDevice, new Guard);
 
 }  // namespace
+
+void initialize() { at::globalContext().lazyInitDevice(kDevice); }
 
 Settings& settings() {
   static Settings* made = [] {

@@ -92,6 +92,9 @@ double now();
 void hazard(const std::string& text);
 std::vector<std::string> take_hazards();
 
+// Tells torch that the device is initialized: it asks no other whether memory is pinned.
+void initialize();
+
 // --- memory ---
 // Device addresses are never mapped for the CPU: work uses the same bytes at another address.
 void* inside(const void* device_address);
