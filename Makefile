@@ -19,13 +19,15 @@ help: ## List the targets
 demo: $(DONE)/demo ## Set everything up and run the demonstration (three to four minutes)
 	$(BIN)/tensorstow demo
 
-# Whole files, in the order of their names: what a file's tests share is made once.
+# Whole files, in the order of their names: what a file's tests share is made once. The second run
+# starts though the first fails, so that one run tells all.
 CORES := $(shell nproc 2>/dev/null || echo 2)
 TEST_PROCESSES ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
 
 test: $(DONE)/test native-tests ## Set everything up and run every test, in TEST_PROCESSES (cores, up to 4)
-	PYTHONPATH=tests $(BIN)/python -m pytest -p simulated.plugin -n $(TEST_PROCESSES) tests/gpu
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/gpu
+	PYTHONPATH=tests $(BIN)/python -m pytest -p simulated.plugin -n $(TEST_PROCESSES) tests/gpu; gpu=$$?; \
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/gpu \
+	&& exit $$gpu
 
 mutations: $(DONE)/test ## Take each wait for a device away in turn: a test must fail (ten minutes)
 	PYTHONPATH=tests $(BIN)/python -m mutations.run
