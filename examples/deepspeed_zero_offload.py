@@ -101,9 +101,9 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 def needs(args: argparse.Namespace, ranks: int = 1) -> dict[Tier, int]:
     """Return the bytes on each tier of one rank, by arithmetic over a model without memory.
 
-    On the device are weights, gradients on their way down, two blocks or so beside, and the inputs
-    that blocks keep; in host memory gradients, the weights that updates write, moments, and of fp32
-    masters the halves that bf16 weights do not say.
+    On the device are weights, gradients on their way down, on more ranks than one the weights that
+    are gathered, and the inputs that blocks keep; in host memory gradients, the weights that
+    updates write, moments and fp32 masters.
     """
     with torch.device("meta"):
         model = GPT(args).to(torch.bfloat16)

@@ -17,8 +17,9 @@ sys.path[:0] = sys.argv[1:]
 import tensorstow
 names = [m.name for m in pkgutil.walk_packages(tensorstow.__path__, "tensorstow.")]
 for name in names:
-    # What the demonstration trains is the extra [demo]; nothing else of the package imports it.
-    if not name.startswith("tensorstow.cli.demo."):
+    # What the demonstration trains is the extra [demo], and Triton is the extra [kernel]; nothing
+    # else of the package imports these modules where the extra is not installed.
+    if not name.startswith(("tensorstow.cli.demo.", "tensorstow.step.fused_kernel")):
         importlib.import_module(name)
 from tensorstow import *
 print(len(names), tensorstow.__file__)

@@ -332,7 +332,7 @@ def accept_grad_dtype(parameters: Iterable[torch.Tensor], dtype: torch.dtype) ->
         if is_lazy(parameter):
             message = (
                 "grad_dtype= was given with parameters of a lazy module, which have no dtype yet."
-                " Segment a forward of the model before the optimizer is made."
+                " Run a forward of the model before the optimizer is made."
             )
             raise DTypeError(message)
         if parameter.dtype in STATE_DTYPES:  # a frozen one may be of any

@@ -286,7 +286,7 @@ def _meta_parameter(
     if is_lazy(parameter):
         message = (
             "A parameter of a lazy module was given, which has no shape yet, and StowedOptimizer"
-            " tries the class out on shapes. StepBatch a forward of the model before it is made."
+            " tries the class out on shapes. Run a forward of the model before it is made."
         )
         raise OptionError(message)
     if shape is None:
