@@ -8,6 +8,8 @@ import torch
 import ptx
 
 pytest.importorskip("triton")
+if not torch.cuda.is_available() or torch.version.hip is not None:
+    pytest.skip("needs CUDA itself", allow_module_level=True)  # once, and not for each case
 
 from fused_cases import (
     FAMILIES,
@@ -20,9 +22,6 @@ from tensorstow.states.layout import Family
 from tensorstow.step import fused_kernel
 from tensorstow.step.update_rule import FusedRule, rule_on, why_not_fused
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.version.hip is not None, reason="needs CUDA itself"
-)
 families = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 
