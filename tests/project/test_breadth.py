@@ -6,11 +6,14 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+import pytest
 from torch import nn
 
 import tensorstow
+from handed import Parallel, modules_handed_a_gradient
 from tensorstow import Plan
 from tensorstow.fsdp.stow import stow
+from tensorstow.optim.stowed_adam import StowedAdam
 
 SOURCE = Path(tensorstow.__file__).parent
 MOST_OF_FSDP = 12
@@ -44,3 +47,24 @@ def test_stow_runs_through_few_modules(tmp_path: Path) -> None:
     made[0].close()
     assert {"stow", "sharding", "shard_storage"} <= ran
     assert len(ran) <= MOST_OF_FSDP, sorted(ran)
+
+
+# --- the way of a gradient ---
+
+IN_HOST_MEMORY = [
+    (Plan(parameters="host", states="disk"), 8),
+    (Plan(parameters="host", states="disk", overlap="backward"), 8),
+    (Plan(parameters="disk", states="disk"), 12),
+    (Plan(parameters="disk", states="disk", overlap="backward"), 12),
+]
+"""Plans, and how many modules a gradient is handed to at most; tests/gpu has those of a device."""
+
+
+@pytest.mark.parametrize(("plan", "most"), IN_HOST_MEMORY, ids=str)
+def test_a_gradient_crosses_few_modules(plan: Plan, most: int, tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, StowedAdam]:
+        return stow(Parallel(), partial(tensorstow.AdamW, lr=1e-3), plan=plan, dir=tmp_path)
+
+    crossed = modules_handed_a_gradient(make)
+    assert {"optim/stowed_adam", "states/native_pipeline"} <= crossed
+    assert len(crossed) <= most, sorted(crossed)

@@ -1,0 +1,63 @@
+"""How many modules a gradient of an accelerator's parameter is handed to, plan by plan."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from handed import WIDTH, Parallel, modules_handed_a_gradient
+from tensorstow import AdamW, PipelinePolicy, Plan, stow
+from tensorstow.optim.stowed_adam import StowedAdam
+
+STOWED = [
+    (Plan(parameters="device", states="disk"), 14),
+    (Plan(parameters="device", states="disk", overlap="forward"), 14),
+    (Plan(parameters="device", states="disk", overlap="backward"), 11),
+    (Plan(parameters="device", states="disk", update_on="device"), 14),
+    (Plan(parameters="host", states="disk"), 12),
+    (Plan(parameters="host", states="disk", overlap="forward"), 12),
+    (Plan(parameters="host", states="disk", overlap="backward"), 12),
+    (Plan(parameters="disk", states="disk"), 13),
+    (Plan(parameters="disk", states="disk", overlap="backward"), 13),
+]
+"""Plans, and how many modules a gradient is handed to at most."""
+PLAIN = [
+    ({}, 11),
+    ({"overlap": "forward"}, 11),
+    ({"overlap": "backward"}, 11),
+    ({"update_on": "device"}, 14),
+    ({"update_on": "hybrid"}, 15),
+]
+"""Options of an optimizer over a model that is on the device."""
+
+
+def settle(device: torch.device) -> None:
+    torch.accelerator.synchronize(device)
+
+
+@pytest.mark.parametrize(("plan", "most"), STOWED, ids=str)
+def test_a_gradient_crosses_few_modules(plan: Plan, most: int, device: torch.device) -> None:
+    def make() -> tuple[nn.Module, StowedAdam]:
+        return stow(Parallel(), partial(AdamW, lr=1e-3), plan=plan)
+
+    crossed = modules_handed_a_gradient(make, device, partial(settle, device))
+    assert {"optim/stowed_adam", "states/native_pipeline"} <= crossed
+    assert len(crossed) <= most, sorted(crossed)
+
+
+@pytest.mark.parametrize(("options", "most"), PLAIN, ids=str)
+def test_a_gradient_crosses_few_modules_without_stow(
+    options: dict[str, str], most: int, device: torch.device
+) -> None:
+    """A chunk for each weight: where two sides update, a gradient takes one way."""
+
+    def make() -> tuple[nn.Module, StowedAdam]:
+        model = Parallel().to(device)
+        policy = PipelinePolicy(chunk_elements=WIDTH * WIDTH)
+        named = {"states": "disk", "module": model, "policy": policy, **options}
+        return model, AdamW(model.parameters(), lr=1e-3, **named)
+
+    crossed = modules_handed_a_gradient(make, device, partial(settle, device))
+    assert {"optim/stowed_adam", "states/native_pipeline"} <= crossed
+    assert len(crossed) <= most, sorted(crossed)
