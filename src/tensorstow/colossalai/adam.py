@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.base.update_on import Overlap
+from tensorstow.checkpoint.run import DEFAULT_EVERY
 from tensorstow.optim import options
-from tensorstow.optim.options import DirectoryOption
+from tensorstow.optim.options import DirectoryOption, StatePlacement
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.kernels import prepare_kernels
-from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
-from tensorstow.states.state_store import Placement
 from tensorstow.step import validation
+from tensorstow.tensors.dtensor import gradient_of, shard_of
 
 logger = logging.getLogger("tensorstow")
 
@@ -43,6 +44,13 @@ class CPUAdam(StowedAdam):
         simd_log: Whether the instruction set and the number of threads are logged.
         grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
         policy: Sizes, threads and the I/O backend; no value changes a result.
+        states: What ``tensorstow.stow`` says: "host", or "disk", of which ``nvme_offload_fraction``
+            is on disk where that is above 0. Default: None, as the fraction says.
+        dir: The directory of a run, whose commits outlive the process, as in ``AdamW``.
+        ram_budget: As in ``AdamW``.
+        overlap: As in ``AdamW``.
+        module: As in ``AdamW``.
+        accumulation_steps: As in ``AdamW``.
 
     Raises:
         OptionError: An argument that cannot be used.
@@ -50,7 +58,7 @@ class CPUAdam(StowedAdam):
         DirectoryError: A directory that is read-only, too full or in RAM.
     """
 
-    def __init__(  # upstream's signature
+    def __init__(  # upstream's signature, then what stow() says
         self,
         model_params: ParamsT,
         lr: float = 1e-3,
@@ -66,10 +74,22 @@ class CPUAdam(StowedAdam):
         simd_log: bool = False,
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
+        states: StatePlacement | None = None,
+        dir: DirectoryOption = None,  # noqa: A002
+        ram_budget: str | int | None = None,
+        overlap: Overlap = "none",
+        module: torch.nn.Module | None = None,
+        accumulation_steps: int = 1,
     ) -> None:
         """Create the optimizer; the class documents the arguments."""
-        fraction = options.fraction_of(nvme_offload_fraction, "nvme_offload_fraction")
-        directories = options.directories(nvme_offload_dir, "nvme_offload_dir")
+        fraction = _fraction_of(nvme_offload_fraction, states)
+        scratch = options.directories(nvme_offload_dir, "nvme_offload_dir")
+        if scratch and dir is not None:
+            message = (
+                f"nvme_offload_dir={nvme_offload_dir!r} and dir={dir!r} were given: the files of a"
+                " run have one place. Leave nvme_offload_dir out."
+            )
+            raise OptionError(message)
         if simd_log:
             facts = prepare_kernels(policy)
             logger.warning("Adam runs on %s, %d threads", facts.isa, facts.threads)
@@ -89,15 +109,45 @@ class CPUAdam(StowedAdam):
                 "decoupled_weight_decay": adamw_mode,
                 "bias_correction": bias_correction,
             },
-            OffloadPolicy(
-                Placement(fraction, directories if fraction else (), None),
-                policy or PipelinePolicy(),
+            options.offload_policy(
+                options.placement(
+                    fraction,
+                    dir if dir is not None else (scratch if fraction else None) or None,
+                    ram_budget,
+                    "none" if dir is None else "commit",
+                ),
+                policy=policy,
+                overlap=overlap,
+                state_format=None,
+                amsgrad=amsgrad,
+                update_on=None,
+            ),
+            run=options.run_options(
+                module,
+                accumulation_steps=accumulation_steps,
+                commit_every=DEFAULT_EVERY,
+                extra=None,
             ),
             grad_dtype=grad_dtype,
         )
 
+    @staticmethod
+    def placement_asked(keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a caller's keywords say of the placement, by the names that a plan has.
+
+        Args:
+            keywords: Those of the constructor.
+
+        Returns:
+            The keywords; "states" is "disk" where ``nvme_offload_fraction`` is above 0.
+        """
+        asked = dict(keywords)
+        if asked.get("nvme_offload_fraction"):
+            asked.setdefault("states", "disk")
+        return asked
+
     def _check(self, parameter: torch.Tensor, name: str) -> None:
-        validation.refuse_accelerator(parameter, name)
+        validation.refuse_accelerator(shard_of(parameter), name)
         super()._check(parameter, name)
 
     def step(  # type: ignore[override]  # upstream's signature
@@ -136,7 +186,7 @@ class HybridAdam(CPUAdam):
     """
 
     def _takes(self, parameter: torch.Tensor) -> bool:
-        return parameter.device.type == "cpu"
+        return shard_of(parameter).device.type == "cpu"
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         if self._takes(parameter):
@@ -172,11 +222,11 @@ def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], factor: 
     run = torch_adamw if group["decoupled_weight_decay"] else torch_adam
     lr = group["lr"]
     run(
-        due,
-        [p.grad for p in due],
-        [s["exp_avg"] for s in states],
-        [s["exp_avg_sq"] for s in states],
-        [s["max_exp_avg_sq"] for s in states] if group["amsgrad"] else [],
+        [shard_of(p) for p in due],
+        [g for p in due if (g := gradient_of(p)) is not None],
+        [shard_of(s["exp_avg"]) for s in states],
+        [shard_of(s["exp_avg_sq"]) for s in states],
+        [shard_of(s["max_exp_avg_sq"]) for s in states] if group["amsgrad"] else [],
         [s["step"] for s in states],
         fused=True,
         grad_scale=None
@@ -206,3 +256,18 @@ def _zero_state(parameter: torch.Tensor, *, amsgrad: bool) -> dict[str, torch.Te
     names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
     zeros = {n: torch.zeros_like(parameter, memory_format=torch.preserve_format) for n in names}
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **zeros}
+
+
+def _fraction_of(given: object, states: StatePlacement | None) -> float:
+    """Return the fraction of the states on disk; raises OptionError for a contradiction."""
+    fraction = options.fraction_of(given, "nvme_offload_fraction")
+    if states is None:
+        return fraction
+    placed = options.placement(states, None, None).disk_fraction
+    if fraction and placed not in {1.0, fraction}:
+        message = (
+            f"nvme_offload_fraction={given} was given with states={states!r}: say in one place how"
+            " much of the states is on disk."
+        )
+        raise OptionError(message)
+    return fraction or placed

@@ -288,8 +288,15 @@ def _validate_one_dtype(unit: Unit) -> None:
 
 
 def given_keywords(optimizer: OptimizerFactory) -> dict[str, Any]:
-    """Return the keywords that the user has given with ``functools.partial``."""
-    return dict(optimizer.keywords) if isinstance(optimizer, partial) else {}
+    """Return the keywords that the user has given with ``functools.partial``.
+
+    A class with keywords of its own for what a plan says has ``placement_asked``, which adds those
+    of the plan.
+    """
+    if not isinstance(optimizer, partial):
+        return {}
+    translate = getattr(optimizer.func, "placement_asked", dict)
+    return dict(translate(optimizer.keywords))
 
 
 def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> None:
@@ -357,6 +364,8 @@ def validate_optimizer(made: object, placed: Mapping[str, Any]) -> StowedAdam:
         if name in _FREE and name not in placed:
             continue
         wanted = placed.get(name, _DEFAULTS[name])
+        if (name, wanted, value) == ("states", "disk", "shared"):
+            continue  # a class that is told the share beside the plan
         if name == "ram_budget" and wanted is not None:
             wanted = parse_size(wanted, name)
         if value != (wanted is not None if name == "dir" else wanted):

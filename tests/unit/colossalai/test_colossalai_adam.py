@@ -1,5 +1,7 @@
 import inspect
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 
 from compare import all_equal
-from tensorstow import AdamW, PipelinePolicy
+from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai import CPUAdam, HybridAdam
 
@@ -215,3 +217,72 @@ def test_the_directory_is_made_where_states_go_there(
     optimizer = cls(weights(), nvme_offload_fraction=1.0, nvme_offload_dir="./offload")
     assert optimizer.memory().disk_bytes > 0
     assert Path("offload").is_dir()
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(16, 4))
+
+
+def losses_of(optimizer: Callable[..., Any], **keywords: object) -> tuple[list[float], int]:
+    model, made = stow(small_model(), optimizer, **keywords)
+    losses = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        made.step()
+        made.zero_grad()
+        losses.append(loss.item())
+    on_disk = made.memory().disk_bytes
+    made.close()
+    return losses, on_disk
+
+
+@pytest.mark.parametrize("cls", [CPUAdam, HybridAdam])
+@pytest.mark.parametrize(
+    ("fraction", "plan"),
+    [
+        (0.0, "auto"),
+        (0.0, Plan(states="disk")),
+        (0.0, Plan(overlap="backward")),
+        (1.0, "auto"),
+        (0.5, "auto"),
+        (0.5, Plan(parameters="disk", states="disk")),
+    ],
+    ids=str,
+)
+def test_places_a_whole_model(cls: type[CPUAdam], fraction: float, plan: Plan | str) -> None:
+    plain, _ = losses_of(partial(AdamW, lr=1e-2, weight_decay=0.0))
+    made = partial(cls, lr=1e-2, nvme_offload_fraction=fraction)
+    losses, on_disk = losses_of(made, plan=plan)
+    assert losses == plain
+    numel = sum(p.numel() for p in small_model().parameters())
+    share = fraction or float(isinstance(plan, Plan) and plan.states == "disk")
+    assert on_disk == 8 * round(share * numel)
+
+
+def test_a_whole_model_commits_and_resumes(tmp_path: Path) -> None:
+    model, made = stow(small_model(), partial(HybridAdam, lr=1e-2), dir=tmp_path)
+    with made:
+        model(torch.ones(1, 16)).sum().backward()
+        made.step()
+    after = [p.detach().clone() for p in model.parameters()]
+    again, resumed = stow(small_model(), partial(HybridAdam, lr=1e-2), dir=tmp_path)
+    with resumed:
+        assert resumed.resume() == 1
+        assert all_equal(list(again.parameters()), after)
+
+
+def test_fraction_and_plan_may_not_contradict_each_other() -> None:
+    made = partial(HybridAdam, nvme_offload_fraction=0.5)
+    with pytest.raises(OptionError, match="Say it in one place"):
+        stow(small_model(), made, plan=Plan(states="host"))
+    with pytest.raises(OptionError, match=r"nvme_offload_fraction=0\.5 was given with states"):
+        HybridAdam(weights(), nvme_offload_fraction=0.5, states="host")
+
+
+def test_a_run_has_one_directory(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="Leave nvme_offload_dir out"):
+        HybridAdam(weights(), nvme_offload_dir=tmp_path, dir=tmp_path)
