@@ -11,7 +11,7 @@ DONE := $(VENV)/.tensorstow
 # Folders are listed too: their times change when a file is added or removed.
 NATIVE := $(shell find csrc) CMakeLists.txt pyproject.toml
 CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h')
-PYTHON_DIRS := src tests $(wildcard benchmarks examples)
+PYTHON_DIRS := src tests tools $(wildcard benchmarks examples)
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -60,7 +60,8 @@ lint: $(DONE)/dev
 stub: $(DONE)/native ## Write the native core's stub anew
 	$(BIN)/python -m nanobind.stubgen -q -m tensorstow._native -o src/tensorstow/_native.pyi
 
-format: $(DONE)/dev ## Rewrite Python and C++ in the house's format
+format: $(DONE)/dev ## Rewrite Python, C++ and the tables of modules in the house's format
+	$(BIN)/python tools/architecture.py
 	$(BIN)/ruff format $(PYTHON_DIRS)
 	$(BIN)/ruff check --fix $(PYTHON_DIRS)
 	$(BIN)/clang-format -i $(CXX_FILES)

@@ -1,1 +1,1 @@
-"""The floor: errors, sizes, cores and directories. Knows neither torch nor the native core."""
+"""Errors, sizes, tiers, plans and cores: what needs neither torch nor the native core."""

@@ -1,4 +1,4 @@
-"""The C library's allocator, told to give large blocks back.
+"""Tells the C library's allocator to return large freed blocks to the system.
 
 [Note: Large blocks] glibc serves large blocks by mappings of their own, which go back to the system
 when freed, but with every one that is freed it takes larger ones (up to 32 MiB) from its heap from

@@ -1,4 +1,4 @@
-"""How many bytes of each tier one rank may hold."""
+"""``Budget``: how many bytes of each tier one rank may use."""
 
 from dataclasses import dataclass
 

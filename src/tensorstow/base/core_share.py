@@ -1,4 +1,4 @@
-"""How ranks on one machine share what it has: pure arithmetic.
+"""How the cores of a machine are divided among its ranks: arithmetic only.
 
 [Note: Shares] Each rank has a part of the cores, whole ones: the first ranks have one more where
 they do not divide evenly. On several NUMA nodes a rank stays on one of them, in the order of ranks,

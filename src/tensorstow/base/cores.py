@@ -1,4 +1,4 @@
-"""Which cores this process may really use.
+"""Which cores this process may use, by its affinity and its cgroup.
 
 Two things narrow it: the CPU affinity and a cgroup's quota (containers). Other ranks on the same
 machine have their part of them (io/local_share.py).

@@ -1,4 +1,4 @@
-"""Which directory can hold states: what kind of filesystem it is on, and whether it will do.
+"""Checks whether a directory can hold states: its filesystem, free space and permissions.
 
 RAM that looks like a disk (tmpfs, ramfs, zram) is the trap: it takes direct I/O and every
 byte "offloaded" there stays in memory, so it is never chosen and never accepted.

@@ -1,4 +1,4 @@
-"""Every error that tensorstow raises on purpose.
+"""Every error that tensorstow raises on purpose, as a tree of classes.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Elementwise functions of torch, called once before two threads may call them at once.
+"""Calls torch's elementwise functions once, before two threads may call them at once.
 
 [Note: First calls] torch computes ``tanh``, ``sqrt`` and their like with MKL, a piece of a tensor
 in each thread. MKL (to 2024.2) looks up a function's kernel at its first call. Where two threads

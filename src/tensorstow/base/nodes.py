@@ -1,4 +1,4 @@
-"""The machine's NUMA nodes, as the system tells them."""
+"""The NUMA nodes of this machine, read from ``/sys``."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What lives where and moves when: everything the engine is told about a run."""
+"""``Plan``: the tier of parameters and states, unit by unit, and when updates run."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Python's signal handlers, kept out of a block that must not be left half way.
+"""Defers Python's signal handlers while a block runs that must not be interrupted.
 
 Python runs a handler between any two instructions of the main thread, and the handler may raise:
 Ctrl-C does. Blocking a signal by its mask would not help, for the system then gives it to another

@@ -1,4 +1,4 @@
-"""Sizes and counts: read from what people write, printed for people to read."""
+"""Reads sizes such as "48GiB", and formats bytes and counts."""
 
 import re
 from decimal import Decimal

@@ -1,4 +1,4 @@
-"""The three places where bytes can live."""
+"""``Tier``: DEVICE, HOST or DISK."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""When and where updates run: what users may say, in a plan and to an optimizer."""
+"""The values of ``overlap=`` and ``update_on=``, as types."""
 
 from typing import Literal, TypeGuard
 

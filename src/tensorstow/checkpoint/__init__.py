@@ -1,1 +1,1 @@
-"""What outlives a process: commits, the way back, state dicts, safetensors."""
+"""Commits, resume, state dicts and safetensors of an optimizer, on one rank or several."""

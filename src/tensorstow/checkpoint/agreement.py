@@ -1,4 +1,4 @@
-"""Which generations all ranks of a run have.
+"""Finds the generations that every rank of a run has.
 
 Ranks number their generations each for itself; what they committed together has one id on all.
 """

@@ -1,4 +1,4 @@
-"""A run goes on committing in another directory, where all that a resume needs is written first."""
+"""Moves a run to another directory: copies what a resume needs, then commits there."""
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace

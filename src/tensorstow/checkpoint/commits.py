@@ -1,4 +1,4 @@
-"""Commits: when one is due, what goes into it, and how it becomes durable behind the next forward.
+"""Commits: when one is due, what it contains, and the thread that makes it durable.
 
 [Note: A commit] Whether a step commits is decided before it begins, so that its update also puts
 the new weights into the ring beside the states. What is small (buffers, hyper-parameters, the

@@ -1,4 +1,4 @@
-"""Small values that the ranks of a run exchange, by torch.distributed's key-value store.
+"""Exchanges small values among ranks, by torch.distributed's key-value store.
 
 [Note: Coordinator] It uses the store that torch.distributed met over, under a prefix of its own: it
 works whatever the backend of the user's group, and disturbs none of its collectives. In a gather

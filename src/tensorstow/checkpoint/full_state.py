@@ -1,4 +1,4 @@
-"""Whole states of parameters from chunks: in RAM where they are few, else in a mapped file."""
+"""Gathers whole states from chunks: into RAM if they are small, else into a mapped file."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing

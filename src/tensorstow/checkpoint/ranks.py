@@ -1,4 +1,4 @@
-"""The ranks of a run: each with a store of its own, and all with the same commits.
+"""Makes the ranks of a run commit and resume together: a store each, the same generations.
 
 [Note: Ranks] Where parameters are sharded and torch.distributed has several ranks, all of them are
 the run, whatever meshes they form. What one of them commits is of use only with what the others

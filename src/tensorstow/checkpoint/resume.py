@@ -1,4 +1,4 @@
-"""From a commit back to an optimizer: weights are read, states stay where they are."""
+"""Loads a commit: reads the weights, and leaves the states where they are on disk."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager

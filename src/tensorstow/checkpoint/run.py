@@ -1,4 +1,4 @@
-"""What users tell an optimizer of the run that it is a part of."""
+"""Options of a durable run: how often to commit, and what ``extra`` is saved."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a caller keeps with a commit: values and tensors, taken apart and put together again."""
+"""Takes the ``extra`` values of a commit apart into JSON and tensors, and rebuilds them."""
 
 import base64
 import io

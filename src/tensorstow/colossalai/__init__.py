@@ -1,4 +1,4 @@
-"""For code written for ColossalAI: only the import line changes.
+"""ColossalAI's interface: only the import line changes.
 
 ``from colossalai.nn.optimizer import CPUAdam, HybridAdam`` becomes
 ``from tensorstow.colossalai import CPUAdam, HybridAdam``.

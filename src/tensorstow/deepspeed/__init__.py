@@ -1,4 +1,4 @@
-"""DeepSpeed's names over tensorstow's engine: ``import tensorstow.deepspeed as deepspeed``."""
+"""DeepSpeed's interface: ``import tensorstow.deepspeed as deepspeed``."""
 
 from tensorstow.deepspeed import checkpointing, ops, runtime, utils, zero
 from tensorstow.deepspeed.config.summary import summary_of

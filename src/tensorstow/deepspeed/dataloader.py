@@ -1,4 +1,4 @@
-"""The loader of the training data: micro-batches, each rank its own."""
+"""The loader of training data: each rank's own micro-batches."""
 
 from collections.abc import Callable
 from typing import Any

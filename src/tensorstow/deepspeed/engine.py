@@ -1,4 +1,4 @@
-"""What ``deepspeed.initialize`` returns first: a module that also steps its optimizer."""
+"""``DeepSpeedEngine``: a module that runs backward and steps its optimizer."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Full tensors of what each rank has a shard of, and shards of full tensors, in host memory."""
+"""Gathers full tensors from shards into host memory, and scatters them back."""
 
 from functools import cache
 

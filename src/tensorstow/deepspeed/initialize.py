@@ -1,4 +1,4 @@
-"""``deepspeed.initialize``: from a model and a configuration to an engine."""
+"""``deepspeed.initialize``: makes an engine of a model and a configuration."""
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping

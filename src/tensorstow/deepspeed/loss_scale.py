@@ -1,4 +1,4 @@
-"""The factor that keeps small fp16 gradients from vanishing: arithmetic, no tensors."""
+"""The loss scale of fp16: grows, and shrinks on overflow."""
 
 from collections.abc import Mapping
 from typing import Any

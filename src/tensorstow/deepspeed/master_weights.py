@@ -1,4 +1,4 @@
-"""The fp32 values of a model that is cast to 16 bits: where its masters begin."""
+"""fp32 values of a model before its cast to 16 bits: what its masters start as."""
 
 import torch
 import torch.distributed as dist

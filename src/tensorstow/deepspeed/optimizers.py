@@ -1,4 +1,4 @@
-"""The optimizer of a run: named in the JSON, called for, or already made by the user."""
+"""Makes the optimizer of an engine: from the JSON, a function, or the user's own."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration means to tensorstow's engine: a plan, a dtype, a directory."""
+"""Translates a DeepSpeed configuration to a plan, a dtype and a directory."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which rank this is, and how ranks find each other."""
+"""Finds this process's rank, and starts the process group."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Which models are placed: DeepSpeed's functions are told a parameter, and nothing else."""
+"""Finds the engine of a parameter, for functions that are given a parameter alone."""
 
 import weakref
 from collections.abc import Iterator

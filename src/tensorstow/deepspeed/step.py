@@ -1,4 +1,4 @@
-"""One update of an engine: the norm, clipping, the loss scale, and when it is skipped."""
+"""One update of an engine: norm, clipping, loss scale, and steps that are skipped."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""What an engine logs of its steps: every ``steps_per_print``, by the first rank."""
+"""Times an engine's steps and logs them every ``steps_per_print``, on the first rank."""
 
 import logging
 import sys

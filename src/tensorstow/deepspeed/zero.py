@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: models that are made without memory, and whole values of sharded ones."""
+"""``deepspeed.zero``: ``Init`` builds models without memory; ``GatheredParameters``."""
 
 import logging
 from collections.abc import Iterable, Iterator

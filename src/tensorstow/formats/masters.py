@@ -1,4 +1,4 @@
-"""Masters of bf16 weights, kept as what the weight does not say.
+"""fp32 masters of bf16 weights, stored as the bits that the weight lacks.
 
 [Note: Split masters] and [Note: 24-bit masters] in csrc/kernels/weights.h, in plain torch.
 """

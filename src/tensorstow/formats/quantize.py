@@ -1,4 +1,4 @@
-"""Moments in fewer bits than fp32.
+"""Moments in fewer bits than fp32: int8 with a scale for each group.
 
 [Note: Stochastic rounding] in csrc/kernels/moments.h and [Note: Byte moments] in
 csrc/kernels/group_loop.h, in plain torch, bit for bit. Where a chance is None a value is rounded

@@ -1,4 +1,4 @@
-"""The kernels' update with states in a format, in plain torch: decode, update, encode."""
+"""The update rule on encoded states, in plain torch: decode, update, encode."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

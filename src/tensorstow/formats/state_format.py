@@ -1,4 +1,4 @@
-"""How the optimizer states of a parameter are kept: streams of numbers, and what they mean.
+"""State formats: which streams each one stores, and how they convert to fp32 and back.
 
 [Note: State formats] in csrc/kernels/kernels.h says what each format is; here are the same streams
 by name, and the way to and from fp32 tensors.

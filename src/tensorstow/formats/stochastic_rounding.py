@@ -1,4 +1,4 @@
-"""Random bits that depend on nothing but a key and an element's index."""
+"""Random bits of stochastic rounding: a function of a key and an element's index."""
 
 import torch
 from torch import Tensor

@@ -1,1 +1,1 @@
-"""Whole models over DEVICE, HOST and DISK: FSDP2 gathers, this decides what lives where."""
+"""``stow``: whole models on FSDP2, with shards on DEVICE, HOST or DISK."""

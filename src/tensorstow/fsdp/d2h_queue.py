@@ -1,4 +1,4 @@
-"""Copies of gradients from the device to host memory, beside what the device computes next.
+"""A queue of gradient copies from the device to host memory, beside the device's work.
 
 [Note: Sums] The first micro-batch's gradient keeps its dtype; with the second the sum becomes fp32,
 so that a bf16 sum does not lose what comes late. FSDP2 adds to ``.grad`` of a parameter's shard, so

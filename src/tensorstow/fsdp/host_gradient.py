@@ -1,4 +1,4 @@
-"""A gradient on the device whose elements are in host memory: what stands in ``.grad`` for it."""
+"""A gradient on the device whose elements are in host memory: the tensor in ``.grad``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self

@@ -1,4 +1,4 @@
-"""What a stowed model's parameters hold and move, counted."""
+"""Counts the bytes that a stowed model's parameters hold and have moved."""
 
 from dataclasses import dataclass
 

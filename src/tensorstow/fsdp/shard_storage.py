@@ -1,4 +1,4 @@
-"""Where the bytes of a parameter's shard are: in host memory, or on disk and read when needed.
+"""Where a shard's bytes are: in host memory, or on disk and read before they are needed.
 
 [Note: Copies for an all-gather] FSDP2 copies what it gathers one unit after the other, and it has
 copied a unit's bytes when it asks for the next unit's. So one unit on disk is pinned for that at a

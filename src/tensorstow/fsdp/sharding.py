@@ -1,4 +1,4 @@
-"""How a model is sharded: the ranks and their mesh, each rank's rows, and units given to FSDP2."""
+"""Shards a model: the device mesh, each rank's rows, and the units given to FSDP2."""
 
 import os
 from collections.abc import Mapping

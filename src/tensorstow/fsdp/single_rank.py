@@ -1,4 +1,4 @@
-"""One rank on the CPU: weights are computed with in place, gradients are reduced in place.
+"""One rank on the CPU: no all-gather; weights and gradients are used in place.
 
 [Note: Single rank] Where a parameter is sharded over one rank, FSDP2 still copies each weight
 before use and each gradient twice after it. None of that is needed on the CPU in a weight's own

@@ -1,4 +1,4 @@
-"""``state_dict`` of a sharded model: plain tensors that anybody can save, and the way back.
+"""``state_dict`` of a stowed model as plain tensors; loads whole or sharded ones.
 
 On one rank values are plain tensors, on several DTensors over plain shards: of parameters in host
 memory the memory itself, as torch's own state dicts have it, and of those on disk a copy, which is

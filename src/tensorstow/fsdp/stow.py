@@ -1,4 +1,4 @@
-"""``stow``: a model and its optimizer over DEVICE, HOST and DISK."""
+"""``stow``: places a model and its optimizer on DEVICE, HOST and DISK."""
 
 import os
 import weakref

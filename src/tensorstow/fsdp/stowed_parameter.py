@@ -1,4 +1,4 @@
-"""A sharded parameter whose bytes are elsewhere: FSDP2's extension asks for them at an all-gather.
+"""A sharded parameter without memory: FSDP2 asks it for its bytes at each all-gather.
 
 [Note: What FSDP2 does to it] In ``fully_shard`` it splits the parameter, pads the shard and takes
 views. None of that needs bytes, so until the storage ``is_sharded`` every operation is arithmetic

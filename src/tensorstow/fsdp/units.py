@@ -1,4 +1,4 @@
-"""Units: the modules whose parameters are unsharded and resharded together."""
+"""Units: modules whose parameters are all-gathered and freed together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

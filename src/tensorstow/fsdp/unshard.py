@@ -1,4 +1,4 @@
-"""Hooks that unshard weights so that training can use them, and reshard them before they are old.
+"""Hooks that unshard weights for reading, and reshard before an update makes them stale.
 
 [Note: Unsharded weights] FSDP2 makes the memory of an unsharded weight at the first forward and
 uses it ever after, and it does not unshard what is unsharded. Three things follow that are mended

@@ -1,4 +1,4 @@
-"""Everything that ``stow`` refuses, checked before anything is placed.
+"""Checks everything that ``stow`` refuses, before anything is placed.
 
 Arguments of a wrong kind, devices and meshes that do not fit the plan, parameters that FSDP2 cannot
 shard, optimizers that contradict the plan, and ranks that were called with different arguments,

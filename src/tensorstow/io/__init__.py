@@ -1,1 +1,1 @@
-"""Bytes between memory and files: aligned memory, files, and the engine that serves here."""
+"""Memory and files: aligned and pinned memory, asynchronous I/O, the link to a device."""

@@ -1,4 +1,4 @@
-"""Page-aligned memory of our own: one mapping, cut once."""
+"""Page-aligned host memory: one mapping, cut into parts."""
 
 import ctypes
 import mmap

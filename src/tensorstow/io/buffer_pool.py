@@ -1,4 +1,4 @@
-"""A buffer pool: tensors on disk, read into memory while they are pinned.
+"""A buffer pool for tensors on disk: read when pinned, written back when dirty.
 
 [Note: A buffer's memory] Each buffer has a range of addresses of its own for ever, and pages only
 while somebody needs its bytes: they are read into place, and the pages are given back. So a weight

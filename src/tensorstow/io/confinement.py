@@ -1,4 +1,4 @@
-"""Where this rank's native threads run, and which node its memory comes from.
+"""Restricts this rank's native threads and memory to its cores and NUMA node.
 
 [Note: Confinement] Only threads of our own are restricted, each by itself when it starts; the
 caller's, torch's and the interpreter's stay where they are. One process is one rank, so it has one

@@ -1,4 +1,4 @@
-"""Which I/O backend serves: the best one that really moves bytes here, and why not a better one."""
+"""Chooses the I/O backend: tries io_uring, else a thread pool, and says why."""
 
 import errno as codes
 import logging

@@ -1,4 +1,4 @@
-"""Files that tensors are read from and written to, asynchronously and past the page cache."""
+"""Files that tensors are read from and written to asynchronously, by direct I/O."""
 
 import errno as codes
 import fcntl

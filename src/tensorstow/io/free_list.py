@@ -1,4 +1,4 @@
-"""The free byte ranges of a file: arithmetic, no I/O."""
+"""The free byte ranges of a file: arithmetic only."""
 
 import bisect
 

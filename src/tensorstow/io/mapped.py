@@ -1,4 +1,4 @@
-"""Files that are written piece by piece, at any byte, and read as memory.
+"""Files that are written in pieces and read as mapped memory.
 
 [Note: Mapped files] They go through the page cache: pieces begin at any byte, not at a block, and
 who asks for such a file mostly reads it next. Write-back starts behind every few MiB and what is

@@ -1,4 +1,4 @@
-"""Host memory that an accelerator copies from and to, registered with it where that works."""
+"""Pinned host memory: registered with the driver, or from torch's allocator."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Scratch files: files without a name, whose disk space is freed when the process ends."""
+"""Scratch files: files without a name, freed when the process ends."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""What the planner counts with: a model that is traced without memory."""
+"""What the planner measures: models built and traced without memory."""

@@ -1,4 +1,4 @@
-"""Bytes of activations and operations of one micro-batch, traced with fake tensors.
+"""Bytes of activations, and operations, of one micro-batch: traced with fake tensors.
 
 torch's memory tracker follows forward and backward of the model without memory. A deep model of
 transformers is traced with two layers and with three; what a layer adds is added for each.

@@ -1,4 +1,4 @@
-"""Models that are named on a command line, built on the meta device: no weights, no network."""
+"""Builds the model that a command line names, on the meta device."""
 
 import importlib
 import inspect

@@ -1,1 +1,1 @@
-"""Optimizers with torch's interface whose states are on any tier."""
+"""``AdamW``, ``Adam`` and ``StowedOptimizer``: torch's interface, states on any tier."""

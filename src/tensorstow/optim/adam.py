@@ -1,4 +1,4 @@
-"""Adam and AdamW whose states are stowed over RAM and disk."""
+"""``Adam`` and ``AdamW``: torch's signatures, with states in RAM or on disk."""
 
 from collections.abc import Callable
 from typing import Any

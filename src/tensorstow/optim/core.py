@@ -1,4 +1,4 @@
-"""What an optimizer runs on, and how it ends.
+"""What an optimizer owns (store, pipeline, threads), and how all of it is closed.
 
 [Note: One end] Wrappers are made from an optimizer's class or share its ``__dict__``, so the
 optimizer object has no finalizer: it holds a ``Core``, as does whoever shares it, and the core ends

@@ -1,4 +1,4 @@
-"""Keys of parameter groups: torch keeps what it does not know, and a typo would change nothing.
+"""Checks the keys of parameter groups: a misspelled one would have no effect.
 
 Users keep keys of their own in groups, so a name that is like none of ours is theirs.
 """

@@ -1,4 +1,4 @@
-"""What users write in an optimizer's constructor, read and checked before anything is allocated."""
+"""Reads and checks the keywords of an optimizer's constructor, before any allocation."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

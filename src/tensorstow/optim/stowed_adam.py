@@ -1,4 +1,4 @@
-"""What every Adam here shares: torch's interface over stowed states."""
+"""``StowedAdam``: torch's optimizer interface over stowed states; base of Adam and AdamW."""
 
 import os
 import weakref

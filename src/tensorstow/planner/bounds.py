@@ -1,4 +1,4 @@
-"""Bounds that a run keeps, in bytes and units, for what keeps them and for what predicts them."""
+"""Limits that a run enforces and the planner counts with, in bytes and units."""
 
 MIN_UNITS_IN_MEMORY = 3
 """Units on disk that are in memory at once, at least: one is computed with, others are updated."""

@@ -1,4 +1,4 @@
-"""What of a model decides how many bytes a run holds: its units, as sizes of one rank's share."""
+"""The sizes of a model's units, as one rank's share."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

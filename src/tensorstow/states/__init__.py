@@ -1,1 +1,1 @@
-"""Where states live and how they move: layout, memory formula, chunks, the native pipeline."""
+"""Where optimizer states are, and how they move: layout, chunks, the native pipeline."""

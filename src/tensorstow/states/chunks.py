@@ -1,4 +1,4 @@
-"""Chunks in their places: the memory that one stays in or passes through, and its states in it."""
+"""Chunks: where each one's states are in memory, and views of them by stream."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the update runs on here: instruction set and threads."""
+"""The kernel that updates run on here: its instruction set and its threads."""
 
 from dataclasses import dataclass
 

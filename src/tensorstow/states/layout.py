@@ -1,4 +1,4 @@
-"""Where every element of the optimizer states goes: pure arithmetic over sizes.
+"""Where every element of the states goes, chunk by chunk: arithmetic over sizes.
 
 The parameters of one family (same dtype, same state streams) are laid one after the other in two
 flat spaces, one in RAM and one on disk; a space is cut every ``capacity`` elements. So a chunk

@@ -1,4 +1,4 @@
-"""What lives where, in bytes: the closed formula, and the rule by which chunks stay in RAM."""
+"""The bytes of states in RAM, in the ring and on disk, and which chunks stay in RAM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The native pipeline over a set of chunks: its life, its failures, its counters."""
+"""The native pipeline over a set of chunks: begins steps, counts, reports failures."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Everything that users decide about where states live and when they move."""
+"""``OffloadPolicy``: what users choose about states: tier, budget, format, overlap."""
 
 from dataclasses import dataclass, field
 

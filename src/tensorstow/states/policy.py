@@ -1,4 +1,4 @@
-"""How states are moved: one frozen object instead of a handful of keywords."""
+"""``PipelinePolicy``: chunk size, threads, backend, depth; none changes a result."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Scratch files: disk space for chunks that is gone with the process."""
+"""Disk space of chunks in scratch files, freed when the process ends."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The optimizer states of a set of parameters, stowed over RAM and disk."""
+"""The states of a set of numbered parameters: adds, steps, reads and loads them."""
 
 import os
 import weakref

@@ -1,4 +1,4 @@
-"""Durable disk space: the extents of a store, two for each chunk."""
+"""Disk space of chunks in a store: two extents each, so that a commit stays whole."""
 
 from collections.abc import Sequence
 from pathlib import Path

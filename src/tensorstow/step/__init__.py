@@ -1,1 +1,1 @@
-"""One step: which parameters take part, the schedules, and how gradients reach the update."""
+"""One step: which parameters take part, when updates run, and how gradients get there."""

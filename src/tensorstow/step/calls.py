@@ -1,4 +1,4 @@
-"""One call of an optimizer at a time: what other threads and signal handlers may ask of it.
+"""One call of an optimizer at a time: other threads wait, calls from inside are refused.
 
 [Note: Calls] A call of another thread waits until the one under way is over. A call from within
 one, which a signal handler makes, or a function that the optimizer calls (``extra``), cannot wait:

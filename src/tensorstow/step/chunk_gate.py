@@ -1,4 +1,4 @@
-"""Which chunks of a step still await gradients: counted once, for all feeds.
+"""Counts which gradients each chunk of a step still awaits.
 
 [Note: One count] A chunk of states is updated as one, when every gradient that it will get is
 final. Its parameters may live on different tiers, and then their gradients come by different feeds.

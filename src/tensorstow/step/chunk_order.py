@@ -1,4 +1,4 @@
-"""In which order chunks are taken: by the order in which their parameters come along."""
+"""The order in which chunks are updated: by when their parameters come along."""
 
 from collections.abc import Sequence
 

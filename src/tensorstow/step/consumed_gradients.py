@@ -1,4 +1,4 @@
-"""``overlap="backward"``: each gradient is handed over as soon as it is final.
+"""Takes gradients under ``overlap="backward"`` as they become final, and frees them.
 
 [Note: Final] A parameter's gradient is final when autograd has accumulated it in the last backward
 of the step. Which backward is the last is known by counting (``accumulation_steps``) or by the

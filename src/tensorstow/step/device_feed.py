@@ -1,4 +1,4 @@
-"""Gradients of an accelerator's parameters are copied down by chunk, new weights back up.
+"""Copies the gradients of device parameters to the host by chunk, and new weights back.
 
 [Note: By chunk] What crosses the link at once is what one chunk of states needs: the pieces of its
 parameters' gradients, into one slot of pinned staging memory, when the chunk awaits no more

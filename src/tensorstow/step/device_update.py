@@ -1,4 +1,4 @@
-"""The updater: states go up to the accelerator by chunk, are updated there, and come down again.
+"""Updates chunks on the accelerator: copies states up, updates them, copies them down.
 
 [Note: Through the device] The pipeline reads, verifies and writes as ever; a chunk whose states are
 in memory is lent to the updater instead of the kernel. Gradients and weights stay where they are,

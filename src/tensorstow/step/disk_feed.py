@@ -1,4 +1,4 @@
-"""Weights that are on disk: pinned in memory while a step updates them, or a commit reads them.
+"""Pins weights on disk in memory while a step updates them or a commit reads them.
 
 [Note: Pins] A step that touches such weights is an open one, whatever the schedule. The pipeline
 touches the weights of a chunk only while it works on that chunk, and it does so when it has all

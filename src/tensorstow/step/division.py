@@ -1,4 +1,4 @@
-"""Which share of the states the device updates, and how that is found out.
+"""Which share of the chunks the device updates: ``hybrid`` and ``auto`` measure it.
 
 [Note: Shares] The bits are the same wherever a chunk is updated, so the first steps of a run may
 try what they like: they are steps as any others.

@@ -1,4 +1,4 @@
-"""``overlap="forward"``: who has to wait for which new weights, and in which order they are needed.
+"""Which module waits for which new weights under ``overlap="forward"``.
 
 [Note: Waiting] A block of the model (a child of a ``ModuleList`` or ``Sequential``) waits, before
 it runs, for every parameter in it, whichever of its modules reads them. A module outside of all

@@ -1,4 +1,4 @@
-"""The Adam rule in one kernel of Triton's: a chunk's parameters in one launch, in any format.
+"""The update rule as one Triton kernel: one launch per chunk, in any state format.
 
 [Note: The fused kernel] It is ``adam_reference_in_format`` again, operation by operation: decode,
 update, encode, with each intermediate in a register. The bits are the reference's, so

@@ -1,4 +1,4 @@
-"""The one way of a gradient: from final to used, whatever tier its weight lives on.
+"""Feeds: they take a final gradient to its chunk's update, whichever tier the weight is on.
 
 [Note: Feeds] Where a weight lives decides how its gradient reaches the pipeline and how the new
 weight comes back. One feed for each tier knows that, and nobody else does:

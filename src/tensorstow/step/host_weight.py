@@ -1,4 +1,4 @@
-"""Mirrors: the weights of an accelerator's parameters in host memory, where the kernel writes them.
+"""The copy in host memory of a weight on an accelerator: the kernel writes the new one there.
 
 [Note: Mirrors] A mirror is the newer of the two from the update of its parameter until the new
 weight has gone up, and again when others have written the parameter it is the older one, which its

@@ -1,4 +1,4 @@
-"""Which calls are legal when: one table for all schedules.
+"""Which methods may be called in which state of a step: one table for all schedules.
 
 [Note: Legal calls] Beside backward a step begins with the first gradient that is final and ends
 with ``step()``; in between, weights are some new and some old. The other schedules have no such

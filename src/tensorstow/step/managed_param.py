@@ -1,4 +1,4 @@
-"""One parameter whose states we keep, and what one step does with it."""
+"""One parameter whose states are kept, and its part in a step."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

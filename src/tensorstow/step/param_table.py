@@ -1,4 +1,4 @@
-"""Which parameters have states in the store, and under which number."""
+"""``ParamTable``: every parameter that has states, by number."""
 
 import logging
 import weakref

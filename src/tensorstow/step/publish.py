@@ -1,4 +1,4 @@
-"""Weights that the kernel writes in host memory of their own, and how they get to the parameter."""
+"""Copies a new weight from host memory of its own to the parameter."""
 
 from dataclasses import replace
 

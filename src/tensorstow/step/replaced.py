@@ -1,4 +1,4 @@
-"""Weights whose memory somebody exchanged, wrote or freed while their update was under way.
+"""Detects weights whose memory was replaced, written or freed during their update.
 
 [Note: Replaced] The pipeline writes to the memory that a step was given, and holds it until it is
 done. Whoever asks the parameter for it waits ([Note: Unpublished]); past that go tensors that were

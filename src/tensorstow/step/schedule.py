@@ -1,4 +1,4 @@
-"""When updates run: before ``step()`` returns, beside the next forward, or beside backward.
+"""The interface of schedules: updates inside ``step()``, or beside forward or backward.
 
 [Note: Schedules] All three take the same steps by the same path ([Note: Feeds]), so they differ in
 when a weight is published and in nothing else.

@@ -1,4 +1,4 @@
-"""What a chunk's update on an accelerator is made of: the parts of parameters in it."""
+"""The parts of parameters that a chunk's update on the device consists of."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

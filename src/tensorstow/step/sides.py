@@ -1,4 +1,4 @@
-"""Steps whose updates run on the accelerator, all of them or some.
+"""Runs a step's updates on the device, or on device and host at once.
 
 [Note: Both at once] Gradients of the host's chunks come down (``DeviceFeed``), states of the
 device's go up (``DeviceUpdater``), in one open step of the pipeline, whose ring both share. So

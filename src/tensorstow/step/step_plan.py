@@ -1,4 +1,4 @@
-"""One step of an optimizer: who takes part in it, and with which numbers."""
+"""``StepPlan``: the parameters of one step, with their hyper-parameters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Parameters whose new weights are not there yet: whoever reads one waits for it.
+"""Makes whoever reads a parameter wait until its update is done.
 
 [Note: Unpublished] While its update is under way, a parameter is of a class of ours, derived from
 its own, whose ``__torch_function__`` waits, gives the parameter its own class back, and goes on

@@ -1,4 +1,4 @@
-"""What ``torch.amp.GradScaler`` leaves in ``.grad``: gradients without its scale.
+"""Divides gradients by the scale of ``torch.amp.GradScaler``, as torch leaves them.
 
 [Note: Unscaling] Behind ``scaler.step(optimizer)`` torch's optimizers leave ``.grad`` divided by
 the scale, whether their step was taken or not, and so do ours. An fp32 gradient is multiplied where

@@ -1,4 +1,4 @@
-"""Which rule updates a chunk on an accelerator: one fused kernel, or the reference in torch.
+"""Chooses what updates chunks on the device: the fused kernel, or torch's operations.
 
 [Note: Two rules] Both give the host's bits, so which one runs is a matter of time and memory alone:
 the fused kernel is one launch a chunk and makes no temporaries; the reference is twenty launches or

@@ -1,4 +1,4 @@
-"""What a step is given, checked: parameters, gradients, hyper-parameters, saved states."""
+"""Checks what a step is given: parameters, gradients, hyper-parameters, saved states."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,1 +1,1 @@
-"""What is kept on disk: extents in data files, generations in a manifest, and who holds it."""
+"""Durable storage: extents in data files, generations in an SQLite manifest, one lock."""

@@ -1,4 +1,4 @@
-"""What a forked child lets go of at once, before any of its own code runs.
+"""What a forked child closes before any of its own code runs.
 
 An flock belongs to the open file, which a child shares: a killed parent's store would stay locked
 for as long as a data loader's worker lives. A SQLite handle must not be touched in a child, not

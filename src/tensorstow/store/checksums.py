@@ -1,4 +1,4 @@
-"""Checksums of what is kept: per block of a chunk, and per tensor."""
+"""Checksums of stored bytes: one per block of a chunk, and one per tensor."""
 
 import struct
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The data files: one per directory, each saying in its first page which run it belongs to."""
+"""The data files: one per directory, with a label that names the run it belongs to."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Digests over rows of the manifest: SQLite does not check its pages.
+"""Digests over the manifest's rows: SQLite does not check its pages.
 
 [Note: Digests] Each generation has one over all its rows, made from the values that are inserted
 and compared with those that are read, before any of them is believed. The seal is one over what

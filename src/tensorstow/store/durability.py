@@ -1,4 +1,4 @@
-"""Everything that makes writes durable, behind one small interface.
+"""Everything that makes writes durable, behind one interface that tests replace.
 
 [Note: Durability] A commit is durable because three things happen in this order: data is written,
 `sync_file` returns, the manifest's transaction ends. A file exists because its directory was

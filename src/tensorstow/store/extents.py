@@ -1,4 +1,4 @@
-"""Which bytes of the data files are in use, by whom, and which are free: arithmetic, no I/O."""
+"""Extents: which bytes of the data files are in use, and by whom. Arithmetic only."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Heads: in each data file, what the manifest must have.
+"""Heads: each data file records the manifest's newest transaction, so that a loss is noticed.
 
 [Note: Heads] SQLite tells bytes of its log that were damaged from those of an unfinished
 transaction by nothing: it goes back to the last one that is whole, and a log that is gone is no

@@ -1,4 +1,4 @@
-"""What is in a store, found out without holding it: for people who only look."""
+"""What a store holds, read without taking its lock."""
 
 import sqlite3
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Whether a store's files are still where the run says.
+"""Checks that the open files are still the ones that their paths name.
 
 A file that is deleted or moved while it is open goes on taking writes and syncs, and nobody will
 find them: only comparing what is open with what the path leads to tells.

@@ -1,4 +1,4 @@
-"""One holder per directory, known by its process."""
+"""The lock of a directory: one process at a time, named in the refusal."""
 
 import contextlib
 import errno as codes

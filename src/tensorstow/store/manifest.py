@@ -1,4 +1,4 @@
-"""The manifest: which generations there are and what they hold. One SQLite file, one connection."""
+"""The manifest: an SQLite file with all generations and what each refers to."""
 
 import ctypes
 import logging

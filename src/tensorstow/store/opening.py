@@ -1,4 +1,4 @@
-"""How a store's parts are opened or made, in an order that a crash at any point leaves openable."""
+"""Opens or creates the parts of a store, in an order that survives a crash at any point."""
 
 import os
 import uuid

@@ -1,4 +1,4 @@
-"""What a scrub reads at once, and how it tells whether those bytes are what was written."""
+"""The pieces that a scrub reads, and how each is checked."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Where the stores of a run of several ranks are: side by side in the directory that users name."""
+"""The directories of the stores of several ranks, inside the run's directory."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a store keeps: extents, chunks, tensors, and the generations made of them."""
+"""Extents, chunks, tensors and generations, as values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

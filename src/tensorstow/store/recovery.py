@@ -1,4 +1,4 @@
-"""A new manifest of what is whole in a damaged one, when its owner says so.
+"""Rebuilds a damaged manifest from its intact rows, when asked to.
 
 The old one is kept beside it. Nothing in the data files is touched but their heads, so what the new
 manifest does not speak of is free from then on.

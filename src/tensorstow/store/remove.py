@@ -1,4 +1,4 @@
-"""Removing a dead run's store: its own files, provably, and nothing else."""
+"""Removes the files of a dead run's store, and nothing else."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""Which generations there are, which are meant, and which may go."""
+"""Finds a generation by number or snapshot name, and those that may be dropped."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The manifest's tables, its marks, and what its errors mean."""
+"""The manifest's tables, and what SQLite's errors mean."""
 
 import errno as codes
 import sqlite3

@@ -1,4 +1,4 @@
-"""Reading everything back that is kept, and saying what is not what was written."""
+"""Reads back everything that is stored, and reports what is damaged."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Room in the data files: handed out, grown, given back."""
+"""Allocates extents from the data files, grows the files, and frees extents."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The store: extents to write to, and commits that make what was written a generation."""
+"""``Store``: writes to free extents, and commits them as a generation."""
 
 import errno as codes
 import logging

@@ -1,4 +1,4 @@
-"""Whole tensors to files and back, piece by piece."""
+"""Writes whole tensors to a store's files and reads them back, piece by piece."""
 
 from collections import deque
 

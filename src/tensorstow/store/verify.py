@@ -1,4 +1,4 @@
-"""Whether the manifest's rows are those that were written, and what of them still is.
+"""Checks that the manifest's rows are those that were written.
 
 [Note: Digests] in `digests`. Nothing that a row says is used before this was asked.
 """

@@ -1,4 +1,4 @@
-"""For code written for TensorNVMe: only the import line changes.
+"""TensorNVMe's interface: only the import line changes.
 
 ``from tensornvme import DiskOffloader`` becomes
 ``from tensorstow.tensornvme import DiskOffloader``, and

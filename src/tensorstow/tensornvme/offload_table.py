@@ -1,4 +1,4 @@
-"""Tensors in memory, on disk, or on their way between the two."""
+"""Which tensors are in memory, on disk, or moving between the two."""
 
 import os
 from collections import deque

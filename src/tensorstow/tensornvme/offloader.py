@@ -1,4 +1,4 @@
-"""Tensors that give up their memory to a disk and get it back, bit for bit."""
+"""``DiskOffloader``: writes tensors to disk, frees their memory, and reads them back."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""A file that is written in the background, one piece behind the other."""
+"""``AsyncFileWriter``: writes a file in the background."""
 
 import ctypes
 import logging

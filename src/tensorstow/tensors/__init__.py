@@ -1,1 +1,1 @@
-"""Tensors that stand for values elsewhere, and what this rank has of a sharded one."""
+"""Tensors that stand for values elsewhere, and this rank's part of a DTensor."""

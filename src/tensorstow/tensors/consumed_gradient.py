@@ -1,4 +1,4 @@
-"""What stands in ``.grad`` for a gradient that has left it."""
+"""The tensor in ``.grad`` of a gradient that the update has taken: no values, only errors."""
 
 from typing import NoReturn
 

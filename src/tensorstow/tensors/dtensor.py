@@ -1,4 +1,4 @@
-"""What this rank has of a parameter, and of its gradient.
+"""This rank's part of a DTensor and of its gradient: its rows, mesh and memory.
 
 [Note: Shards] FSDP2 makes every parameter a DTensor, of which a rank holds one shard. States are
 kept of the shard, so everything here that reads bytes works on it, and everything that users see

@@ -1,4 +1,4 @@
-"""What stands in ``optimizer.state`` for a state that is on disk."""
+"""The tensor in ``optimizer.state`` of a state on disk: read when asked for."""
 
 from typing import NoReturn, Self
 

@@ -1,4 +1,4 @@
-"""Tensors without memory, that stand where others were or will be."""
+"""Tensors without memory, of some shape and dtype, whose values cannot be read."""
 
 from typing import Any, NoReturn, Self
 

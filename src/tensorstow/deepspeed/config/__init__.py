@@ -1,1 +1,1 @@
-"""What DeepSpeed's JSON says: read, checked, and what becomes of each key."""
+"""DeepSpeed's JSON configuration: read, checked, and explained key by key."""

@@ -1,4 +1,4 @@
-"""What is known of one key of a DeepSpeed configuration: the values it takes, its support."""
+"""``Key``: the values that one key of the configuration takes, and its support."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration, by path, and which answer it gets.
+"""The table of all keys of a DeepSpeed configuration, with the support of each.
 
 HONOURED: it decides something here. NO_MEANING: it tunes or watches machinery that is not here, and
 training computes the same without it; said once. REFUSED: it would change what is computed or kept,

@@ -1,4 +1,4 @@
-"""``read_settings``: a DeepSpeed configuration as Settings, checked as a whole."""
+"""``read_settings``: checks a configuration as a whole, and returns ``Settings``."""
 
 from collections.abc import Mapping
 from dataclasses import fields

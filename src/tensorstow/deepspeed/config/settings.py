@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration says, in types: what everything behind the JSON reads."""
+"""``Settings``: a DeepSpeed configuration as typed values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What becomes of each key of a configuration, as a table for people."""
+"""A table of what becomes of each key: honoured, ignored or refused."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""From a nested configuration to known keys with their values, each checked.
+"""Checks each key that is given, and its value.
 
 Unknown keys and values that cannot be honoured are refused.
 """

@@ -1,1 +1,1 @@
-"""Any torch optimizer's states, stowed: its own step runs over one piece after the other."""
+"""``StowedOptimizer``: any torch optimizer, by running its own step on one piece at a time."""

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter, taken apart: large tensors for the disk, the rest not.
+"""Separates what an optimizer keeps for a parameter: large tensors to disk, the rest in RAM.
 
 An entry is ``optimizer.state[parameter]``: tensors, numbers, and containers of them, by name. A
 name whose value holds a large tensor goes to disk as a whole; what is small in it (a count beside

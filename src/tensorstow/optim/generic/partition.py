@@ -1,4 +1,4 @@
-"""Where a large parameter may be cut so that torch's kernels give the same bits: arithmetic only.
+"""Where a large parameter may be cut so that torch's kernels give the same bits.
 
 [Note: Cuts that change no bit]
 A kernel of torch's takes a tensor in ranges, one for each thread, and each range in vectors; the

@@ -1,4 +1,4 @@
-"""One piece's step: its states are handed to the class, what comes back is packed."""
+"""Steps one piece: unpacks its states, calls the class's step, packs the result."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

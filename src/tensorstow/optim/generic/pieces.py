@@ -1,4 +1,4 @@
-"""Pieces: what moves and is stepped as one, a whole parameter or a chunk of a large one."""
+"""Pieces: a whole parameter, or a part of a large one, that moves and is stepped as one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

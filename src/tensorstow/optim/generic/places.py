@@ -1,4 +1,4 @@
-"""Where pieces lie on disk. Nothing else knows: another kind of place needs only these methods."""
+"""Where pieces lie on disk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

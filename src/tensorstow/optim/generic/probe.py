@@ -1,4 +1,4 @@
-"""Whether a class may be stepped piece by piece: tried out on small tensors before it is.
+"""Tries a class on small tensors: may it be stepped piece by piece?
 
 A net, and not a proof: a class must be known, or declared, to be per parameter to come here.
 """

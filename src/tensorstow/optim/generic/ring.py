@@ -1,4 +1,4 @@
-"""A bounded run of memory, lent in pieces of any size, first in first out."""
+"""A bounded ring of memory: allocated in any size, freed first in, first out."""
 
 from collections import deque
 from dataclasses import dataclass

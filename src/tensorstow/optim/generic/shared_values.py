@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside the states of parameters, handed on from piece to piece.
+"""What an optimizer keeps over all parameters (counters, modes), passed from piece to piece.
 
 [Note: Values over all parameters]
 A class may count its steps in ``group["step"]``, in ``self.count`` or in ``self.state["count"]``.

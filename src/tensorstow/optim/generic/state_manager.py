@@ -1,4 +1,4 @@
-"""The states of one optimizer's parameters: kept, stepped over, read and set."""
+"""The states of one ``StowedOptimizer``: stores, steps, reads and sets them."""
 
 import os
 import threading

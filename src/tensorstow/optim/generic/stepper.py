@@ -1,4 +1,4 @@
-"""An optimizer of the user's class, lent parameters, options and states for one call at a time."""
+"""An instance of the user's class that is given one piece's parameters and states per call."""
 
 import warnings
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""StowedOptimizer: any torch optimizer class, with its states in RAM, on disk, or shared."""
+"""``StowedOptimizer``: any torch optimizer class, its states in RAM, on disk, or both."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

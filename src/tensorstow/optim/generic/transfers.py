@@ -1,4 +1,4 @@
-"""Pieces between their places on disk and a bounded ring of memory."""
+"""Moves pieces between disk and the ring: reads ahead, writes behind."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""What a stowed optimizer of any class is given: checked, and refused by name."""
+"""Checks the arguments of ``StowedOptimizer``."""
 
 import inspect
 from collections.abc import Mapping
