@@ -19,7 +19,7 @@ import tensorstow.deepspeed as deepspeed
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.reading import read_settings
-from tensorstow.deepspeed.plans import plan_of
+from tensorstow.deepspeed.plans import plan_of, state_format_of
 from tensorstow.fsdp.units import units_of
 from tensorstow.planner.placement import Conditions, bytes_of
 from tensorstow.planner.sizes import Sizes
@@ -103,13 +103,14 @@ def needs(args: argparse.Namespace, ranks: int = 1) -> dict[Tier, int]:
 
     On the device are weights, gradients on their way down, on more ranks than one the weights that
     are gathered, and the inputs that blocks keep; in host memory gradients, the weights that
-    updates write, moments and fp32 masters.
+    updates write, moments, and of fp32 masters the halves that bf16 weights do not say.
     """
     with torch.device("meta"):
         model = GPT(args).to(torch.bfloat16)
     settings = read_settings(args.deepspeed_config, ranks)
     sizes = Sizes.of(units_of(model), ranks)
-    held = dict(bytes_of(plan_of(settings), sizes, Conditions(device_is_host=False)))
+    conditions = Conditions(device_is_host=False, state_format=state_format_of(torch.bfloat16))
+    held = dict(bytes_of(plan_of(settings), sizes, conditions))
     inputs = args.num_layers * settings.batch.micro * args.sequence * args.hidden_size
     held[Tier.DEVICE] += inputs * torch.bfloat16.itemsize
     return held

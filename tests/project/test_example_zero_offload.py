@@ -29,8 +29,8 @@ def test_states_of_ten_billion_parameters_are_in_host_memory(example: ModuleType
     falling = 256 << 20  # gradients on their way down
     assert held["device"] == 2 * PARAMETERS + falling + inputs  # nothing is gathered on one rank
     assert held["device"] < 25 * GIB  # of the tutorial's 32
-    # The weights that updates write and gradients, in bf16; moments and masters, in fp32.
-    assert held["host"] == (2 + 2 + 12) * PARAMETERS
+    # The weights that updates write and gradients, in bf16; moments, and halves of masters.
+    assert held["host"] == (2 + 2 + 10) * PARAMETERS
     assert held["disk"] == 0
 
 

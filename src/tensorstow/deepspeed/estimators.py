@@ -27,6 +27,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
+from tensorstow.deepspeed.plans import state_format_of
 from tensorstow.fsdp.units import units_of
 from tensorstow.planner.placement import Conditions, bytes_of
 from tensorstow.planner.sizes import Sizes, UnitSizes
@@ -180,7 +181,9 @@ def _rows(stage: int, setup: _Setup) -> Iterator[str]:
 
 def _needs(plan: Plan, dtype: str, setup: _Setup) -> tuple[int, int, int]:
     """Return bytes per GPU, and of host memory and of disk space per node."""
-    held = bytes_of(plan, _sizes(_DTYPES[dtype], setup), Conditions(device_is_host=False))
+    kept_as = state_format_of(_DTYPES[dtype])
+    conditions = Conditions(device_is_host=False, state_format=kept_as)
+    held = bytes_of(plan, _sizes(_DTYPES[dtype], setup), conditions)
     per_node = setup.gpus_per_node * setup.factor
     return (
         int(held[Tier.DEVICE] * setup.factor),

@@ -10,6 +10,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed.config.settings import Device, Settings
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.policy import PipelinePolicy
 
 _PARAMETERS: Mapping[Device, Tier] = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
@@ -81,14 +82,20 @@ def placement_keywords(settings: Settings, placed: Mapping[str, Any]) -> dict[st
     """
     keywords = dict(placed)
     keywords.pop("dir", None)
-    if settings.bf16:
-        keywords["state_format"] = "split"
+    kept_as = state_format_of(dtype_of(settings))
+    if kept_as is not None:
+        keywords["state_format"] = str(kept_as)
     if placed.get("states") == "disk":
         keywords["policy"] = PipelinePolicy(depth=settings.aio.queue_depth)
         path = settings.zero.offload_optimizer.nvme_path
         if path is not None:
             keywords |= {"dir": path, "durability": "none"}
     return keywords
+
+
+def state_format_of(dtype: torch.dtype) -> StateFormat | None:
+    """Return how states of parameters of ``dtype`` are kept, on any tier; None: in fp32."""
+    return StateFormat.SPLIT if dtype == torch.bfloat16 else None
 
 
 def _buffer_pool_bytes(settings: Settings) -> int | None:

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from tensorstow import deepspeed
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.estimators import (
+    _PLANS,
     _needs,
     _Setup,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -41,16 +43,16 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 @pytest.mark.parametrize(
     ("plan", "dtype", "gpu", "host", "disk"),
     [
-        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "bf16", 2 * P + P / 4 * 4, P / 4 * (2 + 2 + 12), 0),
+        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "bf16", 2 * P + P / 4 * 4, P / 4 * (2 + 2 + 10), 0),
         (Plan(Tier.DEVICE, Tier.HOST, stage=2), "fp32", 4 * P + P / 4 * 8, P / 4 * (4 + 4 + 8), 0),
         (
             Plan(Tier.HOST, Tier.HOST),
             "bf16",
             4 * LARGEST + P / 4 * 2 + UP * 2,
-            P / 4 * (2 + 2 + 12),
+            P / 4 * (2 + 2 + 10),
             0,
         ),
-        (Plan(Tier.DEVICE, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 4, P / 4 * 16, 0),
+        (Plan(Tier.DEVICE, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 4, P / 4 * 14, 0),
         (
             Plan(Tier.HOST, Tier.HOST),
             "fp32",
@@ -118,7 +120,7 @@ def test_tables_name_places_as_the_configuration_does(capsys: pytest.CaptureFixt
     two = capsys.readouterr().out.splitlines()
     assert two[0].endswith("ZeRO-2: 1,000,000,000 parameters, 1 x 1 = 1 GPUs.")
     assert len(two) == 2 + 4
-    assert " ".join(two[3].split()) == "2.1 GiB | 14.9 GiB | 0 B | bf16, offload_optimizer=cpu"
+    assert " ".join(two[3].split()) == "2.1 GiB | 13.0 GiB | 0 B | bf16, offload_optimizer=cpu"
     estimate_zero3_model_states_mem_needs_all_cold(1e9, 1e8)
     three = capsys.readouterr().out.splitlines()
     assert len(three) == 2 + 12
@@ -135,3 +137,23 @@ def test_one_rank_has_its_weights_once(plan: Plan) -> None:
     """The ZeRO-Offload example's 10 billion: one copy of bf16 weights, and what leaves."""
     found = _needs(plan, "bf16", _Setup(10 * 10**9, 10**8, 1, 1, 1.0))
     assert found[0] == 2 * 10 * 10**9 + MAX_IN_FLIGHT_BYTES
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_an_engine_keeps_the_states_that_were_estimated(bf16: bool) -> None:  # noqa: FBT001
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    total = 4 * 64 * 64
+    config = {
+        "train_batch_size": 2,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW"},
+    }
+    engine, optimizer, *_ = deepspeed.initialize(model=module, config=config)
+    inputs = torch.randn(2, 64, dtype=torch.bfloat16 if bf16 else torch.float32)
+    engine.backward(engine(inputs).square().mean())
+    engine.step()
+    _, host, _ = _needs(_PLANS[2][1], "bf16" if bf16 else "fp32", _Setup(total, 0, 1, 1, 1.0))
+    width = 2 if bf16 else 4
+    assert optimizer.memory().ram_bytes == host - 2 * width * total  # weights and gradients
+    engine.destroy()
