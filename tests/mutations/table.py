@@ -14,6 +14,7 @@ _WAITS = "gpu/test_waits.py"
 _LINK = "gpu/test_gpu_link.py"
 _COUNTS = "gpu/test_counts.py"
 _PINNED = "gpu/test_gpu_pinned.py"
+_RATES = "gpu/test_gpu_calibration.py"
 _STEPS = f"{_WAITS}::test_steps_whose_gradients_are_late"
 _BUSY = f"{_WAITS}::test_backward_returns_while_the_device_is_busy"
 _FALLS = f"{_WAITS}::test_gradients_of_a_stowed_model_that_are_late"
@@ -336,6 +337,25 @@ MUTATIONS = (
         'device="cpu", pin_memory=True)',
         'device="cpu")',
         f"{_LINK}::test_memory_is_pinned",
+    ),
+    # --- rates ---
+    Mutation(
+        "measure/calibration.py",
+        "made = [link.record_event()]",
+        "made = []",
+        f"{_RATES}::test_the_link_is_measured",
+    ),
+    Mutation(
+        "measure/calibration.py",
+        "PinnedBlock(_LINK_BYTES, device, link.synchronize)",
+        'PinnedBlock(_LINK_BYTES, torch.device("cpu"), link.synchronize)',
+        f"{_RATES}::test_the_link_is_measured",
+    ),
+    Mutation(
+        "measure/host_rates.py",
+        "torch.accelerator.synchronize(device)",
+        "pass",
+        f"{_RATES}::test_what_it_computes_at_is_measured",
     ),
     Mutation(
         "deepspeed/timer.py",

@@ -18,8 +18,9 @@ from tensorstow.base.cores import affinity_cores, quota_cores
 from tensorstow.base.directories import check_directory, default_candidates, inspect_directory
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.nodes import read_nodes
+from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.cli.output import add_json, make_console, print_facts, print_json
+from tensorstow.cli.output import add_json, format_rate, make_console, print_facts, print_json
 from tensorstow.io.accelerator_nodes import accelerator_nodes
 from tensorstow.io.engine import BACKENDS, DEPTH, choose_backend, probe_backend
 from tensorstow.io.files import accepts_direct
@@ -47,6 +48,11 @@ class DirectoryReport:
     free_bytes: int | None = None
     takes_direct_io: bool | None = None
     """Transfers bypass the page cache; None where it could not be tried."""
+    read_bytes_per_second: float | None = None
+    """As `tensorstow calibrate` measured it; None where it did not."""
+    write_bytes_per_second: float | None = None
+    verdict: str | None = None
+    """Whether it is worth offloading to."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +92,7 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
     local = here if ranks is None else LocalRanks(ranks, None)
     directories = [*((Path(d), True) for d in named), *((c, False) for c in default_candidates())]
     kernels = prepare_kernels()
+    profile = read_profile()
     return {
         "versions": {
             "tensorstow": version("tensorstow"),
@@ -112,12 +119,13 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
         "memlock_bytes": _memlock(),
         "transparent_huge_pages": huge_pages(),
         "directories": [
-            asdict(look_at(path, named_by_user=mine)) for path, mine in _distinct(directories)
+            asdict(look_at(path, named_by_user=mine, profile=profile))
+            for path, mine in _distinct(directories)
         ],
     }
 
 
-def look_at(path: Path, *, named_by_user: bool) -> DirectoryReport:
+def look_at(path: Path, *, named_by_user: bool, profile: Profile | None = None) -> DirectoryReport:
     """Examine one directory; a reason why states cannot live there becomes its objection."""
     try:
         facts = inspect_directory(path)
@@ -130,6 +138,7 @@ def look_at(path: Path, *, named_by_user: bool) -> DirectoryReport:
         objection = str(error)
     if facts.is_writable:
         direct = accepts_direct(facts.path)
+    rates = None if profile is None else profile.rates_of(facts.path)
     return DirectoryReport(
         path=str(facts.path),
         named_by_user=named_by_user,
@@ -138,6 +147,9 @@ def look_at(path: Path, *, named_by_user: bool) -> DirectoryReport:
         device=facts.device,
         free_bytes=facts.free_bytes,
         takes_direct_io=direct,
+        read_bytes_per_second=None if rates is None else rates.read,
+        write_bytes_per_second=None if rates is None else rates.write,
+        verdict=None if rates is None else rates.verdict,
     )
 
 
@@ -306,4 +318,10 @@ def _describe(report: dict[str, Any]) -> str:
         f"{report['path']}  {report['filesystem']} on {report['device']},"
         f" {format_bytes(report['free_bytes'])} free, {direct[report['takes_direct_io']]}"
     )
-    return facts if report["objection"] is None else f"{facts}\n      {report['objection']}"
+    if report["objection"] is not None:
+        return f"{facts}\n      {report['objection']}"
+    if report["verdict"] is None:
+        return f"{facts}\n      not measured: `tensorstow calibrate {report['path']}`"
+    read, write = report["read_bytes_per_second"], report["write_bytes_per_second"]
+    rates = f"reads {format_rate(read)}, writes {format_rate(write)}"
+    return f"{facts}\n      {rates}. {report['verdict']}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from tensorstow.base.errors import StowError
-from tensorstow.cli import clean, doctor, inspect, plan, recover, scrub
+from tensorstow.cli import calibrate, clean, doctor, inspect, plan, recover, scrub
 from tensorstow.cli.demo import run as demo
 from tensorstow.cli.output import drop_output
 
@@ -34,6 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, module, summary in (
         ("demo", demo, "train GPT-2 with and without offload and show what it costs"),
         ("doctor", doctor, "print what this machine gives: kernel, I/O backend, directories"),
+        ("calibrate", calibrate, "measure this machine's memory, disks, kernels and link"),
         ("plan", plan, "print what a run of a model will hold, before anything is allocated"),
         ("inspect", inspect, "print what a store has in it, also while its run is live"),
         ("scrub", scrub, "read back all that a store keeps and say what is damaged"),

@@ -88,6 +88,15 @@ def print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[
         print_facts(console, [(head, cell) for head, cell in named if cell], _widest(heads) + 2)
 
 
+def format_rate(rate: float) -> str:
+    """Return bytes per second as people read them, in decimal units.
+
+    Args:
+        rate: Bytes per second.
+    """
+    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"
+
+
 def fits(console: Console, table: Table) -> bool:
     """Return whether ``table`` is shown whole."""
     unbounded = console.options.update(max_width=1 << 20)

@@ -1,1 +1,1 @@
-"""What the planner measures: models built and traced without memory."""
+"""What the planner measures: models built and traced without memory, and rates of the machine."""

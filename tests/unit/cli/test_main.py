@@ -24,6 +24,7 @@ def test_the_command_line_is_frozen() -> None:
     assert {name: flags_of(command) for name, command in commands.choices.items()} == {
         "demo": ["--directory", "--help", "--json", "--out", "--small", "--steps", "-h"],
         "doctor": ["--directory", "--help", "--json", "--local-ranks", "-h"],
+        "calibrate": ["--help", "--json", "-h"],
         "plan": [
             "--batch",
             "--commits",

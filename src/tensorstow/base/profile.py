@@ -1,0 +1,286 @@
+"""The rates of a machine as `tensorstow calibrate` measured them, and where they are kept.
+
+A profile is JSON. It is kept in the user's cache folder under the machine's identity, so that
+machines that share a home folder do not share it.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from tensorstow.base.cores import affinity_cores
+from tensorstow.base.directories import inspect_directory
+from tensorstow.base.errors import DirectoryError, OptionError, advice_for
+
+logger = logging.getLogger("tensorstow")
+
+WORTH_OFFLOADING = 1e9
+"""Bytes per second, read and written at once, from which a directory is worth offloading to: NVMe
+drives have more, SATA drives and network filesystems less."""
+_BYTES_PER_PARAMETER = 20
+"""Read and written in a step for a bf16 parameter whose states are on disk in the split format."""
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryRates:
+    """The disk of a directory, in bytes per second, with ``depth`` requests under way."""
+
+    read: float
+    write: float
+    mixed: float
+    """Read and written at once, half each, both together."""
+    block_bytes: int
+    """The size of requests that was fastest."""
+    depth: int
+    """How many of them under way were enough."""
+
+    @property
+    def is_worth_offloading(self) -> bool:
+        """Return whether states on this disk hold a step up less than they would elsewhere."""
+        return self.mixed >= WORTH_OFFLOADING
+
+    @property
+    def verdict(self) -> str:
+        """Return in one sentence whether it is worth offloading to."""
+        seconds = 1e9 * _BYTES_PER_PARAMETER / self.mixed
+        cost = f"the states of 1e9 bf16 parameters take {seconds:.2g} s per step"
+        if self.is_worth_offloading:
+            return f"Worth offloading to: {cost}."
+        least = f"{WORTH_OFFLOADING / 1e9:g} GB/s"
+        return f"Not worth offloading to: below {least}, {cost}; use a local NVMe drive."
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRates:
+    """The link between pinned host memory and an accelerator, in bytes per second."""
+
+    up: float
+    """Host to device."""
+    down: float
+    both: float
+    """Both ways at once, both together."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeRates:
+    """What forward and backward run at on one kind of device."""
+
+    flops: Mapping[str, float]
+    """Floating point operations per second of matrix products, by dtype."""
+    tensor_bytes: float
+    """Bytes read and written per second by elementwise operations, results newly allocated."""
+    call_seconds: float
+    """Of an operation on few elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What one machine does per second."""
+
+    machine: Mapping[str, Any]
+    """Its identity, as ``identify_machine`` returns it."""
+    memory_read: float
+    """Bytes per second of host memory, all cores."""
+    memory_write: float
+    memory_copy: float
+    """Read and written, both together."""
+    update: Mapping[str, float] = field(default_factory=dict)
+    """Parameters per second that the host's kernel updates, by "dtype/format"."""
+    compute: Mapping[str, ComputeRates] = field(default_factory=dict)
+    """By the type of device, "cpu" or an accelerator's."""
+    directories: Mapping[str, DirectoryRates] = field(default_factory=dict)
+    """By absolute path."""
+    link: LinkRates | None = None
+    """None: there is no accelerator."""
+
+    def rates_of(self, directory: Path | None) -> DirectoryRates | None:
+        """Return the rates of a directory, by its path or by the filesystem that it is on.
+
+        Args:
+            directory: A directory; None: the fastest one that was measured.
+        """
+        if directory is None:
+            return max(self.directories.values(), key=lambda each: each.mixed, default=None)
+        path = directory.expanduser().resolve()
+        if str(path) in self.directories:
+            return self.directories[str(path)]
+        with contextlib.suppress(DirectoryError):
+            wanted = inspect_directory(path).device
+            for measured, rates in self.directories.items():
+                with contextlib.suppress(DirectoryError):
+                    if inspect_directory(Path(measured)).device == wanted:
+                        return rates
+        return None
+
+    def but(self, **changes: Any) -> Self:  # noqa: ANN401  # the fields' types
+        """Return a copy with other values of some fields.
+
+        Args:
+            changes: The fields and their new values.
+        """
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, each directory's verdict among them."""
+        found = asdict(self)
+        for path, rates in self.directories.items():
+            found["directories"][path]["verdict"] = rates.verdict
+        return found
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read the JSON of ``as_dict``.
+
+        Args:
+            text: A JSON object.
+
+        Raises:
+            OptionError: The text is no profile.
+        """
+        try:
+            given = json.loads(text)
+            missing = {f.name for f in fields(cls)} ^ set(given)
+            if missing:
+                message = f"what differs: {', '.join(sorted(missing))}"
+                raise ValueError(message)  # noqa: TRY301  # as what json raises
+            for each in given["directories"].values():
+                each.pop("verdict")
+            return cls(
+                machine=given["machine"],
+                memory_read=float(given["memory_read"]),
+                memory_write=float(given["memory_write"]),
+                memory_copy=float(given["memory_copy"]),
+                update={key: float(rate) for key, rate in given["update"].items()},
+                compute={key: ComputeRates(**each) for key, each in given["compute"].items()},
+                directories={p: DirectoryRates(**each) for p, each in given["directories"].items()},
+                link=None if given["link"] is None else LinkRates(**given["link"]),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            message = f"A profile is JSON, as `tensorstow calibrate --json` prints it: {error}."
+            raise OptionError(message) from error
+
+
+def dtype_key(dtype: torch.dtype) -> str:
+    """Return what a profile calls a dtype.
+
+    Args:
+        dtype: The dtype.
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def update_key(dtype: torch.dtype, state_format: str) -> str:
+    """Return what a profile calls the update of parameters of a dtype.
+
+    Args:
+        dtype: Of the parameters, and of their gradients.
+        state_format: How their states are kept.
+    """
+    return f"{dtype_key(dtype)}/{state_format}"
+
+
+def identify_machine() -> dict[str, Any]:
+    """Return what tells this machine from others, as far as its rates depend on it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = None
+    if accelerator is not None:
+        module: Any = torch.get_device_module(accelerator)
+        name = getattr(module, "get_device_name", None)
+        device = accelerator.type if name is None else str(name())
+    return {
+        "node": platform.node(),
+        "cpu": _cpu_name(),
+        "cores": affinity_cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "accelerator": device,
+        "accelerators": 0 if accelerator is None else torch.accelerator.device_count(),
+        "torch": torch.__version__,
+    }
+
+
+def cached_profile_path(machine: Mapping[str, Any] | None = None) -> Path:
+    """Return where the profile of a machine is kept.
+
+    Args:
+        machine: Its identity; None: this machine's.
+    """
+    identity = json.dumps(dict(machine or identify_machine()), sort_keys=True)
+    number = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(root) / "tensorstow" / f"profile-{number}.json"
+
+
+def read_profile(path: Path | None = None) -> Profile | None:
+    """Return a profile, or None where no file was named and this machine was not measured.
+
+    Args:
+        path: A file; None: this machine's in the cache. One there that cannot be read is warned of.
+
+    Raises:
+        OptionError: The named file is no profile, or cannot be read.
+    """
+    found = path or cached_profile_path()
+    try:
+        return Profile.from_json(found.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if path is None:
+            return None
+        message = f"A profile was asked for in {found}: there is no such file."
+        raise OptionError(message) from error
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"A profile was asked for in {found}: {error}."
+        raise OptionError(message) from error
+    except OptionError:
+        if path is not None:
+            raise
+        # Of another version, say: what it is for works without it.
+        logger.warning("%s is no profile of this version: run `tensorstow calibrate`", found)
+        return None
+
+
+def write_profile(profile: Profile) -> Path:
+    """Keep a profile in the cache, whole or not at all; return its file.
+
+    Args:
+        profile: The profile of this machine.
+
+    Raises:
+        DirectoryError: The cache folder cannot be written to.
+    """
+    path = cached_profile_path(profile.machine)
+    text = json.dumps(profile.as_dict(), indent=2) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        advice = advice_for(error.errno or 0)
+        message = f"The profile was to be kept as {path}: {error.strerror}. {advice}"
+        raise DirectoryError(message) from error
+    return path
+
+
+def _cpu_name() -> str:
+    try:
+        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())

@@ -1,0 +1,123 @@
+"""`tensorstow calibrate`: measure this machine's rates, for `plan`, `doctor` and plan="auto"."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.status import Status
+
+from tensorstow.base.cores import process_cores
+from tensorstow.base.directories import choose_directory
+from tensorstow.base.profile import Profile, read_profile, write_profile
+from tensorstow.base.sizes import format_bytes
+from tensorstow.cli.output import (
+    add_json,
+    format_rate,
+    make_console,
+    print_facts,
+    print_json,
+    print_line,
+)
+from tensorstow.measure.calibration import calibrate
+
+_LABEL_COLUMNS = 16
+_BUSY = 0.5
+"""Of the cores: where others use more of them, what is measured is less than the machine has."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument(
+        "directories",
+        metavar="DIR",
+        nargs="*",
+        type=Path,
+        help="a directory that states are to be in (default: the one that scratch files go to)",
+    )
+    add_json(parser, "the profile as JSON, which `plan --profile` reads,")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
+    load = os.getloadavg()[0] / process_cores()
+    console = make_console(to_stderr=True)
+    with _progress() as status:
+        directories = given.directories or [choose_directory().path]
+        found = calibrate(directories, lambda what: status.update(f"measuring: {what}"))
+    path = write_profile(_with_earlier(found))
+    if given.json:
+        print_json(found.as_dict())
+    else:
+        print_profile(found)
+        print_line(make_console(), f"\nkept in {path}")
+    if load > _BUSY:
+        message = (
+            f"warning: other processes used {load:.0%} of the cores in the last minute; measure"
+            " again when the machine is idle"
+        )
+        print_line(console, message)
+    return 0
+
+
+def _with_earlier(found: Profile) -> Profile:
+    """Return a profile with the directories that were measured before, too."""
+    earlier = read_profile()
+    if earlier is None:
+        return found
+    return found.but(directories={**earlier.directories, **found.directories})
+
+
+@contextmanager
+def _progress() -> Iterator[Status]:
+    """Show what is measured on a terminal's standard error, and nothing elsewhere."""
+    console = make_console(to_stderr=True)
+    console.quiet = not console.is_terminal
+    with console.status("measuring") as status:
+        yield status
+
+
+def print_profile(profile: Profile) -> None:
+    """Print the rates of a machine.
+
+    Args:
+        profile: The rates.
+    """
+    console = make_console()
+    print_facts(console, list(_lines(profile)), _LABEL_COLUMNS)
+    for path, rates in profile.directories.items():
+        console.print()
+        print_line(console, path, "bold")
+        facts = [
+            ("  read", format_rate(rates.read)),
+            ("  write", format_rate(rates.write)),
+            ("  both at once", format_rate(rates.mixed)),
+            ("  best requests", f"{format_bytes(rates.block_bytes)}, {rates.depth} under way"),
+            ("  verdict", rates.verdict),
+        ]
+        print_facts(console, facts, _LABEL_COLUMNS)
+
+
+def _lines(profile: Profile) -> Iterator[tuple[str, str]]:
+    memory = (
+        f"read {format_rate(profile.memory_read)}, write {format_rate(profile.memory_write)},"
+        f" copy {format_rate(profile.memory_copy)} (both ways together)"
+    )
+    yield "host memory", memory
+    label = "updates"
+    for key, rate in profile.update.items():
+        dtype, kept_as = key.split("/")
+        yield label, f"{rate / 1e6:,.0f} million {dtype} parameters/s, states in {kept_as}"
+        label = ""
+    for kind, rates in profile.compute.items():
+        flops = (f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in rates.flops.items())
+        yield f"compute, {kind}", ", ".join(flops)
+        each = f"{1e6 * rates.call_seconds:.1f} us for each operation"
+        yield "", f"elementwise {format_rate(rates.tensor_bytes)}, {each}"
+    if profile.link is not None:
+        up, down, both = profile.link.up, profile.link.down, profile.link.both
+        yield (
+            "link",
+            f"up {format_rate(up)}, down {format_rate(down)}, both ways {format_rate(both)}",
+        )

@@ -1,0 +1,78 @@
+"""All rates of this machine, measured in about ten seconds."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from tensorstow.base.profile import LinkRates, Profile, identify_machine
+from tensorstow.io.device_link import open_link
+from tensorstow.io.pinned import PinnedBlock
+from tensorstow.measure.disk_rates import measure_directory
+from tensorstow.measure.host_rates import (
+    fastest,
+    measure_compute,
+    measure_memory,
+    measure_updates,
+    waited,
+)
+
+_LINK_BYTES = 256 << 20
+
+
+def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda _: None) -> Profile:
+    """Return the rates of this machine: four seconds, and four for each directory.
+
+    Args:
+        directories: Whose disks are measured.
+        tell: Is told what is measured, before it is.
+
+    Raises:
+        DirectoryError: A directory is missing, read-only, in RAM or too full.
+    """
+    cpu = torch.device("cpu")
+    # What may be refused comes first.
+    disks = {}
+    for directory in directories:
+        tell(f"{directory}: reading and writing")
+        path = directory.expanduser().resolve()
+        disks[str(path)] = measure_directory(path)
+    tell("host memory")
+    read, write, copy = measure_memory()
+    tell("updates")
+    update = measure_updates()
+    tell("computing")
+    compute = {cpu.type: measure_compute(cpu)}
+    link = None
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        tell(f"{device.type}: computing, and its link")
+        compute[device.type] = measure_compute(device)
+        link = measure_link(device)
+    return Profile(identify_machine(), read, write, copy, update, compute, disks, link)
+
+
+def measure_link(device: torch.device, seconds: float = 0.6) -> LinkRates:
+    """Return bytes per second between pinned host memory and an accelerator.
+
+    Args:
+        device: The accelerator.
+        seconds: How long to measure, about.
+    """
+    link = open_link(device)
+    pinned = [PinnedBlock(_LINK_BYTES, device, link.synchronize) for _ in range(2)]
+    blocks = [block.tensor(0, _LINK_BYTES, torch.uint8) for block in pinned]
+    there = [torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    up, down = [(there[0], blocks[0])], [(blocks[1], there[1])]
+    made = [link.record_event()]
+    each = seconds / 3
+
+    def both() -> None:
+        link.h2d(up, made)
+        link.d2h(down, made)
+
+    return LinkRates(
+        _LINK_BYTES / fastest(waited(lambda: link.h2d(up, made), device), each),
+        _LINK_BYTES / fastest(waited(lambda: link.d2h(down, made), device), each),
+        2 * _LINK_BYTES / fastest(waited(both, device), each),
+    )

@@ -1,0 +1,143 @@
+"""How fast host memory, the update kernel and torch's operations are on this machine."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensorstow.base.profile import ComputeRates, dtype_key, update_key
+from tensorstow.io.arena import Arena
+from tensorstow.states.update_trial import FAMILIES, PARAMETERS, update_trial
+
+_MEMORY_BYTES = 256 << 20
+_LEAST_REPEATS = 3
+_CPU_DTYPES = (torch.float32, torch.bfloat16)
+_PRODUCT = (512, 1024, 4096)
+_PRODUCT_AWAY = (8192, 4096, 8192)
+"""Rows, inner and columns of a product: a block's, of a small and of a large model."""
+_ELEMENTWISE_BYTES = 8 << 20
+_CHAIN = 100
+
+
+def fastest(work: Callable[[], object], seconds: float) -> float:
+    """Return the seconds of the fastest of several calls.
+
+    Args:
+        work: What to call; its first call is not counted.
+        seconds: How long to repeat it, three times at least.
+    """
+    work()
+    best, repeats, end = float("inf"), 0, time.perf_counter() + seconds
+    while repeats < _LEAST_REPEATS or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+        repeats += 1
+    return best
+
+
+def measure_memory(seconds: float = 0.6) -> tuple[float, float, float]:
+    """Return bytes per second that all cores read, write and copy; a copy does both.
+
+    Args:
+        seconds: How long to measure, about.
+    """
+    arena = Arena(_MEMORY_BYTES, in_children=True)
+    whole = arena.tensor(0, _MEMORY_BYTES // 4, torch.float32).fill_(1.0)
+    low, high = whole.chunk(2)
+    each = seconds / 3
+    return (
+        whole.nbytes / fastest(whole.sum, each),
+        whole.nbytes / fastest(lambda: whole.fill_(1.0), each),
+        whole.nbytes / fastest(lambda: high.copy_(low), each),
+    )
+
+
+def measure_updates(seconds: float = 1.0) -> dict[str, float]:
+    """Return parameters per second that the update kernel takes, by "dtype/format".
+
+    Args:
+        seconds: How long to measure, about.
+    """
+    each = seconds / len(FAMILIES)
+    return {
+        update_key(dtype, kept_as): PARAMETERS / fastest(update_trial(dtype, kept_as), each)
+        for dtype, kept_as in FAMILIES
+    }
+
+
+def measure_compute(device: torch.device, seconds: float = 1.5) -> ComputeRates:
+    """Return what forward and backward run at on a device.
+
+    Args:
+        device: The CPU, or an accelerator.
+        seconds: How long to measure, about.
+    """
+    away = device.type != "cpu"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16) if away else _CPU_DTYPES
+    rows, inner, columns = _PRODUCT_AWAY if away else _PRODUCT
+    each = seconds / (len(dtypes) + 2)
+    flops = {}
+    for dtype in dtypes:
+        left = torch.randn(rows, inner, device=device, dtype=dtype)
+        right = torch.randn(inner, columns, device=device, dtype=dtype)
+        took = fastest(waited(partial(torch.matmul, left, right), device), each)
+        flops[dtype_key(dtype)] = 2 * rows * inner * columns / took
+    one = torch.ones(_ELEMENTWISE_BYTES // 4, device=device)
+    elementwise = fastest(waited(lambda: one * one, device), each)
+    return ComputeRates(flops, 3 * one.nbytes / elementwise, _call_seconds(device, each))
+
+
+def waited(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """Return ``work`` that returns when the device has done it.
+
+    Args:
+        work: What gives the device work.
+        device: The device.
+    """
+
+    def run() -> None:
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    return run
+
+
+def _call_seconds(device: torch.device, seconds: float) -> float:
+    """Return the seconds of one operation on few elements, in forward and backward alike."""
+    weight = torch.ones(8, device=device, requires_grad=True)
+
+    def chain() -> None:
+        value = weight
+        for _ in range(_CHAIN):
+            value = value * weight + weight  # oneDNN's operations wait for threads
+        torch.autograd.backward(value.sum())
+        weight.grad = None
+
+    counted = _Count()
+    with counted:
+        chain()
+    return fastest(waited(chain, device), seconds) / counted.calls
+
+
+class _Count(TorchDispatchMode):
+    """Counts the operations that torch's kernels are called for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch is untyped here
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401  # torch's own signature
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run ``func`` and count it."""
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
