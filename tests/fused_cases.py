@@ -12,7 +12,7 @@ from tensorstow.formats.quantize import GROUP
 from tensorstow.formats.reference import adam_scalars
 from tensorstow.formats.state_format import StateFormat, StreamSpec
 from tensorstow.states.layout import Family
-from tensorstow.step.segments import SegmentUpdate, update_by_reference
+from tensorstow.step.update_rule import SegmentUpdate, update_by_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 import tensorstow
-from tensorstow.fsdp.d2h_queue import HostSum
-from tensorstow.fsdp.host_gradient import HostGradient
+from tensorstow.fsdp.gradient_offload import HostGradient, HostSum
 from tensorstow.optim.stowed_adam import StowedAdam
 
 SOURCE = Path(tensorstow.__file__).parent

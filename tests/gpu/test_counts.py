@@ -10,7 +10,7 @@ from training import Net, make, spin, train
 
 from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed import checkpointing
-from tensorstow.fsdp import d2h_queue
+from tensorstow.fsdp import gradient_offload
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.report import parameter_bytes
 
@@ -171,8 +171,8 @@ def test_backward_waits_where_the_device_holds_too_many_gradients(
     pieces: int, simulated: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until there is buffer for the next, which a piece or some make."""
-    monkeypatch.setattr(d2h_queue, "MAX_IN_FLIGHT_BYTES", WEIGHT)
-    monkeypatch.setattr(d2h_queue, "PIECE_BYTES", WEIGHT // pieces)
+    monkeypatch.setattr(gradient_offload, "MAX_IN_FLIGHT_BYTES", WEIGHT)
+    monkeypatch.setattr(gradient_offload, "PIECE_BYTES", WEIGHT // pieces)
     model, optimizer = stowed(Plan(parameters="host", accumulation_steps=2))
     x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
     model(x).float().sum().backward()
@@ -222,7 +222,7 @@ def test_the_device_holds_weights_and_gradients_on_their_way(
     overlap: str, under_way: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the bound are one that has just begun to fall, and one that backward makes."""
-    monkeypatch.setattr(d2h_queue, "MAX_IN_FLIGHT_BYTES", under_way)
+    monkeypatch.setattr(gradient_offload, "MAX_IN_FLIGHT_BYTES", under_way)
     most, slots = most_held(Plan(parameters="device", overlap=overlap), device)
     gradients = min(LAYERS * WEIGHT, under_way + 2 * WEIGHT)
     assert slots == 0
@@ -250,7 +250,7 @@ def test_the_device_holds_two_gathered_units_where_parameters_are_elsewhere(
     parameters: str, under_way: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a gradient before it is reduced, and those on their way."""
-    monkeypatch.setattr(d2h_queue, "MAX_IN_FLIGHT_BYTES", under_way)
+    monkeypatch.setattr(gradient_offload, "MAX_IN_FLIGHT_BYTES", under_way)
     most, slots = most_held(Plan(parameters=parameters), device)  # type: ignore[arg-type]  # text
     gradients = min(LAYERS * WEIGHT, under_way + 2 * WEIGHT)
     assert slots + 2 * WEIGHT < most <= slots + 3 * WEIGHT + gradients + ACTIVATIONS

@@ -19,8 +19,8 @@ from training import Net, make, same_weights, spin, train
 from compare import all_equal
 from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed.timer import StepTimer
-from tensorstow.fsdp import d2h_queue
-from tensorstow.fsdp.gradient_offload import accumulate_in_fp32
+from tensorstow.fsdp import gradient_offload
+from tensorstow.fsdp.fp32_sums import accumulate_in_fp32
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
@@ -248,8 +248,8 @@ def test_gradients_of_later_micro_batches_that_are_late(
     plan: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come down in pieces, and the last are short."""
-    monkeypatch.setattr(d2h_queue, "PIECE_BYTES", 3 * WIDTH * WIDTH // 2)
-    monkeypatch.setattr(d2h_queue, "BUFFERS", 3)
+    monkeypatch.setattr(gradient_offload, "PIECE_BYTES", 3 * WIDTH * WIDTH // 2)
+    monkeypatch.setattr(gradient_offload, "BUFFERS", 3)
     plain = layers().to(device)
     accumulate_in_fp32(plain.parameters())
     want = late_steps(plain, AdamW(plain.parameters(), lr=1e-2), device, micro_batches=3)
@@ -284,7 +284,7 @@ def test_few_gradients_of_a_stowed_model_are_on_their_way(
 ) -> None:
     """Backward waits for the first of them, and for no other."""
     one = WIDTH * WIDTH * 2
-    monkeypatch.setattr(d2h_queue, "MAX_IN_FLIGHT_BYTES", one)
+    monkeypatch.setattr(gradient_offload, "MAX_IN_FLIGHT_BYTES", one)
     plain = layers().to(device)
     want = late_steps(plain, AdamW(plain.parameters(), lr=1e-2), device)
     model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=Plan(parameters="device"))

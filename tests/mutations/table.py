@@ -7,7 +7,7 @@ _FERRY = "step/device_feed.py"
 _MIRRORS = "step/host_weight.py"
 _UPDATER = "step/device_update.py"
 _FEED = "step/gradient_feed.py"
-_QUEUE = "fsdp/d2h_queue.py"
+_QUEUE = "fsdp/gradient_offload.py"
 _H2D = "fsdp/h2d_prefetch.py"
 
 _WAITS = "gpu/test_waits.py"

@@ -54,8 +54,8 @@ def test_stow_runs_through_few_modules(tmp_path: Path) -> None:
 IN_HOST_MEMORY = [
     (Plan(parameters="host", states="disk"), 8),
     (Plan(parameters="host", states="disk", overlap="backward"), 8),
-    (Plan(parameters="disk", states="disk"), 12),
-    (Plan(parameters="disk", states="disk", overlap="backward"), 12),
+    (Plan(parameters="disk", states="disk"), 10),
+    (Plan(parameters="disk", states="disk", overlap="backward"), 10),
 ]
 """Plans, and how many modules a gradient is handed to at most; tests/gpu has those of a device."""
 

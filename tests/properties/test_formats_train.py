@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tensorstow.formats.reference import adam_scalars
-from tensorstow.formats.reference_in_format import FormattedStates, adam_reference_in_format
+from tensorstow.formats.reference import FormattedStates, adam_reference_in_format, adam_scalars
 from tensorstow.formats.state_format import StateFormat, streams_of
 
 STEPS = 200

@@ -12,7 +12,7 @@ from torch import nn
 from ranks.stowed import Course, stowed
 from tensorstow.checkpoint import resume
 from tensorstow.fsdp import sharding
-from tensorstow.fsdp.host_gradient import HostGradient
+from tensorstow.fsdp.gradient_offload import HostGradient
 from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.unshard import MicroBatches
 from tensorstow.optim import stowed_adam

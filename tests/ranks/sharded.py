@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tensorstow
-from tensorstow.fsdp.gradient_offload import widen_gradient
+from tensorstow.fsdp.fp32_sums import widen_gradient
 
 WIDTH = 12
 STEPS = 4

@@ -20,10 +20,9 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
+from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.gradient_offload import (
     GradientOffload,
-    accumulate_in_fp32,
-    widen_gradient,
 )
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.initialization import InitialValues

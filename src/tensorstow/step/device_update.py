@@ -28,8 +28,7 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Segment, parts_of
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.host_weight import HostWeight, flat
-from tensorstow.step.segments import SegmentUpdate
-from tensorstow.step.update_rule import rule_on
+from tensorstow.step.update_rule import SegmentUpdate, rule_on
 
 MOST_SLOTS = 3
 _MOST_AHEAD = MOST_SLOTS

@@ -26,7 +26,7 @@ from torch import Tensor
 from tensorstow.formats.quantize import GROUP
 from tensorstow.formats.stochastic_rounding import key_words
 from tensorstow.states.layout import Family
-from tensorstow.step.segments import SegmentUpdate
+from tensorstow.step.update_rule import SegmentUpdate
 
 BLOCK = 1024
 """Elements that a program updates; a multiple of GROUP."""

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tensorstow import _native
-from tensorstow.formats.reference import AdamScalars, AdamState, adam_reference, adam_scalars
-from tensorstow.formats.reference_in_format import FormattedStates, adam_reference_in_format
+from tensorstow.formats.reference import (
+    AdamScalars,
+    AdamState,
+    FormattedStates,
+    adam_reference,
+    adam_reference_in_format,
+    adam_scalars,
+)
 from tensorstow.formats.state_format import StateFormat, decode, streams_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

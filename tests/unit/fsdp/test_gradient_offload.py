@@ -22,9 +22,13 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp import sharding as sharding_module
 from tensorstow.fsdp import stow as stow_module
-from tensorstow.fsdp.d2h_queue import D2HQueue
-from tensorstow.fsdp.gradient_offload import GradientOffload, PinnedBuffer, PinnedBufferPool
-from tensorstow.fsdp.host_gradient import HostGradient
+from tensorstow.fsdp.gradient_offload import (
+    D2HQueue,
+    GradientOffload,
+    HostGradient,
+    PinnedBuffer,
+    PinnedBufferPool,
+)
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.sharding import move_buffers
 from tensorstow.fsdp.stow import stow

@@ -18,8 +18,14 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.layout import Family
 from tensorstow.step import device_update, update_rule
-from tensorstow.step.segments import SegmentUpdate
-from tensorstow.step.update_rule import Choice, FusedRule, TorchRule, rule_on, why_not_fused
+from tensorstow.step.update_rule import (
+    Choice,
+    FusedRule,
+    SegmentUpdate,
+    TorchRule,
+    rule_on,
+    why_not_fused,
+)
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")

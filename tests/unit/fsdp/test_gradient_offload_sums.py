@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tensorstow.fsdp.d2h_queue import HostSum
-from tensorstow.fsdp.host_gradient import HostGradient
+from tensorstow.fsdp.gradient_offload import HostGradient, HostSum
 
 
 def gradient_of(values: torch.Tensor) -> HostGradient:

@@ -13,9 +13,8 @@ import torch
 
 from interrupts import Interrupt, at_event, by_signal, handler, raise_it
 from remote import LateLink, Later
-from tensorstow.fsdp import d2h_queue
-from tensorstow.fsdp.d2h_queue import D2HQueue, HostSum
-from tensorstow.fsdp.gradient_offload import PinnedBuffer
+from tensorstow.fsdp import gradient_offload
+from tensorstow.fsdp.gradient_offload import D2HQueue, HostSum, PinnedBuffer
 from tensorstow.io.device_link import DeviceEvent, Pairs
 
 ELEMENTS = 50
@@ -25,8 +24,8 @@ SMALL = 16 * 4
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(d2h_queue, "PIECE_BYTES", SMALL)
-    monkeypatch.setattr(d2h_queue, "BUFFERS", 3)
+    monkeypatch.setattr(gradient_offload, "PIECE_BYTES", SMALL)
+    monkeypatch.setattr(gradient_offload, "BUFFERS", 3)
 
 
 def gradients(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
@@ -117,7 +116,7 @@ def test_gradients_that_come_wait_for_nothing_and_take_a_few_buffers() -> None:
 
 def test_the_device_holds_few_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     one = 4 * ELEMENTS
-    monkeypatch.setattr(d2h_queue, "MAX_IN_FLIGHT_BYTES", 2 * one)
+    monkeypatch.setattr(gradient_offload, "MAX_IN_FLIGHT_BYTES", 2 * one)
     queue = D2HQueue(LateLink())
     total = queue.copy(torch.ones(ELEMENTS), buffer())
     for _ in range(9):

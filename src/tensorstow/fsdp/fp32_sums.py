@@ -1,0 +1,58 @@
+"""Gradients of several micro-batches that stay on the device are summed in fp32, by hooks."""
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+
+def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
+    """Let autograd sum the gradients of several backward passes in fp32.
+
+    Within one backward they keep the gradient's dtype, as FSDP2's do.
+
+    Args:
+        parameters: Parameters that are not sharded; trained ones that are not fp32 get hooks.
+    """
+    for parameter in parameters:
+        if parameter.dtype != torch.float32:
+            sums: dict[str, torch.Tensor] = {}
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            if parameter.requires_grad:
+                before: Any = parameter.register_hook
+                before(partial(_set_aside, weakref.ref(parameter), sums))
+                hook(partial(_put_back, sums))
+
+
+@torch.no_grad()
+def _set_aside(
+    known: "weakref.ref[torch.Tensor]", sums: dict[str, torch.Tensor], gradient: torch.Tensor
+) -> None:
+    parameter = known()
+    if parameter is not None and parameter.grad is not None:
+        sums["wide"] = parameter.grad.float().add_(gradient)
+        parameter.grad = None
+
+
+@torch.no_grad()
+def _put_back(sums: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
+    if "wide" in sums:
+        parameter.grad_dtype = None
+        parameter.grad = sums.pop("wide")
+
+
+@torch.no_grad()
+def widen_gradient(parameter: torch.Tensor) -> None:
+    """Make the gradient of a sharded parameter fp32: its hook, called by FSDP2.
+
+    FSDP2 adds the next micro-batch's to it.
+
+    Args:
+        parameter: A parameter whose gradient stays on the device.
+    """
+    if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+        wide = parameter.grad.float()
+        parameter.grad_dtype = None
+        parameter.grad = wide

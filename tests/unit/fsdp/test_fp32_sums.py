@@ -1,0 +1,38 @@
+"""Sums of micro-batches' gradients that stay on the device: fp32, whatever the parameters are."""
+
+import torch
+from torch import nn
+
+from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
+
+
+def test_gradients_of_several_backward_passes_are_summed_in_fp32() -> None:
+    """In bf16 the second would be lost: 1 + 2^-9 is 1."""
+    layer = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    accumulate_in_fp32(layer.parameters())
+    for x in (1.0, 2.0**-9):
+        layer(torch.full((1, 1), x, dtype=torch.bfloat16)).backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+    assert layer.weight.grad.item() == 1.0 + 2.0**-9
+
+
+def test_the_first_gradient_keeps_its_dtype() -> None:
+    layer = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    accumulate_in_fp32(layer.parameters())
+    layer(torch.ones(1, 1, dtype=torch.bfloat16)).backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.bfloat16
+
+
+def test_a_gradient_is_widened_once() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    widen_gradient(parameter)
+    assert parameter.grad is None
+    parameter.grad = torch.full((2,), 0.5, dtype=torch.bfloat16)
+    widen_gradient(parameter)
+    wide = parameter.grad
+    assert wide is not None
+    assert wide.dtype == torch.float32
+    widen_gradient(parameter)
+    assert parameter.grad is wide
