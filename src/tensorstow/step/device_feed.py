@@ -24,9 +24,9 @@ from tensorstow.states.layout import Segment
 from tensorstow.states.memory import StagingPlan, plan_staging
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.chunk_gate import ChunkGate
-from tensorstow.step.host_weight import HostWeight, flat
+from tensorstow.step.host_weight import HostWeight
 from tensorstow.step.managed_param import ManagedParam, StepPlan
-from tensorstow.tensors.dtensor import has_left
+from tensorstow.tensors.dtensor import flat, has_left
 
 
 @dataclass(eq=False, slots=True)

@@ -27,8 +27,9 @@ from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Segment, parts_of
 from tensorstow.states.native_pipeline import UpdatePipeline
-from tensorstow.step.host_weight import HostWeight, flat
+from tensorstow.step.host_weight import HostWeight
 from tensorstow.step.update_rule import SegmentUpdate, rule_on
+from tensorstow.tensors.dtensor import flat
 
 MOST_SLOTS = 3
 _MOST_AHEAD = MOST_SLOTS

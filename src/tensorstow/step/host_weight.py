@@ -14,7 +14,7 @@ import torch
 from tensorstow.base.sizes import round_up
 from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.tensors.dtensor import in_order, order_of
+from tensorstow.tensors.dtensor import flat, in_order, order_of
 
 _ALIGN = 128
 Stamp = tuple[int, ...]
@@ -100,9 +100,3 @@ def deliver(host_weights: Iterable[HostWeight], link: DeviceLink) -> None:
     pairs = [(flat(m.parameter), flat(m.host)) for m in host_weights]
     if pairs:
         link.join(link.h2d(pairs, [link.record_event()]))
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in the order of memory, apart from autograd and its version counter."""
-    data = tensor.data
-    return in_order(data, order_of(data)).view(-1)

@@ -23,8 +23,8 @@ from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_update import DeviceUpdater, Work
 from tensorstow.step.division import Division, Took, chunks_of_device, elements_of
 from tensorstow.step.gradient_feed import Beside, HostFeed, StepFeeds
-from tensorstow.step.host_weight import flat
 from tensorstow.step.managed_param import ManagedParam, StepPlan
+from tensorstow.tensors.dtensor import flat
 
 
 class DeviceUpdates:

@@ -72,6 +72,12 @@ def out_of_order(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
     return tensor.permute(tuple(sorted(range(len(order)), key=order.__getitem__)))
 
 
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in the order of memory, apart from autograd and its version counter."""
+    data = tensor.data
+    return in_order(data, order_of(data)).view(-1)
+
+
 class Pager(Protocol):
     """Memory of a shard whose bytes are on disk."""
 

@@ -9,12 +9,12 @@ from tensorstow.io.pinned import PinnedBlock
 from tensorstow.step.host_weight import (
     HostWeight,
     deliver,
-    flat,
     host_weight_bytes,
     make_host_weights,
     refresh,
     stamp_of,
 )
+from tensorstow.tensors.dtensor import flat
 
 
 def parameters() -> list[nn.Parameter]:
