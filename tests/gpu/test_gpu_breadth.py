@@ -11,23 +11,23 @@ from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.optim.stowed_adam import StowedAdam
 
 STOWED = [
-    (Plan(parameters="device", states="disk"), 12),
-    (Plan(parameters="device", states="disk", overlap="forward"), 12),
-    (Plan(parameters="device", states="disk", overlap="backward"), 11),
-    (Plan(parameters="device", states="disk", update_on="device"), 12),
-    (Plan(parameters="host", states="disk"), 10),
-    (Plan(parameters="host", states="disk", overlap="forward"), 10),
-    (Plan(parameters="host", states="disk", overlap="backward"), 10),
-    (Plan(parameters="disk", states="disk"), 11),
-    (Plan(parameters="disk", states="disk", overlap="backward"), 11),
+    (Plan(parameters="device", states="disk"), 9),
+    (Plan(parameters="device", states="disk", overlap="forward"), 9),
+    (Plan(parameters="device", states="disk", overlap="backward"), 7),
+    (Plan(parameters="device", states="disk", update_on="device"), 9),
+    (Plan(parameters="host", states="disk"), 8),
+    (Plan(parameters="host", states="disk", overlap="forward"), 8),
+    (Plan(parameters="host", states="disk", overlap="backward"), 7),
+    (Plan(parameters="disk", states="disk"), 9),
+    (Plan(parameters="disk", states="disk", overlap="backward"), 8),
 ]
 """Plans, and how many modules a gradient is handed to at most."""
 PLAIN = [
-    ({}, 11),
-    ({"overlap": "forward"}, 11),
-    ({"overlap": "backward"}, 11),
-    ({"update_on": "device"}, 12),
-    ({"update_on": "hybrid"}, 13),
+    ({}, 8),
+    ({"overlap": "forward"}, 8),
+    ({"overlap": "backward"}, 7),
+    ({"update_on": "device"}, 9),
+    ({"update_on": "hybrid"}, 10),
 ]
 """Options of an optimizer over a model that is on the device."""
 
@@ -42,7 +42,7 @@ def test_a_gradient_crosses_few_modules(plan: Plan, most: int, device: torch.dev
         return stow(Parallel(), partial(AdamW, lr=1e-3), plan=plan)
 
     crossed = modules_handed_a_gradient(make, device, partial(settle, device))
-    assert {"optim/stowed_adam", "states/native_pipeline"} <= crossed
+    assert {"states/native_pipeline"} <= crossed
     assert len(crossed) <= most, sorted(crossed)
 
 
@@ -59,5 +59,5 @@ def test_a_gradient_crosses_few_modules_without_stow(
         return model, AdamW(model.parameters(), lr=1e-3, **named)
 
     crossed = modules_handed_a_gradient(make, device, partial(settle, device))
-    assert {"optim/stowed_adam", "states/native_pipeline"} <= crossed
+    assert {"states/native_pipeline"} <= crossed
     assert len(crossed) <= most, sorted(crossed)

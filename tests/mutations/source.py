@@ -21,7 +21,7 @@ WITHOUT = frozenset(
         ("step/sides.py", "self._link.record_event().synchronize()"),
         ("step/device_update.py", "while self._trips and self._trips[0].fallen.query():"),
         # No shard in host memory has an order of its own yet.
-        ("step/consumed_gradients.py", "copied.synchronize()"),
+        ("step/backward_overlap.py", "copied.synchronize()"),
         # A step is given up by a store that is closed behind it.
         ("step/param_table.py", "self._link.synchronize()"),
         # The fused kernel's tables: it runs on CUDA alone, which no test here has.

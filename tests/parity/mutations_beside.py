@@ -17,8 +17,8 @@ from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
-from tensorstow.step import backward_overlap, forward_overlap, forward_waits, synchronous
-from tensorstow.step.consumed_gradients import ConsumedGradients
+from tensorstow.step import backward_overlap, forward_overlap, forward_waits, schedule
+from tensorstow.step.backward_overlap import ConsumedGradients
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.store.records import ChunkRecord
 
@@ -50,8 +50,8 @@ def weights_not_delivered(patch: pytest.MonkeyPatch, _: Path) -> None:
     def forget(member: ManagedParam) -> None:
         member.host = None
 
-    for schedule in (synchronous, forward_overlap, backward_overlap):
-        patch.setattr(schedule, "deliver", forget)
+    for module in (schedule, forward_overlap, backward_overlap):
+        patch.setattr(module, "deliver", forget)
 
 
 def another_gradient(patch: pytest.MonkeyPatch, _: Path) -> None:

@@ -52,10 +52,10 @@ def test_stow_runs_through_few_modules(tmp_path: Path) -> None:
 # --- the way of a gradient ---
 
 IN_HOST_MEMORY = [
-    (Plan(parameters="host", states="disk"), 8),
-    (Plan(parameters="host", states="disk", overlap="backward"), 8),
-    (Plan(parameters="disk", states="disk"), 10),
-    (Plan(parameters="disk", states="disk", overlap="backward"), 10),
+    (Plan(parameters="host", states="disk"), 6),
+    (Plan(parameters="host", states="disk", overlap="backward"), 5),
+    (Plan(parameters="disk", states="disk"), 8),
+    (Plan(parameters="disk", states="disk", overlap="backward"), 7),
 ]
 """Plans, and how many modules a gradient is handed to at most; tests/gpu has those of a device."""
 
@@ -66,5 +66,5 @@ def test_a_gradient_crosses_few_modules(plan: Plan, most: int, tmp_path: Path) -
         return stow(Parallel(), partial(tensorstow.AdamW, lr=1e-3), plan=plan, dir=tmp_path)
 
     crossed = modules_handed_a_gradient(make)
-    assert {"optim/stowed_adam", "states/native_pipeline"} <= crossed
+    assert {"states/native_pipeline"} <= crossed
     assert len(crossed) <= most, sorted(crossed)

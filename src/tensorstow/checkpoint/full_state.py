@@ -15,7 +15,7 @@ from tensorstow.states.state_store import StateStore
 from tensorstow.step.managed_param import ManagedParam, in_shape_of
 from tensorstow.step.param_table import ParamTable
 from tensorstow.tensors.dtensor import is_sharded, sharded_like
-from tensorstow.tensors.on_disk import StateOnDisk
+from tensorstow.tensors.placeholder import StateOnDisk
 
 RAM_BYTES = 64 << 20
 """States up to this size are gathered in RAM: a file would be slower and spare nothing."""

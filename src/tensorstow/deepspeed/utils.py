@@ -11,9 +11,8 @@ from tensorstow.deepspeed.full_tensors import full_tensor, to_local
 from tensorstow.deepspeed.registry import optimizer_of
 from tensorstow.step.managed_param import in_shape_of
 from tensorstow.step.step_plan import as_step
-from tensorstow.tensors.consumed_gradient import ConsumedGradient
 from tensorstow.tensors.dtensor import gradient_of, part_of, shard_of
-from tensorstow.tensors.on_disk import StateOnDisk
+from tensorstow.tensors.placeholder import ConsumedGradient, StateOnDisk
 
 _FP32 = "fp32"
 _MASTER = "master"

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.fsdp.units import Unit
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.tensors.consumed_gradient import ConsumedGradient
+from tensorstow.tensors.placeholder import ConsumedGradient
 
 _INCOMPLETE = (
     "behind a backward that did not end: some parameters have their gradients and others lost them."

@@ -26,15 +26,13 @@ from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
 from tensorstow.states.offload_policy import OffloadPolicy
-from tensorstow.step.backward_overlap import BackwardOverlap
+from tensorstow.step.backward_overlap import BackwardOverlap, ConsumedGradients
 from tensorstow.step.calls import Calls
-from tensorstow.step.consumed_gradients import ConsumedGradients
 from tensorstow.step.forward_overlap import ForwardOverlap
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedule import Schedule
+from tensorstow.step.schedule import Schedule, Synchronous
 from tensorstow.step.step_plan import Groups, States
-from tensorstow.step.synchronous import Synchronous
 
 logger = logging.getLogger("tensorstow")
 

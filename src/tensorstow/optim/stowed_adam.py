@@ -27,7 +27,7 @@ from tensorstow.optim import options
 from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.states.memory import StateMemory
-from tensorstow.states.native_pipeline import TraceEvent, Traffic
+from tensorstow.states.native_pipeline import TraceEvent, Traffic, can_update
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
@@ -52,7 +52,6 @@ from tensorstow.step.step_plan import (
 )
 from tensorstow.step.unscaling import is_skipped, unscale, unscaled
 from tensorstow.store.records import Generation, Summary
-from tensorstow.tensors.consumed_gradient import ConsumedGradient
 from tensorstow.tensors.dtensor import (
     gradient_of,
     gradient_on_its_way,
@@ -62,13 +61,14 @@ from tensorstow.tensors.dtensor import (
     shard_of,
     sum_over_shards,
 )
+from tensorstow.tensors.placeholder import ConsumedGradient
 
 
 class StowedAdam(Optimizer):
     """What Adam, AdamW and the frontends' optimizers share; not made by users.
 
     Every placement of the states gives bitwise the same parameters ([Note: The Adam rule] in
-    csrc/kernels/kernels.h; ``optim.reference`` is the same rule in plain torch).
+    csrc/kernels/kernels.h; ``formats.reference`` is the same rule in plain torch).
     """
 
     def __init__(
@@ -723,7 +723,9 @@ class StowedAdam(Optimizer):
             self._commit()
 
     def _take_step(self, factor: float, scale: float) -> None:
-        updates = unscaled(self._collect(), scale)
+        updates = self._collect()
+        if scale != 1.0:
+            updates = unscaled(updates, scale)
         commits = self._begin_step()
         self._params().refresh(whole=commits)
         if not updates and commits:
@@ -858,7 +860,7 @@ class StowedAdam(Optimizer):
         self._commit_step(commits=commits)
 
     def _check_gradient(self, param: ManagedParam) -> None:
-        if validation.fits(param.parameter, gradient_on_its_way(param.owner)[0]):
+        if can_update(param.parameter, gradient_on_its_way(param.owner)[0]):
             return
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):

@@ -15,15 +15,19 @@ import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, ForkError, PoisonedError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.update_on import Overlap
+from tensorstow.io import device_link
 from tensorstow.io.files import transfer_error
 from tensorstow.states.chunks import Chunk, ChunkRing
 from tensorstow.states.kernels import team_of
+from tensorstow.states.layout import STATE_DTYPES
 from tensorstow.states.policy import PipelinePolicy
 
 _LONGEST_TRACE = 1 << 18
 _DAMAGED = -2  # csrc/pipeline/pipeline.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Kinds of tensors whose bytes are what the kernels see."""
 Failure = tuple[int, str, int, int, int, int]
 FilePosition = tuple[int, int]
 """Engine's number of a file, and the byte in it; NOWHERE before the first write."""
@@ -113,6 +117,21 @@ class StoredChunk:
     """Of its states, a u32 for each block."""
     weight_checksums: bytes = b""
     """Of the weights behind them; empty where those are not the weights of now."""
+
+
+def can_update(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+    """Return whether the kernels can update ``parameter`` by ``gradient``."""
+    return (
+        gradient is not None
+        and (gradient.device == parameter.device or gradient.is_cpu)
+        and (parameter.is_cpu or device_link.is_remote(parameter))
+        and parameter.is_contiguous()
+        and gradient.layout == torch.strided
+        and gradient.dtype in STATE_DTYPES
+        and parameter.dtype in STATE_DTYPES
+        and gradient.numel() == parameter.numel()
+        and type(parameter) in PLAIN_TENSORS
+    )
 
 
 class Resources:

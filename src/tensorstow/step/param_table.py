@@ -30,7 +30,7 @@ from tensorstow.step.host_weight import deliver, host_weight_bytes, make_host_we
 from tensorstow.step.managed_param import ManagedParam, in_shape_of
 from tensorstow.step.sides import DeviceUpdates
 from tensorstow.tensors.dtensor import order_of, pager_of, shard_of
-from tensorstow.tensors.on_disk import StateOnDisk
+from tensorstow.tensors.placeholder import StateOnDisk
 
 logger = logging.getLogger("tensorstow")
 

@@ -1,4 +1,4 @@
-"""The interface of schedules: updates inside ``step()``, or beside forward or backward.
+"""The interface of schedules, and the plain one: updates inside ``step()``.
 
 [Note: Schedules] All three take the same steps by the same path ([Note: Feeds]), so they differ in
 when a weight is published and in nothing else.
@@ -20,7 +20,8 @@ from tensorstow.base.errors import OptionError
 from tensorstow.step.legal_calls import Phase
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.step_plan import States
+from tensorstow.step.publish import deliver
+from tensorstow.step.step_plan import States, record_step
 
 
 class Schedule:
@@ -129,3 +130,21 @@ class Schedule:
 
 def _only_early(schedule: Schedule) -> OptionError:
     return OptionError(f"{type(schedule).__name__} was given a gradient before step().")
+
+
+class Synchronous(Schedule):
+    """``overlap="none"``: updates run inside ``step()``."""
+
+    def step(self, plan: StepPlan, states: States) -> None:
+        """Return when every weight is new."""
+        path = self._params.path
+        path.begin(plan)
+        try:
+            path.close()
+            path.wait()
+        except BaseException as error:
+            self._params.store.pipeline.poison(error)
+            raise
+        record_step(plan, states)
+        for update in plan.updates:
+            deliver(update.param)

@@ -8,14 +8,13 @@ import torch
 
 from tensorstow.base.tiers import Tier
 from tensorstow.formats.reference import adam_scalars
-from tensorstow.states.native_pipeline import StepRow
+from tensorstow.states.native_pipeline import StepRow, can_update
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
 from tensorstow.step.managed_param import ManagedParam, ParamUpdate, StepPlan, in_order_of
 from tensorstow.step.param_table import ParamTable
-from tensorstow.tensors.consumed_gradient import ConsumedGradient, refuse_used
 from tensorstow.tensors.dtensor import gradient_in_order, gradient_of, in_order, order_of, shard_of
-from tensorstow.tensors.on_disk import StateOnDisk
+from tensorstow.tensors.placeholder import ConsumedGradient, StateOnDisk, refuse_used
 
 Groups = list[dict[str, Any]]
 States = Mapping[torch.Tensor, dict[str, Any]]
@@ -68,7 +67,7 @@ def check_due(
     parameter = in_order(shard, order_of(shard)) if param is None else param.parameter
     gradient = gradient_of(group["params"][index])
     amsgrad = bool(group["amsgrad"])
-    if validation.fits(parameter, gradient) and (param is None or param.fits(amsgrad=amsgrad)):
+    if can_update(parameter, gradient) and (param is None or param.fits(amsgrad=amsgrad)):
         return
     name = name_of(groups, group, index)
     validation.check_parameter(parameter, name)

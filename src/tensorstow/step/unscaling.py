@@ -49,8 +49,6 @@ def unscale(parameters: Iterable[torch.Tensor], scale: float) -> None:
 
 def unscaled(updates: list[ParamUpdate], scale: float) -> list[ParamUpdate]:
     """Divide the gradients by ``scale``, where they are; return who is updated by what then."""
-    if scale == 1.0:
-        return updates
     read = [_copied(update, scale) for update in updates]
     unscale((update.param.owner for update in updates), scale)
     return [_read_anew(update) for update in read]

@@ -14,11 +14,11 @@ from tensorstow.base.sizes import format_count
 from tensorstow.base.update_on import Overlap, UpdateOn, reaches_device, told
 from tensorstow.io import device_link
 from tensorstow.states.layout import STATE_DTYPES, Family, refuse_dtype
+from tensorstow.states.native_pipeline import PLAIN_TENSORS
 from tensorstow.tensors.dtensor import is_sharded
-from tensorstow.tensors.on_disk import StateOnDisk
+from tensorstow.tensors.placeholder import StateOnDisk
 
 _NUMBERS = (int, float, np.integer, np.floating)
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def refuse_beside(overlap: Overlap, why: str) -> None:
@@ -190,7 +190,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             " that is not wanted."
         )
         raise OptionError(message)
-    if type(parameter) not in _PLAIN:
+    if type(parameter) not in PLAIN_TENSORS:
         message = (
             f"{name} is a {type(parameter).__name__}: of tensor subclasses only DTensor over plain"
             " shards (FSDP2's fully_shard) is taken."
@@ -224,21 +224,6 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
             f" {parameter.device}: both must be on one device."
         )
         raise DTypeError(message)
-
-
-def fits(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-    """Return whether the kernels can update ``parameter`` by ``gradient``: the quick answer."""
-    return (
-        gradient is not None
-        and (gradient.device == parameter.device or gradient.is_cpu)
-        and (parameter.is_cpu or device_link.is_remote(parameter))
-        and parameter.is_contiguous()
-        and gradient.layout == torch.strided
-        and gradient.dtype in STATE_DTYPES
-        and parameter.dtype in STATE_DTYPES
-        and gradient.numel() == parameter.numel()
-        and type(parameter) in _PLAIN
-    )
 
 
 def refuse_change(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.consumed_gradient import ConsumedGradient
+from tensorstow.tensors.placeholder import ConsumedGradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,4 +1,7 @@
-"""Tensors without memory, of some shape and dtype, whose values cannot be read."""
+"""Tensors without memory, of some shape and dtype, whose values cannot be read.
+
+In ``.grad`` for a gradient that has left it, in ``optimizer.state`` for a state that is on disk.
+"""
 
 from typing import Any, NoReturn, Self
 
@@ -50,3 +53,65 @@ class Placeholder(torch.Tensor):
         if func not in _QUIET:
             cls.refuse(str(func))
         return cls(args[0])
+
+
+WAYS_OUT = (
+    "Behind a backward that has ended step() is next, and zero_grad() behind that. Where it did not"
+    " end, resume() goes back to the last commit of a run that has dir=; without one, close() this"
+    " optimizer and load a checkpoint into the model and a new one."
+)
+"""What to do about gradients that were used, for who does not know the optimizer's phase."""
+
+
+def _refuse_gradient(operation: str) -> NoReturn:
+    """Raise OptionError: ``operation`` was asked of a gradient that is used up already."""
+    message = (
+        f"{operation} was asked of a gradient that its update has used already: with"
+        ' overlap="backward" a gradient is gone as soon as it is final. A second backward before'
+        " step() needs accumulation_steps= or `with optimizer.accumulate():`; clipping, unscaling"
+        f' and whatever else looks at gradients needs overlap="forward" or "none". {WAYS_OUT}'
+    )
+    raise OptionError(message)
+
+
+def refuse_used(name: str) -> NoReturn:
+    """Raise OptionError: another optimizer has used the gradient of ``name`` already."""
+    message = (
+        f"{name} is in two optimizers, and the gradient is used up: the other one has"
+        ' overlap="backward" and has begun its update. Give each parameter to one optimizer; or'
+        ' make both with overlap="none", and close() the one that is not wanted.'
+    )
+    raise OptionError(message)
+
+
+class ConsumedGradient(Placeholder):
+    """A tensor without memory, of the gradient's shape: its update has begun.
+
+    Nobody may take it for a gradient: clipping, unscaling and accumulation, which would do nothing
+    to a ``None`` and say nothing, raise OptionError here.
+    """
+
+    refuse = staticmethod(_refuse_gradient)
+
+
+def _refuse_state(operation: str) -> NoReturn:
+    message = (
+        f"{operation} was asked of a state that is on disk. optimizer.state_dict() returns the"
+        " values; put a tensor in its place, or use load_state_dict(), to set them."
+    )
+    raise OptionError(message)
+
+
+class StateOnDisk(Placeholder):
+    """A tensor without memory, of the state's shape.
+
+    Whoever asks which states a parameter has (``torch.distributed.checkpoint`` does) finds them;
+    whoever looks at their values is told to ask ``state_dict()``.
+    """
+
+    @staticmethod
+    def __new__(cls: type[Self], parameter: torch.Tensor) -> Self:
+        """Stand in for the states of ``parameter``: fp32, in host memory."""
+        return Placeholder.__new__(cls, parameter, torch.float32, torch.device("cpu"))
+
+    refuse = staticmethod(_refuse_state)

@@ -17,6 +17,7 @@ from tensorstow.colossalai import CPUAdam
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states import memory
 from tensorstow.states.memory import StagingPlan, plan_staging
+from tensorstow.states.native_pipeline import can_update
 from tensorstow.step import validation
 from tensorstow.step.device_feed import DeviceFeed
 
@@ -340,7 +341,7 @@ def test_gradient_and_parameter_are_on_one_device(monkeypatch: pytest.MonkeyPatc
     make_remote(monkeypatch)
     parameter = nn.Parameter(torch.ones(3))
     wrong = torch.ones(3, device="meta")  # torch itself would not let it through
-    assert not validation.fits(parameter, wrong)
+    assert not can_update(parameter, wrong)
     with pytest.raises(DTypeError, match="is on meta and the parameter on cpu"):
         validation.check_gradient(parameter, wrong, "Parameter 0 of group 0")
 

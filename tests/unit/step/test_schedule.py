@@ -20,10 +20,9 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.states import layout
 from tensorstow.states.layout import Family, slot_bytes
-from tensorstow.step.backward_overlap import BackwardOverlap
-from tensorstow.step.consumed_gradients import ConsumedGradients
+from tensorstow.step.backward_overlap import BackwardOverlap, ConsumedGradients
 from tensorstow.step.managed_param import NO_SCALARS, StepPlan
-from tensorstow.step.synchronous import Synchronous
+from tensorstow.step.schedule import Synchronous
 
 CHUNK = 4096
 CHUNKS = 6

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.consumed_gradient import ConsumedGradient, refuse
+from tensorstow.tensors.placeholder import ConsumedGradient
 
 
 def placeholder() -> ConsumedGradient:
@@ -60,4 +60,4 @@ def test_what_torch_itself_refuses() -> None:
 
 def test_a_refusal_names_the_operation() -> None:
     with pytest.raises(OptionError, match=r"^norm was asked"):
-        refuse("norm")
+        ConsumedGradient.refuse("norm")

@@ -30,8 +30,8 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError, TransferError
 from tensorstow.base.update_on import Overlap
 from tensorstow.step import validation
-from tensorstow.step.consumed_gradients import ConsumedGradients
-from tensorstow.tensors.consumed_gradient import ConsumedGradient
+from tensorstow.step.backward_overlap import ConsumedGradients
+from tensorstow.tensors.placeholder import ConsumedGradient
 
 
 def backward(model: nn.Module, step: int = 0) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.on_disk import StateOnDisk
+from tensorstow.tensors.placeholder import StateOnDisk
 
 
 def one(directory: Path, weight: torch.Tensor, **options: object) -> AdamW:
