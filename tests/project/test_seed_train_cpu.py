@@ -7,23 +7,16 @@ the two: blank lines and indentation, which the page lost too, left aside.
 Write the difference anew with `python tests/project/test_seed_train_cpu.py`.
 """
 
-import difflib
-import functools
-import importlib.util
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
-from tree import TESTS
+from seed_pages import SEEDS, changes, difference, load, losses_of, shrink
 
-SEEDS = TESTS / "seeds"
-RESTORED, SCRAPED, DIFF = (
-    SEEDS / name for name in ("train_cpu.py", "train_cpu_scraped.txt", "train_cpu.diff")
-)
+NAME = "train_cpu"
+DIFF = SEEDS / f"{NAME}.diff"
 
 # What the page lost: nothing else may be added but imports and what quiets this house's linter.
 LOST_LINES = {
@@ -36,84 +29,22 @@ LOST_LINES = {
 }
 
 
-def bare_lines(path: Path) -> list[str]:
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line]
-
-
-def difference() -> list[str]:
-    before, after = bare_lines(SCRAPED), bare_lines(RESTORED)
-    return list(difflib.unified_diff(before, after, SCRAPED.name, RESTORED.name, lineterm=""))
-
-
 def test_the_difference_shown_is_the_difference() -> None:
-    assert DIFF.read_text(encoding="utf-8").splitlines() == difference()
+    assert DIFF.read_text(encoding="utf-8").splitlines() == difference(NAME)
 
 
 def test_only_import_lines_are_changed_and_only_lost_lines_added() -> None:
-    changes = [line for line in difference() if not line.startswith(("---", "+++", "@@", " "))]
-    removed = [line[1:] for line in changes if line[0] == "-"]
-    added = [line[1:] for line in changes if line[0] == "+"]
+    removed, added = changes(NAME)
     assert removed
     assert all("colossalai" in line and "import" in line for line in removed)
-    not_ours = [line for line in added if not line.startswith(("# ruff:", "# fmt:"))]
-    assert set(not_ours) == LOST_LINES | {"from tensorstow.colossalai import HybridAdam"}
-
-
-def load_seed() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("seed_train_cpu", RESTORED)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    assert set(added) == LOST_LINES | {"from tensorstow.colossalai import HybridAdam"}
 
 
 @pytest.fixture
 def seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     pytest.importorskip("transformers")
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the first place where scratch files may go
-    return load_seed()
-
-
-class Enough(Exception):  # noqa: N818  # nothing went wrong
-    """Ends a run whose last loss is known: what comes behind it shows in no other."""
-
-
-def losses_of(
-    seed: ModuleType, monkeypatch: pytest.MonkeyPatch, fraction: float, *, enough: int | None = None
-) -> list[float]:
-    """Run the example as it stands, or up to ``enough`` losses; return them unrounded."""
-    losses: list[float] = []
-    forward = seed.GPTLMLoss.forward
-
-    def noting(self: object, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = forward(self, logits, labels)
-        losses.append(loss.item())
-        if len(losses) == enough:
-            raise Enough
-        return loss
-
-    torch.manual_seed(7)
-    with monkeypatch.context() as patch:
-        patch.setattr(seed.GPTLMLoss, "forward", noting)
-        with suppress(Enough):
-            seed.train_cpu(fraction)
-    return losses
-
-
-def shrink(seed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = functools.partial(
-        seed.GPT2Config,
-        vocab_size=211,
-        n_embd=64,
-        n_layer=2,
-        n_head=2,
-        n_positions=128,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    monkeypatch.setattr(seed, "GPT2Config", small)
+    return load(NAME)
 
 
 def test_losses_are_equal_with_and_without_offload(
@@ -138,5 +69,5 @@ def test_the_document_as_it_stands(seed: ModuleType, monkeypatch: pytest.MonkeyP
 
 
 if __name__ == "__main__":
-    DIFF.write_text("\n".join(difference()) + "\n", encoding="utf-8")
+    DIFF.write_text("\n".join(difference(NAME)) + "\n", encoding="utf-8")
     sys.stdout.write(f"{DIFF}\n")

@@ -20,7 +20,14 @@ def test_exported_names() -> None:
         "save_safetensors",
         "stow",
     ]
-    assert sorted(tensorstow.colossalai.__all__) == ["CPUAdam", "HybridAdam"]
+    assert sorted(tensorstow.colossalai.__all__) == [
+        "CPUAdam",
+        "HybridAdam",
+        "launch",
+        "launch_from_openmpi",
+        "launch_from_slurm",
+        "launch_from_torch",
+    ]
     assert tensorstow.deepspeed.__all__ == [
         "DeepSpeedEngine",
         "add_config_arguments",

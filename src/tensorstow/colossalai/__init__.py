@@ -1,9 +1,23 @@
-"""ColossalAI's interface: only the import line changes.
+"""ColossalAI's interface: only the import lines change.
 
-``from colossalai.nn.optimizer import CPUAdam, HybridAdam`` becomes
-``from tensorstow.colossalai import CPUAdam, HybridAdam``.
+``import colossalai`` becomes ``import tensorstow.colossalai as colossalai``, and ``from
+colossalai.booster.plugin import GeminiPlugin`` becomes ``from tensorstow.colossalai.booster.plugin
+import GeminiPlugin``. docs/guides/colossalai.md says what is honoured and what is refused.
 """
 
 from tensorstow.colossalai.adam import CPUAdam, HybridAdam
+from tensorstow.colossalai.initialize import (
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+)
 
-__all__ = ["CPUAdam", "HybridAdam"]
+__all__ = [
+    "CPUAdam",
+    "HybridAdam",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]

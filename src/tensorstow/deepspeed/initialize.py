@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 from tensorstow.base.errors import BudgetError, OptionError
@@ -18,10 +16,11 @@ from tensorstow.deepspeed.dataloader import make_dataloader
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.master_weights import MasterWeights
-from tensorstow.deepspeed.optimizers import Make, maker_of
+from tensorstow.deepspeed.optimizers import maker_of
 from tensorstow.deepspeed.plans import directory_of, dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.ranks import init_distributed
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
+from tensorstow.fsdp.made_optimizer import Make, hand_over
 from tensorstow.fsdp.sharding import world_size
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -156,19 +155,8 @@ def _schedule(given: Any, settings: Settings, optimizer: StowedAdam) -> Any:  # 
         return None if named is None else make_scheduler(named, optimizer)
     if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
         return given(optimizer)
-    return _taken_over(given, optimizer)
-
-
-def _taken_over(schedule: Any, optimizer: StowedAdam) -> Any:  # noqa: ANN401
-    """Attach a scheduler of the user's optimizer to ``optimizer``."""
-    if isinstance(getattr(schedule, "optimizer", None), torch.optim.Optimizer):
-        rates = [group["lr"] for group in optimizer.param_groups]
-        # torch warns where step() does not know of a schedule; making one tells it.
-        LambdaLR(optimizer, lambda _: 1.0)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        schedule.optimizer = optimizer
-    return schedule
+    hand_over(given, optimizer)
+    return given
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

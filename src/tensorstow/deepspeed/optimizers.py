@@ -1,7 +1,7 @@
 """Makes the optimizer of an engine: from the JSON, a function, or the user's own."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,19 +12,11 @@ from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.settings import Named
 from tensorstow.deepspeed.ops.adam import set_bias_correction
 from tensorstow.formats.state_format import StateFormat
+from tensorstow.fsdp.made_optimizer import Groups, Make, groups_of, names_of, over
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
 
-Make = Callable[..., StowedAdam]
-Groups = list[dict[str, Any]]
 _TAKEN = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-_MADE_TAKEN = (
-    *_TAKEN,
-    "maximize",
-    "initial_lr",
-    "bias_correction",
-    "decoupled_weight_decay",
-)
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OF_IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states")
 
@@ -53,10 +45,10 @@ def maker_of(
             )
             raise OptionError(message)
         made = of_named(named)
-        return _over(made, names_of(model, _groups(model, model_parameters)))
+        return over(made, names_of(model, _groups(model, model_parameters)))
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         if _takes_placement(optimizer):
-            return _over(optimizer, names_of(model, _groups(model, model_parameters)))
+            return over(optimizer, names_of(model, _groups(model, model_parameters)))
         optimizer = optimizer(_groups(model, model_parameters))
     return _like_made(optimizer, model)
 
@@ -110,36 +102,6 @@ def _made_of_named(
     return made
 
 
-def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
-    """Return ``groups`` with the model's names in place of its parameters.
-
-    Raises OptionError for a parameter that is not the model's.
-    """
-    names = {id(p): name for name, p in model.named_parameters()}
-    renamed: Groups = []
-    for group in groups:
-        found = [names.get(id(_tensor_of(p))) for p in group["params"]]
-        if None in found:
-            message = (
-                f"Parameter {found.index(None)} of a group is not one of the model's, and only"
-                " the model is placed. Give model.parameters(), or groups of them."
-            )
-            raise OptionError(message)
-        renamed.append({**group, "params": found})
-    return renamed
-
-
-def _over(make: Make, groups: Groups) -> Make:
-    """Return ``make`` over the groups of names."""
-
-    def made(named: Iterable[tuple[str, torch.Tensor]], **placement: Any) -> StowedAdam:  # noqa: ANN401
-        by_name = dict(named)
-        placed = [{**g, "params": [(n, by_name[n]) for n in g["params"]]} for g in groups]
-        return make(placed, **placement)
-
-    return made
-
-
 def _like_made(optimizer: object, model: nn.Module) -> Make:
     """Return a function that creates an optimizer like one that has not taken a step."""
     known = isinstance(optimizer, StowedAdam) or type(optimizer) in _OF_TORCH
@@ -150,12 +112,7 @@ def _like_made(optimizer: object, model: nn.Module) -> Make:
             " tensorstow.StowedOptimizer, without deepspeed.initialize."
         )
         raise OptionError(message)
-    if optimizer.state:
-        message = (
-            "An optimizer that has taken steps was given: its states belong to the model before it"
-            " was placed. Give a new one, and call load_state_dict() of the one returned."
-        )
-        raise OptionError(message)
+    kept = groups_of(optimizer)
     if isinstance(optimizer, StowedAdam) and optimizer.offload_policy.format not in _EXACT:
         message = (
             f'An optimizer with state_format="{optimizer.offload_policy.format}" was given:'
@@ -163,15 +120,11 @@ def _like_made(optimizer: object, model: nn.Module) -> Make:
             " tensorstow.stow() and partial(tensorstow.AdamW, state_format=...)."
         )
         raise OptionError(message)
-    kept = [
-        {"params": g["params"], **{name: g[name] for name in _MADE_TAKEN if name in g}}
-        for g in optimizer.param_groups
-    ]
     groups = names_of(model, kept)
     if isinstance(optimizer, StowedAdam):
         optimizer.close()  # its place is given to the one over the placed model
     decoupled = all(g["decoupled_weight_decay"] for g in groups)
-    return _over(AdamW if decoupled else Adam, groups)
+    return over(AdamW if decoupled else Adam, groups)
 
 
 def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:

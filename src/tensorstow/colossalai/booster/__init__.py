@@ -1,0 +1,5 @@
+"""``colossalai.booster``: the booster and its plugins."""
+
+from tensorstow.colossalai.booster.booster import Booster
+
+__all__ = ["Booster"]

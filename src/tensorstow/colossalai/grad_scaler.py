@@ -1,0 +1,95 @@
+"""The loss scale of fp16, as ColossalAI's scaler changes it: arithmetic, no tensors."""
+
+from collections.abc import Mapping
+
+from tensorstow.base.errors import OptionError
+
+
+class DynamicGradScaler:
+    """The loss scale of a run, which is told after each step whether gradients overflowed.
+
+    Of overflows with fewer than ``growth_interval`` good steps in a row between them, the first
+    ``hysteresis - 1`` leave the scale as it is; each one after them makes it smaller.
+
+    Args:
+        initial_scale: The first scale.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` good steps.
+        backoff_factor: What it is multiplied by at an overflow.
+        growth_interval: Good steps in a row until the scale grows.
+        min_scale: The least scale. Default: None, none.
+        max_scale: The largest scale. Default: None, none.
+        hysteresis: See above.
+
+    Raises:
+        OptionError: A value that cannot be used.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float = 2**16,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 2,
+    ) -> None:
+        """Create the scaler; the class documents the arguments."""
+        self.scale = float(initial_scale)
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval, self._hysteresis = growth_interval, hysteresis
+        self._min, self._max = min_scale or 0.0, max_scale or float("inf")
+        self._good_steps = self._overflows = 0
+        for name, value, legal, what in (
+            ("growth_factor", growth_factor, growth_factor > 1, "above 1"),
+            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "between 0 and 1"),
+            ("growth_interval", growth_interval, growth_interval >= 1, "at least 1"),
+            ("hysteresis", hysteresis, hysteresis >= 0, "not negative"),
+            (
+                "initial_scale",
+                initial_scale,
+                initial_scale > 0 and self._min <= initial_scale <= self._max,
+                f"above 0 and between min_scale={min_scale} and max_scale={max_scale}",
+            ),
+        ):
+            if not legal:
+                message = f"{name}={value} was given: it is {what}."
+                raise OptionError(message)
+
+    def update(self, *, overflow: bool) -> None:
+        """Record a step; one that overflowed is skipped by the caller.
+
+        Args:
+            overflow: Whether a gradient was not finite.
+        """
+        if overflow:
+            self._overflows += 1
+            self._good_steps = 0
+            if self._overflows >= self._hysteresis:
+                self.scale = max(self.scale * self._backoff_factor, self._min)
+            return
+        self._good_steps += 1
+        if self._good_steps == self._growth_interval:
+            self._good_steps = self._overflows = 0
+            self.scale = min(self.scale * self._growth_factor, self._max)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return what a checkpoint keeps.
+
+        Returns:
+            The scale, and the steps that are counted.
+        """
+        return {
+            "scale": self.scale,
+            "good_steps": self._good_steps,
+            "overflows": self._overflows,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Go on from what ``state_dict`` returned.
+
+        Args:
+            state: The state.
+        """
+        self.scale = float(state["scale"])
+        self._good_steps, self._overflows = int(state["good_steps"]), int(state["overflows"])

@@ -1,0 +1,383 @@
+"""What ``Booster.boost`` returns: a model and an optimizer by ColossalAI's interface."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from tensorstow.base.errors import OptionError
+from tensorstow.colossalai.grad_scaler import DynamicGradScaler
+from tensorstow.optim.stowed_adam import StowedAdam
+
+logger = logging.getLogger("tensorstow")
+
+
+class ModelWrapper(nn.Module):
+    """A placed model: ``module``, or ``unwrap()``. It has the module's attributes and names.
+
+    Args:
+        module: The placed module.
+        outputs_fp32: Whether floating point outputs are cast to fp32.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module, *, outputs_fp32: bool = False) -> None:
+        """Create the wrapper; the class documents the arguments."""
+        super().__init__()
+        self.module = module
+        self._outputs_fp32 = outputs_fp32
+
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  # upstream's
+        """Return the module.
+
+        Args:
+            unwrap_peft: Not used: a model of peft is returned as it was given.
+
+        Returns:
+            The module.
+        """
+        del unwrap_peft
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
+        """Call the module.
+
+        Args:
+            args: The module's.
+            kwargs: The module's.
+
+        Returns:
+            What the module returned.
+        """
+        outputs = self.module(*args, **kwargs)
+        return tree_map(_to_fp32, outputs) if self._outputs_fp32 else outputs
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature
+        """Return an attribute of the module that the wrapper lacks."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def named_parameters(
+        self,
+        *args: Any,  # noqa: ANN401  # torch's
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the module's parameters by its own names.
+
+        Args:
+            args: As of ``torch.nn.Module.named_parameters``.
+            kwargs: As of ``torch.nn.Module.named_parameters``.
+
+        Yields:
+            Names and parameters.
+        """
+        yield from self.module.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # torch's
+        """Return the module's state dict.
+
+        Args:
+            args: As of ``torch.nn.Module.state_dict``.
+            kwargs: As of ``torch.nn.Module.state_dict``.
+
+        Returns:
+            Tensors by the module's names.
+        """
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,  # noqa: FBT001, FBT002  # torch's
+        assign: bool = False,  # noqa: FBT001, FBT002
+    ) -> Any:  # noqa: ANN401
+        """Load a state dict of the module.
+
+        Args:
+            state_dict: Tensors by the module's names.
+            strict: Whether the names must be the module's.
+            assign: As of ``torch.nn.Module.load_state_dict``.
+
+        Returns:
+            The names that were missing and those that were not expected.
+        """
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+
+class OptimizerWrapper(Optimizer):
+    """An optimizer that also computes gradients, scales the loss, and clips: ``optim`` inside.
+
+    Groups, states and hooks are those of ``optim``. A step whose gradients are not finite is
+    skipped under a loss scale, on every rank.
+
+    Args:
+        optim: The optimizer over what was placed.
+        max_norm: The 2-norm that gradients are clipped to in each step; 0: not at all.
+        scaler: The loss scale. Default: None, without fp16.
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        *,
+        max_norm: float = 0.0,
+        scaler: DynamicGradScaler | None = None,
+    ) -> None:
+        """Create the wrapper; the class documents the arguments."""
+        # torch's constructor is not called: it would make groups and states of its own.
+        self.optim = optim
+        self._max_norm = max_norm
+        self._scaler = scaler
+        self._norm: torch.Tensor | None = None
+        self._is_scaled = False
+        """Whether a backward of ours has scaled the gradients."""
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the optimizer has
+        """Return an attribute of the optimizer that the wrapper lacks."""
+        if name == "optim":
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The optimizer's groups."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # noqa: ANN401  # a mapping by parameter
+        """The optimizer's states."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The optimizer's defaults."""
+        return self.optim.defaults
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The optimizer's parameters."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def loss_scale(self) -> float:
+        """The number that a loss is multiplied by."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    def __repr__(self) -> str:
+        """Return the optimizer's own text."""
+        return repr(self.optim)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the optimizer's: what cannot be pickled says so itself."""
+        return self.optim.__getstate__()
+
+    def unwrap(self) -> Optimizer:
+        """Return the optimizer.
+
+        Returns:
+            The optimizer.
+        """
+        return self.optim
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer.
+
+        Args:
+            param_group: As of the optimizer.
+        """
+        self.optim.add_param_group(param_group)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        inputs: Any = None,  # noqa: ANN401  # torch's
+        retain_graph: bool = False,  # noqa: FBT001, FBT002  # upstream's
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Compute the gradients of a loss, multiplied by the loss scale, and add them up.
+
+        Args:
+            loss: A scalar tensor.
+            inputs: As of ``torch.Tensor.backward``.
+            retain_graph: As of ``torch.Tensor.backward``.
+            kwargs: As of ``torch.Tensor.backward``.
+        """
+        factor = self.loss_scale
+        scaled = loss if self._scaler is None else loss.float() * factor
+        self._is_scaled = True
+        scaled.backward(inputs=inputs, retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Clip, update, and adapt the loss scale.
+
+        Args:
+            closure: Refused unless None.
+
+        Raises:
+            OptionError: A closure was given, or the gradients were not scaled under fp16.
+        """
+        if closure is not None:
+            message = (
+                "step() was given a closure, which would compute gradients without the loss scale:"
+                " call Booster.backward, then step()."
+            )
+            raise OptionError(message)
+        if self._scaler is None and self._max_norm == 0.0:
+            self.optim.step()
+            return
+        if self._scaler is not None and not self._is_scaled:
+            message = (
+                "step() was called under fp16 without Booster.backward(loss, optimizer), which"
+                " scales the loss: its gradients would be divided by a scale that they have not."
+            )
+            raise OptionError(message)
+        self._clipped_step()
+
+    def _clipped_step(self) -> None:
+        optimizer, factor = _stowed(self.optim, "Clipping and fp16"), self.loss_scale
+        norm = optimizer.clip_grad_norm_(self._max_norm * factor if self._max_norm else math.inf)
+        self._norm = norm / factor
+        overflow = self._scaler is not None and not bool(torch.isfinite(norm))
+        self._is_scaled = False
+        if overflow:
+            logger.warning("A step was skipped: the norm of its gradients is %s", norm.item())
+            optimizer.zero_grad()
+        else:
+            _step_scaled(optimizer, factor)
+        if self._scaler is not None:
+            self._scaler.update(overflow=overflow)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
+        """Drop the gradients.
+
+        Args:
+            set_to_none: Whether ``.grad`` becomes None rather than zeros.
+        """
+        self.optim.zero_grad(set_to_none)
+
+    def get_grad_norm(self, **kwargs: Any) -> float | None:  # noqa: ANN401  # upstream's
+        """Return the 2-norm of the last step's gradients before clipping.
+
+        Args:
+            kwargs: Not used.
+
+        Returns:
+            The norm of all ranks' together; None where neither ``max_norm`` nor fp16 asks for it.
+        """
+        del kwargs
+        return None if self._norm is None else float(self._norm)
+
+    def clip_grad_by_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002  # upstream's
+    ) -> torch.Tensor:
+        """Clip the gradients of the next ``step()`` by their global 2-norm.
+
+        Args:
+            max_norm: The largest norm.
+            norm_type: 2.
+            error_if_nonfinite: Whether a norm that is not finite is an error.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            OptionError: Another norm, or the plugin clips, or the loss is scaled.
+        """
+        if norm_type != 2.0 or self._max_norm or self._scaler is not None:
+            message = (
+                f"clip_grad_by_norm(norm_type={norm_type}) was called, with max_norm="
+                f"{self._max_norm} and a loss scale of {self.loss_scale}: it clips by the 2-norm,"
+                " once, gradients that are not scaled. Give max_norm= to the plugin."
+            )
+            raise OptionError(message)
+        stowed = _stowed(self.optim, "clip_grad_by_norm()")
+        return stowed.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Refuse: gradients are clipped by their norm.
+
+        Args:
+            clip_value: Not used.
+
+        Raises:
+            OptionError: Always.
+        """
+        message = (
+            f"clip_grad_by_value({clip_value}) was called: gradients are clipped by their norm, by"
+            " max_norm= of the plugin."
+        )
+        raise OptionError(message)
+
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor, **kwargs: object) -> None:
+        """Refuse: it is for pipelines, and models are not cut into stages here.
+
+        Args:
+            tensor: Not used.
+            grad: Not used.
+            kwargs: Not used.
+
+        Raises:
+            OptionError: Always.
+        """
+        del tensor, grad, kwargs
+        message = "backward_by_grad() was called: it is for pipelines, which there are none here."
+        raise OptionError(message)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state dict, and the loss scale's under fp16.
+
+        Returns:
+            What the optimizer returns; "scaler" is the loss scale's state.
+        """
+        state = self.optim.state_dict()
+        return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned, or torch's Adam saved.
+
+        Args:
+            state_dict: The state dict.
+        """
+        state = dict(state_dict)
+        scale = state.pop("scaler", None)
+        self.optim.load_state_dict(state)
+        if self._scaler is not None and scale is not None:
+            self._scaler.load_state_dict(scale)
+
+
+def _stowed(optimizer: Optimizer, what: str) -> StowedAdam:
+    if not isinstance(optimizer, StowedAdam):
+        message = f"{what} was asked of a {type(optimizer).__name__}: give boost() a HybridAdam."
+        raise OptionError(message)
+    return optimizer
+
+
+def _step_scaled(optimizer: StowedAdam, factor: float) -> None:
+    """Take a step by the gradients divided by ``factor``, as ``torch.amp.GradScaler`` asks."""
+    told: Any = optimizer
+    if factor != 1.0:
+        told._loss_scale = factor  # noqa: SLF001  # what the update divides by
+    try:
+        optimizer.step()
+    finally:
+        if factor != 1.0:
+            del told._loss_scale  # noqa: SLF001
+
+
+def _to_fp32(value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.float()
+    return value

@@ -1,0 +1,94 @@
+"""The optimizers that ``boost`` takes, made anew over a placed model."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tensorstow.base.errors import OptionError
+from tensorstow.colossalai.adam import CPUAdam, HybridAdam
+from tensorstow.formats.state_format import StateFormat
+from tensorstow.fsdp.made_optimizer import Make, groups_of, names_of, over
+from tensorstow.optim.adam import Adam, AdamW
+from tensorstow.optim.stowed_adam import StowedAdam
+
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
+_OURS = (CPUAdam, HybridAdam, Adam, AdamW)
+
+
+def maker_of(optimizer: Optimizer | None, model: nn.Module) -> Make:
+    """Return what makes an optimizer over a placed model that is like one over the model before.
+
+    It is a HybridAdam, with the groups, the share of states on disk and the directory of the one
+    that was given. That one is closed when the new one is made.
+
+    Args:
+        optimizer: CPUAdam, HybridAdam, tensorstow's or torch's Adam or AdamW. None: one of all
+            parameters, of a model that is not trained.
+        model: The model before it is placed.
+
+    Returns:
+        A function as ``stow`` takes it.
+
+    Raises:
+        OptionError: Another class, one that has taken steps, or one whose states would change.
+    """
+    if optimizer is None:
+        return HybridAdam
+    if type(optimizer) not in {*_OF_TORCH, *_OURS}:
+        message = (
+            f"optimizer={type(optimizer).__name__} was given: boost() takes HybridAdam, CPUAdam,"
+            " AdamW and Adam (tensorstow's or torch's). Another class trains a model that is not"
+            " placed: tensorstow.StowedOptimizer."
+        )
+        raise OptionError(message)
+    groups = names_of(model, groups_of(optimizer))
+    keywords = _keywords_of(optimizer) if isinstance(optimizer, StowedAdam) else {}
+
+    def make(placed: Any, **placement: Any) -> StowedAdam:  # noqa: ANN401
+        if isinstance(optimizer, StowedAdam):
+            optimizer.close()  # its place is given to the one over the placed model
+        for group in optimizer.param_groups:  # and the memory of what was before
+            group["params"] = []
+        return HybridAdam(placed, **{**keywords, **placement})
+
+    return over(make, groups)
+
+
+def disk_fraction_of(optimizer: Optimizer | None) -> float:
+    """Return the share of the states that an optimizer keeps on disk.
+
+    Args:
+        optimizer: The optimizer; None: there is none.
+
+    Returns:
+        0 to 1.
+    """
+    if not isinstance(optimizer, StowedAdam):
+        return 0.0
+    return optimizer.offload_policy.placement.disk_fraction
+
+
+def _keywords_of(optimizer: StowedAdam) -> dict[str, Any]:
+    policy = optimizer.offload_policy
+    where = policy.placement
+    if where.durable or policy.overlap != "none" or policy.update_on is not None:
+        message = (
+            "An optimizer with dir=, overlap= or update_on= was given to boost(), which decides"
+            " what moves when: use tensorstow.stow(), which takes them in its plan, or leave them"
+            " out."
+        )
+        raise OptionError(message)
+    if policy.format not in {None, StateFormat.SPLIT, StateFormat.FP32}:
+        message = (
+            f'An optimizer with state_format="{policy.format}" was given to boost(), which keeps'
+            " states exactly: leave the format out, or use tensorstow.stow()."
+        )
+        raise OptionError(message)
+    return {
+        "nvme_offload_fraction": where.disk_fraction,
+        "nvme_offload_dir": where.directories or None,
+        "ram_budget": where.ram_budget,
+        "policy": policy.policy,
+    }

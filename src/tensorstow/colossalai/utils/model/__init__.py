@@ -1,0 +1,1 @@
+"""``colossalai.utils.model``: contexts that models are made in."""

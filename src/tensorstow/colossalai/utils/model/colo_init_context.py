@@ -1,0 +1,58 @@
+"""``ColoInitContext``: where a ColossalAI script makes its model."""
+
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from tensorstow.base.errors import OptionError
+
+
+class ColoInitContext:
+    """A context in which parameters are made on a device, in a dtype, and are plain ones.
+
+    Args:
+        device: Where they are made: a device, its name, or an accelerator's index. Default: the
+            CPU.
+        dtype: The dtype that floating point tensors have by default inside.
+        default_pg: A process group that cuts parameters; refused unless None.
+        default_dist_spec: How it cuts them; refused unless None.
+
+    Raises:
+        OptionError: Parameters were asked to be cut before they are placed.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int = torch.device("cpu"),  # noqa: B008  # upstream's own
+        dtype: torch.dtype = torch.float,
+        default_pg: object = None,
+        default_dist_spec: object = None,
+    ) -> None:
+        """Create the context; the class documents the arguments."""
+        if default_pg is not None or default_dist_spec is not None:
+            message = (
+                f"default_pg={default_pg!r}, default_dist_spec={default_dist_spec!r} were given:"
+                " parameters are made whole, and Booster.boost shards them. Leave both out."
+            )
+            raise OptionError(message)
+        self._device = torch.device(device)
+        self._dtype = dtype
+        self._dtype_before = dtype
+
+    def __enter__(self) -> Self:
+        """Let tensors be made there."""
+        self._dtype_before = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        self._device.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let tensors be made as before."""
+        self._device.__exit__(kind, error, trace)
+        torch.set_default_dtype(self._dtype_before)

@@ -1,0 +1,122 @@
+"""An optimizer made before its model was placed, made anew over what was placed.
+
+[Note: Made before] ``stow`` exchanges a model's tensors, so an optimizer over the old ones updates
+nothing. Its groups are kept by the parameters' names, every key of them: a scheduler keeps what it
+needs there ("initial_lr", "max_lr"). Schedulers that were made over the old optimizer are given the
+new one, with those inside them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from tensorstow.base.errors import OptionError
+from tensorstow.optim.stowed_adam import StowedAdam
+
+Make = Callable[..., StowedAdam]
+"""Called with named parameters and the keywords that place the states, as ``stow`` calls it."""
+Groups = list[dict[str, Any]]
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def groups_of(optimizer: Optimizer) -> Groups:
+    """Return the groups of an optimizer, with every key but what chooses among torch's kernels.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        Copies of its groups, over the same parameters.
+
+    Raises:
+        OptionError: It has taken steps: its states are of the parameters as they were.
+    """
+    if optimizer.state:
+        message = (
+            "An optimizer that has taken steps was given: its states belong to the model before it"
+            " was placed. Give a new one, and call load_state_dict() of the one returned."
+        )
+        raise OptionError(message)
+    left_out = {*_IMPLEMENTATION, "param_names"}
+    return [{k: v for k, v in g.items() if k not in left_out} for g in optimizer.param_groups]
+
+
+def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
+    """Return groups with the model's names in place of its parameters.
+
+    Args:
+        model: The model.
+        groups: Parameter groups; a parameter may come with a name, which is not used.
+
+    Returns:
+        The groups.
+
+    Raises:
+        OptionError: A parameter is not the model's.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    renamed: Groups = []
+    for group in groups:
+        found = [names.get(id(p[1] if isinstance(p, tuple) else p)) for p in group["params"]]
+        if None in found:
+            message = (
+                f"Parameter {found.index(None)} of a group is not one of the model's, and only"
+                " the model is placed. Give model.parameters(), or groups of them."
+            )
+            raise OptionError(message)
+        renamed.append({**group, "params": found})
+    return renamed
+
+
+def over(make: Make, groups: Groups) -> Make:
+    """Return what makes an optimizer over groups of names.
+
+    Args:
+        make: Is called with groups of named parameters and the keywords that place the states.
+        groups: As ``names_of`` returns them.
+
+    Returns:
+        A function as ``stow`` takes it.
+    """
+
+    def made(named: Iterable[tuple[str, torch.Tensor]], **placement: Any) -> StowedAdam:  # noqa: ANN401
+        by_name = dict(named)
+        placed = [{**g, "params": [(n, by_name[n]) for n in g["params"]]} for g in groups]
+        return make(placed, **placement)
+
+    return made
+
+
+def hand_over(schedule: Any, optimizer: Optimizer) -> None:  # noqa: ANN401  # torch's, or alike
+    """Let a scheduler of another optimizer go on with this one.
+
+    Args:
+        schedule: A scheduler of torch's, those inside it included; of anything else only its
+            ``optimizer`` is exchanged, if it has one.
+        optimizer: The new optimizer, with the groups that the scheduler knows.
+    """
+    found = [
+        s for s in _schedules(schedule) if isinstance(getattr(s, "optimizer", None), Optimizer)
+    ]
+    if not found:
+        return
+    rates = [(group["lr"], dict(group)) for group in optimizer.param_groups]
+    # torch warns where step() does not know of a schedule; making one tells it.
+    LambdaLR(optimizer, lambda _: 1.0)
+    for group, (rate, before) in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+        if "initial_lr" not in before:
+            del group["initial_lr"]
+    for each in found:
+        each.optimizer = optimizer
+
+
+def _schedules(schedule: Any) -> Iterator[Any]:  # noqa: ANN401
+    """Yield a scheduler and those inside it (of SequentialLR, ChainedScheduler)."""
+    yield schedule
+    for inside in getattr(schedule, "_schedulers", ()):
+        yield from _schedules(inside)

@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from tensorstow.base.tiers import Tier
+from tensorstow.colossalai.booster.plugin.placement_policy import (
+    CONST_BYTES,
+    PlacementPolicy,
+    offloaded,
+    plan_of,
+)
+from tensorstow.planner.sizes import Sizes, UnitSizes
+
+MIB = 1 << 20
+
+
+def units(*sizes: int) -> list[UnitSizes]:
+    return [UnitSizes(str(i), n, n, ((torch.float32, n // 4),)) for i, n in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fraction", "chosen"),
+    [
+        ((10, 10, 10, 10), 0.0, set()),
+        ((10, 10, 10, 10), 0.5, {"0", "1"}),
+        ((10, 10, 10, 10), 0.6, {"0", "1"}),
+        ((10, 10, 10, 10), 0.7, {"0", "1", "3"}),
+        ((10, 10, 10, 10), 1.0, {"0", "1", "2", "3"}),
+        ((1, 100, 50, 49), 0.5, {"1"}),
+        ((1, 100, 50, 49), 0.255, {"2", "0"}),
+    ],
+)
+def test_the_units_nearest_to_a_fraction(
+    sizes: tuple[int, ...], fraction: float, chosen: set[str]
+) -> None:
+    assert offloaded(units(*sizes), fraction) == chosen
+
+
+def plan(policy: PlacementPolicy, *sizes: int, device_is_host: bool = False):  # noqa: ANN201
+    return plan_of(
+        policy,
+        Sizes(tuple(units(*sizes))),
+        device_is_host=device_is_host,
+        states_on_disk=False,
+        replicas=1,
+        prefetch=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "tier", "below", "stage"),
+    [
+        (PlacementPolicy(), Tier.DEVICE, set(), 3),
+        (PlacementPolicy("cuda"), Tier.DEVICE, set(), 3),
+        (PlacementPolicy(shard_param=0.0), Tier.DEVICE, set(), 2),
+        (PlacementPolicy(offload_param=0.5), Tier.DEVICE, {"0"}, 3),
+        (PlacementPolicy("cpu"), Tier.HOST, set(), 3),
+        (PlacementPolicy("const"), Tier.HOST, set(), 3),
+        (PlacementPolicy("auto"), Tier.HOST, set(), 3),
+    ],
+)
+def test_policies_are_plans(
+    policy: PlacementPolicy, tier: Tier, below: set[str], stage: int
+) -> None:
+    made = plan(policy, 10, 10)
+    assert (made.parameters, set(made.units), made.stage) == (tier, below, stage)
+    assert set(made.units.values()) <= {Tier.HOST}
+    on_cpu = plan(policy, 10, 10, device_is_host=True)
+    assert (on_cpu.parameters, on_cpu.units) == (Tier.HOST, {})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prefetch"),
+    [
+        ((100 * MIB,) * 20, 4),
+        ((100 * MIB,) * 3, 3),
+        ((600 * MIB,) * 3, 0),
+    ],
+)
+def test_const_bounds_what_is_on_its_way(sizes: tuple[int, ...], prefetch: int) -> None:
+    made = plan(PlacementPolicy("const"), *sizes)
+    assert made.prefetch == prefetch
+    assert prefetch == 0 or (prefetch + 1) * max(sizes) <= max(CONST_BYTES, 4 * max(sizes))
