@@ -23,6 +23,9 @@ SUBJECTS = {
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }
 
+FOLDERS = {"gpu": "accelerator", "accelerator_model": "accelerator"}
+"""Of the others: cpu."""
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure the subjects asked for, save each when it is done, print everything at the end."""
@@ -48,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.names or SUBJECTS:
         print(f"\n{name}: {SUBJECTS[name]}", flush=True)
         figures = []
-        module = importlib.import_module(f"benchmarks.{name}")
+        module = importlib.import_module(f"benchmarks.{FOLDERS.get(name, 'cpu')}.{name}")
         try:
             for figure in module.figures(settings):
                 print(f"  {figure.name}  {figure.found}  {figure.verdict}", flush=True)

@@ -33,7 +33,7 @@ set -eu
 STAGES="build tests parity peers bench-1B traces sanitize bench-8B bench-3B"
 WHEELS=${ACCELERATOR_WHEELS:-.wheels}
 MOST_WHEELS=$((60 << 20)) # bytes: more does not travel to such a machine in one go
-AGAIN=75 # benchmarks/gpu_rounds.py: a process that is to be started once more
+AGAIN=75 # benchmarks/accelerator/rounds.py: a process that is to be started once more
 ABSENT=77 # what a stage needs is not on this machine, and need not be
 CUT_OFF=124 # timeout's own
 LEAST_SECONDS=10 # in which a stage is begun
@@ -238,7 +238,7 @@ bench() {
 }
 
 traces() {
-  "$(python)" -m benchmarks.gpu_traces --out "$STATE/traces-$DIGEST" ${SIMULATED:+--simulated --quick}
+  "$(python)" -m benchmarks.accelerator.traces --out "$STATE/traces-$DIGEST" ${SIMULATED:+--simulated --quick}
 }
 
 sanitize() {

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from benchmarks import gpu_bounds
+from benchmarks.accelerator import bounds
 from training import SIZES, SMALL, Net, make, spin, train
 
 from tensorstow.io.device_link import StreamLink, is_remote
@@ -179,9 +179,9 @@ def test_the_benchmark_copies_what_is_there(device: torch.device) -> None:
     nbytes = 1 << 20
     block = PinnedBlock(2 * nbytes, device, link.synchronize)
     spin(device, 0.1)
-    rates = gpu_bounds._link(link, block)
+    rates = bounds._link(link, block)
     for rate in rates.values():
         block.tensor(0, 2 * nbytes, torch.uint8).zero_()
         rate.run()
-        is_down = rate is not rates[gpu_bounds.UP]
+        is_down = rate is not rates[bounds.UP]
         assert bool(block.tensor(0, nbytes, torch.uint8).eq(int(is_down)).all())

@@ -119,7 +119,7 @@ def test_every_plan_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
 def test_the_model_says_how_much_compute_its_verdicts_need(
     measure: ModuleType, tmp_path: Path, *, quick: bool
 ) -> None:
-    model = importlib.import_module("benchmarks.accelerator_model")
+    model = importlib.import_module("benchmarks.accelerator.accelerator_model")
     courses = [model._course(plan, quick=quick) for plan in model._plans(quick=quick)]
     names = {model._name_of(course): course for course in courses}
     assert len(names) == len(courses)
@@ -203,7 +203,7 @@ def test_median_is_taken_before_the_ratio(measure: ModuleType) -> None:
 
 def test_page_cache_probe_sees_buffered_pages(measure: ModuleType, tmp_path: Path) -> None:
     del measure
-    seed_example = importlib.import_module("benchmarks.seed_example")
+    seed_example = importlib.import_module("benchmarks.cpu.seed_example")
     with (tmp_path / "file").open("w+b") as file:
         file.write(bytes(1 << 20))
         file.flush()
@@ -212,7 +212,7 @@ def test_page_cache_probe_sees_buffered_pages(measure: ModuleType, tmp_path: Pat
 
 def test_shapes_are_those_of_gpt2(measure: ModuleType) -> None:
     del measure
-    optimizer = importlib.import_module("benchmarks.optimizer")
+    optimizer = importlib.import_module("benchmarks.cpu.optimizer")
     sizes = [a * b for a, b in ((*shape, 1)[:2] for shape in optimizer.gpt2_shapes())]
     assert len(sizes) == 148
     assert sum(sizes) == 124_439_808
@@ -220,7 +220,7 @@ def test_shapes_are_those_of_gpt2(measure: ModuleType) -> None:
 
 def test_crossings_are_counted_by_whoever_copies(measure: ModuleType) -> None:
     del measure
-    crossings = importlib.import_module("benchmarks.crossings")
+    crossings = importlib.import_module("benchmarks.accelerator.crossings")
 
     class Up(torch.autograd.Function):
         @staticmethod
@@ -242,8 +242,8 @@ def test_crossings_are_counted_by_whoever_copies(measure: ModuleType) -> None:
 
 def test_the_slowest_alone_is_what_bounds(measure: ModuleType) -> None:
     del measure
-    bounds = importlib.import_module("benchmarks.gpu_bounds")
-    ways = importlib.import_module("benchmarks.gpu_ways")
+    bounds = importlib.import_module("benchmarks.accelerator.bounds")
+    ways = importlib.import_module("benchmarks.accelerator.ways")
     way = ways.Way("a way", make=None, dram_bytes=26)
     rates = {"link down": 10.0, "link up": 20.0, "host DRAM": 130.0, "disk": 5.0}
 
@@ -263,8 +263,8 @@ def test_batches_grow_until_they_compute_long_enough(
     measure: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del measure
-    gpu = importlib.import_module("benchmarks.gpu")
-    place = importlib.import_module("benchmarks.place").Place(torch.device("cpu"))
+    gpu = importlib.import_module("benchmarks.accelerator.gpu")
+    place = importlib.import_module("benchmarks.accelerator.place").Place(torch.device("cpu"))
     tried: list[int] = []
 
     def sequences(seconds: float, room: int = 64) -> int:
@@ -293,11 +293,11 @@ class Taken:
     """Trainings that take no time, and who took them."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.rounds = importlib.import_module("benchmarks.gpu_rounds")
-        self.ways = importlib.import_module("benchmarks.gpu_ways")
-        self.journals = importlib.import_module("benchmarks.journal")
-        place = importlib.import_module("benchmarks.place").Place(torch.device("cpu"))
-        transformer = importlib.import_module("benchmarks.transformer")
+        self.rounds = importlib.import_module("benchmarks.accelerator.rounds")
+        self.ways = importlib.import_module("benchmarks.accelerator.ways")
+        self.journals = importlib.import_module("benchmarks.accelerator.journal")
+        place = importlib.import_module("benchmarks.accelerator.place").Place(torch.device("cpu"))
+        transformer = importlib.import_module("benchmarks.accelerator.transformer")
         self.site = self.ways.Site(place, tmp_path, 2)
         self.first = transformer.Decoder(transformer.TINY)
         self.path = tmp_path / "journal.jsonl"
@@ -402,8 +402,8 @@ def test_another_kind_of_machine_is_not_compared(taken: Taken, fact: str) -> Non
 
 
 def test_figures_are_said_of_the_machine_that_measured(measure: ModuleType, tmp_path: Path) -> None:
-    gpu = importlib.import_module("benchmarks.gpu")
-    journals = importlib.import_module("benchmarks.journal")
+    gpu = importlib.import_module("benchmarks.accelerator.gpu")
+    journals = importlib.import_module("benchmarks.accelerator.journal")
     judging = measure.Settings(2, quick=True, journal=tmp_path, judge_only=True)
     assert gpu.machine_of(judging) is None  # nothing is there
     journals.Journal(tmp_path / "gpu-tiny.jsonl", HERE).add("alone", seconds={}, nbytes={})
@@ -413,7 +413,7 @@ def test_figures_are_said_of_the_machine_that_measured(measure: ModuleType, tmp_
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_a_journal_without_an_accelerator_is_an_error(measure: ModuleType, tmp_path: Path) -> None:
-    gpu = importlib.import_module("benchmarks.gpu")
+    gpu = importlib.import_module("benchmarks.accelerator.gpu")
     settings = measure.Settings(2, quick=True, journal=tmp_path)
     with pytest.raises(RuntimeError, match="has no device here"):
         list(gpu.figures(settings))

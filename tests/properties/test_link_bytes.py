@@ -9,7 +9,7 @@ from tree import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.link_bytes import Course, counted
+from benchmarks.accelerator.link_bytes import Course, counted
 
 from tensorstow.base.tiers import Tier
 

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.accelerator_child import DRAM_BYTES, Course
-from benchmarks.gpu_bounds import COMPUTE, DISK, DOWN, DRAM, UP, Bound
+from benchmarks.accelerator.accelerator_child import DRAM_BYTES, Course
+from benchmarks.accelerator.bounds import COMPUTE, DISK, DOWN, DRAM, UP, Bound
 from benchmarks.measure import Figure, Settings, at_most, not_available
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _TRACES = _ROOT / "build" / "accelerator_model"
 _RATES = {"link": 25e6, "dram": 100e6, "disk": 14e6}
 _WINDOW = {"none": 1.0, "forward": 3.0, "backward": 1.5}
@@ -51,7 +51,12 @@ def figures(settings: Settings) -> Iterator[Figure]:
         yield not_available("a step on the simulated accelerator / its bound", None, why)
         return
     courses = [_course(plan, quick=settings.quick) for plan in _plans(quick=settings.quick)]
-    command = [sys.executable, "-m", "benchmarks.accelerator_child", str(settings.scratch(1 << 30))]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.accelerator.accelerator_child",
+        str(settings.scratch(1 << 30)),
+    ]
     given = json.dumps({"courses": [asdict(course) for course in courses]})
     done = subprocess.run(
         command,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpu.raw import RawFile, Transfer, alternate, cut
 from benchmarks.measure import (
     Contender,
     Figure,
@@ -20,7 +21,6 @@ from benchmarks.measure import (
     not_available,
     ratio,
 )
-from benchmarks.raw import RawFile, Transfer, alternate, cut
 from tensorstow import _native
 from tensorstow.io.engine import BACKENDS, probe_backend
 

@@ -1,6 +1,6 @@
 """Traces of steps on an accelerator, for Perfetto and chrome://tracing: one file for each way.
 
-    python -m benchmarks.gpu_traces --out FOLDER [--size 1B] [--sequences 8]
+    python -m benchmarks.accelerator.traces --out FOLDER [--size 1B] [--sequences 8]
 
 Beside torch's profile of two steps stands what our pipeline did in the last one. A file that is
 there is not made again.
@@ -21,15 +21,15 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.gpu import own_group, same_bits, ways_of
-from benchmarks.gpu_rounds import batches_of
-from benchmarks.gpu_ways import Site, Training, Way, let_go
+from benchmarks.accelerator.gpu import own_group, same_bits, ways_of
+from benchmarks.accelerator.place import accelerator_here
+from benchmarks.accelerator.rounds import batches_of
+from benchmarks.accelerator.transformer import SHAPES, TINY, Decoder, made_by
+from benchmarks.accelerator.ways import Site, Training, Way, let_go
 from benchmarks.measure import Settings
-from benchmarks.place import accelerator_here
-from benchmarks.transformer import SHAPES, TINY, Decoder, made_by
 from tensorstow.states.native_pipeline import TraceEvent
 
-_TESTS = Path(__file__).resolve().parent.parent / "tests"
+_TESTS = Path(__file__).resolve().parents[2] / "tests"
 _WARM_UP = 2
 _STEPS = 2
 _SCRATCH_BYTES = 1 << 30

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks import arrays
-from benchmarks.arrays import AdamTensors
+from benchmarks.cpu import arrays
+from benchmarks.cpu.arrays import AdamTensors
+from benchmarks.cpu.raw import RawFile, alternate, cut
 from benchmarks.measure import (
     Figure,
     Settings,
@@ -14,7 +15,6 @@ from benchmarks.measure import (
     ratio,
     use_all_cores,
 )
-from benchmarks.raw import RawFile, alternate, cut
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.optim.adam import AdamW

@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from benchmarks.gpu_bounds import COMPUTE, Bound, bound_of
-from benchmarks.gpu_peers import PEERS
-from benchmarks.gpu_ways import COMPUTE as COMPUTE_WAY
-from benchmarks.gpu_ways import OURS, WHOLE, Moved, Way
+from benchmarks.accelerator.bounds import COMPUTE, Bound, bound_of
+from benchmarks.accelerator.peers import PEERS
+from benchmarks.accelerator.ways import COMPUTE as COMPUTE_WAY
+from benchmarks.accelerator.ways import OURS, WHOLE, Moved, Way
 from benchmarks.measure import (
     Figure,
     Sample,

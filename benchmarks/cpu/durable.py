@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cpu.raw import RawFile, alternate, cut
 from benchmarks.measure import (
     Figure,
     Settings,
@@ -18,7 +19,6 @@ from benchmarks.measure import (
     ratio,
     use_all_cores,
 )
-from benchmarks.raw import RawFile, alternate, cut
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.optim.adam import AdamW

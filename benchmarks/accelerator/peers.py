@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from benchmarks.gpu_ways import LR, Site, Training, Way, nothing, trained
+from benchmarks.accelerator.ways import LR, Site, Training, Way, nothing, trained
 from tensorstow.fsdp.sharding import make_mesh
 
 _HALVES_DRAM = 14

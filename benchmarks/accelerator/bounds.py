@@ -13,11 +13,11 @@ from typing import Self
 
 import torch
 
-from benchmarks import arrays
-from benchmarks.gpu_ways import Moved, Way
+from benchmarks.accelerator.place import Place
+from benchmarks.accelerator.ways import Moved, Way
+from benchmarks.cpu import arrays
+from benchmarks.cpu.raw import RawFile, alternate, cut
 from benchmarks.measure import Contender, Sample
-from benchmarks.place import Place
-from benchmarks.raw import RawFile, alternate, cut
 from tensorstow.io.device_link import DeviceLink, open_link
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file

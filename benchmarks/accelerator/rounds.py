@@ -19,11 +19,11 @@ from itertools import repeat
 
 import torch
 
-from benchmarks.crossings import Crossings
-from benchmarks.gpu_ways import COMPUTE, Moved, Site, Training, Way, let_go
-from benchmarks.journal import Journal
-from benchmarks.place import Place
-from benchmarks.transformer import Decoder, elements_of
+from benchmarks.accelerator.crossings import Crossings
+from benchmarks.accelerator.journal import Journal
+from benchmarks.accelerator.place import Place
+from benchmarks.accelerator.transformer import Decoder, elements_of
+from benchmarks.accelerator.ways import COMPUTE, Moved, Site, Training, Way, let_go
 
 AGAIN = 75
 """The status of a process that is to be started once more (sysexits.h: a temporary failure)."""

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks import arrays, peers
-from benchmarks.arrays import AdamTensors
+from benchmarks.cpu import arrays, peers
+from benchmarks.cpu.arrays import AdamTensors
 from benchmarks.measure import (
     Contender,
     Figure,

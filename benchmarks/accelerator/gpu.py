@@ -23,12 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_figures
-from benchmarks.gpu_bounds import DOWN, DRAM, UP, Rates, rates_of
-from benchmarks.gpu_peers import PEERS
-from benchmarks.gpu_rounds import Outcome, Rounds, batches_of, outcomes_of
-from benchmarks.gpu_ways import COMPUTE, OURS, WHOLE, Site, Way, let_go
-from benchmarks.journal import Journal
+from benchmarks.accelerator import gpu_figures
+from benchmarks.accelerator.bounds import DOWN, DRAM, UP, Rates, rates_of
+from benchmarks.accelerator.journal import Journal
+from benchmarks.accelerator.peers import PEERS
+from benchmarks.accelerator.place import Place, accelerator_here, cpu_as_device
+from benchmarks.accelerator.rounds import Outcome, Rounds, batches_of, outcomes_of
+from benchmarks.accelerator.transformer import SHAPES, TINY, Decoder, elements_of, made_by
+from benchmarks.accelerator.ways import COMPUTE, OURS, WHOLE, Site, Way, let_go
 from benchmarks.measure import (
     Figure,
     Sample,
@@ -38,8 +40,6 @@ from benchmarks.measure import (
     not_available,
     use_all_cores,
 )
-from benchmarks.place import Place, accelerator_here, cpu_as_device
-from benchmarks.transformer import SHAPES, TINY, Decoder, elements_of, made_by
 from tensorstow.base.errors import DirectoryError
 
 CPU = "the CPU in its place"

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from benchmarks.accelerator.place import Place, cpu_as_device
+from benchmarks.accelerator.transformer import TINY, Decoder, elements_of
 from benchmarks.measure import Figure, exactly
-from benchmarks.place import Place, cpu_as_device
-from benchmarks.transformer import TINY, Decoder, elements_of
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap

@@ -100,9 +100,9 @@ def _run_all(settings: Settings) -> Runs:
 
 def _run(row: Row, settings: Settings) -> dict[str, Any]:
     directory = settings.scratch(2 << 30)
-    command = [sys.executable, "-m", "benchmarks.seed_example", f"--directory={directory}"]
+    command = [sys.executable, "-m", "benchmarks.cpu.seed_example", f"--directory={directory}"]
     command += [*row.arguments(), *(["--quick"] if settings.quick else [])]
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
         command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True

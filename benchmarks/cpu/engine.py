@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import link_bytes
+from benchmarks.accelerator import link_bytes
+from benchmarks.accelerator.place import on_cpu
+from benchmarks.cpu.raw import RawFile, alternate, cut
 from benchmarks.measure import (
     Figure,
     Sample,
@@ -28,8 +30,6 @@ from benchmarks.measure import (
     ratio,
     use_all_cores,
 )
-from benchmarks.place import on_cpu
-from benchmarks.raw import RawFile, alternate, cut
 from tensorstow.base.allocator import give_back_large_blocks
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp.report import ParameterBytes, parameter_bytes

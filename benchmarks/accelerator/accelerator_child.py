@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu_ways import Moved
+from benchmarks.accelerator.ways import Moved
 from tensorstow import _native
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
@@ -31,7 +31,7 @@ read."""
 TOKENS = 4
 _WARM_UP = 2  # the first step makes states, and schedules learn their order
 _LANES = {"copy down": "link down", "copy up": "link up", "host waits": "host waits"}
-_TESTS = Path(__file__).resolve().parent.parent / "tests"
+_TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 
 @dataclass(frozen=True, slots=True)

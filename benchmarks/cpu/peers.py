@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import arrays
-from benchmarks.arrays import AdamTensors
+from benchmarks.cpu import arrays
+from benchmarks.cpu.arrays import AdamTensors
 from benchmarks.measure import (
     Figure,
     Settings,

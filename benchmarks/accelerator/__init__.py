@@ -1,0 +1,1 @@
+"""What is measured on an accelerator, a simulated one, or the CPU in its place."""
