@@ -16,8 +16,11 @@ from compare import all_equal
 from tensorstow import Plan
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.units import units_of
 from tensorstow.io import pinned
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.planner.placement import Conditions, items_of
+from tensorstow.planner.sizes import Sizes
 
 WIDTH, BLOCKS = 256, 6
 BLOCK_BYTES = 4 * WIDTH * WIDTH
@@ -121,6 +124,20 @@ def test_bits_and_bytes(plan: str, device: torch.device, want: list[torch.Tensor
     gradients = 0 if plan == "backward" else BLOCKS * BLOCK_BYTES
     here = of_units.count("host") * BLOCK_BYTES
     assert held.pinned_bytes == here + held.staging_bytes + gradients
+    optimizer.close()
+
+
+def test_pinned_memory_of_several_micro_batches_is_as_planned(device: torch.device) -> None:
+    plan = Plan(parameters="host", accumulation_steps=2)
+    sizes = Sizes.of(units_of(made()), 1)
+    items = items_of(plan, sizes, Conditions(device_is_host=False))
+    counted = {item.what: item.nbytes for item in items if item.tier == "host"}
+    model, optimizer = stowed(plan)
+    for step in range(2):
+        model(inputs(device, step)).square().mean().backward()
+    optimizer.step()
+    pinned = ("parameters", "gradients", "buffers for gradients")
+    assert parameter_bytes(model).pinned_bytes == sum(counted[what] for what in pinned)
     optimizer.close()
 
 

@@ -249,7 +249,7 @@ def test_gradients_of_later_micro_batches_that_are_late(
 ) -> None:
     """They come down in pieces, and the last are short."""
     monkeypatch.setattr(gradient_offload, "PIECE_BYTES", 3 * WIDTH * WIDTH // 2)
-    monkeypatch.setattr(gradient_offload, "BUFFERS", 3)
+    monkeypatch.setattr(gradient_offload, "PIECE_BUFFERS", 3)
     plain = layers().to(device)
     accumulate_in_fp32(plain.parameters())
     want = late_steps(plain, AdamW(plain.parameters(), lr=1e-2), device, micro_batches=3)

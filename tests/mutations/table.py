@@ -297,8 +297,8 @@ MUTATIONS = (
     ),
     Mutation(
         _QUEUE,
-        "PinnedBlock(\n                BUFFERS * PIECE_BYTES, self._link.device,",
-        'PinnedBlock(\n                BUFFERS * PIECE_BYTES, torch.device("cpu"),',
+        "PinnedBlock(\n                PIECE_BUFFERS * PIECE_BYTES, self._link.device,",
+        'PinnedBlock(\n                PIECE_BUFFERS * PIECE_BYTES, torch.device("cpu"),',
         f"{_COUNTS}::test_forward_and_backward_of_a_stowed_model_do_not_wait_for_the_device",
     ),
     Mutation(

@@ -36,12 +36,9 @@ from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.validation import validate_no_hooks
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES
+from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES, PIECE_BUFFERS, PIECE_BYTES
 from tensorstow.tensors.dtensor import shard_of
 
-PIECE_BYTES = 4 << 20
-BUFFERS = 8
-"""How many pieces are copied at once."""
 _ALIGN = 128
 _OFFLOADS: "weakref.WeakKeyDictionary[torch.nn.Module, GradientOffload]" = (
     weakref.WeakKeyDictionary()
@@ -276,7 +273,7 @@ class D2HQueue:
         """Begin copying gradients that wait, while there are free buffers."""
         if self._waiting and self._block is None:
             self._block = block = PinnedBlock(
-                BUFFERS * PIECE_BYTES, self._link.device, self._link.synchronize
+                PIECE_BUFFERS * PIECE_BYTES, self._link.device, self._link.synchronize
             )
             starts = range(0, block.nbytes, PIECE_BYTES)
             self._free = [block.tensor(at, PIECE_BYTES, torch.uint8) for at in starts]

@@ -18,12 +18,16 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.models import NamedModel, from_config
 
+_UNWRITTEN = frozenset({torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty})
+_GATHERS = frozenset({torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.gather})
+"""They read as much as they write, whatever they read it from."""
 _WHOLE_LAYERS = 4
 """Deeper models are traced with two layers and with three."""
 
@@ -38,6 +42,10 @@ class Activations:
     """The most of activations and gradients together, less all gradients."""
     operations: int
     """Floating point operations of forward and backward."""
+    tensor_bytes: int = 0
+    """Read and written by operations that are no products."""
+    calls: int = 0
+    """Operations of either kind."""
 
 
 def trace(model: NamedModel, batch: int, sequence: int) -> Activations:
@@ -67,7 +75,11 @@ def trace(model: NamedModel, batch: int, sequence: int) -> Activations:
         raise OptionError(message) from error
     trained = sum(p.nbytes for p in model.module.parameters() if p.requires_grad)
     return Activations(
-        max(found.early, found.late), max(found.early - trained, found.together), found.operations
+        max(found.early, found.late),
+        max(found.early - trained, found.together),
+        found.operations,
+        found.tensor_bytes,
+        found.calls,
     )
 
 
@@ -82,6 +94,8 @@ class _Traced:
     together: int
     """Then, of activations and gradients, less all gradients."""
     operations: int
+    tensor_bytes: int
+    calls: int
 
     def extended(self, deeper: "_Traced", layers: int) -> "_Traced":
         """Return what as many ``layers`` more make of it as ``deeper`` has one more."""
@@ -90,6 +104,8 @@ class _Traced:
             max(self.late, deeper.late),
             max(self.together, deeper.together),
             self.operations + layers * (deeper.operations - self.operations),
+            self.tensor_bytes + layers * (deeper.tensor_bytes - self.tensor_bytes),
+            self.calls + layers * (deeper.calls - self.calls),
         )
 
 
@@ -110,7 +126,7 @@ def _trace(config: Any, batch: int, sequence: int) -> _Traced:  # noqa: ANN401
         with tracker, operations, peaks:
             module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     done = int(operations.get_total_flops())
-    return _Traced(peaks.early, peaks.late, peaks.together, done)
+    return _Traced(peaks.early, peaks.late, peaks.together, done, peaks.tensor_bytes, peaks.calls)
 
 
 class _Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is untyped here
@@ -125,6 +141,7 @@ class _Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is un
         self._first = [p for p in units_of(module)[0].parameters.values() if p.requires_grad]
         self._fixed = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
         self.early = self.late = self.together = 0
+        self.tensor_bytes = self.calls = 0
 
     def __torch_dispatch__(
         self,
@@ -135,6 +152,7 @@ class _Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is un
     ) -> Any:  # noqa: ANN401
         """Run ``func``, and look."""
         result = func(*args, **(kwargs or {}))
+        self._count(func, (args, kwargs), result)
         now = self._tracker.get_tracker_snapshot("current").get(torch.device("cpu"), {})
         together = int(now.get("Total", 0)) - self._fixed
         landed = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
@@ -144,3 +162,26 @@ class _Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is un
         else:
             self.early = max(self.early, together - landed)
         return result
+
+    def _count(self, func: Any, given: Any, result: Any) -> None:  # noqa: ANN401  # torch's own
+        """Count an operation, and the bytes that it reads and writes unless it is a product."""
+        read = _storages(given)
+        written = _storages(result)
+        if written.keys() <= read.keys() and not func._schema.is_mutable:  # noqa: SLF001
+            return  # a view, or no tensor
+        self.calls += 1
+        kind = func._overloadpacket  # noqa: SLF001
+        if kind in _UNWRITTEN or kind in flop_registry:
+            return
+        new = sum(written.values())
+        self.tensor_bytes += new + (new if kind in _GATHERS else sum(read.values()))
+
+
+def _storages(tree: Any) -> dict[int, int]:  # noqa: ANN401
+    """Return the bytes of the tensors in a tree, by storage; of views, those that they show."""
+    found: dict[int, int] = {}
+    for value in tree_leaves(tree):
+        if isinstance(value, torch.Tensor):
+            key = value.untyped_storage()._cdata  # noqa: SLF001
+            found[key] = max(found.get(key, 0), value.numel() * value.element_size())
+    return found

@@ -8,6 +8,9 @@ SHARD_ALIGN = 128
 """Shards of a unit begin at multiples of so many bytes."""
 MAX_IN_FLIGHT_BYTES = 256 << 20
 """Bytes of gradients that the device keeps for copies that are not complete."""
+PIECE_BYTES = 4 << 20
+PIECE_BUFFERS = 8
+"""Pieces of gradients of later micro-batches that are copied to host memory at once."""
 _LEAST_BUFFERS = 2  # one that FSDP2 gathers from, and one that it gathers ahead
 
 

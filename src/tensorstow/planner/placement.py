@@ -16,7 +16,13 @@ from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.io.files import ALIGN
-from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES, UNITS_UNSHARDED, upload_buffers
+from tensorstow.planner.bounds import (
+    MAX_IN_FLIGHT_BYTES,
+    PIECE_BUFFERS,
+    PIECE_BYTES,
+    UNITS_UNSHARDED,
+    upload_buffers,
+)
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
 from tensorstow.states.layout import Family
 from tensorstow.states.memory import StateMemory, predict_whole
@@ -211,10 +217,7 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
     yield Item(Tier.HOST, "parameters", _share(by_tier[Tier.HOST]))
     yield Item(Tier.DISK, "parameters", sum(on_disk))
     if on_disk:
-        pool = plan.buffer_pool_bytes
-        most = most_in_memory(on_disk, plan.prefetch) if pool is None else int(pool)
-        every = sum(round_up(n, ALIGN) for n in on_disk)
-        yield Item(Tier.HOST, "parameters from disk, in memory", min(most, every))
+        yield Item(Tier.HOST, "parameters from disk, in memory", in_memory_bytes(plan, on_disk))
     whole = is_whole(plan, sizes, conditions)
     in_place = sizes.ranks == 1 and conditions.device_is_host
     if not whole and not in_place:
@@ -231,6 +234,18 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
             yield Item(Tier.HOST, "buffers for parameters", buffers * max(on_disk))
 
 
+def in_memory_bytes(plan: Plan, on_disk: Sequence[int]) -> int:
+    """Return the host memory that units on disk have while they are used.
+
+    Args:
+        plan: The plan.
+        on_disk: The bytes of each unit on disk, of one rank, padded.
+    """
+    pool = plan.buffer_pool_bytes
+    most = most_in_memory(on_disk, plan.prefetch) if pool is None else int(pool)
+    return min(most, sum(round_up(n, ALIGN) for n in on_disk))
+
+
 def _unsharded(plan: Plan, sizes: Sizes) -> int:
     """Return the bytes of parameters that are whole at once."""
     if plan.stage < 3:
@@ -239,21 +254,32 @@ def _unsharded(plan: Plan, sizes: Sizes) -> int:
 
 
 def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
-    """Return gradients of this rank's share, where they wait for their update."""
-    waiting = sizes.gradient_bytes
-    if plan.overlap == "backward":
-        largest = max((unit.gradient_bytes for unit in sizes.units), default=0)
-        waiting = min(waiting, WINDOW_BYTES + largest)
+    """Return gradients of this rank's share, where they wait for their update.
+
+    The sum of several micro-batches is fp32.
+    """
+    several = plan.accumulation_steps > 1
+    own, sums = sizes.gradient_bytes, 4 * sum(elements for _, elements in sizes.trained)
+    waiting = sums if several else own
+    beside = plan.overlap == "backward"
+    if beside:
+        # Of one micro-batch, those of the last: only then are updates begun.
+        units = [4 * u.trained_elements if several else u.gradient_bytes for u in sizes.units]
+        waiting = waiting if several else min(waiting, WINDOW_BYTES + max(units, default=0))
     if conditions.device_is_host:
         yield Item(Tier.HOST, "gradients", waiting)
         return
-    on_device = plan.parameters == Tier.DEVICE
-    if on_device and (plan.overlap == "backward" or reaches_device(plan.update_on)):
+    if plan.parameters == Tier.DEVICE and (beside or reaches_device(plan.update_on)):
         yield Item(Tier.DEVICE, "gradients", waiting)
         return
     yield Item(Tier.HOST, "gradients", waiting)
-    if plan.overlap != "backward":
-        yield Item(Tier.DEVICE, "gradients on their way", min(waiting, MAX_IN_FLIGHT_BYTES))
+    if several and sums > own:
+        # A gradient of the first micro-batch is copied to pinned memory that stays.
+        yield Item(Tier.HOST, "gradients of the first micro-batch", own)
+    if several:
+        yield Item(Tier.HOST, "buffers for gradients", PIECE_BUFFERS * PIECE_BYTES)
+    if not beside or several:
+        yield Item(Tier.DEVICE, "gradients on their way", min(own, MAX_IN_FLIGHT_BYTES))
 
 
 def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:

@@ -46,6 +46,11 @@ class UnitSizes:
         )
 
     @property
+    def trained_elements(self) -> int:
+        """Return how many elements of this rank's share are trained."""
+        return sum(elements for _, elements in self.trained)
+
+    @property
     def gradient_bytes(self) -> int:
         """Return the bytes of the gradients of this rank's share."""
         return sum(dtype.itemsize * elements for dtype, elements in self.trained)

@@ -25,7 +25,7 @@ SMALL = 16 * 4
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_offload, "PIECE_BYTES", SMALL)
-    monkeypatch.setattr(gradient_offload, "BUFFERS", 3)
+    monkeypatch.setattr(gradient_offload, "PIECE_BUFFERS", 3)
 
 
 def gradients(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:

@@ -214,6 +214,48 @@ def test_the_cpu_is_device_and_host() -> None:
     assert _placed(Budget(host=LESS), HERE, 1) == (Tier.HOST, Tier.DISK)
 
 
+def test_sums_of_micro_batches_are_counted_in_fp32() -> None:
+    trained = ((torch.bfloat16, UNIT // 2),)
+    half = Sizes(tuple(UnitSizes(str(n), UNIT, UNIT, trained) for n in range(COUNT)))
+
+    def held(plan: Plan, conditions: Conditions) -> dict[tuple[Tier, str], int]:
+        found = items_of(plan, half, conditions)
+        return {(i.tier, i.what): i.nbytes for i in found if "gradients" in i.what}
+
+    several = Plan(Tier.HOST, accumulation_steps=2)
+    assert held(Plan(Tier.HOST), HERE) == {(Tier.HOST, "gradients"): COUNT * G}
+    assert held(several, HERE) == {(Tier.HOST, "gradients"): 2 * COUNT * G}
+    beside = several.but(overlap="backward")  # the sums of all units wait for the last backward
+    assert held(beside, HERE) == {(Tier.HOST, "gradients"): 2 * COUNT * G}
+    away = {
+        (Tier.HOST, "gradients"): 2 * COUNT * G,
+        (Tier.HOST, "gradients of the first micro-batch"): COUNT * G,
+        (Tier.HOST, "buffers for gradients"): 32 << 20,
+        (Tier.DEVICE, "gradients on their way"): MAX_IN_FLIGHT_BYTES,
+    }
+    assert held(several, AWAY) == away
+    assert held(beside, AWAY) == away
+    there = several.but(parameters="device", overlap="backward")
+    assert held(there, AWAY) == {(Tier.DEVICE, "gradients"): 2 * COUNT * G}
+    same = sizes(1)  # fp32 gradients: the sum is where the first one is
+    wide = {(i.tier, i.what) for i in items_of(several, same, AWAY)}
+    assert (Tier.HOST, "gradients of the first micro-batch") not in wide
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_has_the_gradients_that_are_counted(dtype: torch.dtype) -> None:
+    model = Deep().to(dtype)
+    for steps in (1, 2):
+        plan = Plan(Tier.HOST, accumulation_steps=steps)
+        counted = items_of(plan, Sizes.of(units_of(model), 1), HERE)
+        placed, optimizer = stow(Deep().to(dtype), partial(AdamW, lr=1e-3), plan=plan)
+        for _ in range(steps):
+            placed(torch.randn(2, 512, dtype=dtype)).square().mean().backward()
+        found = sum(p.grad.nbytes for p in placed.parameters() if p.grad is not None)
+        optimizer.close()
+        assert found == next(i.nbytes for i in counted if i.what == "gradients")
+
+
 def test_what_is_short_is_said() -> None:
     with pytest.raises(BudgetError, match=r"11\.0 GiB of DEVICE"):
         auto_plan(sizes(4), Budget(device=0), AWAY)
