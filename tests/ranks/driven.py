@@ -15,12 +15,13 @@ import tensorstow.deepspeed as deepspeed
 from compare import all_equal
 from ranks.stowed import loss_of, model_of
 from ranks.twin import mesh_here
-from tensorstow.deepspeed import full_tensors, utils, zero
+from tensorstow.deepspeed import utils, zero
 from tensorstow.deepspeed.config.settings import Batch, Settings, Zero
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.plans import dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.states import states_of
+from tensorstow.fsdp import full_tensors
 from tensorstow.tensors.dtensor import part_of
 
 STEPS = 3

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError, StoreFormatError
-from tensorstow.deepspeed.full_tensors import host_dtensor, resharded, to_local
 from tensorstow.deepspeed.states import owned_names, set_states, states_of
+from tensorstow.fsdp.full_tensors import host_dtensor, resharded, to_local
 from tensorstow.fsdp.sharding import host_group
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.dtensor import is_sharded, shard_of

@@ -21,7 +21,6 @@ from tensorstow.deepspeed.checkpoint import (
     save,
 )
 from tensorstow.deepspeed.config.settings import Settings
-from tensorstow.deepspeed.full_tensors import resharded
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.ranks import local_rank, rank_here
@@ -29,6 +28,7 @@ from tensorstow.deepspeed.registry import RegisteredModel, register
 from tensorstow.deepspeed.states import drop_unused_masters, watch_loads
 from tensorstow.deepspeed.step import OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer
+from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.sharding import current_device
 from tensorstow.optim.stowed_adam import StowedAdam
 

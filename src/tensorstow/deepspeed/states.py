@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.full_tensors import resharded
+from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.optim.stowed_adam import StowedAdam
 
 StatesByName = dict[str, dict[str, torch.Tensor]]

@@ -7,8 +7,8 @@ elements. All of them settle an update that is under way first.
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.full_tensors import full_tensor, to_local
 from tensorstow.deepspeed.registry import optimizer_of
+from tensorstow.fsdp.full_tensors import full_tensor, to_local
 from tensorstow.step.managed_param import in_shape_of
 from tensorstow.step.step_plan import as_step
 from tensorstow.tensors.dtensor import gradient_of, part_of, shard_of

@@ -17,8 +17,8 @@ from tensorstow.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from tensorstow.deepspeed.full_tensors import copy_from_full, full_copy
 from tensorstow.deepspeed.registry import holders_of
+from tensorstow.fsdp.full_tensors import copy_from_full, full_copy
 from tensorstow.tensors.dtensor import shard_of
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from os import PathLike
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from tensorstow.base.errors import OptionError
+from tensorstow.colossalai import checkpoint_io
 from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
 from tensorstow.colossalai.interface import OptimizerWrapper
 
@@ -111,6 +113,153 @@ class Booster:
         """
         return self.plugin.no_sync(model, optimizer)
 
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | PathLike[str],
+        shard: bool = False,  # noqa: FBT001, FBT002  # upstream's
+        gather_dtensor: bool = True,  # noqa: FBT001, FBT002
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,  # noqa: FBT001, FBT002
+        use_async: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Write the weights and persistent buffers; call it on every rank.
+
+        Args:
+            model: What ``boost`` returned.
+            checkpoint: A file that torch loads; with ``shard`` a directory.
+            shard: Whether there are several files and an index, one weight at a time in memory.
+            gather_dtensor: Refused unless True: tensors are written whole.
+            prefix: Is put before each name. Default: None, nothing.
+            size_per_shard: The largest size of one of several files, in MiB.
+            use_safetensors: Whether the files in a directory are safetensors.
+            use_async: Refused: it returns when the files are durable.
+
+        Raises:
+            OptionError: Arguments that cannot be honoured.
+            StowError: Rank 0 could not write; it is raised on every rank.
+        """
+        checkpoint_io.save_model(
+            model,
+            checkpoint,
+            shard=shard,
+            prefix=prefix,
+            shard_bytes=_shard_bytes(size_per_shard, gathers=gather_dtensor, beside=use_async),
+            use_safetensors=use_safetensors,
+        )
+
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | PathLike[str],
+        strict: bool = True,  # noqa: FBT001, FBT002  # upstream's
+        low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002
+        num_threads: int = 1,
+    ) -> None:
+        """Load weights that ``save_model``, torch or transformers wrote; call it on every rank.
+
+        Args:
+            model: What ``boost`` returned.
+            checkpoint: A file, an index, or a directory with one or the other.
+            strict: Whether the names must be the model's.
+            low_cpu_mem_mode: Changes nothing: one file at a time is in memory.
+            num_threads: Changes nothing: upstream uses it without ``low_cpu_mem_mode``.
+
+        Raises:
+            StoreFormatError: There is no checkpoint.
+            OptionError: The names are others.
+        """
+        del low_cpu_mem_mode, num_threads
+        checkpoint_io.load_model(model, checkpoint, strict=strict)
+
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: str | PathLike[str],
+        shard: bool = False,  # noqa: FBT001, FBT002  # upstream's
+        gather_dtensor: bool = True,  # noqa: FBT001, FBT002
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Write states, groups and the loss scale; call it on every rank.
+
+        Args:
+            optimizer: What ``boost`` returned.
+            checkpoint: A file that torch's Adam loads; with ``shard`` a directory.
+            shard: As of ``save_model``.
+            gather_dtensor: As of ``save_model``.
+            prefix: Is put before the names of several files. Default: None, nothing.
+            size_per_shard: As of ``save_model``.
+            use_async: As of ``save_model``.
+
+        Raises:
+            OptionError: Arguments that cannot be honoured.
+            StowError: Rank 0 could not write; it is raised on every rank.
+        """
+        checkpoint_io.save_optimizer(
+            optimizer,
+            checkpoint,
+            shard=shard,
+            prefix=prefix,
+            shard_bytes=_shard_bytes(size_per_shard, gathers=gather_dtensor, beside=use_async),
+        )
+
+    def load_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: str | PathLike[str],
+        low_cpu_mem_mode: bool = True,  # noqa: FBT001, FBT002  # upstream's
+        num_threads: int = 1,
+    ) -> None:
+        """Load what ``save_optimizer`` or torch's Adam wrote; call it on every rank.
+
+        Args:
+            optimizer: What ``boost`` returned.
+            checkpoint: A file, an index, or the directory that has one.
+            low_cpu_mem_mode: As of ``load_model``.
+            num_threads: As of ``load_model``.
+
+        Raises:
+            StoreFormatError: There is no checkpoint.
+            OptionError: States that do not fit their parameters.
+        """
+        del low_cpu_mem_mode, num_threads
+        checkpoint_io.load_optimizer(optimizer, checkpoint)
+
+    def save_lr_scheduler(
+        self,
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has a state
+        checkpoint: str | PathLike[str],
+    ) -> None:
+        """Write a scheduler's state; call it on every rank.
+
+        Args:
+            lr_scheduler: The scheduler.
+            checkpoint: The file.
+
+        Raises:
+            StowError: Rank 0 could not write; it is raised on every rank.
+        """
+        checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+
+    def load_lr_scheduler(
+        self,
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has a state
+        checkpoint: str | PathLike[str],
+    ) -> None:
+        """Load what ``save_lr_scheduler`` wrote.
+
+        Args:
+            lr_scheduler: The scheduler.
+            checkpoint: The file.
+
+        Raises:
+            StoreFormatError: There is no such file.
+        """
+        checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],
@@ -167,3 +316,23 @@ def _boosted(optimizer: object, what: str) -> OptimizerWrapper:
         )
         raise OptionError(message)
     return optimizer
+
+
+def _shard_bytes(size_per_shard: int, *, gathers: bool, beside: bool) -> int:
+    """Return the largest size of one of several files; raises OptionError for what is refused."""
+    if not gathers:
+        message = (
+            "gather_dtensor=False was given: tensors are written whole. Each rank writes its own by"
+            " torch.distributed.checkpoint, or by tensorstow.save_safetensors(by_rank=True)."
+        )
+        raise OptionError(message)
+    if beside:
+        message = (
+            "use_async=True was given: the call returns when the files are durable. Commits are"
+            " written beside training: tensorstow.stow(model, optimizer, dir=...)."
+        )
+        raise OptionError(message)
+    if size_per_shard <= 0:
+        message = f"size_per_shard={size_per_shard} was given: it is a size in MiB, above 0."
+        raise OptionError(message)
+    return int(size_per_shard * 2**20)

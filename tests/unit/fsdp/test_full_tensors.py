@@ -6,7 +6,7 @@ from torch import nn
 
 from ranks.driven import sharded_and_full
 from ranks.pool import Ranks
-from tensorstow.deepspeed.full_tensors import (
+from tensorstow.fsdp.full_tensors import (
     copy_from_full,
     full_copy,
     full_tensor,

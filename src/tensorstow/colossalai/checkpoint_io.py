@@ -1,0 +1,366 @@
+"""Checkpoints by ColossalAI's calls: whole tensors, in one file or in several with an index.
+
+Every rank takes part: tensors are gathered one after the other, and rank 0 writes. Files are those
+of torch (``pytorch_model.bin``) or safetensors, by transformers' names; states are by the
+optimizer's order, as torch's Adam numbers them. A file is replaced when its successor is complete,
+and an index when all its files are. Weights are in the parameters' dtype, states and master weights
+as the optimizer keeps them, so a resumed run goes on bit for bit.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from tensorstow.base.errors import OptionError, StoreFormatError, StowError
+from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
+from tensorstow.fsdp.export import save_safetensors
+from tensorstow.fsdp.full_tensors import full_tensor, resharded
+from tensorstow.fsdp.sharding import host_group
+
+Checkpoint = str | os.PathLike[str]
+_WEIGHTS, _STATES, _GROUPS = "pytorch_model", "pytorch_optim", "pytorch_optim_group.bin"
+_SUFFIX = ".bin"
+_OF_SAFETENSORS = ".safetensors"
+
+
+def save_model(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    shard: bool,
+    prefix: str | None,
+    shard_bytes: int,
+    use_safetensors: bool,
+) -> None:
+    """Write the weights and persistent buffers; collective.
+
+    Args:
+        model: The model.
+        checkpoint: The file, or the directory where ``shard`` is set.
+        shard: Whether there are several files and an index.
+        prefix: Put before each name. None: nothing.
+        shard_bytes: The largest size of one of several files.
+        use_safetensors: Whether files are safetensors rather than torch's.
+
+    Raises:
+        OptionError: Arguments that cannot be honoured together.
+        StowError: Rank 0 could not write; it is raised on every rank.
+    """
+    module = _module_of(model)
+    path = Path(checkpoint)
+    if use_safetensors:
+        if prefix or not shard:
+            message = (
+                f"use_safetensors=True was given with shard={shard}, prefix={prefix!r}: safetensors"
+                " are written to a directory, by the model's names. Give shard=True and no prefix."
+            )
+            raise OptionError(message)
+        save_safetensors(module, path, max_shard_bytes=shard_bytes)
+        return
+    before = f"{prefix}." if prefix else ""
+    weights = ((before + name, values) for name, values in _weights(module))
+    if shard:
+        _write_shards(path, _WEIGHTS, weights, shard_bytes, {})
+    else:
+        whole = dict(weights) if _writes() else _drain(weights)
+        _on_rank_0(path, lambda: _write(path, whole))
+
+
+def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool) -> None:
+    """Load weights and buffers that ``save_model``, torch or transformers wrote; collective.
+
+    Args:
+        model: The model.
+        checkpoint: A file, an index, or a directory that has one.
+        strict: Whether the names must be the model's.
+
+    Raises:
+        StoreFormatError: There is no checkpoint.
+        OptionError: The names are others.
+    """
+    module = resharded(_module_of(model))
+    own = set(module.state_dict())
+    missing, unexpected = set(own), set()
+    for file in _files_of(Path(checkpoint), (f"model{_OF_SAFETENSORS}", _WEIGHTS + _SUFFIX)):
+        found = _read(file)
+        module.load_state_dict({n: v for n, v in found.items() if n in own}, strict=False)
+        missing -= found.keys()
+        unexpected |= found.keys() - own
+    tied = _tied(module)
+    missing = {name for name in missing if not tied.get(name, set()) - missing}
+    if strict and (missing or unexpected):
+        message = (
+            f"{checkpoint} is of another model: it lacks {sorted(missing)} and also has"
+            f" {sorted(unexpected)}. Pass strict=False to load what both have."
+        )
+        raise OptionError(message)
+
+
+def save_optimizer(
+    optimizer: Optimizer,
+    checkpoint: Checkpoint,
+    *,
+    shard: bool,
+    prefix: str | None,
+    shard_bytes: int,
+) -> None:
+    """Write states and groups; collective.
+
+    Args:
+        optimizer: What ``boost`` returned.
+        checkpoint: The file, or the directory where ``shard`` is set.
+        shard: Whether there are several files and an index.
+        prefix: Put before the names of files. None: nothing.
+        shard_bytes: The largest size of one of several files.
+
+    Raises:
+        StowError: Rank 0 could not write; it is raised on every rank.
+    """
+    wrapper = _wrapper_of(optimizer)
+    saved = wrapper.state_dict()
+    rest = {key: value for key, value in saved.items() if key != "state"}
+    states = _whole_states(wrapper, saved["state"])
+    path = Path(checkpoint)
+    if not shard:
+        whole = dict(states) if _writes() else _drain(states)
+        _on_rank_0(path, lambda: _write(path, {"state": whole, **rest}))
+        return
+    name = f"{prefix}.{_STATES}" if prefix else _STATES
+    groups = f"{prefix}.{_GROUPS}" if prefix else _GROUPS
+    _on_rank_0(path, lambda: _write(path / groups, rest))
+    _write_shards(path, name, states, shard_bytes, {"param_groups": groups})
+
+
+def load_optimizer(optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    """Load what ``save_optimizer`` wrote; collective.
+
+    Args:
+        optimizer: What ``boost`` returned.
+        checkpoint: The file, the index, or the directory that has one.
+
+    Raises:
+        StoreFormatError: There is no checkpoint.
+        OptionError: The states do not fit their parameters.
+    """
+    wrapper, path = _wrapper_of(optimizer), Path(checkpoint)
+    index = _index_of(path)
+    if index is None:
+        if not path.is_file():
+            message = f"{path} is no file, and no directory with an index: nothing was saved there."
+            raise StoreFormatError(message)
+        wrapper.load_state_dict(_read(path))
+        return
+    metadata = json.loads(index.read_text())["metadata"]
+    rest = _read(index.parent / metadata["param_groups"])
+    states: dict[int, Any] = {}
+    for file in _files_of(index, ()):
+        states |= _read(file)
+    wrapper.load_state_dict({"state": states, **rest})
+
+
+def save_lr_scheduler(scheduler: Any, checkpoint: Checkpoint) -> None:  # noqa: ANN401
+    """Write a scheduler's state, on rank 0; collective.
+
+    Args:
+        scheduler: The scheduler.
+        checkpoint: The file.
+
+    Raises:
+        StowError: Rank 0 could not write; it is raised on every rank.
+    """
+    path = Path(checkpoint)
+    _on_rank_0(path, lambda: _write(path, scheduler.state_dict()))
+
+
+def load_lr_scheduler(scheduler: Any, checkpoint: Checkpoint) -> None:  # noqa: ANN401
+    """Load what ``save_lr_scheduler`` wrote.
+
+    Args:
+        scheduler: The scheduler.
+        checkpoint: The file.
+    """
+    scheduler.load_state_dict(_read(Path(checkpoint)))
+
+
+# --- what is written ---
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole tensors by name, in host memory; tied ones by each of their names."""
+    for name, values in resharded(module).state_dict().items():
+        whole = values.full_tensor() if isinstance(values, DTensor) else values
+        yield name, whole.detach().cpu()
+
+
+def _whole_states(
+    wrapper: OptimizerWrapper, states: Mapping[int, Mapping[str, Any]]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    parameters = wrapper.parameters
+    for index, entry in states.items():
+        whole = {
+            name: _whole(value, parameters[index]) if name != "step" else value
+            for name, value in entry.items()
+        }
+        yield index, whole
+
+
+def _whole(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401
+    if not isinstance(value, torch.Tensor):
+        return value
+    return full_tensor(value, parameter).cpu()
+
+
+def _write_shards(
+    folder: Path,
+    name: str,
+    items: Iterable[tuple[Any, Any]],
+    most: int,
+    metadata: Mapping[str, Any],
+) -> None:
+    """Write items to files of at most ``most`` bytes, and the index behind the last."""
+    where: dict[str, str] = {}
+    part: dict[Any, Any] = {}
+    total = held = number = 0
+
+    def flush() -> None:
+        nonlocal held, number
+        number += 1
+        file = f"{name}-{number:05}{_SUFFIX}"
+        where.update(dict.fromkeys(map(str, part), file))
+        full = dict(part)
+        _on_rank_0(folder, lambda: _write(folder / file, full))
+        part.clear()
+        held = 0
+
+    for key, value in items:
+        nbytes = _bytes_of(value)
+        if part and held + nbytes > most:
+            flush()
+        part[key] = value if _writes() else None
+        held += nbytes
+        total += nbytes
+    flush()
+    index = {"metadata": {"total_size": total, **metadata}, "weight_map": where}
+    text = json.dumps(index, indent=2)
+    target = folder / f"{name}{_SUFFIX}.index.json"
+    _on_rank_0(folder, lambda: _replace(target, lambda file: file.write(text.encode())))
+
+
+def _bytes_of(value: Any) -> int:  # noqa: ANN401
+    tensors = value.values() if isinstance(value, dict) else [value]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _drain(items: Iterable[object]) -> dict[Any, Any]:
+    """Take part in gathering what rank 0 keeps."""
+    for _ in items:
+        pass
+    return {}
+
+
+def _writes() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _on_rank_0(path: Path, write: Callable[[], object]) -> None:
+    """Write on rank 0, and raise on every rank what failed there."""
+    told: list[str | None] = [None]
+    failure: Exception | None = None
+    if _writes():
+        try:
+            write()
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+            failure, told = error, [repr(error)]
+    group = host_group()
+    if group is not None:
+        dist.broadcast_object_list(told, 0, group=group)
+    if told[0] is not None:
+        message = f"Rank 0 could not write {path}: {told[0]}. What was there before is still there."
+        raise StowError(message) from failure
+
+
+def _write(path: Path, what: object) -> None:
+    _replace(path, lambda file: torch.save(what, file))
+
+
+def _replace(path: Path, write: Callable[[Any], object]) -> None:
+    """Write a file beside ``path``, durably, and put it in its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        with beside.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+# --- what is read ---
+
+
+def _read(path: Path) -> Any:  # noqa: ANN401  # a dict of what the file has
+    if not path.is_file():
+        message = f"{path} is not there: nothing was saved under that name."
+        raise StoreFormatError(message)
+    if path.suffix == _OF_SAFETENSORS:
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _index_of(path: Path) -> Path | None:
+    """Return the index that ``path`` is, or the only one that it has; None: there is none."""
+    if path.is_file():
+        return path if path.name.endswith(".index.json") else None
+    found = sorted(path.glob("*.index.json"))
+    if len(found) > 1:
+        message = f"{path} has several indices ({', '.join(f.name for f in found)}): name one."
+        raise OptionError(message)
+    return found[0] if found else None
+
+
+def _files_of(path: Path, alone: tuple[str, ...]) -> list[Path]:
+    """Return the files of a checkpoint; ``alone``: names of one without an index, in a folder."""
+    index = _index_of(path)
+    if index is not None:
+        names = json.loads(index.read_text())["weight_map"].values()
+        return [index.parent / name for name in dict.fromkeys(names)]
+    for name in alone:
+        if (path / name).is_file():
+            return [path / name]
+    if path.is_dir() or not path.exists():
+        message = f"{path} has no weights and no index: nothing was saved there."
+        raise StoreFormatError(message)
+    return [path]
+
+
+def _tied(module: nn.Module) -> dict[str, set[str]]:
+    """Return the names of the same tensor, by each name that has others."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return {name: same for same in names.values() if len(same) > 1 for name in same}
+
+
+def _module_of(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, ModelWrapper) else model
+
+
+def _wrapper_of(optimizer: Optimizer) -> OptimizerWrapper:
+    if isinstance(optimizer, OptimizerWrapper):
+        return optimizer
+    message = (
+        f"A {type(optimizer).__name__} was given: give the optimizer that boost() returned, which"
+        " has the states of what was placed."
+    )
+    raise OptionError(message)

@@ -1,0 +1,193 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+from compare import all_equal
+from tensorstow import save_safetensors
+from tensorstow.base.errors import OptionError, StoreFormatError, StowError
+from tensorstow.colossalai.adam import HybridAdam
+from tensorstow.colossalai.booster import Booster
+from tensorstow.colossalai.booster.plugin import GeminiPlugin
+
+
+class Tied(nn.Module):
+    """Blocks, and a head that is the embedding; a buffer."""
+
+    def __init__(self, seed: int) -> None:
+        """Make the weights of ``seed``."""
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.norm = nn.LayerNorm(16)
+        self.register_buffer("scale", torch.rand(()))
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        logits: torch.Tensor = self.head(self.norm(x) * self.scale)
+        return logits
+
+
+class Run:
+    """A boosted model, and what trains it."""
+
+    def __init__(self, seed: int, **plugin: Any) -> None:  # noqa: ANN401
+        """Boost the model of ``seed``."""
+        self.booster = Booster(plugin=GeminiPlugin(**plugin))
+        model = Tied(seed)
+        given = HybridAdam(model.parameters(), lr=1e-2)
+        self.model, self.optimizer, _, _, self.schedule = self.booster.boost(
+            model, given, lr_scheduler=ExponentialLR(given, 0.9)
+        )
+
+    def train(self, steps: range) -> None:
+        """Take steps."""
+        for step in steps:
+            tokens = torch.randint(32, (8,), generator=torch.Generator().manual_seed(step))
+            loss = nn.functional.cross_entropy(self.model(tokens).float(), tokens)
+            self.booster.backward(loss, self.optimizer)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Whole weights and buffers."""
+        return [
+            (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
+            for v in self.model.state_dict().values()
+        ]
+
+
+PLUGINS: list[dict[str, Any]] = [
+    {},
+    {"precision": "bf16"},
+    {"precision": "fp16", "initial_scale": 64, "growth_interval": 2},
+]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=str)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, plugin: dict[str, Any], shard: bool) -> None:  # noqa: FBT001
+    run, other = Run(0, **plugin), Run(1, **plugin)
+    run.train(range(3))
+    booster = run.booster
+    booster.save_model(run.model, tmp_path / "model", shard=shard, size_per_shard=1)
+    booster.save_optimizer(run.optimizer, tmp_path / "optimizer", shard=shard)
+    booster.save_lr_scheduler(run.schedule, tmp_path / "schedule")
+    run.train(range(3, 5))
+    other.booster.load_model(other.model, tmp_path / "model")
+    other.booster.load_optimizer(other.optimizer, tmp_path / "optimizer")
+    other.booster.load_lr_scheduler(other.schedule, tmp_path / "schedule")
+    other.train(range(3, 5))
+    assert all_equal(other.weights, run.weights)
+    assert other.optimizer.loss_scale == run.optimizer.loss_scale
+    assert other.schedule.get_last_lr() == run.schedule.get_last_lr()
+
+
+def test_one_file_is_torchs_own(tmp_path: Path) -> None:
+    run = Run(0)
+    run.train(range(2))
+    run.booster.save_model(run.model, tmp_path / "model.pt")
+    run.booster.save_optimizer(run.optimizer, tmp_path / "optimizer.pt")
+    plain = Tied(1)
+    plain.load_state_dict(torch.load(tmp_path / "model.pt"))
+    assert all_equal(list(plain.state_dict().values()), run.weights)
+    adam = torch.optim.AdamW(plain.parameters())
+    adam.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    assert adam.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**2)
+    assert all(float(s["step"]) == 2 for s in adam.state.values())
+
+
+def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
+    booster = Booster(plugin=GeminiPlugin())
+    layers = nn.Sequential(*(nn.Linear(512, 256, bias=False) for _ in range(5)))  # 0.5 MiB each
+    model, optimizer, *_ = booster.boost(layers, HybridAdam(layers.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    booster.save_model(model, tmp_path / "m", shard=True, size_per_shard=1, prefix="net")
+    index = json.loads((tmp_path / "m/pytorch_model.bin.index.json").read_text())
+    assert index["metadata"]["total_size"] == 5 * 2**19
+    assert list(index["weight_map"]) == [f"net.{i}.weight" for i in range(5)]
+    assert [
+        len(torch.load(tmp_path / "m" / f)) for f in sorted(set(index["weight_map"].values()))
+    ] == [2, 2, 1]
+    booster.save_optimizer(optimizer, tmp_path / "o", shard=True, size_per_shard=1)
+    names = sorted(f.name for f in (tmp_path / "o").iterdir())
+    assert names == [
+        *(f"pytorch_optim-{i:05}.bin" for i in range(1, 6)),
+        "pytorch_optim.bin.index.json",
+        "pytorch_optim_group.bin",
+    ]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_safetensors_are_read_as_they_are_written(tmp_path: Path, many: bool) -> None:  # noqa: FBT001
+    run, other = Run(0), Run(1)
+    if many:
+        save_safetensors(run.model.unwrap(), tmp_path, max_shard_bytes=2000)
+    else:
+        run.booster.save_model(run.model, tmp_path, shard=True, use_safetensors=True)
+    other.booster.load_model(other.model, tmp_path)
+    assert all_equal(other.weights, run.weights)
+
+
+def test_another_models_names_are_refused_unless_asked(tmp_path: Path) -> None:
+    run = Run(0)
+    torch.save({"embed.weight": torch.zeros(32, 16), "more": torch.ones(1)}, tmp_path / "part.pt")
+    with pytest.raises(OptionError, match=r"it lacks \['blocks\.0\.bias'.*also has \['more'\]"):
+        run.booster.load_model(run.model, tmp_path / "part.pt")
+    run.booster.load_model(run.model, tmp_path / "part.pt", strict=False)
+    assert not run.model.head.weight.any()
+
+
+def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+    run = Run(0)
+    with pytest.raises(StoreFormatError, match="nothing was saved there"):
+        run.booster.load_model(run.model, tmp_path)
+    with pytest.raises(StoreFormatError, match="nothing was saved there"):
+        run.booster.load_optimizer(run.optimizer, tmp_path / "none")
+    with pytest.raises(StoreFormatError, match="is not there"):
+        run.booster.load_lr_scheduler(run.schedule, tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"use_async": True}, "use_async=True was given"),
+        ({"gather_dtensor": False}, "gather_dtensor=False was given"),
+        ({"use_safetensors": True}, "Give shard=True and no prefix"),
+        ({"size_per_shard": 0}, "size_per_shard=0 was given"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    run = Run(0)
+    with pytest.raises(OptionError, match=said):
+        run.booster.save_model(run.model, tmp_path / "m", **given)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    run = Run(0)
+    (tmp_path / "file").write_text("before")
+    with pytest.raises(StowError, match="Rank 0 could not write"):
+        run.booster.save_model(run.model, tmp_path / "file/model.pt")
+    assert (tmp_path / "file").read_text() == "before"
+
+
+def test_an_optimizer_that_was_not_boosted_is_refused(tmp_path: Path) -> None:
+    run = Run(0)
+    with pytest.raises(OptionError, match=r"give the optimizer that boost\(\) returned"):
+        run.booster.save_optimizer(run.optimizer.unwrap(), tmp_path / "o")
