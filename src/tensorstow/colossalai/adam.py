@@ -19,7 +19,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.kernels import prepare_kernels
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.step import validation
-from tensorstow.tensors.dtensor import gradient_of, shard_of
+from tensorstow.tensors.dtensor import gradient_of, is_sharded, part_of, shard_of, sharded_like
 
 logger = logging.getLogger("tensorstow")
 
@@ -90,6 +90,7 @@ class CPUAdam(StowedAdam):
                 " run have one place. Leave nvme_offload_dir out."
             )
             raise OptionError(message)
+        self._commits_states = dir is not None
         if simd_log:
             facts = prepare_kernels(policy)
             logger.warning("Adam runs on %s, %d threads", facts.isa, facts.threads)
@@ -185,14 +186,50 @@ class HybridAdam(CPUAdam):
     others. The arguments are those of ``CPUAdam``.
     """
 
+    @staticmethod
+    def stays_on_device(name: str) -> bool:
+        """Return whether a parameter that is on the device is updated there.
+
+        Args:
+            name: The parameter's name.
+
+        Returns:
+            True.
+        """
+        del name
+        return True
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
+
+        Args:
+            state_dict: As of ``AdamW``.
+
+        Raises:
+            OptionError: States that do not fit their parameter; nothing has changed.
+        """
+        super().load_state_dict(state_dict)
+        for parameter, entry in self.state.items():
+            if is_sharded(parameter) and not self._takes(parameter):
+                for key, value in entry.items():
+                    if key != "step" and not is_sharded(value):
+                        own = part_of(value, parameter, f"The saved {key!r}")
+                        entry[key] = sharded_like(parameter, own)
+
     def _takes(self, parameter: torch.Tensor) -> bool:
         return shard_of(parameter).device.type == "cpu"
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         if self._takes(parameter):
             super()._check(parameter, name)
-        else:
-            check_elsewhere(parameter, name)
+            return
+        check_elsewhere(parameter, name)
+        if self._commits_states:
+            message = (
+                f"dir= was given, and {name} is on {parameter.device}, where its states stay:"
+                " commits would lack them. Use tensorstow.AdamW, whose states are in host memory."
+            )
+            raise OptionError(message)
 
     def _update_elsewhere(self, factor: float) -> None:
         for group in self.param_groups:

@@ -1,5 +1,7 @@
 """The optimizers that ``boost`` takes, made anew over a placed model."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,25 +19,78 @@ _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OURS = (CPUAdam, HybridAdam, Adam, AdamW)
 
 
-def maker_of(optimizer: Optimizer | None, model: nn.Module) -> Make:
+class PlacedAdam(HybridAdam):
+    """HybridAdam that also takes the states of some parameters on an accelerator to the host.
+
+    Args:
+        params: Groups of named parameters.
+        in_host_memory: Tells by a parameter's name whether its states are there, on disk or in
+            memory; those of parameters that are there themselves always are.
+        keywords: As of ``HybridAdam``.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Mapping[str, Any]],
+        in_host_memory: Callable[[str], bool],
+        **keywords: Any,  # noqa: ANN401  # HybridAdam's
+    ) -> None:
+        """Create the optimizer; the class documents the arguments."""
+        named = (each for group in params for each in group["params"])
+        self._in_host_memory = {id(p) for name, p in named if in_host_memory(name)}
+        super().__init__(params, **keywords)  # type: ignore[arg-type]  # groups, as torch's
+
+    def _takes(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._in_host_memory or super()._takes(parameter)
+
+    def _check(self, parameter: torch.Tensor, name: str) -> None:
+        if self._takes(parameter):
+            StowedAdam._check(self, parameter, name)  # noqa: SLF001  # on an accelerator as well
+        else:
+            super()._check(parameter, name)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OptimizerMaker:
+    """What ``stow`` is given: makes an optimizer over what it has placed."""
+
+    make: Make
+    in_host_memory: Callable[[str], bool]
+    """Whether the states of a parameter, by its name, are in host memory or on disk."""
+
+    def __call__(self, named: Any, **placement: Any) -> StowedAdam:  # noqa: ANN401
+        """Make the optimizer over named parameters, with the keywords of the placement."""
+        return self.make(named, in_host_memory=self.in_host_memory, **placement)
+
+    def stays_on_device(self, name: str) -> bool:
+        """Return whether a parameter that is on the device is updated there."""
+        return not self.in_host_memory(name)
+
+
+def maker_of(
+    optimizer: Optimizer | None, model: nn.Module, in_host_memory: Callable[[str], bool]
+) -> OptimizerMaker:
     """Return what makes an optimizer over a placed model that is like one over the model before.
 
-    It is a HybridAdam, with the groups, the share of states on disk and the directory of the one
+    It is a PlacedAdam, with the groups, the share of states on disk and the directory of the one
     that was given. That one is closed when the new one is made.
 
     Args:
         optimizer: CPUAdam, HybridAdam, tensorstow's or torch's Adam or AdamW. None: one of all
             parameters, of a model that is not trained.
         model: The model before it is placed.
+        in_host_memory: Tells by a parameter's name whether its states are in host memory or on
+            disk.
 
     Returns:
-        A function as ``stow`` takes it.
+        What ``stow`` takes.
 
     Raises:
         OptionError: Another class, one that has taken steps, or one whose states would change.
     """
     if optimizer is None:
-        return HybridAdam
+        every = [{"params": [p for _, p in model.named_parameters()]}]
+        return OptimizerMaker(over(PlacedAdam, names_of(model, every)), in_host_memory)
     if type(optimizer) not in {*_OF_TORCH, *_OURS}:
         message = (
             f"optimizer={type(optimizer).__name__} was given: boost() takes HybridAdam, CPUAdam,"
@@ -51,9 +106,9 @@ def maker_of(optimizer: Optimizer | None, model: nn.Module) -> Make:
             optimizer.close()  # its place is given to the one over the placed model
         for group in optimizer.param_groups:  # and the memory of what was before
             group["params"] = []
-        return HybridAdam(placed, **{**keywords, **placement})
+        return PlacedAdam(placed, **{**keywords, **placement})
 
-    return over(make, groups)
+    return OptimizerMaker(over(make, groups), in_host_memory)
 
 
 def disk_fraction_of(optimizer: Optimizer | None) -> float:

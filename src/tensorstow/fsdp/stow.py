@@ -45,6 +45,7 @@ from tensorstow.fsdp.validation import (
     OptimizerFactory,
     describe_units,
     given_keywords,
+    stays_on_device,
     validate_arguments,
     validate_budget,
     validate_device,
@@ -166,7 +167,9 @@ def _place_whole(request: _Request) -> StowedAdam:
     if device.type != "cpu":
         model.to(device)
     if is_away(device) and _gradients_wait_on_host(plan):
-        GradientOffload(model.parameters(), open_link(device)).register(model)
+        stays = stays_on_device(request.optimizer)
+        leaving = [p for name, p in model.named_parameters() if not stays(name)]
+        GradientOffload(leaving, open_link(device)).register(model)
     else:
         accumulate_in_fp32(model.parameters())
     return _make_optimizer(request)
@@ -187,7 +190,12 @@ def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
     # Beside backward the optimizer itself fetches those of parameters on the device.
     waits = _gradients_wait_on_host(plan)
     if is_away(sharding.device) and waits:
-        offloaded = [p for p in model.parameters() if isinstance(p, DTensor)]
+        stays, home = stays_on_device(request.optimizer), {id(p) for p in offloaded}
+        offloaded = [
+            p
+            for name, p in model.named_parameters()
+            if isinstance(p, DTensor) and (id(p) in home or not stays(name))
+        ]
     link = open_link(sharding.device) if is_away(sharding.device) and offloaded else None
     GradientOffload(offloaded, link, share_buffers=not waits).register(model)
     if plan.accumulation_steps > 1:

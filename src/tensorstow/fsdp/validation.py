@@ -299,6 +299,22 @@ def given_keywords(optimizer: OptimizerFactory) -> dict[str, Any]:
     return dict(translate(optimizer.keywords))
 
 
+def stays_on_device(optimizer: OptimizerFactory) -> Callable[[str], bool]:
+    """Return what tells of a parameter on the device, by its name, whether it is updated there.
+
+    A class or function that lets torch update some there, with states that stay, has a function of
+    that name. Their gradients stay there too.
+    """
+    made_by = optimizer.func if isinstance(optimizer, partial) else optimizer
+    told: Callable[[str], bool] = getattr(made_by, "stays_on_device", _never)
+    return told
+
+
+def _never(name: str) -> bool:
+    del name
+    return False
+
+
 def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> None:
     """Check that the optimizer's function takes the plan's keywords and contradicts none.
 

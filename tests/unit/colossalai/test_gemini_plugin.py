@@ -117,6 +117,7 @@ def test_every_policy_computes_the_same(policy: str) -> None:
         ({"placement_policy": "gpu"}, "placement_policy='gpu' was given: it is one of"),
         ({"placement_policy": "cpu", "offload_param_frac": 0.5}, "which has its own"),
         ({"offload_param_frac": 1.5}, r"offload_param_frac=1\.5 was given"),
+        ({"offload_param_frac": 0.5}, "offload_optim_frac at least the same"),
         ({"offload_optim_frac": True}, "offload_optim_frac=True was given"),
         ({"precision": "fp64"}, "precision='fp64' was given"),
         ({"max_norm": -1.0}, r"max_norm=-1\.0 was given"),

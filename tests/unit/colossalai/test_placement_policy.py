@@ -5,7 +5,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.colossalai.booster.plugin.placement_policy import (
     CONST_BYTES,
     PlacementPolicy,
-    offloaded,
+    nearest,
     plan_of,
 )
 from tensorstow.planner.sizes import Sizes, UnitSizes
@@ -32,7 +32,8 @@ def units(*sizes: int) -> list[UnitSizes]:
 def test_the_units_nearest_to_a_fraction(
     sizes: tuple[int, ...], fraction: float, chosen: set[str]
 ) -> None:
-    assert offloaded(units(*sizes), fraction) == chosen
+    shares = {unit.name: unit.share_bytes for unit in units(*sizes)}
+    assert nearest(shares, fraction * sum(sizes)) == chosen
 
 
 def plan(policy: PlacementPolicy, *sizes: int, device_is_host: bool = False):  # noqa: ANN201
@@ -52,7 +53,7 @@ def plan(policy: PlacementPolicy, *sizes: int, device_is_host: bool = False):  #
         (PlacementPolicy(), Tier.DEVICE, set(), 3),
         (PlacementPolicy("cuda"), Tier.DEVICE, set(), 3),
         (PlacementPolicy(shard_param=0.0), Tier.DEVICE, set(), 2),
-        (PlacementPolicy(offload_param=0.5), Tier.DEVICE, {"0"}, 3),
+        (PlacementPolicy(offload_param=0.5, offload_optim=0.5), Tier.DEVICE, {"0"}, 3),
         (PlacementPolicy("cpu"), Tier.HOST, set(), 3),
         (PlacementPolicy("const"), Tier.HOST, set(), 3),
         (PlacementPolicy("auto"), Tier.HOST, set(), 3),

@@ -13,7 +13,11 @@ from torch.utils.data import DataLoader
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.colossalai.booster.plugin.placement_policy import PlacementPolicy, plan_of
+from tensorstow.colossalai.booster.plugin.placement_policy import (
+    PlacementPolicy,
+    plan_of,
+    states_off_device,
+)
 from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
@@ -22,6 +26,7 @@ from tensorstow.fsdp.made_optimizer import hand_over
 from tensorstow.fsdp.sharding import current_device, world_size
 from tensorstow.fsdp.stow import stow
 from tensorstow.fsdp.units import units_of
+from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.sizes import Sizes
 
 logger = logging.getLogger("tensorstow")
@@ -74,9 +79,11 @@ class GeminiPlugin(Plugin):
             fp32.
         max_prefetch: How many units are copied to the device before they are asked for.
         shard_param_frac: 1.0 (ZeRO stage 3) or 0.0 (stage 2).
-        offload_optim_frac: The fraction of the states' bytes in host memory.
+        offload_optim_frac: The fraction of the states' bytes in host memory: those of the
+            parameters whose bytes are nearest to it. The others are updated on the device, by
+            torch's fused Adam.
         offload_param_frac: The fraction of the parameters' bytes in host memory, frozen ones
-            included: the units whose bytes are nearest to it.
+            included: the units whose bytes are nearest to it. At most ``offload_optim_frac``.
         warmup_non_model_data_ratio: Used by "auto" only.
         steady_cuda_cap_ratio: Used by "auto" only.
         precision: "fp32", "bf16" or "fp16": what is computed in. Parameters keep their dtype, so
@@ -213,11 +220,13 @@ class GeminiPlugin(Plugin):
         refuse_boosted(model)
         began = time.perf_counter()
         dtype = compute_dtype_of(model, self._precision, master_weights=self._master_weights)
-        make = maker_of(optimizer, model)
-        sizes = Sizes.of(units_of(model), max(world_size() // self._replicas, 1))
+        units = units_of(model)
+        sizes = Sizes.of(units, max(world_size() // self._replicas, 1))
         plan = self._plan(sizes, on_disk=disk_fraction_of(optimizer) > 0)
+        below = states_off_device(self._policy, units, plan)
+        make = maker_of(optimizer, model, below.__contains__)
         placed, made = stow(model, make, plan=plan, compute_dtype=dtype)
-        self._report(plan, sizes, time.perf_counter() - began)
+        self._report(plan, sizes, made, time.perf_counter() - began)
         wrapper = OptimizerWrapper(made, max_norm=self._max_norm, scaler=self._scaler)
         if lr_scheduler is not None:
             hand_over(lr_scheduler, wrapper)
@@ -234,23 +243,26 @@ class GeminiPlugin(Plugin):
             prefetch=self._prefetch,
         )
 
-    def _report(self, plan: Plan, sizes: Sizes, seconds: float) -> None:
+    def _report(self, plan: Plan, sizes: Sizes, made: StowedAdam, seconds: float) -> None:
         """Log what upstream logs of its chunks: what is there of what was placed."""
         used = sizes.whole_bytes
         wasted = sizes.share_bytes * sizes.ranks - used if sizes.ranks > 1 else 0
+        memory = made.memory()
         level = logging.WARNING if self._verbose else logging.INFO
         below = sum(u.share_bytes for u in sizes.units if plan.tier_of(u.name) == Tier.HOST)
         logger.log(
             level,
             "placing %d units is completed in %.2f s: used %.2f MiB, wasted %.2f MiB (%.2f%%),"
-            " %.2f MiB of this rank's parameters in host memory, states on %s",
+            " %.2f MiB of this rank's parameters in host memory, %.2f MiB of its states there, %.2f"
+            " MiB on disk",
             len(sizes.units),
             seconds,
             used / 2**20,
             wasted / 2**20,
             100 * wasted / max(used + wasted, 1),
             below / 2**20,
-            plan.states,
+            memory.ram_bytes / 2**20,
+            memory.disk_bytes / 2**20,
         )
 
 

@@ -1,11 +1,12 @@
 """Gemini's placement policies, as plans: what of a model is on the device, and what is not."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.units import Unit
 from tensorstow.planner.sizes import Sizes, UnitSizes
 
 _FRACTIONS = {"cuda": (1.0, 0.0, 0.0), "cpu": (1.0, 1.0, 1.0), "const": (1.0, 1.0, 1.0)}
@@ -54,6 +55,13 @@ class PlacementPolicy:
                 ' own: leave them out, or use placement_policy="static".'
             )
             raise OptionError(message)
+        if self.offload_param > self.offload_optim:
+            message = (
+                f"offload_param_frac={self.offload_param} was given with offload_optim_frac="
+                f"{self.offload_optim}: parameters in host memory have their states there. Give"
+                " offload_optim_frac at least the same."
+            )
+            raise OptionError(message)
 
     @property
     def fractions(self) -> tuple[float, float, float]:
@@ -94,7 +102,10 @@ def plan_of(
             " none (0.0, stage 2). Use one of these."
         )
         raise OptionError(message)
-    below = {u.name for u in sizes.units} if device_is_host else offloaded(sizes.units, offload)
+    shares = {unit.name: unit.share_bytes for unit in sizes.units}
+    below = set(shares) if device_is_host else nearest(shares, offload * sum(shares.values()))
+    if not device_is_host and offload == 1.0:
+        below = set(shares)  # units of no bytes too
     most = Tier.HOST if len(below) == len(sizes.units) else Tier.DEVICE
     return Plan(
         parameters=most,
@@ -106,27 +117,56 @@ def plan_of(
     )
 
 
-def offloaded(units: Sequence[UnitSizes], fraction: float) -> set[str]:
-    """Return the names of the units whose bytes are nearest to a fraction of all.
+def nearest(sizes: Mapping[str, int], wanted: float) -> set[str]:
+    """Return the names whose sizes are together nearest to what is wanted.
 
     Args:
-        units: The units.
-        fraction: 0 to 1.
+        sizes: Sizes by name.
+        wanted: A sum of some of them, about.
 
     Returns:
-        Names: the largest units that fit, and one more where that is nearer.
+        The largest ones that fit, one after the other, and one more where that is nearer.
     """
-    wanted = fraction * sum(unit.share_bytes for unit in units)
     chosen: set[str] = set()
-    by_size = sorted(units, key=lambda unit: unit.share_bytes, reverse=True)
-    for unit in by_size:
-        if unit.share_bytes <= wanted:
-            chosen.add(unit.name)
-            wanted -= unit.share_bytes
-    left = [unit for unit in by_size if unit.name not in chosen and unit.share_bytes]
-    if left and left[-1].share_bytes - wanted < wanted:
-        chosen.add(left[-1].name)
+    by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
+    for name in by_size:
+        if sizes[name] <= wanted:
+            chosen.add(name)
+            wanted -= sizes[name]
+    left = [name for name in by_size if name not in chosen and sizes[name]]
+    if left and sizes[left[-1]] - wanted < wanted:
+        chosen.add(left[-1])
     return chosen
+
+
+def states_off_device(policy: PlacementPolicy, units: Sequence[Unit], plan: Plan) -> set[str]:
+    """Return the parameters whose states are in host memory, by name.
+
+    Args:
+        policy: The policy.
+        units: The model's units.
+        plan: Where their parameters are; states of those in host memory are there too.
+
+    Returns:
+        Names of trained parameters whose bytes are nearest to ``offload_optim`` of all.
+    """
+    trained = {
+        name: parameter.numel()
+        for unit in units
+        for name, parameter in unit.parameters.items()
+        if parameter.requires_grad
+    }
+    below = {
+        name
+        for unit in units
+        if plan.tier_of(unit.name) != Tier.DEVICE
+        for name in unit.parameters
+        if name in trained
+    }
+    _, offload, _ = policy.fractions
+    rest = {name: size for name, size in trained.items() if name not in below}
+    wanted = offload * sum(trained.values()) - sum(trained[name] for name in below)
+    return below | nearest(rest, wanted)
 
 
 def _const_prefetch(units: Sequence[UnitSizes]) -> int:

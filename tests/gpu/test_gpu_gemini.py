@@ -1,0 +1,122 @@
+"""Gemini's plugin on an accelerator: what is placed where, and the bits of torch's training."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import all_equal
+from tensorstow.colossalai.adam import HybridAdam
+from tensorstow.colossalai.booster import Booster
+from tensorstow.colossalai.booster.plugin import GeminiPlugin
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.stowed_parameter import storage_of
+from tensorstow.tensors.dtensor import shard_of
+
+BLOCKS, WIDTH = 8, 64
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 4))
+
+
+def batch(step: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
+
+
+def train(device: torch.device, steps: int = 3, **plugin: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401
+    booster = Booster(plugin=GeminiPlugin(**plugin))
+    model = model_of()
+    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
+    for step in range(steps):
+        booster.backward(model(batch(step, device)).float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    return [
+        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
+        for p in model.parameters()
+    ]
+
+
+@pytest.fixture
+def in_fp32(device: torch.device) -> Iterator[list[torch.Tensor]]:
+    """Return the weights with everything in host memory."""
+    model, optimizer = train(device, placement_policy="cpu", precision="fp32")
+    yield whole(model)
+    optimizer.close()
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"placement_policy": "const"},
+    {"placement_policy": "static", "offload_optim_frac": 1.0},
+    {"placement_policy": "static", "offload_optim_frac": 1.0, "offload_param_frac": 0.5},
+    {"placement_policy": "cpu", "max_prefetch": 2},
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_the_same_bits_wherever_states_are_in_host_memory(
+    device: torch.device, in_fp32: list[torch.Tensor], policy: dict[str, Any]
+) -> None:
+    model, optimizer = train(device, precision="fp32", **policy)
+    assert all_equal(whole(model), in_fp32)
+    optimizer.close()
+
+
+MIXED: list[dict[str, Any]] = [
+    {"placement_policy": "cuda"},
+    {"placement_policy": "static", "offload_optim_frac": 0.5},
+    {"placement_policy": "static", "offload_optim_frac": 0.75, "offload_param_frac": 0.5},
+]
+
+
+@pytest.mark.parametrize("policy", MIXED, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_fractions_of_bytes_are_where_they_were_asked(
+    device: torch.device, policy: dict[str, Any], precision: str
+) -> None:
+    clip = {"max_norm": 0.05, "initial_scale": 64}
+    model, optimizer = train(device, precision=precision, **policy, **clip)
+    total = sum(p.numel() for p in model.parameters())
+    optim, param = (policy.get(f"offload_{n}_frac", 0.0) for n in ("optim", "param"))
+    unit = WIDTH * WIDTH + WIDTH
+    assert abs(parameter_bytes(model).host_bytes / 4 - param * total) <= unit
+    assert abs(optimizer.memory().logical_bytes / 8 - optim * total) <= WIDTH
+    for p in model.parameters():
+        states = optimizer.optim.state[p]["exp_avg"]
+        assert storage_of(p) is None or shard_of(states).is_cpu
+    same, other = train(device, precision=precision, placement_policy="cpu", **clip)
+    for ours, theirs in zip(whole(model), whole(same), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert optimizer.get_grad_norm() == pytest.approx(other.get_grad_norm(), rel=1e-3)
+    optimizer.close()
+    other.close()
+
+
+def test_states_on_the_device_are_saved_and_loaded(device: torch.device, tmp_path: Any) -> None:  # noqa: ANN401
+    model, optimizer = train(device, precision="bf16", offload_optim_frac=0.5)
+    booster = Booster(plugin=GeminiPlugin(precision="bf16"))
+    booster.save_model(model, tmp_path / "m")
+    booster.save_optimizer(optimizer, tmp_path / "o", shard=True)
+    again, fresh = train(device, steps=0, precision="bf16", offload_optim_frac=0.5)
+    booster.load_model(again, tmp_path / "m")
+    booster.load_optimizer(fresh, tmp_path / "o")
+    for m, o in ((model, optimizer), (again, fresh)):
+        o.backward(m(batch(9, device)).float().square().mean())
+        o.step()
+    assert all_equal(whole(again), whole(model))
+    optimizer.close()
+    fresh.close()
+
+
+def test_upstreams_precision_where_an_accelerator_computes(device: torch.device) -> None:
+    model, *_ = Booster(plugin=GeminiPlugin()).boost(model_of())
+    assert model(batch(0, device)).dtype == torch.float16
