@@ -5,15 +5,9 @@ from dataclasses import replace
 from tensorstow.cli.demo.configurations import ANCHOR, CONFIGURATIONS, Configuration
 from tensorstow.cli.demo.crash import Crash
 from tensorstow.cli.demo.parity import ParityReport, judge
-from tensorstow.cli.demo.result import (
-    COMPUTE,
-    OPTIMIZER,
-    RunResult,
-    Sample,
-    TimeSpan,
-    UlpDifference,
-)
+from tensorstow.cli.demo.result import OPTIMIZER, RunResult, UlpDifference
 from tensorstow.cli.demo.round_robin import turns_of
+from tensorstow.report.spans import COMPUTE, Sample, TimeSpan
 from tensorstow.states.memory import StateMemory
 
 PARTS = (("forward", 0.0, 1.0), ("backward", 1.0, 3.0), (OPTIMIZER, 3.0, 3.5))

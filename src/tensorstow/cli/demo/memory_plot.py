@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tensorstow.cli.demo.configurations import CONFIGURATIONS, Configuration
-from tensorstow.cli.demo.palette import FAINT, GRID, INK, PAPER, ROW_COLORS
+from tensorstow.cli.demo.palette import ROW_COLORS
 from tensorstow.cli.demo.result import RunResult, by_key
+from tensorstow.report.palette import FAINT, GRID, INK, PAPER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

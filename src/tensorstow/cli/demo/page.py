@@ -1,6 +1,5 @@
 """report.html: results, tables, plots and the event log in one self-contained page."""
 
-import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -8,12 +7,13 @@ from string import Template
 from typing import Any, NamedTuple
 
 from tensorstow.cli.demo.configurations import CONFIGURATIONS
-from tensorstow.cli.demo.palette import SPAN_COLORS, SPAN_INKS
 from tensorstow.cli.demo.parity import SHOWN, ParityReport
 from tensorstow.cli.demo.plots import Plot
-from tensorstow.cli.demo.result import COMPUTE, DISK_LANES, RunResult, TimeSpan, by_key
+from tensorstow.cli.demo.result import DISK_LANES, RunResult, by_key
 from tensorstow.cli.demo.table import sections
 from tensorstow.cli.demo.timeline import shown_call, shown_step
+from tensorstow.report.page import LOG_VIEW, LogRow, document, log_of
+from tensorstow.report.spans import COMPUTE
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _LANES = (COMPUTE, *DISK_LANES)
@@ -31,7 +31,7 @@ def compose(
 ) -> str:
     """Return the page; ``lines`` is the example code."""
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.substitute(
+    body = template.substitute(
         heading=escape(heading),
         parity=_verdict(parity),
         rows=_rows(),
@@ -39,8 +39,9 @@ def compose(
         memory=_both(plots.memory),
         timeline=_both(plots.timeline),
         lines=escape(lines.strip()),
-        log=json.dumps(_log(results), separators=(",", ":")).replace("</", "<\\/"),
+        view=LOG_VIEW,
     )
+    return document("tensorstow demo", body, _log(results))
 
 
 def _both(picture: Plot) -> str:
@@ -86,32 +87,13 @@ def _log(results: Sequence[RunResult]) -> dict[str, Any]:
     call = known[close.key].optimizer_span(shown_call(results))
     margin = 0.1 * call.seconds
     whole = (0.0, 1.01 * max(span.stop for result in results for span in result.spans))
-    return {
-        "rows": [{"title": row.name, "lanes": _lanes(known[row.key])} for row in CONFIGURATIONS],
-        "colors": SPAN_COLORS,
-        "inks": SPAN_INKS,
-        "whole": whole,
-        "views": [
-            ("whole run", *whole),
-            (f"step {step + 1}", begin, end),
-            (f"opt.step() of {close.name}", call.start - margin, call.stop + 2 * margin),
-        ],
-    }
-
-
-def _lanes(result: RunResult) -> list[dict[str, Any]]:
-    return [
-        {"name": lane, "spans": [_span(span) for span in spans]}
-        for lane in _LANES
-        if (spans := result.lane(lane))
+    views = [
+        ("whole run", *whole),
+        (f"step {step + 1}", begin, end),
+        (f"opt.step() of {close.name}", call.start - margin, call.stop + 2 * margin),
     ]
-
-
-def _span(span: TimeSpan) -> dict[str, Any]:
-    return {
-        "name": span.name,
-        "start": round(span.start, 6),
-        "stop": round(span.stop, 6),
-        "chunk": span.chunk,
-        "nbytes": span.nbytes,
-    }
+    rows = [
+        LogRow(row.name, [(lane, known[row.key].lane(lane)) for lane in _LANES])
+        for row in CONFIGURATIONS
+    ]
+    return log_of(rows, whole, views)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tensorstow.cli.demo import memory_plot, timeline
-from tensorstow.cli.demo.palette import FAINT, GRID, INK, PAPER
 from tensorstow.cli.demo.result import RunResult
+from tensorstow.report.palette import FAINT, GRID, INK, PAPER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,38 +7,11 @@ from itertools import accumulate
 from statistics import median
 from typing import Any, Self
 
+from tensorstow.report.spans import COMPUTE, Sample, TimeSpan
 from tensorstow.states.memory import StateMemory
 
-COMPUTE = "compute"
 DISK_LANES = ("read", "update", "write")
 OPTIMIZER = "opt.step"
-
-
-@dataclass(frozen=True, slots=True)
-class TimeSpan:
-    """What a lane did between two times, in seconds since the first step began."""
-
-    lane: str
-    name: str
-    start: float
-    stop: float
-    step: int = -1
-    """Of the training loop; -1 for what belongs to no step."""
-    chunk: int = -1
-    nbytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Return how long it took."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The resident memory of the process at one time."""
-
-    time: float
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

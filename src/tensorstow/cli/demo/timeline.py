@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tensorstow.cli.demo.configurations import CONFIGURATIONS
-from tensorstow.cli.demo.palette import FAINT, GRID, INK, SPAN_COLORS, SPAN_INKS
-from tensorstow.cli.demo.result import COMPUTE, DISK_LANES, RunResult, TimeSpan, by_key
+from tensorstow.cli.demo.result import DISK_LANES, RunResult, by_key
+from tensorstow.report.palette import FAINT, GRID, INK, SPAN_COLORS, SPAN_INKS
+from tensorstow.report.spans import COMPUTE, TimeSpan, stack
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,17 +97,6 @@ def shown_step(results: Sequence[RunResult]) -> int:
 def shown_call(results: Sequence[RunResult]) -> int:
     """Return the step whose opt.step() is shown in detail, the one before the shown step."""
     return max(0, shown_step(results) - 1)
-
-
-def stack(spans: Sequence[TimeSpan]) -> list[tuple[TimeSpan, int]]:
-    """Give each span the lowest level where no earlier span is still running."""
-    free: list[float] = []
-    placed = []
-    for span in sorted(spans, key=lambda s: (s.start, s.stop)):
-        level = next((i for i, stop in enumerate(free) if stop <= span.start), len(free))
-        free[level : level + 1] = [span.stop]
-        placed.append((span, level))
-    return placed
 
 
 def _lanes(axes: "Axes", result: RunResult, view: View) -> None:

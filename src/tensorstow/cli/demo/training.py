@@ -17,8 +17,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tensorstow
 from tensorstow import AdamW, Plan, Tier
 from tensorstow.cli.demo.configurations import Configuration, ModelSize
-from tensorstow.cli.demo.result import COMPUTE, OPTIMIZER, TimeSpan
+from tensorstow.cli.demo.result import OPTIMIZER
 from tensorstow.colossalai import HybridAdam
+from tensorstow.report.spans import COMPUTE, TimeSpan
 
 LEARNING_RATE = 1e-3
 Progress = Callable[[int, str], None]

@@ -27,8 +27,7 @@ from tensorstow.cli.demo.configurations import (
     Configuration,
     ModelSize,
 )
-from tensorstow.cli.demo.result import RunResult, Sample, TimeSpan
-from tensorstow.cli.demo.rss import RssSampler, peak_bytes, resident_bytes, return_freed_memory
+from tensorstow.cli.demo.result import RunResult
 from tensorstow.cli.demo.training import (
     Clock,
     Progress,
@@ -40,9 +39,11 @@ from tensorstow.cli.demo.training import (
 from tensorstow.cli.demo.ulp_difference import compare_one_step
 from tensorstow.io.local_share import usable_cores
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.report.rss import RssSampler, peak_bytes, resident_bytes, return_freed_memory
+from tensorstow.report.spans import Sample, TimeSpan, span_of
 from tensorstow.states.layout import Family
 from tensorstow.states.memory import StateMemory, predict_memory
-from tensorstow.states.native_pipeline import TraceEvent, Traffic
+from tensorstow.states.native_pipeline import Traffic
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -152,7 +153,7 @@ def run_row(
         parameters=scale.parameters,
         losses=tuple(training.losses),
         checksum=checksum(model),
-        spans=tuple(mine.cut(span) for span in [*clock.spans, *map(_as_span, events)]),
+        spans=tuple(mine.cut(span) for span in [*clock.spans, *map(span_of, events)]),
         rss=tuple(Sample(m, nbytes) for m, nbytes in moments if m is not None),
         peak_rss_bytes=peak,
         end_rss_bytes=end,
@@ -205,12 +206,6 @@ def unlinked_file_bytes(directory: str) -> int:
         if facts.st_dev == device and facts.st_nlink == 0:
             files[facts.st_ino] = facts.st_blocks * 512
     return sum(files.values())
-
-
-def _as_span(event: TraceEvent) -> TimeSpan:
-    return TimeSpan(
-        event.lane, event.lane, event.start, event.stop, chunk=event.chunk, nbytes=event.nbytes
-    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@ import itertools
 import re
 
 from tensorstow.cli.demo.configurations import CONFIGURATIONS
-from tensorstow.cli.demo.palette import ROW_COLORS, SPAN_COLORS, SPAN_INKS
+from tensorstow.cli.demo.palette import ROW_COLORS
 from tensorstow.cli.demo.result import DISK_LANES
+from tensorstow.report.palette import SPAN_COLORS, SPAN_INKS
 
 
 def test_everything_that_is_drawn_has_a_colour() -> None:

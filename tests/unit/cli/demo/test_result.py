@@ -2,7 +2,8 @@ import pytest
 
 from demo_results import MIB, make_result, make_results
 from tensorstow.cli.demo.configurations import CONFIGURATIONS
-from tensorstow.cli.demo.result import RunResult, TimeSpan, by_key, spread, steady
+from tensorstow.cli.demo.result import RunResult, by_key, spread, steady
+from tensorstow.report.spans import TimeSpan
 
 FULL = make_result(CONFIGURATIONS[4])
 

@@ -4,8 +4,8 @@ import pytest
 
 from demo_results import make_results
 from tensorstow.cli.demo.plots import draw_timeline
-from tensorstow.cli.demo.result import TimeSpan
-from tensorstow.cli.demo.timeline import View, shown_call, shown_step, stack
+from tensorstow.cli.demo.timeline import View, shown_call, shown_step
+from tensorstow.report.spans import TimeSpan
 
 pytest.importorskip("matplotlib")
 
@@ -22,11 +22,6 @@ def test_it_is_a_large_png(steps: int) -> None:
 def test_a_steady_step_is_shown_and_the_call_before_it() -> None:
     shown = [(shown_step(r), shown_call(r)) for r in map(make_results, (1, 2, 3, 4))]
     assert shown == [(0, 0), (1, 0), (1, 0), (3, 2)]
-
-
-def test_overlapping_spans_get_levels_of_their_own() -> None:
-    spans = [TimeSpan("read", "read", a, b) for a, b in ((0, 4), (1, 2), (2, 3), (3.5, 5), (4, 6))]
-    assert [level for _, level in stack(spans)] == [0, 1, 1, 1, 0]
 
 
 def test_a_view_cuts_what_it_does_not_show() -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from spacings import P_SPACINGS
-from tensorstow.cli.demo import rss, worker
+from tensorstow.cli.demo import worker
 from tensorstow.cli.demo.configurations import CONFIGURATIONS, SMALL, Configuration
-from tensorstow.cli.demo.result import RunResult, TimeSpan
+from tensorstow.cli.demo.result import RunResult
 from tensorstow.cli.demo.training import make_model
+from tensorstow.report import rss
+from tensorstow.report.spans import TimeSpan
 
 
 @pytest.fixture(autouse=True)

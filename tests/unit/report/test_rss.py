@@ -2,7 +2,7 @@ import itertools
 import mmap
 import time
 
-from tensorstow.cli.demo.rss import RssSampler, peak_bytes, resident_bytes, return_freed_memory
+from tensorstow.report.rss import RssSampler, peak_bytes, resident_bytes, return_freed_memory
 
 SIZE = 64 << 20
 

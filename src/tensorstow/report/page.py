@@ -1,0 +1,92 @@
+"""Self-contained pages: a style, a body, and an event log to move in and to zoom."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from tensorstow.report.palette import SPAN_COLORS, SPAN_INKS
+from tensorstow.report.spans import Interval, TimeSpan
+
+_HERE = Path(__file__).parent
+LOG_VIEW = """\
+<div id="bar"></div>
+<div id="view"><canvas></canvas><div id="tip"></div></div>
+<noscript><p>This view needs JavaScript; the rest of the page does not.</p></noscript>"""
+"""Where the script of a page draws its event log."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogRow:
+    """One run of an event log: a title, and spans by lane."""
+
+    title: str
+    lanes: Sequence[tuple[str, Sequence[TimeSpan]]]
+
+
+def document(title: str, body: str, log: dict[str, Any] | None = None) -> str:
+    """Return a page that needs no other file.
+
+    Args:
+        title: Of the page, as plain text.
+        body: HTML. It has ``LOG_VIEW`` in it if there is a log.
+        log: What ``log_of`` returned.
+    """
+    style = (_HERE / "page.css").read_text(encoding="utf-8")
+    drawn = ""
+    if log is not None:
+        values = json.dumps(log, separators=(",", ":")).replace("</", "<\\/")
+        script = (_HERE / "log_view.js").read_text(encoding="utf-8")
+        drawn = (
+            f'<script id="log" type="application/json">{values}</script>\n'
+            f"<script>\n{script}</script>\n"
+        )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n{body}\n{drawn}</body>\n</html>\n"
+    )
+
+
+def log_of(
+    rows: Sequence[LogRow], whole: Interval, views: Sequence[tuple[str, float, float]]
+) -> dict[str, Any]:
+    """Return the data that a page's script draws.
+
+    Args:
+        rows: The runs.
+        whole: What is shown first, in seconds.
+        views: Buttons: their names, and from when to when they show.
+    """
+    lanes = [
+        {
+            "title": row.title,
+            "lanes": [
+                {"name": name, "spans": [_span(span) for span in spans]}
+                for name, spans in row.lanes
+                if spans
+            ],
+        }
+        for row in rows
+    ]
+    drawn = {span.name for row in rows for _, spans in row.lanes for span in spans}
+    return {
+        "rows": lanes,
+        "colors": {name: color for name, color in SPAN_COLORS.items() if name in drawn},
+        "inks": SPAN_INKS,
+        "whole": whole,
+        "views": views,
+    }
+
+
+def _span(span: TimeSpan) -> dict[str, Any]:
+    return {
+        "name": span.name,
+        "start": round(span.start, 6),
+        "stop": round(span.stop, 6),
+        "chunk": span.chunk,
+        "nbytes": span.nbytes,
+    }

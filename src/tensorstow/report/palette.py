@@ -1,0 +1,18 @@
+"""The colours of spans and of plots, legible in print and to colour-blind readers."""
+
+SPAN_COLORS = {
+    "forward": "#a9c9e8",
+    "backward": "#6d9fd0",
+    "opt.step": "#1f4e86",
+    "zero_grad": "#c9ced6",
+    "last writes": "#b7a3cf",
+    "read": "#3a9e8f",
+    "update": "#e0a02f",
+    "write": "#c4553f",
+}
+SPAN_INKS = {"forward": "#1c2632", "backward": "#ffffff", "opt.step": "#ffffff"}
+"""Of the text inside a bar, whatever is behind it; the others are too short to hold any."""
+INK = "#1d2733"
+FAINT = "#8a919c"
+GRID = "#e6e9ee"
+PAPER = "#fefefe"

@@ -1,0 +1,106 @@
+"""What was done when: spans of time by lane, and bytes held over time."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tensorstow.states.native_pipeline import TraceEvent
+
+COMPUTE = "compute"
+"""The lane of the training loop: forward, backward, and the optimizer's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSpan:
+    """What a lane did between two times, in seconds since the first step began."""
+
+    lane: str
+    name: str
+    start: float
+    stop: float
+    step: int = -1
+    """Of the training loop; -1 for what belongs to no step."""
+    chunk: int = -1
+    nbytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it took."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Bytes held at one time, in seconds since the first step began."""
+
+    time: float
+    nbytes: int
+
+
+def span_of(event: TraceEvent, lane: str | None = None) -> TimeSpan:
+    """Return an event of the pipeline as a span, in its own lane unless another is given."""
+    return TimeSpan(
+        lane or event.lane,
+        event.lane,
+        event.start,
+        event.stop,
+        chunk=event.chunk,
+        nbytes=event.nbytes,
+    )
+
+
+def stack(spans: Sequence[TimeSpan]) -> list[tuple[TimeSpan, int]]:
+    """Give each span the lowest level where no earlier span is still running."""
+    free: list[float] = []
+    placed = []
+    for span in sorted(spans, key=lambda s: (s.start, s.stop)):
+        level = next((i for i, stop in enumerate(free) if stop <= span.start), len(free))
+        free[level : level + 1] = [span.stop]
+        placed.append((span, level))
+    return placed
+
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the times that lie in any of the intervals, as disjoint ones in order."""
+    found: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        elif stop > start:
+            found.append((start, stop))
+    return found
+
+
+def shared(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """Return the times that lie in both of two lists that ``union`` made."""
+    found, i, j = [], 0, 0
+    while i < len(left) and j < len(right):
+        start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if stop > start:
+            found.append((start, stop))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def without(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """Return the times of ``left`` that are not in ``right``; ``union`` made both."""
+    if not left:
+        return []
+    end = left[-1][1]
+    gaps: list[Interval] = []
+    last = left[0][0]
+    for start, stop in right:
+        gaps.append((last, start))
+        last = max(last, stop)
+    gaps.append((last, end))
+    return shared(left, [gap for gap in gaps if gap[1] > gap[0]])
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the sum of the intervals in seconds."""
+    return sum(stop - start for start, stop in intervals)
