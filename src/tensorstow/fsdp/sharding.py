@@ -60,7 +60,7 @@ def make_mesh(device: torch.device, *, stage: int, replicas: int) -> DeviceMesh:
     Raises:
         OptionError: The ranks are no multiple of ``replicas``.
     """
-    _join(device)
+    join_ranks(device)
     world = dist.get_world_size()
     copies = world if stage == 0 else replicas
     if world % copies:
@@ -94,7 +94,12 @@ def backend_of(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
-def _join(device: torch.device) -> None:
+def join_ranks(device: torch.device) -> None:
+    """Start a process group where there is none: torchrun's, or one of this process alone.
+
+    Args:
+        device: What this rank computes on.
+    """
     if dist.is_initialized():
         return
     if dist.is_torchelastic_launched():

@@ -1,8 +1,7 @@
 """``GeminiPlugin``: ColossalAI's arguments, as a plan of ``tensorstow.stow``."""
 
-import logging
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from tensorstow.base.errors import OptionError
-from tensorstow.base.plan import Plan
-from tensorstow.base.tiers import Tier
+from tensorstow.colossalai.booster.plugin.placed import (
+    Decision,
+    PlacementRequest,
+    TrainingOptions,
+    place,
+    refuse_values,
+    tell_idle,
+)
 from tensorstow.colossalai.booster.plugin.placement_policy import (
     PlacementPolicy,
     plan_of,
@@ -20,18 +24,7 @@ from tensorstow.colossalai.booster.plugin.placement_policy import (
 )
 from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
-from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
-from tensorstow.colossalai.made_anew import disk_fraction_of, maker_of
-from tensorstow.fsdp.made_optimizer import hand_over
-from tensorstow.fsdp.sharding import current_device, world_size
-from tensorstow.fsdp.stow import stow
-from tensorstow.fsdp.units import units_of
-from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.planner.sizes import Sizes
 
-logger = logging.getLogger("tensorstow")
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FIXED_BLOCKS = "parameters move by the model's blocks, and no chunk size is searched"
 _REFUSED: Mapping[str, tuple[object, str]] = {
     "chunk_config_dict": (None, f"{_FIXED_BLOCKS}. tensorstow.stow(units=) names other blocks"),
@@ -177,13 +170,9 @@ class GeminiPlugin(Plugin):
         self._policy = PlacementPolicy(
             placement_policy, shard_param_frac, offload_optim_frac, offload_param_frac
         )
-        self._precision = precision_of(precision)
-        self._master_weights = master_weights
-        self._max_norm = clipping_of(max_norm)
         self._prefetch, self._replicas = max_prefetch, extra_dp_size
-        self._outputs_fp32, self._verbose = force_outputs_fp32, verbose
-        # Made in every precision, so that values that cannot be used are told.
-        scaler = DynamicGradScaler(
+        scaler = partial(
+            DynamicGradScaler,
             initial_scale,
             growth_factor,
             backoff_factor,
@@ -192,7 +181,14 @@ class GeminiPlugin(Plugin):
             max_scale,
             hysteresis,
         )
-        self._scaler = scaler if self._precision == "fp16" else None
+        self._training = TrainingOptions(
+            precision,
+            scaler,
+            max_norm,
+            master_weights=master_weights,
+            outputs_fp32=force_outputs_fp32,
+            verbose=verbose,
+        )
 
     def configure(
         self,
@@ -217,169 +213,18 @@ class GeminiPlugin(Plugin):
         Raises:
             OptionError: Something cannot be honoured; the model was not changed.
         """
-        refuse_boosted(model)
-        began = time.perf_counter()
-        dtype = compute_dtype_of(model, self._precision, master_weights=self._master_weights)
-        units = units_of(model)
-        sizes = Sizes.of(units, max(world_size() // self._replicas, 1))
-        plan = self._plan(sizes, on_disk=disk_fraction_of(optimizer) > 0)
-        below = states_off_device(self._policy, units, plan)
-        make = maker_of(optimizer, model, below.__contains__)
-        placed, made = stow(model, make, plan=plan, compute_dtype=dtype)
-        self._report(plan, sizes, made, time.perf_counter() - began)
-        wrapper = OptimizerWrapper(made, max_norm=self._max_norm, scaler=self._scaler)
-        if lr_scheduler is not None:
-            hand_over(lr_scheduler, wrapper)
-        boosted = ModelWrapper(placed, outputs_fp32=self._outputs_fp32)
-        return boosted, wrapper, criterion, dataloader, lr_scheduler
+        placed, wrapper = place(
+            model, optimizer, lr_scheduler, self._decide, self._training, replicas=self._replicas
+        )
+        return placed, wrapper, criterion, dataloader, lr_scheduler
 
-    def _plan(self, sizes: Sizes, *, on_disk: bool) -> Plan:
-        return plan_of(
+    def _decide(self, asked: PlacementRequest) -> Decision:
+        plan = plan_of(
             self._policy,
-            sizes,
-            device_is_host=current_device().type == "cpu",
-            states_on_disk=on_disk,
+            asked.sizes,
+            device_is_host=asked.device_is_host,
+            states_on_disk=asked.states_on_disk,
             replicas=self._replicas,
             prefetch=self._prefetch,
         )
-
-    def _report(self, plan: Plan, sizes: Sizes, made: StowedAdam, seconds: float) -> None:
-        """Log what upstream logs of its chunks: what is there of what was placed."""
-        used = sizes.whole_bytes
-        wasted = sizes.share_bytes * sizes.ranks - used if sizes.ranks > 1 else 0
-        memory = made.memory()
-        level = logging.WARNING if self._verbose else logging.INFO
-        below = sum(u.share_bytes for u in sizes.units if plan.tier_of(u.name) == Tier.HOST)
-        logger.log(
-            level,
-            "placing %d units is completed in %.2f s: used %.2f MiB, wasted %.2f MiB (%.2f%%),"
-            " %.2f MiB of this rank's parameters in host memory, %.2f MiB of its states there, %.2f"
-            " MiB on disk",
-            len(sizes.units),
-            seconds,
-            used / 2**20,
-            wasted / 2**20,
-            100 * wasted / max(used + wasted, 1),
-            below / 2**20,
-            memory.ram_bytes / 2**20,
-            memory.disk_bytes / 2**20,
-        )
-
-
-def refuse_values(
-    given: Mapping[str, Any], refused: Mapping[str, tuple[object, str]], plugin: str
-) -> None:
-    """Refuse arguments that have to be as they are by default.
-
-    Args:
-        given: Values by name.
-        refused: The defaults, and why they have to be.
-        plugin: The plugin's name.
-
-    Raises:
-        OptionError: One is another.
-    """
-    for name, (default, why) in refused.items():
-        if given[name] != default:
-            message = (
-                f"{name}={given[name]!r} was given to {plugin}: {why}. Leave it out ({default!r})."
-            )
-            raise OptionError(message)
-
-
-def tell_idle(
-    given: Mapping[str, Any], idle: Mapping[str, tuple[object, str]], plugin: str
-) -> None:
-    """Log which of the arguments that were given change nothing, and why.
-
-    Args:
-        given: Values by name.
-        idle: The defaults, and why other values change nothing.
-        plugin: The plugin's name.
-    """
-    for name, (default, why) in idle.items():
-        if given[name] != default:
-            logger.info("%s: %s=%r changes nothing: %s", plugin, name, given[name], why)
-
-
-def precision_of(given: str | None) -> str:
-    """Return the precision that is meant.
-
-    Args:
-        given: "fp32", "bf16", "fp16", or None.
-
-    Returns:
-        One of the three; for None "fp16" on an accelerator, "fp32" on the CPU.
-
-    Raises:
-        OptionError: It is another.
-    """
-    if given is None:
-        return "fp32" if current_device().type == "cpu" else "fp16"
-    if given not in DTYPES:
-        known = ", ".join(f'"{name}"' for name in DTYPES)
-        message = f"precision={given!r} was given: it is one of {known}."
-        raise OptionError(message)
-    return given
-
-
-def clipping_of(max_norm: float) -> float:
-    """Return the norm that gradients are clipped to; 0: not at all.
-
-    Args:
-        max_norm: The norm.
-
-    Returns:
-        The same.
-
-    Raises:
-        OptionError: It is negative or no number.
-    """
-    if not max_norm >= 0.0:
-        message = f"max_norm={max_norm} was given: it is 0 (no clipping) or positive."
-        raise OptionError(message)
-    return float(max_norm)
-
-
-def refuse_boosted(model: nn.Module) -> None:
-    """Refuse a model that ``boost`` returned.
-
-    Args:
-        model: The model.
-
-    Raises:
-        OptionError: It was placed before.
-    """
-    if isinstance(model, ModelWrapper):
-        message = "boost() was given a model that it has returned: boost a model once."
-        raise OptionError(message)
-
-
-def compute_dtype_of(
-    model: nn.Module, precision: str, *, master_weights: bool
-) -> torch.dtype | None:
-    """Return what a model's parameters are cast to in forward and backward.
-
-    Args:
-        model: The model.
-        precision: "fp32", "bf16" or "fp16".
-        master_weights: Whether fp32 master weights are kept.
-
-    Returns:
-        The dtype; None: every parameter is of it.
-
-    Raises:
-        OptionError: ``master_weights`` is False where parameters are cast.
-    """
-    dtype = DTYPES[precision]
-    others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
-    if not others:
-        return None
-    if not master_weights:
-        message = (
-            f'master_weights=False was given with precision="{precision}" and parameters in'
-            f" {', '.join(sorted(map(str, others)))}, which are the master weights. Leave it out,"
-            f" or cast the model to {dtype} first, whose states keep what a weight lacks."
-        )
-        raise OptionError(message)
-    return dtype
+        return plan, states_off_device(self._policy, asked.units, plan)

@@ -1,0 +1,231 @@
+"""What the plugins over ``stow`` share: a model placed by a plan, and wrapped."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tensorstow.base.errors import OptionError
+from tensorstow.base.plan import Plan
+from tensorstow.base.tiers import Tier
+from tensorstow.colossalai.grad_scaler import DynamicGradScaler
+from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
+from tensorstow.colossalai.made_anew import disk_fraction_of, maker_of
+from tensorstow.fsdp.made_optimizer import hand_over
+from tensorstow.fsdp.sharding import current_device, world_size
+from tensorstow.fsdp.stow import stow
+from tensorstow.fsdp.units import Unit, units_of
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.planner.sizes import Sizes
+
+logger = logging.getLogger("tensorstow")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """How a placed model is trained.
+
+    Args:
+        precision: "fp32", "bf16" or "fp16". None: "fp16" on an accelerator, "fp32" on the CPU.
+        make_scaler: Makes the loss scale of fp16. None: the loss is not scaled.
+        max_norm: The 2-norm that gradients are clipped to; 0: not at all.
+        master_weights: Whether parameters may be in another dtype than is computed in.
+        outputs_fp32: Whether outputs are cast to fp32.
+        verbose: Whether the report on the placement is a warning rather than information.
+        casts: Whether parameters are cast to the precision; False: they are computed with as they
+            are.
+
+    Raises:
+        OptionError: A value that cannot be used.
+    """
+
+    precision: str | None = None
+    make_scaler: Callable[[], DynamicGradScaler] | None = None
+    max_norm: float = 0.0
+    master_weights: bool = True
+    outputs_fp32: bool = False
+    verbose: bool = False
+    casts: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values, those that only another precision uses too; raises OptionError."""
+        if self.precision is not None and self.precision not in DTYPES:
+            known = ", ".join(f'"{name}"' for name in DTYPES)
+            message = f"precision={self.precision!r} was given: it is one of {known}."
+            raise OptionError(message)
+        if not self.max_norm >= 0.0:
+            message = f"max_norm={self.max_norm} was given: it is 0 (no clipping) or positive."
+            raise OptionError(message)
+        if self.make_scaler is not None:
+            self.make_scaler()
+
+    @property
+    def meant(self) -> str:
+        """The precision that is meant."""
+        if self.precision is not None:
+            return self.precision
+        return "fp32" if current_device().type == "cpu" else "fp16"
+
+    def compute_dtype(self, model: nn.Module) -> torch.dtype | None:
+        """Return what a model's parameters are cast to in forward and backward.
+
+        Args:
+            model: The model.
+
+        Returns:
+            The dtype; None: every parameter is of it.
+
+        Raises:
+            OptionError: ``master_weights`` is False where parameters are cast.
+        """
+        dtype = DTYPES[self.meant]
+        others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
+        if not others or not self.casts:
+            return None
+        if not self.master_weights:
+            message = (
+                f'master_weights=False was given with precision="{self.meant}" and parameters in'
+                f" {', '.join(sorted(map(str, others)))}, which are the master weights. Leave it"
+                f" out, or cast the model to {dtype} first, whose states keep what a weight lacks."
+            )
+            raise OptionError(message)
+        return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """What a plugin decides a plan by."""
+
+    units: Sequence[Unit]
+    sizes: Sizes
+    states_on_disk: bool
+    device_is_host: bool
+
+
+Decision = tuple[Plan, Collection[str]]
+"""The plan, and the parameters whose states are in host memory wherever they are, by name."""
+
+
+def place(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
+    decide: Callable[[PlacementRequest], Decision],
+    training: TrainingOptions,
+    *,
+    replicas: int = 1,
+    init: Callable[[nn.Module], None] | None = None,
+) -> tuple[ModelWrapper, OptimizerWrapper]:
+    """Place a model by ``stow``, and hand a scheduler over.
+
+    Args:
+        model: The model.
+        optimizer: As of ``Booster.boost``.
+        lr_scheduler: As of ``Booster.boost``.
+        decide: Returns the plan.
+        training: How it is trained.
+        replicas: Groups of ranks that each hold a full copy.
+        init: As of ``stow``.
+
+    Returns:
+        The model and its optimizer.
+
+    Raises:
+        OptionError: Something cannot be honoured; the model was not changed.
+    """
+    refuse_boosted(model)
+    began = time.perf_counter()
+    dtype = training.compute_dtype(model)
+    units = units_of(model)
+    sizes = Sizes.of(units, max(world_size() // replicas, 1))
+    on_disk, on_cpu = disk_fraction_of(optimizer) > 0, current_device().type == "cpu"
+    plan, below = decide(PlacementRequest(units, sizes, on_disk, on_cpu))
+    make = maker_of(optimizer, model, frozenset(below).__contains__)
+    placed, made = stow(model, make, plan=plan, compute_dtype=dtype, init=init)
+    _report(plan, sizes, made, time.perf_counter() - began, verbose=training.verbose)
+    scaler = None
+    if training.meant == "fp16" and training.make_scaler is not None:
+        scaler = training.make_scaler()
+    wrapper = OptimizerWrapper(made, max_norm=training.max_norm, scaler=scaler)
+    if lr_scheduler is not None:
+        hand_over(lr_scheduler, wrapper)
+    return ModelWrapper(placed, outputs_fp32=training.outputs_fp32), wrapper
+
+
+def _report(plan: Plan, sizes: Sizes, made: StowedAdam, seconds: float, *, verbose: bool) -> None:
+    """Log what upstream logs of its chunks: what is there of what was placed."""
+    used = sizes.whole_bytes
+    wasted = sizes.share_bytes * sizes.ranks - used if sizes.ranks > 1 else 0
+    below = sum(u.share_bytes for u in sizes.units if plan.tier_of(u.name) == Tier.HOST)
+    memory = made.memory()
+    logger.log(
+        logging.WARNING if verbose else logging.INFO,
+        "placing %d units is completed in %.2f s: used %.2f MiB, wasted %.2f MiB (%.2f%%),"
+        " %.2f MiB of this rank's parameters in host memory, %.2f MiB of its states there, %.2f"
+        " MiB on disk",
+        len(sizes.units),
+        seconds,
+        used / 2**20,
+        wasted / 2**20,
+        100 * wasted / max(used + wasted, 1),
+        below / 2**20,
+        memory.ram_bytes / 2**20,
+        memory.disk_bytes / 2**20,
+    )
+
+
+def refuse_boosted(model: nn.Module) -> None:
+    """Refuse a model that ``boost`` returned.
+
+    Args:
+        model: The model.
+
+    Raises:
+        OptionError: It was placed before.
+    """
+    if isinstance(model, ModelWrapper):
+        message = "boost() was given a model that it has returned: boost a model once."
+        raise OptionError(message)
+
+
+def refuse_values(
+    given: Mapping[str, Any], refused: Mapping[str, tuple[object, str]], plugin: str
+) -> None:
+    """Refuse arguments that have to be as they are by default.
+
+    Args:
+        given: Values by name.
+        refused: The defaults, and why they have to be.
+        plugin: The plugin's name.
+
+    Raises:
+        OptionError: One is another.
+    """
+    for name, (default, why) in refused.items():
+        if given[name] is not default and given[name] != default:
+            message = (
+                f"{name}={given[name]!r} was given to {plugin}: {why}. Leave it out ({default!r})."
+            )
+            raise OptionError(message)
+
+
+def tell_idle(
+    given: Mapping[str, Any], idle: Mapping[str, tuple[object, str]], plugin: str
+) -> None:
+    """Log which of the arguments that were given change nothing, and why.
+
+    Args:
+        given: Values by name.
+        idle: The defaults, and why other values change nothing.
+        plugin: The plugin's name.
+    """
+    for name, (default, why) in idle.items():
+        if given[name] is not default and given[name] != default:
+            logger.info("%s: %s=%r changes nothing: %s", plugin, name, given[name], why)

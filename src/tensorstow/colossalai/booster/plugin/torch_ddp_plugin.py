@@ -1,0 +1,157 @@
+"""``TorchDDPPlugin``: torch's DistributedDataParallel; the optimizer stays as it is."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from tensorstow.base.errors import OptionError
+from tensorstow.colossalai.booster.plugin.placed import refuse_boosted, refuse_values
+from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin
+from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
+from tensorstow.fsdp.sharding import current_device, join_ranks
+
+
+class DDPWrapper(ModelWrapper):
+    """A model in torch's DistributedDataParallel, which forward goes through."""
+
+    def __init__(self, module: nn.Module, ddp: DistributedDataParallel) -> None:
+        """Wrap ``module``, which is the module of ``ddp``."""
+        super().__init__(module)
+        self._ddp = [ddp]
+        """In a list: its parameters are the module's, and no others."""
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """Torch's wrapper."""
+        return self._ddp[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
+        """Call the module, so that backward reduces its gradients.
+
+        Args:
+            args: The module's.
+            kwargs: The module's.
+
+        Returns:
+            What the module returned.
+        """
+        return self.ddp(*args, **kwargs)
+
+
+class TorchDDPPlugin(Plugin):
+    """Every rank has the whole model, on its device, in torch's DistributedDataParallel.
+
+    The optimizer is the one that was given. Where there is no process group one of torchrun's ranks
+    is made, or of this process alone.
+
+    Args:
+        broadcast_buffers: As of ``DistributedDataParallel``.
+        bucket_cap_mb: As of ``DistributedDataParallel``.
+        find_unused_parameters: As of ``DistributedDataParallel``.
+        check_reduction: Refused: torch has deprecated it.
+        gradient_as_bucket_view: As of ``DistributedDataParallel``.
+        static_graph: As of ``DistributedDataParallel``.
+        fp8_communication: Refused.
+
+    Raises:
+        OptionError: An argument that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,  # noqa: FBT001, FBT002  # upstream's, all below
+        bucket_cap_mb: int = 25,
+        find_unused_parameters: bool = False,  # noqa: FBT001, FBT002
+        check_reduction: bool = False,  # noqa: FBT001, FBT002
+        gradient_as_bucket_view: bool = False,  # noqa: FBT001, FBT002
+        static_graph: bool = False,  # noqa: FBT001, FBT002
+        fp8_communication: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Create the plugin; the class documents the arguments."""
+        refused: dict[str, tuple[object, str]] = {
+            "check_reduction": (False, "torch has deprecated it"),
+            "fp8_communication": (False, "gradients are reduced in their own dtype"),
+        }
+        refuse_values(dict(locals()), refused, type(self).__name__)
+        # Torch warns of the name, whatever the value is.
+        self._keywords: dict[str, Any] = {} if broadcast_buffers else {"broadcast_buffers": False}
+        self._keywords |= {
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has an optimizer
+    ) -> Boosted:
+        """Wrap the model, as ``Booster.boost`` says.
+
+        Args:
+            model: As of ``Booster.boost``; on this rank's device where there is an optimizer.
+            optimizer: Any optimizer over the model.
+            criterion: As of ``Booster.boost``.
+            dataloader: As of ``Booster.boost``.
+            lr_scheduler: As of ``Booster.boost``.
+
+        Returns:
+            As of ``Booster.boost``; None for an optimizer that was not given.
+
+        Raises:
+            OptionError: The model was boosted before, or is on another device than its optimizer.
+        """
+        refuse_boosted(model)
+        device = current_device()
+        there = all(p.device.type == device.type for p in model.parameters())
+        if optimizer is not None and not there and isinstance(optimizer, Optimizer):
+            message = (
+                f"TorchDDPPlugin was given a model that is not on {device} and an optimizer over"
+                " it, whose states are laid out for where it is: move the model first."
+            )
+            raise OptionError(message)
+        join_ranks(device)
+        model.to(device)
+        ddp = DistributedDataParallel(model, **self._keywords)
+        wrapper = None if optimizer is None else OptimizerWrapper(optimizer)
+        return DDPWrapper(model, ddp), wrapper, criterion, dataloader, lr_scheduler
+
+    def support_no_sync(self) -> bool:
+        """Return whether ``no_sync`` can be called.
+
+        Returns:
+            True.
+        """
+        return True
+
+    def no_sync(
+        self, model: nn.Module | None = None, optimizer: Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context in which gradients are not reduced.
+
+        Args:
+            model: What ``boost`` returned.
+            optimizer: What ``boost`` returned.
+
+        Returns:
+            The context manager.
+
+        Raises:
+            OptionError: The model is another one.
+        """
+        del optimizer
+        if not isinstance(model, DDPWrapper):
+            message = (
+                f"no_sync() was given a {type(model).__name__}: give it what boost() returned."
+            )
+            raise OptionError(message)
+        return model.ddp.no_sync()
