@@ -1,45 +1,40 @@
-"""`tensorstow plan`: what a run of a model will hold, before anything is allocated."""
+"""`tensorstow plan`: what a run of a model holds, takes and moves, before anything is allocated."""
 
 import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tensorstow.base.budget import Budget
-from tensorstow.base.errors import BudgetError, OptionError
+from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
-from tensorstow.base.sizes import format_bytes, parse_size
-from tensorstow.base.tiers import Tier
-from tensorstow.cli.output import (
-    add_json,
-    make_console,
-    print_facts,
-    print_json,
-    print_line,
-    print_table,
-)
+from tensorstow.base.profile import Profile, read_profile
+from tensorstow.base.sizes import parse_size
+from tensorstow.cli.output import add_json, print_json
+from tensorstow.cli.plan_output import print_plan
+from tensorstow.cli.plan_recipes import code_of, deepspeed_of, fields_of, gemini_of
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.models import KNOWN, NamedModel, build_model
-from tensorstow.planner.placement import Conditions, bytes_of, candidates, fit, items_of
+from tensorstow.planner.placement import Conditions, bytes_of, items_of
+from tensorstow.planner.search import Alternative, Asked, Found, search
+from tensorstow.planner.seconds import (
+    MachineRates,
+    MicroBatch,
+    StepTime,
+    break_even_tokens,
+    time_of,
+    work_of,
+)
 from tensorstow.planner.sizes import Sizes
 
 if TYPE_CHECKING:
     from tensorstow.measure.activations import Activations
 
-_LABEL_COLUMNS = 14
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A placement that was tried."""
-
-    plan: Plan
-    short: dict[Tier, int]
-    """Bytes that the budget lacks, by tier; empty: it fits."""
+_ANY_TOKENS = 2048
+"""Of an estimate whose ratios alone count."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,9 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("disk", "disk space for each rank (default: no limit)"),
     ):
         parser.add_argument(f"--{tier}", metavar="SIZE", help=what)
-    parser.add_argument(
-        "--world-size", metavar="N", type=int, default=1, help="ranks that share the model"
-    )
+    for name, metavar, what in (
+        ("world-size", "N", "ranks that share the model"),
+        ("accumulation-steps", "N", "micro-batches of a step"),
+    ):
+        parser.add_argument(f"--{name}", metavar=metavar, type=int, default=1, help=what)
     parser.add_argument("--batch", metavar="B", type=int, help="sequences of a micro-batch")
     parser.add_argument("--seq", metavar="S", type=int, help="tokens of a sequence")
     parser.add_argument(
@@ -66,6 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--commits", action="store_true", help="the run commits: what commits take of the disk too"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        type=Path,
+        help="rates, as `tensorstow calibrate --json` prints them (default: this machine's)",
+    )
+    parser.add_argument(
+        "--directory",
+        metavar="DIR",
+        type=Path,
+        help="where states on disk are to be, which was measured (default: the fastest measured)",
+    )
+    parser.add_argument(
+        "--tbw", metavar="SIZE", help="bytes that a drive may be written, 600TB say: its lifetime"
     )
     add_json(parser)
 
@@ -76,7 +88,7 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print_json(facts)
     else:
-        _print_facts(facts)
+        print_plan(facts)
     return 0
 
 
@@ -97,11 +109,13 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
     if traced is not None:
         held = traced.beside_gradients if here else traced.peak_bytes
         conditions = replace(conditions, activation_bytes=max(held, 0))
-    tried = _try_all(sizes, budget, conditions)
-    fitting = [each for each in tried if not each.short]
-    if not fitting:
-        raise BudgetError(_what_is_short(tried[-1], budget))
-    chosen = fitting[0].plan
+    base = Plan(accumulation_steps=given.accumulation_steps)
+    batch = _batch(model, traced, given)
+    asked = Asked(sizes, budget, conditions, base, batch=batch)
+    found, machine, unknown = _search(asked, given)
+    plan = found.chosen.plan
+    dtype = sizes.trained[0][0] if sizes.trained else torch.float32
+    directory = None if given.directory is None else str(given.directory)
     return {
         "model": _describe(model, sizes),
         "activations": None
@@ -112,26 +126,33 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
             "bytes": conditions.activation_bytes,
             "operations": traced.operations,
         },
-        "plan": _fields(chosen),
+        "plan": fields_of(plan),
         "held": [
             {"tier": str(item.tier), "what": item.what, "bytes": item.nbytes}
-            for item in items_of(chosen, sizes, conditions)
+            for item in items_of(plan, sizes, conditions)
         ],
         "tiers": {
             str(tier): {"bytes": nbytes, "budget": budget.bytes_of(tier)}
-            for tier, nbytes in bytes_of(chosen, sizes, conditions).items()
+            for tier, nbytes in bytes_of(plan, sizes, conditions).items()
         },
-        "tried": [
-            {"plan": _fields(each.plan), "short": {str(t): n for t, n in each.short.items()}}
-            for each in tried
-        ],
-        "code": _code(chosen),
-        "deepspeed": _deepspeed(chosen),
+        "tried": [_told(each, found) for each in found.tried],
+        "step": None if traced is None else _step(found.chosen.step, asked),
+        "break_even": _break_even(plan, asked, machine),
+        "seconds_unknown": unknown,
+        "disk": _wear(plan, asked, given.tbw),
+        "code": code_of(plan),
+        "deepspeed": deepspeed_of(plan, dtype, given.batch or 1, directory),
+        "gemini": gemini_of(plan, dtype, directory),
     }
 
 
 def _check(given: argparse.Namespace) -> None:
-    asked = {"world-size": given.world_size, "batch": given.batch, "seq": given.seq}
+    asked = {
+        "world-size": given.world_size,
+        "accumulation-steps": given.accumulation_steps,
+        "batch": given.batch,
+        "seq": given.seq,
+    }
     for name, value in asked.items():
         if value is not None and value < 1:
             message = f"--{name} {value} was given: it is a number, at least 1."
@@ -156,25 +177,103 @@ def _traced(model: NamedModel, given: argparse.Namespace) -> "Activations | None
     return trace(model, given.batch, given.seq)
 
 
-def _try_all(sizes: Sizes, budget: Budget, conditions: Conditions) -> list[Alternative]:
-    tried = []
-    for plan in candidates(conditions):
-        found = fit(plan, sizes, budget, conditions)
-        fits = isinstance(found, Plan)
-        tried.append(Alternative(found if fits else plan, {} if fits else found))  # type: ignore[arg-type]
-    return tried
+def _batch(
+    model: NamedModel, traced: "Activations | None", given: argparse.Namespace
+) -> MicroBatch:
+    """Return what a micro-batch does: as traced, or as many operations as parameters say."""
+    if traced is None:
+        parameters = sum(p.numel() for p in model.module.parameters())
+        return MicroBatch.estimate(parameters, _ANY_TOKENS)
+    tokens = given.batch * given.seq
+    return MicroBatch(tokens, traced.operations, traced.tensor_bytes, traced.calls)
 
 
-def _what_is_short(lowest: Alternative, budget: Budget) -> str:
-    """Return what the placement that holds least lacks, and the smallest budget that has it."""
-    told = " and ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in lowest.short.items())
-    options = []
-    for tier, missing in lowest.short.items():
-        options.append(f"--{tier} {(budget.bytes_of(tier) or 0) + missing}")
-    return (
-        f"The model does not fit: placed as low as may be, {told} more than the budget are needed."
-        f" The smallest that fits: {' '.join(options)}; or train on more ranks (--world-size)."
-    )
+def _search(
+    asked: Asked, given: argparse.Namespace
+) -> tuple[Found, MachineRates | None, str | None]:
+    """Return what was found, by rates where they are known, the rates, and why there are none."""
+    profile = read_profile(given.profile)
+    if profile is None:
+        why = "no profile of this machine: `tensorstow calibrate` makes one"
+        return search(asked), None, why
+    machine = _machine(profile, asked, given.directory)
+    try:
+        found = search(replace(asked, machine=machine))
+    except OptionError as error:
+        if given.profile is not None:
+            raise
+        return search(asked), None, str(error)
+    if found.chosen.step is None:
+        return found, None, "no directory was measured: `tensorstow calibrate DIR` does"
+    return found, machine, None
+
+
+def _machine(profile: Profile, asked: Asked, directory: Path | None) -> MachineRates:
+    away = next((kind for kind in profile.compute if kind != "cpu"), "an accelerator")
+    disk = profile.rates_of(directory)
+    if directory is not None and disk is None:
+        message = (
+            f"--directory {directory} was given, which was not measured: run `tensorstow calibrate"
+            f" {directory}`."
+        )
+        raise OptionError(message)
+    return MachineRates(profile, "cpu" if asked.conditions.device_is_host else away, disk)
+
+
+def _step(step: StepTime | None, asked: Asked) -> dict[str, Any] | None:
+    if step is None or asked.batch is None:
+        return None
+    tokens = asked.batch.tokens * asked.base.accumulation_steps * asked.sizes.ranks
+    return {
+        "seconds": step.seconds,
+        "binding": step.binding,
+        "compute_seconds": step.compute,
+        "update_seconds": step.update,
+        "busy": step.busy,
+        "phases": [
+            {"name": each.name, "seconds": each.seconds, "busy": dict(each.loads)}
+            for each in step.phases
+        ],
+        "tokens": tokens,
+        "tokens_per_second": tokens / step.seconds,
+    }
+
+
+def _break_even(plan: Plan, asked: Asked, machine: MachineRates | None) -> dict[str, Any] | None:
+    """Return the tokens of all ranks from which on computing takes longer than any transfer."""
+    batch = asked.batch
+    if machine is None or batch is None:
+        return None
+    step = time_of(plan, asked.sizes, asked.conditions, batch, machine)
+    tokens = batch.tokens * plan.accumulation_steps
+    least = break_even_tokens(step, tokens)
+    if least is None:
+        return None
+    compute = step.compute * least / tokens
+    ranks = asked.sizes.ranks
+    return {"tokens": ranks * least, "tokens_per_second": ranks * least / (compute + step.update)}
+
+
+def _wear(plan: Plan, asked: Asked, tbw: str | None) -> dict[str, Any]:
+    """Return what a step reads and writes of the disk, and how many steps a drive lasts."""
+    work = work_of(plan, asked.sizes, asked.conditions)
+    limit = None if tbw is None else parse_size(tbw, "--tbw")
+    worn = limit // work.written if limit is not None and work.written else None
+    return {
+        "read_bytes": work.read,
+        "written_bytes": work.written,
+        "tbw_bytes": limit,
+        "steps_until_worn": worn,
+    }
+
+
+def _told(each: Alternative, found: Found) -> dict[str, Any]:
+    return {
+        "plan": fields_of(each.plan),
+        "short": {str(tier): n for tier, n in each.short.items()},
+        "seconds": None if each.step is None else each.step.seconds,
+        "reason": "chosen" if each is found.chosen else found.reason(each),
+    }
 
 
 def _describe(model: NamedModel, sizes: Sizes) -> dict[str, Any]:
@@ -188,95 +287,3 @@ def _describe(model: NamedModel, sizes: Sizes) -> dict[str, Any]:
         "largest_unit_bytes": max(unit.whole_bytes for unit in sizes.units),
         "ranks": sizes.ranks,
     }
-
-
-def _fields(plan: Plan) -> dict[str, Any]:
-    """Return what differs from the defaults of a plan, and where everything lives."""
-    found: dict[str, Any] = {"parameters": str(plan.parameters), "states": str(plan.states)}
-    if plan.overlap != "none":
-        found["overlap"] = plan.overlap
-    if plan.buffer_pool_bytes is not None:
-        found["buffer_pool_bytes"] = plan.buffer_pool_bytes
-    return found
-
-
-def _code(plan: Plan) -> list[str]:
-    given = ", ".join(f"{name}={value!r}" for name, value in _fields(plan).items())
-    made = "functools.partial(tensorstow.AdamW, lr=1e-4)"
-    return [
-        "import functools, tensorstow",
-        f"plan = tensorstow.Plan({given})",
-        f"model, optimizer = tensorstow.stow(model, {made}, plan=plan)",
-    ]
-
-
-_OFFLOAD = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
-
-
-def _deepspeed(plan: Plan) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": plan.stage}
-    for name, tier in (("offload_param", plan.parameters), ("offload_optimizer", plan.states)):
-        if tier in _OFFLOAD:
-            zero[name] = {"device": _OFFLOAD[tier]}
-            if tier == Tier.DISK:
-                zero[name]["nvme_path"] = "/nvme"
-    return {"zero_optimization": zero}
-
-
-def _print_facts(facts: dict[str, Any]) -> None:
-    console = make_console()
-    model = facts["model"]
-    dtypes = " and ".join(model["dtypes"])
-    frozen = model["parameters"] - model["trained"]
-    counted = f"{model['parameters']:,} parameters in {dtypes}, {frozen:,} frozen"
-    largest = format_bytes(model["largest_unit_bytes"])
-    lines = [
-        ("model", f"{model['name']}: {counted}, {model['units']} units of up to {largest}"),
-        ("ranks", str(model["ranks"])),
-        ("activations", _activations(facts["activations"])),
-        ("placement", _told(facts["plan"])),
-    ]
-    print_facts(console, lines, _LABEL_COLUMNS)
-    console.print()
-    print_table(console, ["tier", "what", "bytes of one rank", "budget"], _rows(facts))
-    rejected = [each for each in facts["tried"] if each["short"]]
-    if rejected:
-        console.print("\n[bold]placements that do not fit[/]")
-    for each in rejected:
-        short = ", ".join(f"{format_bytes(n)} of {t} short" for t, n in each["short"].items())
-        print_line(console, f"  {_told(each['plan'])}: {short}")
-    console.print("\n[bold]to run it[/]")
-    for line in facts["code"]:
-        print_line(console, f"  {line}")
-    console.print("\n[bold]in a DeepSpeed configuration[/]")
-    print_line(console, f"  {json.dumps(facts['deepspeed'])[1:-1]}")
-
-
-def _activations(traced: dict[str, Any] | None) -> str:
-    if traced is None:
-        return "not counted: say --batch and --seq"
-    return (
-        f"{format_bytes(traced['bytes'])} beside all gradients, for {traced['batch']} x"
-        f" {traced['sequence']} tokens"
-    )
-
-
-def _told(plan: dict[str, Any]) -> str:
-    rest = "".join(
-        f", {name} {format_bytes(value) if name == 'buffer_pool_bytes' else value}"
-        for name, value in plan.items()
-        if name not in {"parameters", "states"}
-    )
-    return f"parameters on {plan['parameters'].upper()}, states on {plan['states'].upper()}{rest}"
-
-
-def _rows(facts: dict[str, Any]) -> Sequence[Sequence[str]]:
-    rows = []
-    for tier, total in facts["tiers"].items():
-        own = [item for item in facts["held"] if item["tier"] == tier]
-        rows += [[tier, item["what"], format_bytes(item["bytes"]), ""] for item in own]
-        limit = total["budget"]
-        if own:
-            budget = "no limit" if limit is None else format_bytes(limit)
-            rows.append([tier, "all", format_bytes(total["bytes"]), budget])
-    return rows

@@ -62,7 +62,8 @@ from tensorstow.io.device_link import is_away, open_link
 from tensorstow.io.files import ALIGN
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
-from tensorstow.planner.placement import Conditions, auto_plan
+from tensorstow.planner.placement import Conditions
+from tensorstow.planner.search import auto_plan
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
 
 Path = str | os.PathLike[str] | None

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tensorstow.base.budget import Budget
-from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
-from tensorstow.base.sizes import format_bytes, round_up
+from tensorstow.base.sizes import round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
 from tensorstow.formats.state_format import StateFormat
@@ -60,52 +59,6 @@ class Item:
     tier: Tier
     what: str
     nbytes: int
-
-
-def auto_plan(sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan:
-    """Return the first placement that fits a budget.
-
-    Placements are tried in this order:
-
-    1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
-    2. the same, states on DISK behind a ring of 48 MiB;
-    3. parameters on HOST, states on HOST; 4. the same, states on DISK;
-    5. parameters and states on DISK, three units at a time in memory, and as many more as are
-       fetched ahead where there is room (``buffer_pool_bytes``);
-    6. the same with overlap="backward", where no more than a window of 64 MiB and one unit of
-       gradients wait for their update.
-
-    Gradients are on HOST, wherever they were made.
-
-    Args:
-        sizes: The model, as one rank's share.
-        budget: Bytes that each rank may use of each tier.
-        conditions: What else decides.
-
-    Raises:
-        BudgetError: None fits; it says what is short.
-    """
-    short: dict[Tier, int] = {}
-    for plan in candidates(conditions):
-        found = fit(plan, sizes, budget, conditions)
-        if isinstance(found, Plan):
-            return found
-        short = found
-    told = " and ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in short.items())
-    message = (
-        f"The model does not fit: placed as low as may be, {told} more than the budget are"
-        " needed. Raise the budget, or train on more ranks."
-    )
-    raise BudgetError(message)
-
-
-def candidates(conditions: Conditions) -> list[Plan]:
-    """Return the placements that are tried, from the one that holds most to the one that least."""
-    tiers = [Tier.HOST] if conditions.device_is_host else [Tier.DEVICE, Tier.HOST]
-    plans = [Plan(parameters=t, states=s) for t in tiers for s in (Tier.HOST, Tier.DISK)]
-    on_disk = Plan(parameters=Tier.DISK, states=Tier.DISK)
-    every = [*plans, on_disk, on_disk.but(overlap="backward")]
-    return [plan for plan in every if conditions.states in {None, plan.states}]
 
 
 def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan | dict[Tier, int]:

@@ -2,12 +2,21 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import tensorstow
+import tensorstow.deepspeed as deepspeed
+from tensorstow.base.profile import (
+    ComputeRates,
+    DirectoryRates,
+    Profile,
+    identify_machine,
+    write_profile,
+)
 from tensorstow.cli.main import main
 
 MODEL = f"{__name__}:build"
@@ -18,6 +27,31 @@ def build() -> nn.Module:
     blocks = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(20)))
     blocks[0].weight.requires_grad = False
     return blocks
+
+
+PROFILE = Profile(
+    machine=identify_machine(),
+    memory_read=20e9,
+    memory_write=10e9,
+    memory_copy=15e9,
+    update={"float32/fp32": 1e9},
+    compute={"cpu": ComputeRates({"float32": 1e11}, 5e9, 1e-5)},
+    directories={"/nvme": DirectoryRates(2e9, 1e9, 1e9, 1 << 20, 32)},
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """Return a configuration of a small GPT-2."""
+    given = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100}
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(given))
+    return str(path)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, object]:
@@ -45,17 +79,20 @@ def test_rejected_placements_say_what_is_short(capsys: pytest.CaptureFixture[str
     assert tried[0] == {
         "plan": {"parameters": "host", "states": "host"},
         "short": {"host": (308 - 250) << 20},
+        "seconds": None,
+        "reason": "58.0 MiB of HOST short",
     }
 
 
 def test_the_smallest_budget_that_is_named_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", MODEL, "--host", "1MiB", "--disk", "1MiB"]) == 2
     said = capsys.readouterr().err
-    named = said.split("The smallest that fits: ")[1].split(";")[0].split()
-    planned(capsys, *named)
-    options = dict(zip(named[::2], named[1::2], strict=True))
-    for short, least in options.items():
-        less = {**options, short: str(int(least) - 1)}
+    named = said.split("in bytes: ")[1].split(";")[0].split(" and ")
+    least = {f"--{tier}": n for tier, n in (each.split("=") for each in named)}
+    budget = {"--host": "1MiB", "--disk": "1MiB"} | least
+    planned(capsys, *(word for pair in budget.items() for word in pair))
+    for short, nbytes in least.items():
+        less = {**budget, short: str(int(nbytes) - 1)}
         assert main(["plan", MODEL, *(word for pair in less.items() for word in pair)]) == 2
         capsys.readouterr()
 
@@ -104,3 +141,107 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     assert main(["plan", MODEL, *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_without_a_profile_it_says_what_makes_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", MODEL]) == 0
+    printed = capsys.readouterr().out
+    assert "not predicted: no profile of this machine: `tensorstow calibrate`" in printed
+
+
+def test_the_cached_profile_gives_seconds(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_profile(PROFILE)
+    size = ["--batch", "2", "--seq", "32", "--host", "50MiB"]
+    assert main(["plan", small, *size, "--tbw", "600TB"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("forward ", "bound by      cores", "64 per step", "tokens/s", "break-even"):
+        assert part in printed
+    assert main(["plan", small, *size, "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    assert step["seconds"] == pytest.approx(sum(each["seconds"] for each in step["phases"]))
+    assert step["tokens_per_second"] == pytest.approx(64 / step["seconds"])
+    assert step["binding"] in step["busy"]
+    assert main(["plan", MODEL, "--json"]) == 0  # no batch: no seconds, but break-even
+    assert json.loads(capsys.readouterr().out)["step"] is None
+
+
+def test_states_on_disk_wear_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(PROFILE.as_dict()))
+    options = ("--host", "250MiB", "--profile", str(file), "--tbw", "1TB")
+    found = planned(capsys, *options)
+    trained = 19 << 20
+    disk = found["disk"]
+    assert isinstance(disk, dict)
+    assert disk["written_bytes"] == 8 * trained
+    assert disk["steps_until_worn"] == 10**12 // (8 * trained)
+    assert found["plan"] == {"parameters": "host", "states": "disk", "overlap": "forward"}
+    even = found["break_even"]
+    assert isinstance(even, dict)
+    moved = (disk["written_bytes"] + disk["read_bytes"]) / 1e9
+    operations = 6 * (20 << 20) / 1e11
+    assert even["tokens"] == pytest.approx(moved / operations, rel=0.02)
+    assert main(["plan", MODEL, *options]) == 0
+    printed = capsys.readouterr().out
+    assert f"a drive for 1 TB lasts {disk['steps_until_worn']:,} steps" in printed
+    assert f"{even['tokens']:,} tokens per step" in printed
+    assert "overlap backward: " in printed
+    assert "clipping and loss scaling are refused" in printed
+
+
+def test_rates_that_are_lacking_are_said_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(PROFILE.but(directories={}))
+    found = planned(capsys, "--host", "250MiB")
+    assert "tensorstow calibrate DIR" in str(found["seconds_unknown"])
+    write_profile(PROFILE.but(update={}))
+    assert "float32/fp32" in str(planned(capsys)["seconds_unknown"])
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(PROFILE.but(update={}).as_dict()))
+    assert main(["plan", MODEL, "--profile", str(file)]) == 2
+    assert "float32/fp32" in capsys.readouterr().err
+    assert main(["plan", MODEL, "--profile", "/nowhere"]) == 2
+    assert "no such file" in capsys.readouterr().err
+    write_profile(PROFILE)
+    assert main(["plan", MODEL, "--directory", "/dev/shm"]) == 2
+    assert "was not measured" in capsys.readouterr().err
+
+
+def trained_by(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.ones(2, 1024)).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("host", ["1GiB", "250MiB", "160MiB"])
+def test_the_deepspeed_configuration_runs(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, "--host", host, "--directory", str(tmp_path))
+    engine, *_ = deepspeed.initialize(model=build(), config=found["deepspeed"])
+    engine.backward(trained_by(engine))
+    engine.step()
+    states = found["plan"]["states"]  # type: ignore[index]
+    assert engine.optimizer.memory().file_bytes > 0 if states == "disk" else True
+    engine.destroy()
+
+
+@pytest.mark.parametrize("host", ["1GiB", "250MiB"])
+def test_the_lines_of_gemini_run(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, "--host", host, "--directory", str(tmp_path))
+    names: dict[str, object] = {"model": build()}
+    lines = found["gemini"]
+    assert isinstance(lines, list)
+    exec("\n".join(lines), names)  # noqa: S102  # it is what users copy
+    model, optimizer = names["model"], names["optimizer"]
+    optimizer.backward(trained_by(model))  # type: ignore[attr-defined, arg-type]
+    optimizer.step()  # type: ignore[attr-defined]
+    optimizer.close()  # type: ignore[attr-defined]
+
+
+def test_gemini_has_no_parameters_on_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--host", "160MiB")
+    assert found["plan"]["parameters"] == "disk"  # type: ignore[index]
+    assert found["gemini"] is None

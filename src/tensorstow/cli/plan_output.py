@@ -1,0 +1,116 @@
+"""How `tensorstow plan` prints what it found."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tensorstow.base.sizes import format_bytes
+from tensorstow.cli.output import make_console, print_facts, print_line, print_table
+
+_LABEL_COLUMNS = 14
+
+
+def print_plan(facts: dict[str, Any]) -> None:
+    """Print what ``plan.examine`` returned.
+
+    Args:
+        facts: Plain values.
+    """
+    console = make_console()
+    print_facts(console, [*_model(facts), *_time(facts), *_disk(facts)], _LABEL_COLUMNS)
+    console.print()
+    print_table(console, ["tier", "what", "bytes of one rank", "budget"], _rows(facts))
+    others = [each for each in facts["tried"] if each["reason"] != "chosen"]
+    if others:
+        console.print("\n[bold]other placements[/]")
+    for each in others:
+        print_line(console, f"  {_placement(each['plan'])}: {each['reason']}")
+    console.print("\n[bold]to run it[/]")
+    for line in facts["code"]:
+        print_line(console, f"  {line}")
+    console.print("\n[bold]as a DeepSpeed configuration[/]")
+    print_line(console, f"  {json.dumps(facts['deepspeed'])}")
+    console.print("\n[bold]with Gemini's arguments[/]")
+    for line in facts["gemini"] or ["they cannot say it: its parameters are on device and host"]:
+        print_line(console, f"  {line}")
+
+
+def _model(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    model = facts["model"]
+    dtypes = " and ".join(model["dtypes"])
+    frozen = model["parameters"] - model["trained"]
+    counted = f"{model['parameters']:,} parameters in {dtypes}, {frozen:,} frozen"
+    largest = format_bytes(model["largest_unit_bytes"])
+    yield "model", f"{model['name']}: {counted}, {model['units']} units of up to {largest}"
+    yield "ranks", str(model["ranks"])
+    yield "activations", _activations(facts["activations"])
+    yield "placement", _placement(facts["plan"])
+
+
+def _time(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    step, even = facts["step"], facts["break_even"]
+    if facts["seconds_unknown"]:
+        yield "seconds", f"not predicted: {facts['seconds_unknown']}"
+        return
+    if step is None:
+        yield "seconds", "not predicted: say --batch and --seq"
+    else:
+        phases = ", ".join(f"{each['name']} {_seconds(each['seconds'])}" for each in step["phases"])
+        yield "step", f"{_seconds(step['seconds'])}: {phases}"
+        busy = ", ".join(f"{name} {_seconds(each)}" for name, each in step["busy"].items())
+        yield "bound by", f"{step['binding']} (at work in a step: {busy})"
+        rate = f"{step['tokens_per_second']:,.0f} tokens/s"
+        yield "tokens", f"{step['tokens']:,} per step, {rate}"
+    if even is None:
+        yield "break-even", "nothing is moved"
+    else:
+        rate = f"{even['tokens_per_second']:,.0f} tokens/s"
+        least = f"{even['tokens']:,} tokens per step, {rate}"
+        yield "break-even", f"{least}: with more, computing takes longer than any transfer"
+
+
+def _disk(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    disk = facts["disk"]
+    if not disk["written_bytes"]:
+        if disk["tbw_bytes"] is not None:
+            yield "wear", "none: no step writes to the disk"
+        return
+    moved = f"{disk['written_bytes'] / 1e9:.3g} GB written and {disk['read_bytes'] / 1e9:.3g} read"
+    yield "disk", f"{moved} per step"
+    if disk["steps_until_worn"] is not None:
+        limit = f"{disk['tbw_bytes'] / 1e12:,.0f} TB"
+        yield "wear", f"a drive for {limit} lasts {disk['steps_until_worn']:,} steps"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _activations(traced: dict[str, Any] | None) -> str:
+    if traced is None:
+        return "not counted: say --batch and --seq"
+    return (
+        f"{format_bytes(traced['bytes'])} beside all gradients, for {traced['batch']} x"
+        f" {traced['sequence']} tokens"
+    )
+
+
+def _placement(plan: dict[str, Any]) -> str:
+    rest = "".join(
+        f", {name} {format_bytes(value) if name == 'buffer_pool_bytes' else value}"
+        for name, value in plan.items()
+        if name not in {"parameters", "states"}
+    )
+    return f"parameters on {plan['parameters'].upper()}, states on {plan['states'].upper()}{rest}"
+
+
+def _rows(facts: dict[str, Any]) -> Sequence[Sequence[str]]:
+    rows = []
+    for tier, total in facts["tiers"].items():
+        own = [item for item in facts["held"] if item["tier"] == tier]
+        rows += [[tier, item["what"], format_bytes(item["bytes"]), ""] for item in own]
+        limit = total["budget"]
+        if own:
+            budget = "no limit" if limit is None else format_bytes(limit)
+            rows.append([tier, "all", format_bytes(total["bytes"]), budget])
+    return rows

@@ -1,0 +1,304 @@
+"""How long a step takes: what a plan computes and moves, over the rates of a machine.
+
+[Note: Phases] A step is forward, backward and update, one after the other; ``overlap`` puts the
+update beside one of them. In each phase every resource has its work, all resources work at once,
+and the one with most of it says how long the phase takes. Updates run on the cores, and so do
+forward and backward where the CPU computes: their times add up there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tensorstow.base.errors import OptionError
+from tensorstow.base.plan import Plan
+from tensorstow.base.profile import DirectoryRates, Profile, dtype_key, update_key
+from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import reaches_device
+from tensorstow.planner.placement import Conditions, in_memory_bytes, states_of, units_on
+from tensorstow.planner.sizes import Sizes
+from tensorstow.states.offload_policy import format_of
+
+_FORWARD = 1 / 3
+"""Of the time that forward and backward take together."""
+_FLOPS_PER_TOKEN = 6
+"""Of forward and backward for each parameter, attention left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What forward and backward of one micro-batch do on one rank."""
+
+    tokens: int
+    flops: int
+    """Of matrix products and attention."""
+    tensor_bytes: int = 0
+    """Read and written by all other operations."""
+    calls: int = 0
+    """Operations."""
+
+    @classmethod
+    def estimate(cls, parameters: int, tokens: int) -> "MicroBatch":
+        """Return six operations for each parameter and token, for what was not traced.
+
+        Args:
+            parameters: Of the whole model.
+            tokens: Of the micro-batch.
+        """
+        return cls(tokens, _FLOPS_PER_TOKEN * parameters * tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRates:
+    """The rates that one rank of a run has."""
+
+    profile: Profile
+    device: str
+    """The type of device that computes, "cpu" or an accelerator's."""
+    disk: DirectoryRates | None
+    """Of the directory that states and parameters on disk are in."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one rank moves and updates in one step."""
+
+    updates: Mapping[str, int]
+    """Parameters by "dtype/format"."""
+    state_read: int
+    state_written: int
+    parameters_read: int
+    """From disk, in forward and backward."""
+    parameters_written: int
+    up: int
+    """From host memory to the accelerator."""
+    down: int
+
+    @property
+    def read(self) -> int:
+        """Return the bytes read from disk."""
+        return self.state_read + self.parameters_read
+
+    @property
+    def written(self) -> int:
+        """Return the bytes written to disk."""
+        return self.state_written + self.parameters_written
+
+
+@dataclass(frozen=True, slots=True)
+class StepPhase:
+    """A part of a step, and how long each resource works in it."""
+
+    name: str
+    loads: Mapping[str, float]
+    """Seconds by resource: "cores", "accelerator", "disk", "link up", "link down"."""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long the phase takes."""
+        return max(self.loads.values(), default=0.0)
+
+    @property
+    def binding(self) -> str:
+        """Return the resource that says so."""
+        return max(self.loads, key=lambda name: self.loads[name])
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """How long a step takes, and why."""
+
+    phases: tuple[StepPhase, ...]
+    compute: float
+    """Seconds of forward and backward alone."""
+    update: float
+    """Seconds of the update alone, on the host's cores."""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long a step takes."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Return how long each resource works in a step."""
+        found: dict[str, float] = {}
+        for phase in self.phases:
+            for name, seconds in phase.loads.items():
+                found[name] = found.get(name, 0.0) + seconds
+        return found
+
+    @property
+    def binding(self) -> str:
+        """Return the resource that most of the step waits for."""
+        waited: dict[str, float] = {}
+        for phase in self.phases:
+            waited[phase.binding] = waited.get(phase.binding, 0.0) + phase.seconds
+        return max(waited, key=lambda name: waited[name])
+
+
+def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
+    """Return what a plan makes one rank move and update in one step.
+
+    Args:
+        plan: The plan.
+        sizes: The model, as one rank's share.
+        conditions: What else decides.
+    """
+    on_disk = [unit.share_bytes for unit in units_on(Tier.DISK, plan, sizes)]
+    below = sum(on_disk) + sum(unit.share_bytes for unit in units_on(Tier.HOST, plan, sizes))
+    passes = 2 * plan.accumulation_steps
+    # A pass begins with the units that the one before it, in the other direction, ended with.
+    kept = min(in_memory_bytes(plan, on_disk), sum(on_disk)) if on_disk else 0
+    updates: dict[str, int] = {}
+    moving = plan.states == Tier.DISK or conditions.commits
+    for dtype, elements in sizes.trained:
+        key = update_key(dtype, format_of(dtype, conditions.state_format, moving=moving))
+        updates[key] = updates.get(key, 0) + elements
+    written = read = 0
+    if plan.states == Tier.DISK:
+        memory = states_of(plan, sizes, conditions)
+        written = memory.disk_bytes
+        # Chunks alternate direction from step to step: what the ring still holds is not read.
+        read = max(0, written - memory.ring_bytes)
+    away = not conditions.device_is_host
+    updated_up = sum(u.gradient_bytes for u in units_on(Tier.DEVICE, plan, sizes))
+    return StepWork(
+        updates,
+        read,
+        written,
+        passes * (sum(on_disk) - kept),
+        sum(unit.gradient_bytes for unit in units_on(Tier.DISK, plan, sizes)),
+        passes * below + updated_up if away else 0,
+        plan.accumulation_steps * sizes.gradient_bytes if away else 0,
+    )
+
+
+def compute_seconds(batch: MicroBatch, dtype: torch.dtype, machine: MachineRates) -> float:
+    """Return how long forward and backward of one micro-batch take.
+
+    Args:
+        batch: What they do.
+        dtype: That they compute in.
+        machine: The rates.
+
+    Raises:
+        OptionError: The profile lacks the rate.
+    """
+    rates = machine.profile.compute.get(machine.device)
+    flops = None if rates is None else rates.flops.get(dtype_key(dtype))
+    if rates is None or flops is None:
+        message = (
+            f"The profile has no rate of computing in {dtype_key(dtype)} on {machine.device}: run"
+            " `tensorstow calibrate` on such a machine, and name its profile."
+        )
+        raise OptionError(message)
+    elementwise = batch.tensor_bytes / rates.tensor_bytes + batch.calls * rates.call_seconds
+    return batch.flops / flops + elementwise
+
+
+def time_of(
+    plan: Plan, sizes: Sizes, conditions: Conditions, batch: MicroBatch, machine: MachineRates
+) -> StepTime:
+    """Return how long a step of a plan takes.
+
+    Args:
+        plan: The plan.
+        sizes: The model, as one rank's share.
+        conditions: What else decides.
+        batch: What one micro-batch does on one rank.
+        machine: The rates.
+
+    Raises:
+        OptionError: The profile lacks a rate that the plan needs.
+    """
+    work = work_of(plan, sizes, conditions)
+    dtype = sizes.trained[0][0] if sizes.trained else torch.float32
+    compute = plan.accumulation_steps * compute_seconds(batch, dtype, machine)
+    on = "cores" if conditions.device_is_host else "accelerator"
+    update = sum(n / _rate(key, machine) for key, n in work.updates.items())
+    reads, writes, states = _disk_seconds(work, machine)
+    up, down = _link_seconds(work, machine)
+    forward = {on: _FORWARD * compute, "disk": reads / 2, "link up": up / 2}
+    backward = {
+        on: (1 - _FORWARD) * compute,
+        "disk": reads / 2,
+        "link up": up / 2,
+        "link down": down,
+    }
+    step = {"cores": update, "disk": states + writes}
+    if reaches_device(plan.update_on):
+        message = f"update_on={plan.update_on!r} was given: seconds are of updates on the host."
+        raise OptionError(message)
+    if plan.overlap == "backward":
+        parts = [("forward", [forward]), ("backward and update", [backward, step])]
+    elif plan.overlap == "forward":
+        parts = [("update and forward", [step, forward]), ("backward", [backward])]
+    else:
+        parts = [("forward", [forward]), ("backward", [backward]), ("update", [step])]
+    return StepTime(tuple(StepPhase(name, _sum(each)) for name, each in parts), compute, update)
+
+
+def break_even_tokens(step: StepTime, tokens: int) -> int | None:
+    """Return the tokens per step from which on computing takes longer than any transfer.
+
+    Args:
+        step: The time of one step.
+        tokens: Of that step, of one rank.
+
+    Returns:
+        The tokens; None where nothing is moved.
+    """
+    moved = max((s for name, s in step.busy.items() if name in _TRANSFERS), default=0.0)
+    if not moved or not step.compute:
+        return None
+    return -int(-tokens * moved // step.compute)
+
+
+_TRANSFERS = ("disk", "link up", "link down")
+
+
+def _rate(key: str, machine: MachineRates) -> float:
+    rate = machine.profile.update.get(key)
+    if rate is None:
+        message = f"The profile has no rate of updates of {key}: run `tensorstow calibrate`."
+        raise OptionError(message)
+    return rate
+
+
+def _disk_seconds(work: StepWork, machine: MachineRates) -> tuple[float, float, float]:
+    """Return the seconds of reading parameters, of writing them, and of moving states."""
+    if not work.read and not work.written:
+        return 0.0, 0.0, 0.0
+    disk = machine.disk
+    if disk is None:
+        message = (
+            "The profile has no directory that was measured, and the plan has bytes on disk: run"
+            " `tensorstow calibrate DIR`."
+        )
+        raise OptionError(message)
+    both = min(work.state_read, work.state_written)
+    states = 2 * both / disk.mixed + (work.state_written - both) / disk.write
+    return work.parameters_read / disk.read, work.parameters_written / disk.write, states
+
+
+def _link_seconds(work: StepWork, machine: MachineRates) -> tuple[float, float]:
+    """Return the seconds of copies up and down."""
+    if not work.up and not work.down:
+        return 0.0, 0.0
+    link = machine.profile.link
+    if link is None:
+        message = "The profile has no link to an accelerator: run `tensorstow calibrate` there."
+        raise OptionError(message)
+    return work.up / link.up, work.down / link.down
+
+
+def _sum(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the seconds by resource, those without work left out."""
+    found: dict[str, float] = {}
+    for each in loads:
+        for name, seconds in each.items():
+            if seconds:
+                found[name] = found.get(name, 0.0) + seconds
+    return found

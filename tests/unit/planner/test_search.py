@@ -1,0 +1,111 @@
+"""The search: the fastest plan that fits, by declared rates; without them the first that fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, SIZES, UNITS, G
+from tensorstow import Budget, Plan, Tier
+from tensorstow.base.errors import BudgetError
+from tensorstow.base.profile import DirectoryRates
+from tensorstow.base.update_on import Overlap
+from tensorstow.planner.placement import bytes_of
+from tensorstow.planner.search import Asked, candidates, search, uses_disk
+
+HOST_BYTES = 4 * UNITS * G
+"""Of parameters, gradients and two moments."""
+
+
+def test_without_rates_the_first_that_fits_is_chosen() -> None:
+    found = search(Asked(SIZES, Budget(), HERE))
+    assert found.chosen.plan == Plan(Tier.HOST, Tier.HOST)
+    assert found.chosen.step is None
+    assert [each.plan.parameters for each in found.tried] == 2 * [Tier.HOST] + 2 * [Tier.DISK]
+
+
+def test_rates_choose_when_updates_run() -> None:
+    asked = Asked(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, machine=CPU)
+    slow = replace(CPU, disk=replace(DISK, mixed=G, write=G))
+    found = search(replace(asked, machine=slow))
+    assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "forward")
+    assert found.chosen.step is not None
+    times = {
+        each.plan.overlap: each.step.seconds
+        for each in found.tried
+        if each.step is not None and each.plan.parameters == Tier.HOST
+    }
+    assert times["none"] > times["forward"] >= times["backward"]
+    beside = next(each for each in found.tried if each.plan.overlap == "backward" and each.step)
+    assert "clipping" in found.reason(beside)
+    assert "of HOST short" in found.reason(found.tried[0])
+
+
+def test_in_memory_nothing_is_gained_beside_the_same_cores() -> None:
+    found = search(Asked(SIZES, Budget(), HERE, batch=BATCH, machine=CPU))
+    assert found.chosen.plan == Plan(Tier.HOST, Tier.HOST)
+    assert len(found.tried) > 4
+
+
+def test_an_accelerator_has_updates_beside_its_forward() -> None:
+    found = search(Asked(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA))
+    assert found.chosen.plan == Plan(Tier.DEVICE, Tier.HOST, overlap="forward")
+
+
+def test_a_chosen_plan_is_never_over_budget_and_nothing_faster_was_free() -> None:
+    for part in range(1, 9):
+        budget = Budget(host=part * HOST_BYTES // 8)
+        asked = Asked(SIZES, budget, HERE, batch=BATCH, machine=CPU)
+        found = search(asked)
+        chosen = found.chosen
+        assert bytes_of(chosen.plan, SIZES, HERE)[Tier.HOST] <= part * HOST_BYTES // 8
+        rest = [e for e in found.tried if e.step is not None and e.plan.overlap != "backward"]
+        if rest:
+            assert chosen.step is not None
+            assert chosen.step.seconds <= min(e.step.seconds for e in rest if e.step) / 0.98
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_what_the_user_says_stays(overlap: Overlap) -> None:
+    base = Plan(accumulation_steps=4, stage=3, replicas=2)
+    asked = Asked(SIZES, Budget(), HERE, base, overlap, BATCH, CPU)
+    for plan in candidates(asked):
+        assert plan.overlap == overlap
+        assert (plan.accumulation_steps, plan.replicas) == (4, 2)
+    assert {each.plan.overlap for each in search(asked).tried} == {overlap}
+
+
+def test_a_disk_that_was_not_measured_leaves_seconds_out() -> None:
+    asked = Asked(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH)
+    found = search(replace(asked, machine=replace(CPU, disk=None)))
+    assert found.chosen.plan.states == Tier.DISK
+    assert found.chosen.step is None
+
+
+def test_the_smallest_change_fits_and_nothing_less() -> None:
+    asked = Asked(SIZES, Budget(host=HOST_BYTES // 2, disk=0), HERE)
+    with pytest.raises(BudgetError, match="smallest change") as caught:
+        search(asked)
+    named = str(caught.value).split("in bytes: ")[1].split(";")[0].split(" and ")
+    least = {tier: int(n) for tier, n in (each.split("=") for each in named)}
+    raised = {"host": HOST_BYTES // 2, "disk": 0} | least
+    search(replace(asked, budget=Budget(**raised)))
+    for tier in least:
+        with pytest.raises(BudgetError):
+            search(replace(asked, budget=Budget(**{**raised, tier: raised[tier] - 1})))
+
+
+def test_which_plans_use_the_disk() -> None:
+    assert not uses_disk(Plan())
+    assert uses_disk(Plan(states=Tier.DISK))
+    assert uses_disk(Plan(units={"a": Tier.DISK}))
+
+
+def test_a_faster_disk_is_never_slower() -> None:
+    last = float("inf")
+    for factor in (1, 2, 4, 8, 16):
+        disk = DirectoryRates(DISK.read * factor, DISK.write * factor, DISK.mixed * factor, 1, 1)
+        asked = Asked(SIZES, Budget(host=8 * G), HERE, batch=BATCH, machine=replace(CPU, disk=disk))
+        found = search(asked).chosen
+        assert found.step is not None
+        assert found.step.seconds <= last
+        last = found.step.seconds

@@ -1,0 +1,111 @@
+"""Seconds of a step: closed forms over declared rates, what binds, break-even."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, PROFILE, SIZES, STATES, UNITS, UPDATE, G
+from tensorstow import Plan, Tier
+from tensorstow.base.errors import OptionError
+from tensorstow.base.update_on import Overlap
+from tensorstow.planner.seconds import (
+    MachineRates,
+    MicroBatch,
+    break_even_tokens,
+    compute_seconds,
+    time_of,
+    work_of,
+)
+
+
+def test_computing_is_products_elements_and_calls() -> None:
+    batch = MicroBatch(1, flops=3 * 10**12, tensor_bytes=2 * 10**9, calls=500)
+    assert compute_seconds(batch, torch.float32, CPU) == pytest.approx(3 + 2 + 0.5)
+    with pytest.raises(OptionError, match="float16 on cpu"):
+        compute_seconds(batch, torch.float16, CPU)
+    with pytest.raises(OptionError, match="on xpu"):
+        compute_seconds(batch, torch.float32, replace(CPU, device="xpu"))
+
+
+def test_everything_in_host_memory_is_computing_and_updating() -> None:
+    step = time_of(Plan(), SIZES, HERE, BATCH, CPU)
+    assert [phase.name for phase in step.phases] == ["forward", "backward", "update"]
+    assert [phase.seconds for phase in step.phases] == pytest.approx([10, 20, UPDATE])
+    assert step.binding == "cores"
+    assert step.busy == pytest.approx({"cores": 30 + UPDATE})
+    assert break_even_tokens(step, BATCH.tokens) is None
+
+
+@pytest.mark.parametrize(
+    ("overlap", "seconds"),
+    [
+        ("none", lambda disk: 10 + 20 + max(UPDATE, disk)),
+        ("forward", lambda disk: 20 + max(UPDATE + 10, disk)),
+        ("backward", lambda disk: 10 + max(UPDATE + 20, disk)),
+    ],
+)
+@pytest.mark.parametrize("slower", [1, 10, 100])
+def test_states_on_disk_overlap_as_they_are_told(
+    overlap: Overlap, seconds: Callable[[float], float], slower: int
+) -> None:
+    disk = replace(DISK, mixed=DISK.mixed / slower, write=DISK.write / slower)
+    plan = Plan(states=Tier.DISK, overlap=overlap)
+    work = work_of(plan, SIZES, HERE)
+    assert work.written == STATES
+    assert STATES - (48 << 20) <= work.read < STATES  # what the ring holds is not read again
+    moving = 2 * work.read / disk.mixed + (work.written - work.read) / disk.write
+    step = time_of(plan, SIZES, HERE, BATCH, replace(CPU, disk=disk))
+    assert step.seconds == pytest.approx(seconds(moving))
+    assert step.binding == ("disk" if moving > 40 else "cores")
+    least = break_even_tokens(step, BATCH.tokens)
+    assert least == pytest.approx(BATCH.tokens * moving / 30, abs=1)
+
+
+def test_parameters_on_disk_are_read_for_each_pass() -> None:
+    plan = Plan(Tier.DISK, Tier.DISK, accumulation_steps=2)
+    work = work_of(plan, SIZES, HERE)
+    kept = 5 * G + 3 * 4096  # three units in memory, and two that are fetched ahead
+    assert work.parameters_read == 4 * (UNITS * G - kept)
+    assert work.parameters_written == UNITS * G
+    step = time_of(plan, SIZES, HERE, BATCH, CPU)
+    assert step.compute == pytest.approx(60)
+    assert step.phases[0].loads["disk"] == pytest.approx(work.parameters_read / 2 / DISK.read)
+
+
+def test_an_accelerator_waits_for_its_link() -> None:
+    plan = Plan(Tier.HOST)
+    work = work_of(plan, SIZES, AWAY)
+    assert (work.up, work.down) == (2 * UNITS * G, UNITS * G)
+    step = time_of(plan, SIZES, AWAY, BATCH, CUDA)
+    assert step.compute == pytest.approx(3)
+    assert step.phases[1].loads == pytest.approx({"accelerator": 2, "link up": 0.5, "link down": 1})
+    assert step.seconds == pytest.approx(1 + 2 + UPDATE)
+    assert step.binding == "cores"
+    beside = time_of(plan.but(overlap="backward"), SIZES, AWAY, BATCH, CUDA)
+    assert beside.seconds == pytest.approx(1 + UPDATE)  # the cores do not compute
+    on_device = work_of(Plan(Tier.DEVICE), SIZES, AWAY)
+    assert (on_device.up, on_device.down) == (UNITS * G, UNITS * G)
+
+
+@pytest.mark.parametrize(
+    ("plan", "machine", "said"),
+    [
+        (Plan(states=Tier.DISK), replace(CPU, disk=None), "no directory"),
+        (Plan(), replace(CPU, profile=PROFILE.but(update={})), "updates of float32/fp32"),
+        (Plan(Tier.DEVICE, update_on="device"), CUDA, "update_on"),
+    ],
+)
+def test_rates_that_are_not_known_are_said(plan: Plan, machine: MachineRates, said: str) -> None:
+    conditions = HERE if machine.device == "cpu" else AWAY
+    with pytest.raises(OptionError, match=said):
+        time_of(plan, SIZES, conditions, BATCH, machine)
+    if machine is CUDA:
+        bare = replace(CUDA, profile=PROFILE.but(link=None))
+        with pytest.raises(OptionError, match="no link"):
+            time_of(Plan(), SIZES, AWAY, BATCH, bare)
+
+
+def test_an_estimate_is_six_operations_for_each_parameter_and_token() -> None:
+    assert MicroBatch.estimate(7, 11) == MicroBatch(11, 6 * 7 * 11)
