@@ -1,20 +1,27 @@
 """What is counted: waits of the host, bytes over the link, and the device's memory."""
 
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
-from training import Net, make, spin, train
+from training import Net, make, spin, temporaries, train
 
 from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed import checkpointing
 from tensorstow.fsdp import gradient_offload
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.io.device_link import Pairs
+from tensorstow.states.layout import Family
+from tensorstow.step import device_update
+from tensorstow.step.update_rule import Choice, SegmentUpdate, TorchRule, Update, rule_on
 
 OVERLAPS = ("none", "forward", "backward")
+pytestmark = pytest.mark.usefixtures("garbage_apart")
+"""What a finalizer waits for is no wait of the test's that it runs in."""
 
 
 @pytest.fixture
@@ -47,10 +54,14 @@ def test_activations_that_are_kept_in_host_memory_hold_no_backward_up(
 
 
 @pytest.mark.parametrize(
-    ("overlap", "update_on"), [*((o, "host") for o in OVERLAPS), ("none", "device")]
+    ("overlap", "update_on"),
+    [
+        *((o, "host") for o in OVERLAPS),
+        *((o, u) for o in ("none", "backward") for u in ("device", 0.5)),
+    ],
 )
 def test_forward_and_backward_do_not_wait_for_the_device(
-    overlap: str, update_on: str, simulated: ModuleType, device: torch.device
+    overlap: str, update_on: str | float, simulated: ModuleType, device: torch.device
 ) -> None:
     """And the bytes of each step are those that the optimizer says."""
     net = Net(torch.bfloat16).to(device)
@@ -70,6 +81,42 @@ def test_forward_and_backward_do_not_wait_for_the_device(
         for way in ("bytes_down", "bytes_up"):
             told = getattr(after, way) - getattr(before, way)
             assert counts[way] + moved[way] == told
+    optimizer.close()
+
+
+class Tabled:
+    """A rule that sends a table up with each chunk, as the fused kernel does."""
+
+    name = "with tables"
+
+    def table_bytes(self, segments: int) -> int:
+        return 128 * segments
+
+    def prepare(
+        self,
+        segments: Sequence[SegmentUpdate],
+        family: Family,
+        here: torch.Tensor,
+        there: torch.Tensor,
+    ) -> tuple[Pairs, Update]:
+        return [(there, here)], TorchRule().prepare(segments, family, here, there)[1]
+
+
+def test_a_rule_s_tables_hold_no_backward_up(
+    simulated: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_update, "rule_on", lambda *_: Choice(Tabled()))
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(net, overlap="backward", update_on="device", states="ram")
+    train(net, optimizer, 0, 2)
+    net.bring(range(2, 3))
+    optimizer.zero_grad()
+    simulated.take_counts()
+    torch.autograd.backward(net(2))
+    counts = simulated.take_counts()
+    assert counts["bytes_up"] > 0
+    assert counts["host_waits"] == 0
+    optimizer.step()
     optimizer.close()
 
 
@@ -105,6 +152,7 @@ PLANS = [
     Plan(parameters="device", overlap="forward"),
     Plan(parameters="device", overlap="backward"),
     Plan(parameters="device", update_on="device"),
+    Plan(parameters="device", update_on="device", overlap="backward"),
     Plan(parameters="host"),
     Plan(parameters="host", overlap="backward"),
     Plan(parameters="disk", states="disk"),
@@ -196,7 +244,8 @@ ACTIVATIONS = (LAYERS + 2) * ROWS * WIDTH * 4
 def most_held(plan: Plan, device: torch.device) -> tuple[int, int]:
     """Return the most that steps hold on the device by the end of backward, and its slots.
 
-    Those that states pass through, and those that weights on HOST or DISK go up into.
+    Those that states pass through, what torch's operations hold that update a chunk beside
+    backward, and those that weights on HOST or DISK go up into.
     """
     torch.accelerator.synchronize()
     x = torch.ones(ROWS, WIDTH, dtype=torch.bfloat16, device=device)
@@ -211,11 +260,14 @@ def most_held(plan: Plan, device: torch.device) -> tuple[int, int]:
     prefetcher = h2d_prefetcher_of(model)
     buffers = 0 if prefetcher is None else prefetcher.buffers.device_bytes
     slots = optimizer.memory().device_bytes + buffers
+    if plan.update_on == "device" and plan.overlap == "backward":
+        chunks = optimizer._states().chunks
+        if rule_on(device, chunks[0].family).why_not_fused:
+            slots += max(int(temporaries(c.family, c.plan.elements)) for c in chunks)
     optimizer.close()
     return most, slots
 
 
-@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize("under_way", [2 * WEIGHT, 1 << 30])
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_the_device_holds_weights_and_gradients_on_their_way(
@@ -229,10 +281,13 @@ def test_the_device_holds_weights_and_gradients_on_their_way(
     assert LAYERS * WEIGHT < most <= LAYERS * WEIGHT + gradients + ACTIVATIONS
 
 
-@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize(
     "plan",
-    [Plan(parameters="device", overlap="backward"), Plan(parameters="device", update_on="device")],
+    [
+        Plan(parameters="device", overlap="backward"),
+        Plan(parameters="device", update_on="device"),
+        Plan(parameters="device", update_on="device", overlap="backward"),
+    ],
     ids=str,
 )
 def test_the_device_holds_weights_gradients_and_slots_of_states(
@@ -243,7 +298,6 @@ def test_the_device_holds_weights_gradients_and_slots_of_states(
     assert most <= 2 * LAYERS * WEIGHT + slots + ACTIVATIONS
 
 
-@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize("parameters", ["host", "disk"])
 @pytest.mark.parametrize("under_way", [WEIGHT, 1 << 30])
 def test_the_device_holds_two_gathered_units_where_parameters_are_elsewhere(

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import nn
-from training import Net, make, same_states, same_weights, train
+from training import Net, make, same_states, same_weights, temporaries, train
 
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.update_on import UpdateOn
-from tensorstow.formats.state_format import _PIECE, StateFormat
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.io import device_link as links
 from tensorstow.io.device_link import Pairs
-from tensorstow.states.layout import Family, parts_of
+from tensorstow.states.layout import parts_of
 from tensorstow.step import device_update
 from tensorstow.step.device_update import MOST_SLOTS
 from tensorstow.step.update_rule import rule_on
@@ -88,23 +88,8 @@ def test_states_go_up_while_others_come_down(
         assert shared(up, down) > 0.4 * shorter
 
 
-ENCODING = {StateFormat.BF16: 32.0, StateFormat.INT8: 44.1875}
-"""Bytes for each element that is being encoded; of the others fewer than the rule takes."""
 ALL_FORMATS = [(dtype, kept, False) for dtype in DTYPES for kept in StateFormat]
 MAXIMA = [(torch.float32, StateFormat.FP32, True), (torch.bfloat16, StateFormat.SPLIT, True)]
-
-
-def temporaries(family: Family, elements: int) -> float:
-    """Return the most bytes that torch's operations hold beside the states of a segment.
-
-    The rule: 5 fp32 tensors, among them a root in fp64; or a byte more for a mask. Formats other
-    than fp32: also all states in fp32, and at their end a piece of them that is encoded.
-    """
-    rule = (20 + family.amsgrad) * elements
-    if family.format == StateFormat.FP32:
-        return rule
-    encoding = ENCODING.get(family.format, 0.0) * min(elements, _PIECE)
-    return 4 * len(family.states) * elements + max(rule, encoding)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ simulated accelerator alone knows; on others they look at the bits.
 import gc
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.step.division import Division, Took
 from tensorstow.step.host_weight import HostWeight, deliver, make_host_weights, refresh
 from tensorstow.step.update_rule import Update, UpdateRule
 
@@ -78,12 +80,19 @@ def test_memory_that_is_freed_behind_a_copy_up_is_not_given_to_others(link: Stre
     assert other.eq(0).all()
 
 
-@pytest.mark.parametrize("way", ["down", "up"])
+@pytest.mark.parametrize("way", ["down", "up", "update"])
 def test_nothing_is_under_way_on_a_settled_link(way: str, link: StreamLink) -> None:
     away, host = torch.ones(COUNT, device=link.device), pinned(2)
     spin(link.device, 5 * LATE)
     mark = link.record_event()
-    over = link.d2h([(host, away)], [mark]) if way == "down" else link.h2d([(away, host)], [mark])
+    if way == "update":
+        with link.update_stream():
+            link.join(mark)
+            over = link.record_event()
+    else:
+        over = (
+            link.d2h([(host, away)], [mark]) if way == "down" else link.h2d([(away, host)], [mark])
+        )
     assert not mark.query(), "the host waited for a copy that waits for this"
     link.synchronize()
     assert over.query()
@@ -177,10 +186,14 @@ def gone_through(net: Net, optimizer: AdamW, device: torch.device) -> list[torch
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("overlap", "update_on"),
-    [*((o, "host") for o in OVERLAPS), ("none", "device"), ("none", "hybrid")],
+    [
+        *((o, "host") for o in OVERLAPS),
+        *((o, u) for o in ("none", "backward") for u in ("device", "hybrid")),
+        ("backward", 0.4),
+    ],
 )
 def test_steps_whose_gradients_are_late(
-    overlap: str, update_on: str, dtype: str, device: torch.device
+    overlap: str, update_on: str | float, dtype: str, device: torch.device
 ) -> None:
     want, got = Net(DTYPES[dtype]), Net(DTYPES[dtype]).to(device)
     got.bring(range(4))
@@ -337,6 +350,78 @@ def test_slots_on_the_device_are_made_of_memory_that_is_in_use_still(
     del memory, used
     optimizer.step()
     assert same_weights(got, want)
+
+
+def test_backward_goes_on_while_states_go_up(device: torch.device) -> None:
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(net, states="ram", overlap="backward", update_on="device")
+    train(net, optimizer, 0, 2)
+    net.bring(range(2, 3))
+    link = optimizer._params().updaters[0].link
+    assert isinstance(link, StreamLink)
+    optimizer.zero_grad()
+    loss = net(2)
+    link.record_event().synchronize()
+    hold_up(link, 10 * LATE)
+    with link._h2d_stream:
+        states = link.record_event()
+    torch.autograd.backward(loss)
+    link.record_event().synchronize()
+    assert not states.query(), "backward waited for states"
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("end", ["resume", "close"])
+def test_nothing_is_under_way_of_a_step_that_was_given_up(
+    end: str, tmp_path: Path, device: torch.device
+) -> None:
+    """Updates beside backward write to weights, and to memory that goes with the optimizer."""
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(
+        net, dir=tmp_path, commit_every=2, overlap="backward", update_on="device", states="ram"
+    )
+    train(net, optimizer, 0, 2)
+    committed = [p.detach().clone() for p in net.parameters()]
+    net.bring(range(2, 3))
+    optimizer.zero_grad()
+    loss = net(2)
+    spin(device, 5 * LATE)
+    torch.autograd.backward(loss)
+    link = optimizer._params().updaters[0].link
+    assert isinstance(link, StreamLink)
+    with link.update_stream():
+        last = link.record_event()
+    assert not last.query()
+    if end == "resume":
+        assert optimizer.resume() == 2
+        assert all(map(torch.equal, net.parameters(), committed))
+    optimizer.close()
+    assert last.query()
+
+
+def test_what_makes_gradients_is_not_measured(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[tuple[Took, Took]] = []
+    note = Division.note
+
+    def seen(self: Division, host: Took, there: Took, *, commits: bool) -> None:
+        if self.counts:
+            noted.append((host, there))
+        note(self, host, there, commits=commits)
+
+    monkeypatch.setattr(Division, "note", seen)
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(net, states="ram", update_on="auto")
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.autograd.backward(net(step))
+        spin(device, 10 * LATE)
+        optimizer.step()
+    assert len(noted) == 2
+    assert all(took.seconds < 10 * LATE for both in noted for took in both)
+    optimizer.close()
 
 
 def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(

@@ -7,12 +7,16 @@ import torch
 from torch import nn
 
 from tensorstow import AdamW, PipelinePolicy
+from tensorstow.formats.state_format import _PIECE, StateFormat
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.layout import Family
 
 SIZES = (70_000, 96, 3, 40_000, 1, 5_000, 30_000)
 CPU = torch.device("cpu")
 SMALL = PipelinePolicy(chunk_elements=1 << 14)
 STEPS = 4
+ENCODING = {StateFormat.BF16: 32.0, StateFormat.INT8: 44.1875}
+"""Bytes for each element that is being encoded; of the others fewer than the rule takes."""
 
 
 class Block(nn.Module):
@@ -103,3 +107,16 @@ def same_states(a: StowedAdam, b: StowedAdam) -> bool:
         for key, entry in ours.items()
         for name, value in entry.items()
     )
+
+
+def temporaries(family: Family, elements: int) -> float:
+    """Return the most bytes that torch's operations hold beside the states of a segment.
+
+    The rule: 5 fp32 tensors, among them a root in fp64; or a byte more for a mask. Formats other
+    than fp32: also all states in fp32, and at their end a piece of them that is encoded.
+    """
+    rule = (20 + family.amsgrad) * elements
+    if family.format == StateFormat.FP32:
+        return rule
+    encoding = ENCODING.get(family.format, 0.0) * min(elements, _PIECE)
+    return 4 * len(family.states) * elements + max(rule, encoding)

@@ -80,6 +80,12 @@ MUTATIONS = (
     ),
     Mutation(
         _DEVICE,
+        "self._update_stream.synchronize()",
+        "pass",
+        f"{_WAITS}::test_nothing_is_under_way_on_a_settled_link[update]",
+    ),
+    Mutation(
+        _DEVICE,
         "self._d2h_stream.synchronize()",
         "pass",
         f"{_WAITS}::test_nothing_is_under_way_on_a_settled_link[down]",
@@ -169,6 +175,38 @@ MUTATIONS = (
     ),
     Mutation(
         _UPDATER,
+        "made = self.link.record_event()\n",
+        "made = torch.Event(self.link.device)\n",
+        f"{_STEPS}[none-device-bf16]",
+    ),
+    Mutation(
+        _UPDATER,
+        "self._hold(number, flat(gradient), self.link.record_event())",
+        "self._hold(number, flat(gradient), torch.Event(gradient.device))",
+        f"{_STEPS}[backward-device-bf16]",
+    ),
+    Mutation(_UPDATER, "self.link.join(made)", "pass", f"{_STEPS}[none-device-bf16]"),
+    Mutation(
+        _UPDATER,
+        "with self.link.update_stream():",
+        "if self.link.update_stream():",
+        f"{_WAITS}::test_backward_goes_on_while_states_go_up",
+    ),
+    Mutation(
+        _UPDATER,
+        "while self._trips and self._trips[0].fallen.query():",
+        "while self._trips:",
+        f"{_STEPS}[none-device-bf16]",
+    ),
+    Mutation(
+        _UPDATER,
+        "self.tables = PinnedBlock(\n            len(self._slots) * self._table_room, link.device,",
+        "self.tables = PinnedBlock(\n            len(self._slots) * self._table_room,"
+        ' torch.device("cpu"),',
+        f"{_COUNTS}::test_a_rule_s_tables_hold_no_backward_up",
+    ),
+    Mutation(
+        _UPDATER,
         "self.link.join(self.link.h2d(rising, [self._made]))",
         "self.link.h2d(rising, [self._made])",
         f"{_STEPS}[none-device-bf16]",
@@ -179,12 +217,32 @@ MUTATIONS = (
         "self.link.d2h(falling, [])",
         f"{_STEPS}[none-device-bf16]",
     ),
-    Mutation(_UPDATER, "trip.fallen.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"),
+    Mutation(
+        _UPDATER, "self._trips[0].fallen.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"
+    ),
     Mutation(
         "step/sides.py",
         "self._link.synchronize()",
         "pass",
         f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
+    ),
+    Mutation(
+        "step/sides.py",
+        "self._link.record_event().synchronize()",
+        "pass",
+        f"{_WAITS}::test_what_makes_gradients_is_not_measured",
+    ),
+    Mutation(
+        "step/param_table.py",
+        "self._link.synchronize()\n",
+        "pass\n",
+        f"{_WAITS}::test_nothing_is_under_way_of_a_step_that_was_given_up",
+    ),
+    Mutation(
+        "step/backward_overlap.py",
+        "copied.synchronize()",
+        "pass",
+        "unit/step/test_backward_overlap.py::test_a_gradient_of_another_order_is_waited_for",
     ),
     # --- gradients of a stowed model ---
     Mutation(_QUEUE, "        self.synchronize()\n", "        self.query()\n", _FALLS),

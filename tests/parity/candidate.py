@@ -223,7 +223,8 @@ class Trainer:
         overlap = OTHER_OVERLAP[route.overlap]
         if route.update_on != "host":
             # A stored run goes on there where nobody says otherwise; a state_dict, anywhere.
-            overlap = "none" if stored else "forward"
+            beside = "backward" if route.overlap == "none" else "none"
+            overlap = beside if stored else "forward"
         if overlap == "backward" and (recipe.clipping != "none" or recipe.scaling != "none"):
             overlap = "none"
         return replace(

@@ -40,7 +40,7 @@ def allowed(row: Mapping[str, Value]) -> bool:
     by_device = row.get("update_on", "host") != "host"
     return not (
         (by_device and row.get("parameters", "device") != "device")
-        or (by_device and row.get("overlap", "none") != "none")
+        or (by_device and row.get("overlap") == "forward")
         # Replicas of one rank alone are none, and under stage 0 every rank is one.
         or (row.get("replicas") == 2 and (row.get("world") == 1 or row.get("stage") == 0))
         or (on_disk and (row.get("stage", 3) != 3 or row.get("overlap") == "forward"))

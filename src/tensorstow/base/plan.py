@@ -106,10 +106,10 @@ class Plan:
                 ' parameters="device" for all of them, or update_on="host".'
             )
             raise OptionError(message)
-        if self.overlap != "none":
+        if self.overlap == "forward":
             message = (
-                f'{told(self.update_on)} was given with overlap="{self.overlap}": updates on the'
-                " device run inside step(), on the stream that computes. Leave overlap out, or use"
+                f'{told(self.update_on)} was given with overlap="forward": updates on the device'
+                ' are not waited for module by module. Use overlap="backward" or "none", or'
                 ' update_on="host".'
             )
             raise OptionError(message)

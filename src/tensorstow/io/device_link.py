@@ -1,7 +1,8 @@
 """The link between host memory and an accelerator, through ``torch.accelerator`` alone.
 
 [Note: Side streams] Gradients go down on one stream of our own and weights up on another, so that
-both directions of the link run at once and beside whatever the caller's stream computes. Nobody
+both directions of the link run at once and beside whatever the caller's stream computes. Updates on
+the device have a third one: the caller's stream does not wait for states on their way up. Nobody
 waits for the whole device: streams wait for events of other streams, and the host waits for the
 event behind one copy.
 
@@ -10,6 +11,7 @@ drives a link cannot tell, which is how machines without an accelerator test wha
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Protocol
 
@@ -54,8 +56,11 @@ class DeviceLink(Protocol):
     def join(self, event: DeviceEvent) -> None:
         """Let what the caller's stream is given from now on wait for ``event``."""
 
+    def update_stream(self) -> AbstractContextManager[object]:
+        """Let the caller's stream be, inside, one of the link's own, for updates."""
+
     def synchronize(self) -> None:
-        """Return when no copy is under way."""
+        """Return when no copy and no update is under way."""
 
 
 class StreamLink:
@@ -68,6 +73,7 @@ class StreamLink:
         self.bytes_up = 0
         self._d2h_stream = torch.Stream(device=device)
         self._h2d_stream = torch.Stream(device=device)
+        self._update_stream = torch.Stream(device=device)
 
     def record_event(self) -> DeviceEvent:
         """Return an event behind everything that the caller's stream was given so far."""
@@ -94,8 +100,13 @@ class StreamLink:
         """Let what the caller's stream is given from now on wait for ``event``."""
         torch.accelerator.current_stream(self.device).wait_event(_torch_event(event))
 
+    def update_stream(self) -> AbstractContextManager[object]:
+        """Let the caller's stream be, inside, one of the link's own, for updates."""
+        return self._update_stream
+
     def synchronize(self) -> None:
-        """Return when no copy is under way."""
+        """Return when no copy and no update is under way."""
+        self._update_stream.synchronize()
         self._d2h_stream.synchronize()
         self._h2d_stream.synchronize()
 
@@ -142,6 +153,10 @@ class PlainLink:
 
     def join(self, event: DeviceEvent) -> None:
         """Return: it is over."""
+
+    def update_stream(self) -> AbstractContextManager[object]:
+        """Return a context that changes nothing: there are no streams."""
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Return: nothing is ever under way."""

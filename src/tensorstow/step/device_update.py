@@ -4,8 +4,10 @@
 in memory is lent to the updater instead of the kernel. Gradients and weights stay where they are,
 on the device. Three slots of device memory are enough for any model: one chunk goes up, one is
 updated and one comes down at once. What updates is the fused kernel or the reference ([Note: Two
-rules]), on the caller's stream: behind what made the gradients, before what reads the weights. The
-rest of a step's chunks, if any, are the host's ([Note: Both at once]).
+rules]), on a stream of its own: behind what made the gradients, so that the caller's stream goes on
+with backward meanwhile. A step ends when the host has seen the last states come down, and with them
+all weights are new for any stream. The rest of a step's chunks, if any, are the host's ([Note: Both
+at once]).
 
     lent -> rising (a copy up) -> updated -> falling (a copy down) -> given back
 
@@ -43,8 +45,8 @@ StreamsOf = Callable[[Chunk, int], Sequence[torch.Tensor]]
 class Work:
     """What one step does with one parameter."""
 
-    gradient: torch.Tensor
-    """1-D, on the device."""
+    gradient: torch.Tensor | None
+    """1-D, on the device; None: it is still to come."""
     scalars: AdamScalars
     key: int
     """Of the random bits that inexact formats round with."""
@@ -52,10 +54,21 @@ class Work:
 
 
 @dataclass(eq=False, slots=True)
+class _FinalGradient:
+    """A gradient that updates are to read, or read."""
+
+    flat: torch.Tensor
+    made: DeviceEvent
+    chunks_left: int
+
+
+@dataclass(eq=False, slots=True)
 class _ChunkOnDevice:
     """A chunk under way."""
 
     chunk: int
+    parameters: Sequence[int]
+    """Those that it updates, by number."""
     slot: int
     host: Sequence[torch.Tensor]
     """Its states in host memory, which must live until they have come down."""
@@ -76,7 +89,10 @@ class DeviceUpdater:
         """Serve ``chunks``, all of whose parameters ``host_weights`` has; take device memory."""
         self.link = link
         self._pipeline = pipeline
-        self._chunks = {chunk.number: chunk for chunk in chunks}
+        self._chunks: dict[int, Chunk] = {}
+        self._chunks_of: dict[int, list[int]] = {}
+        """Of each parameter."""
+        self.serve(chunks)
         self._host_weights = host_weights
         self._streams_of = streams_of
         families = {chunk.family for chunk in chunks}
@@ -96,13 +112,20 @@ class DeviceUpdater:
         """Behind whatever used the slots' memory before they were ours."""
         self._free = list(range(len(self._slots)))
         self._works: Mapping[int, Work] = {}
+        self._weights: dict[int, torch.Tensor] = {}
+        """What the step writes: the memory that it began with, which it holds."""
+        self._gradients: dict[int, _FinalGradient] = {}
         self._report_sent: Callable[[], None] = _nobody
         self._all_weights = False
-        self._ready: deque[Chunk] = deque()
-        """To be landed."""
+        self._pending: set[int] = set()
+        """Chunks that have gradients, and were not landed."""
+        self._ready: deque[int] = deque()
+        """Those of them that await no more gradients."""
         self._ahead = 0
         """Landed, and not lent yet."""
         self._is_open = False
+        self._is_closed = True
+        """No more gradients come."""
         self._trips: deque[_ChunkOnDevice] = deque()
 
     @property
@@ -113,25 +136,46 @@ class DeviceUpdater:
     def serve(self, chunks: Iterable[Chunk]) -> None:
         """Update ``chunks``, and no others of those it was made with, between steps."""
         self._chunks = {chunk.number: chunk for chunk in chunks}
+        self._chunks_of = {}
+        for chunk in self._chunks.values():
+            for number in chunk.owners:
+                self._chunks_of.setdefault(number, []).append(chunk.number)
 
     # --- a step ---
 
-    def begin(
-        self, works: Mapping[int, Work], sent: Callable[[], None], *, all_weights: bool
-    ) -> None:
-        """Update by ``works``, by parameter, in an open step that the pipeline has begun.
+    def begin(self, works: Mapping[int, Work], *, all_weights: bool) -> None:
+        """Begin an open step of the pipeline, with the gradients that ``works`` has.
 
         Args:
-            works: What the step does with each parameter that has a gradient.
-            sent: Called when the pipeline was told of all gradients.
+            works: What the step does with each parameter whose gradient is there or may come.
             all_weights: fp32 weights are copied to host memory too.
         """
-        self._report_sent = sent
         self._works, self._all_weights = works, all_weights
-        due = [self._chunks[n] for n in self._pipeline.order_now() if n in self._chunks]
-        self._ready = deque(c for c in due if not works.keys().isdisjoint(c.owners))
+        self._weights = {n: flat(self._host_weights[n].parameter) for n in works}
+        self._gradients.clear()
+        self._pending.clear()
+        self._ready.clear()
         self._ahead = 0
-        self._is_open = True
+        self._is_open, self._is_closed = True, False
+        made = self.link.record_event()
+        for number, work in works.items():
+            if work.gradient is not None:
+                self._hold(number, work.gradient, made)
+
+    def offer(self, number: int, gradient: torch.Tensor) -> None:
+        """Take the final gradient of a parameter, made by what the caller's stream was given."""
+        self._hold(number, flat(gradient), self.link.record_event())
+
+    def send(self, chunk: int) -> None:
+        """Update a chunk as soon as can be: it awaits no more gradients."""
+        if chunk in self._pending:
+            self._ready.append(chunk)
+
+    def close(self, sent: Callable[[], None]) -> None:
+        """Say that no more gradients come; ``sent`` is called when the pipeline knows of all."""
+        self._report_sent = sent
+        self._is_closed = True
+        self._ready = deque(n for n in self._pipeline.order_now() if n in self._pending)
 
     @property
     def is_over(self) -> bool:
@@ -146,7 +190,7 @@ class DeviceUpdater:
     def move_on(self) -> None:
         """Do what can be done without waiting for anything."""
         while self._trips and self._trips[0].fallen.query():
-            self.end_one()
+            self._give_back()
         self._land()
         while self._free:
             lent = self._pipeline.next_outside(wait=False)
@@ -156,12 +200,8 @@ class DeviceUpdater:
 
     def end_one(self) -> None:
         """Wait for the chunk that has been under way longest, and give it back."""
-        trip = self._trips.popleft()
-        trip.fallen.synchronize()
-        self._pipeline.outside_done(trip.chunk)
-        self._free.append(trip.slot)
-        if self.is_over:
-            self._works = {}  # else the device holds the gradients until the next step
+        self._trips[0].fallen.synchronize()
+        self._give_back()
 
     def take_one(self) -> None:
         """Wait for a chunk, and start it; raises what failed in the pipeline.
@@ -177,54 +217,78 @@ class DeviceUpdater:
 
     # --- inside ---
 
+    def _hold(self, number: int, gradient: torch.Tensor, made: DeviceEvent) -> None:
+        chunks = self._chunks_of.get(number, [])
+        if chunks:
+            self._gradients[number] = _FinalGradient(gradient, made, len(chunks))
+        self._pending.update(chunks)
+
     def _land(self) -> None:
         """Say which chunks have their gradients: few at a time, for those go before others."""
         while self._ready and self._ahead < _MOST_AHEAD:
-            chunk = self._ready.popleft()
-            owners = [n for n in chunk.owners if n in self._works]
-            pieces = [(n, self._works[n].gradient) for n in owners]
-            self._pipeline.land_pieces(chunk.number, pieces)
+            number = self._ready.popleft()
+            self._pending.discard(number)
+            owners = [n for n in self._chunks[number].owners if n in self._works]
+            held = [self._gradients.get(n) for n in owners]
+            pieces = [(n, None if g is None else g.flat) for n, g in zip(owners, held, strict=True)]
+            self._pipeline.land_pieces(number, pieces)
             self._ahead += 1
-        if self._is_open and not self._ready:
+        if self._is_open and self._is_closed and not self._ready:
             self._is_open = False
             self._report_sent()
 
+    def _give_back(self) -> None:
+        """Give back the chunk that has been under way longest, whose states are down."""
+        trip = self._trips.popleft()
+        self._pipeline.outside_done(trip.chunk)
+        self._free.append(trip.slot)
+        for number in trip.parameters:
+            gradient = self._gradients[number]
+            gradient.chunks_left -= 1
+            if gradient.chunks_left == 0:
+                del self._gradients[number]
+        if self.is_over:
+            self._works, self._weights = {}, {}  # which hold memory of the device
+
     def _take(self, number: int, ring_slot: int) -> None:
         self._ahead -= 1
-        self._start(self._chunks[number], ring_slot, self._works, all_weights=self._all_weights)
+        self._start(self._chunks[number], ring_slot)
         self._land()
 
-    def _start(
-        self, chunk: Chunk, ring_slot: int, works: Mapping[int, Work], *, all_weights: bool
-    ) -> None:
+    def _start(self, chunk: Chunk, ring_slot: int) -> None:
         """Send a chunk's states up, update them, and send them down behind that."""
         slot = self._free.pop()
         host = self._streams_of(chunk, ring_slot)
         away = self._streams_in(slot, chunk)
-        runs = [run for run in chunk.plan.runs if run.parameter in works]
-        segments = [self._segment(run, works[run.parameter]) for run in runs]
+        runs = [run for run in chunk.plan.runs if run.parameter in self._gradients]
+        held = {run.parameter: self._gradients[run.parameter] for run in runs}
+        segments = [self._segment(run, held[run.parameter].flat) for run in runs]
         room = self._table_bytes(chunk)
-        tables, update = self._rules[chunk.family].prepare(
-            segments,
-            chunk.family,
-            self.tables.tensor(slot * self._table_room, room, torch.uint8),
-            self._slots[slot][self._states_end :][:room],
-        )
-        rising = [*zip(away, host, strict=True), *tables]
-        self.link.join(self.link.h2d(rising, [self._made]))
-        update(away)
-        falling = list(zip(host, away, strict=True))
-        for run, segment in zip(runs, segments, strict=True):
-            if all_weights or segment.weight.dtype != torch.float32:
-                host_weight = self._host_weights[run.parameter].host
-                falling.append((_part(flat(host_weight), run), segment.weight))
-        fallen = self.link.d2h(falling, [self.link.record_event()])
-        self._trips.append(_ChunkOnDevice(chunk.number, slot, host, fallen))
+        with self.link.update_stream():
+            tables, update = self._rules[chunk.family].prepare(
+                segments,
+                chunk.family,
+                self.tables.tensor(slot * self._table_room, room, torch.uint8),
+                self._slots[slot][self._states_end :][:room],
+            )
+            for made in {id(g.made): g.made for g in held.values()}.values():
+                self.link.join(made)
+            rising = [*zip(away, host, strict=True), *tables]
+            self.link.join(self.link.h2d(rising, [self._made]))
+            update(away)
+            falling = list(zip(host, away, strict=True))
+            for run, segment in zip(runs, segments, strict=True):
+                if self._all_weights or segment.weight.dtype != torch.float32:
+                    host_weight = self._host_weights[run.parameter]
+                    falling.append((_part(flat(host_weight.host), run), segment.weight))
+            fallen = self.link.d2h(falling, [self.link.record_event()])
+        self._trips.append(_ChunkOnDevice(chunk.number, list(held), slot, host, fallen))
 
-    def _segment(self, run: Segment, work: Work) -> SegmentUpdate:
+    def _segment(self, run: Segment, gradient: torch.Tensor) -> SegmentUpdate:
+        work = self._works[run.parameter]
         return SegmentUpdate(
-            weight=_part(flat(self._host_weights[run.parameter].parameter), run),
-            gradient=_part(work.gradient, run),
+            weight=_part(self._weights[run.parameter], run),
+            gradient=_part(gradient, run),
             position=run.position,
             first=run.start,
             scalars=work.scalars,

@@ -378,8 +378,7 @@ class ParamTable:
     def _begin_in(self, storage: ChunkStorage | None) -> None:
         _remove(self._hooks)
         self._unhooked.clear()
-        self.path.abort()
-        self._link.synchronize()  # a step that is given up: its gradients may be on their way
+        self._give_up()
         self.store = self._new_store(storage)
         if self._kept_alive:
             self.store.keep()
@@ -401,7 +400,18 @@ class ParamTable:
     def close(self) -> None:
         """Drop states, buffers, files and hooks. Idempotent."""
         _remove(self._hooks)
-        self.store.close()
+        try:
+            self._give_up()
+        finally:
+            self.store.close()
+
+    def _give_up(self) -> None:
+        """Forget the step that is open, if any, when nothing of it is under way on the device.
+
+        What goes next is the memory that its copies and updates use; weights may be loaded anew.
+        """
+        self.path.abort()
+        self._link.synchronize()
 
     def _add(
         self,

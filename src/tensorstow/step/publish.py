@@ -12,7 +12,8 @@ def shadow(plan: StepPlan) -> None:
     for update in plan.updates:
         param = update.param
         if param.host_weight is not None:
-            param.host = param.host_weight.host  # which is a copy already
+            if not param.updated_there:  # where the weight is written in its own memory
+                param.host = param.host_weight.host  # which is a copy already
             continue
         param.host = param.parameter.detach().clone()
         row = plan.rows[param.number]

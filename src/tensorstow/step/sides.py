@@ -4,6 +4,11 @@
 device's go up (``DeviceUpdater``), in one open step of the pipeline, whose ring both share. So
 neither is waited for while the other may hold what it waits for: the updater's copies, which end by
 themselves, come first, and a wait for the kernel ends where there is a chunk for the updater.
+
+[Note: Device updates beside backward] There a chunk goes its way as soon as all of its gradients
+are final. Hooks of gradients begin what can be begun and wait for nothing; ``close`` does the rest.
+While shares are being measured nothing begins before ``close``: what the sides take is compared
+beside nothing else.
 """
 
 import time
@@ -12,7 +17,7 @@ from contextlib import suppress
 
 import torch
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.tiers import Tier
 from tensorstow.formats.reference import AdamScalars
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
@@ -47,7 +52,10 @@ class DeviceUpdates:
         self._updater = updater
         self._division = division
         self._commits_only = StepFeeds(pipeline, chunks, {Tier.HOST: HostFeed(pipeline)})
+        self._gate = ChunkGate(chunks)
         self._plan: StepPlan | None = None
+        self._is_beside = False
+        """Chunks are updated before ``close``."""
         self._unsent = 0
         self.chunks_of_host: Sequence[Chunk] = ()
         self._device: Sequence[Chunk] = chunks
@@ -55,35 +63,70 @@ class DeviceUpdates:
     # --- a step ---
 
     def begin(self, plan: StepPlan, beside: Beside = Beside.NOTHING) -> None:
-        """Begin a step, with the gradients that ``plan`` has; ``close`` runs it."""
-        if beside is not Beside.NOTHING:
+        """Begin a step, with the gradients that ``plan`` has; ``close`` ends it.
+
+        Args:
+            plan: Who takes part, by which numbers.
+            beside: What the caller does meanwhile.
+
+        Raises:
+            OptionError: ``beside`` is FORWARD.
+        """
+        if beside is Beside.FORWARD:
             message = (
-                "Updates on the device were asked for beside the model's own work: they run inside"
-                ' step(). Use overlap="none", or update_on="host".'
+                "Updates on the device were asked for beside the next forward, which would have to"
+                ' wait for them by module. Use overlap="backward" or "none", or update_on="host".'
             )
             raise OptionError(message)
         if not plan.updates:
             self._commits_only.begin(plan)
             return
         self._plan = plan
+        self._is_beside = beside is Beside.BACKWARD and self._division.is_settled
         kind = StepKind(open=True, capture=plan.commits, outside=True)
         self._pipeline.step(plan.rows, plan.scalars, kind)
+        self._gate.begin({update.param.number for update in plan.updates})
+        self._updater.begin(works_of(plan), all_weights=plan.commits)
+        for feed in self._feeds:
+            feed.begin(plan, self._gate)
+        for update in plan.updates:
+            if update.gradient is not None:  # sent by ``close``, which knows the best order
+                self._gate.arrive(update.param.number)
 
     def offer(
         self, param: ManagedParam, gradient: torch.Tensor, copied: DeviceEvent | None = None
     ) -> None:
-        """Raise OptionError: all gradients are known when the step begins."""
-        del param, gradient, copied
-        message = "A gradient was offered to a step whose updates run on the device."
-        raise OptionError(message)
+        """Take a final gradient; update the chunks that await no more, where that may begin.
+
+        Args:
+            param: Whose gradient it is.
+            gradient: Contiguous, in the order of the weight's memory.
+            copied: None: no gradient has come down to be updated on the device.
+
+        Raises:
+            StowError: ``copied`` is an event.
+        """
+        if copied is not None:
+            message = "A gradient in host memory was offered to a step that updates on the device."
+            raise StowError(message)
+        complete = self._gate.arrive(param.number)
+        self._updater.offer(param.number, gradient)
+        for feed in self._feeds:
+            feed.offer(param, gradient)
+        if self._is_beside:
+            for chunk in complete:
+                self._updater.send(chunk)
+                for feed in self._feeds:
+                    feed.send(chunk)
+            self._move_on()
 
     def close(self) -> None:
-        """Run the updates."""
+        """Run the updates that have not been, and wait for all."""
         plan = self._plan
         if plan is None:
             return
         try:
-            host, device = self._run(plan)
+            host, device = self._run()
             self._pipeline.end_outside()
         except BaseException as error:  # an interrupt too: a chunk may be half a step ahead
             self._pipeline.poison(error)
@@ -143,8 +186,8 @@ class DeviceUpdates:
 
     # --- inside ---
 
-    def _run(self, plan: StepPlan) -> tuple[Took, Took]:
-        """Update in an open step that the pipeline has begun.
+    def _run(self) -> tuple[Took, Took]:
+        """Update what is left of an open step, whose gradients are all there.
 
         Returns what the host and the device took, when all weights are new for whatever the
         caller's stream does next.
@@ -152,17 +195,13 @@ class DeviceUpdates:
         if self._division.counts:  # what makes the gradients is waited for first
             self._link.record_event().synchronize()
         begin = time.monotonic()
-        gate = ChunkGate(())  # all gradients are known: nobody waits for one
         self._unsent = 1 + len(self._feeds)
-        self._updater.begin(works_of(plan), self._sent, all_weights=plan.commits)
+        self._updater.close(self._sent)
         for feed in self._feeds:
-            feed.begin(plan, gate)
             feed.close(self._sent)
         ended: dict[str, float] = {}
         while True:
-            self._updater.move_on()
-            for feed in self._feeds:
-                feed.move_on()
+            self._move_on()
             if self._updater.is_over:
                 ended.setdefault("device", time.monotonic() - begin)
             if all(feed.is_over for feed in self._feeds):
@@ -176,6 +215,12 @@ class DeviceUpdates:
             Took(elements_of(self.chunks_of_host), ended["host"]),
             Took(elements_of(self._device), ended["device"]),
         )
+
+    def _move_on(self) -> None:
+        """Do what can be done without waiting for anything."""
+        self._updater.move_on()
+        for feed in self._feeds:
+            feed.move_on()
 
     def _sent(self) -> None:
         """Close the pipeline's step when neither side will hand over any more gradients."""
@@ -201,9 +246,6 @@ def works_of(plan: StepPlan) -> dict[int, Work]:
     works = {}
     for update in plan.updates:
         row = plan.rows[update.param.number]
-        if update.gradient is not None:
-            gradient = flat(update.gradient)
-            works[update.param.number] = Work(
-                gradient, table[row.scalars], row.key, row.seed_master
-            )
+        gradient = None if update.gradient is None else flat(update.gradient)
+        works[update.param.number] = Work(gradient, table[row.scalars], row.key, row.seed_master)
     return works

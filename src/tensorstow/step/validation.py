@@ -23,11 +23,10 @@ _NUMBERS = (int, float, np.integer, np.floating)
 
 def refuse_beside(overlap: Overlap, why: str) -> None:
     """Raise OptionError, which begins with ``why``, where updates on the device cannot overlap."""
-    if overlap != "none":
+    if overlap == "forward":
         message = (
-            f'{why}, and overlap="{overlap}": updates on the device run inside step(), on the'
-            " stream that computes, so there is nothing for them to run beside. Leave overlap out,"
-            ' or use update_on="host".'
+            f'{why}, and overlap="forward": updates on the device are not waited for module by'
+            ' module. Use overlap="backward" or "none", or update_on="host".'
         )
         raise OptionError(message)
 

@@ -50,7 +50,7 @@ def test_json_goes_there_and_back() -> None:
         ),
         (
             {"update_on": "device", "parameters": "device", "overlap": "forward"},
-            "run inside step",
+            "module by module",
         ),
         ({"ram_budget": "64MiB"}, "all of which stay there"),
         ({"buffer_pool_bytes": "1MiB"}, "no unit's parameters are on disk"),

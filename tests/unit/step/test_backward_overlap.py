@@ -728,3 +728,27 @@ def test_hooks_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     optimizer.close()
     assert len(together) == 4
     assert all(len(names) == 1 for names in together), together
+
+
+def test_a_gradient_of_another_order_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have to be copied, by the host, which must not read what is still coming down."""
+    parameter = nn.Parameter(torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
+    coming = torch.zeros(2, 3, 4, 5)
+
+    class Arrival:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            coming.copy_(torch.arange(120.0).view(2, 3, 4, 5))
+
+    parameter.grad = torch.zeros_like(parameter)
+    monkeypatch.setattr(
+        "tensorstow.step.backward_overlap.gradient_on_its_way", lambda _: (coming, Arrival())
+    )
+    used: list[tuple[Tensor, object]] = []
+    gradients = ConsumedGradients(1, lambda _: False)
+    gradients.hand_over(0, parameter, lambda *given: used.append(given))
+    want = torch.arange(120.0).view(2, 3, 4, 5).permute(0, 2, 3, 1)
+    assert torch.equal(used[0][0], want)
+    assert used[0][1] is None
