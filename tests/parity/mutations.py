@@ -16,6 +16,7 @@ from parity.cover import Value
 from parity.scratch import read_scratch, write_scratch
 from tensorstow import _native
 from tensorstow.formats.reference import AdamScalars, adam_scalars
+from tensorstow.optim import step_runner
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states import native_pipeline
 from tensorstow.states.layout import RingPlan, plan_ring
@@ -69,10 +70,11 @@ def in_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Break:
     """Compute the scalars from a changed group."""
 
     def apply(patch: pytest.MonkeyPatch, _: Path) -> None:
-        row = step_plan._scalar_row
-        patch.setattr(
-            step_plan, "_scalar_row", lambda group, *rest: row({**group, **change(group)}, *rest)
-        )
+        row = step_plan.scalar_row
+        for module in (step_plan, step_runner):
+            patch.setattr(
+                module, "scalar_row", lambda group, *rest: row({**group, **change(group)}, *rest)
+            )
 
     return apply
 
@@ -101,7 +103,7 @@ def clip_factor_ignored(patch: pytest.MonkeyPatch, _: Path) -> None:
 
     def ignored(self: StowedAdam, max_norm: float) -> torch.Tensor:
         norm = clip(self, max_norm)
-        self._core.clip_factor = 1.0
+        self._core.steps.clip.clear()
         return norm
 
     patch.setattr(StowedAdam, "clip_grad_norm_", ignored)

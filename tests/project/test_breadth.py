@@ -52,9 +52,9 @@ def test_stow_runs_through_few_modules(tmp_path: Path) -> None:
 # --- the way of a gradient ---
 
 IN_HOST_MEMORY = [
-    (Plan(parameters="host", states="disk"), 6),
+    (Plan(parameters="host", states="disk"), 5),
     (Plan(parameters="host", states="disk", overlap="backward"), 5),
-    (Plan(parameters="disk", states="disk"), 8),
+    (Plan(parameters="disk", states="disk"), 7),
     (Plan(parameters="disk", states="disk", overlap="backward"), 7),
 ]
 """Plans, and how many modules a gradient is handed to at most; tests/gpu has those of a device."""

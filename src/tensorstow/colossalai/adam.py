@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from tensorstow.base.update_on import Overlap
 from tensorstow.checkpoint.run import DEFAULT_EVERY
 from tensorstow.optim import options
 from tensorstow.optim.options import DirectoryOption, StatePlacement
+from tensorstow.optim.step_runner import OwnParams
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.kernels import prepare_kernels
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.step import validation
+from tensorstow.step.step_plan import Groups, States
 from tensorstow.tensors.dtensor import gradient_of, is_sharded, part_of, shard_of, sharded_like
 
 logger = logging.getLogger("tensorstow")
@@ -179,6 +181,20 @@ class CPUAdam(StowedAdam):
         return loss
 
 
+class ParamsInHostMemory(OwnParams):
+    """Those in host memory; torch's fused Adam updates the others."""
+
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """Return whether ``parameter`` is in host memory."""
+        return shard_of(parameter).device.type == "cpu"
+
+    def update_others(self, groups: Groups, states: States, factor: float) -> None:
+        """Update the parameters on an accelerator, by their gradients times ``factor``."""
+        for group in groups:
+            elsewhere = [p for p in group["params"] if not self.takes(p)]
+            update_on_accelerator(elsewhere, group, states, factor)
+
+
 class HybridAdam(CPUAdam):
     """ColossalAI's HybridAdam: CPUAdam in host memory, torch's fused Adam on accelerators.
 
@@ -210,17 +226,17 @@ class HybridAdam(CPUAdam):
         """
         super().load_state_dict(state_dict)
         for parameter, entry in self.state.items():
-            if is_sharded(parameter) and not self._takes(parameter):
+            if is_sharded(parameter) and not self._own.takes(parameter):
                 for key, value in entry.items():
                     if key != "step" and not is_sharded(value):
                         own = part_of(value, parameter, f"The saved {key!r}")
                         entry[key] = sharded_like(parameter, own)
 
-    def _takes(self, parameter: torch.Tensor) -> bool:
-        return shard_of(parameter).device.type == "cpu"
+    def _own_params(self) -> OwnParams:
+        return ParamsInHostMemory()
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
-        if self._takes(parameter):
+        if self._own.takes(parameter):
             super()._check(parameter, name)
             return
         check_elsewhere(parameter, name)
@@ -231,17 +247,15 @@ class HybridAdam(CPUAdam):
             )
             raise OptionError(message)
 
-    def _update_elsewhere(self, factor: float) -> None:
-        for group in self.param_groups:
-            update_on_accelerator(self, group, factor)
 
-
-def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], factor: float) -> None:
-    """Step the parameters of ``group`` on an accelerator, with torch's fused Adam.
+def update_on_accelerator(
+    parameters: Sequence[torch.Tensor], group: dict[str, Any], states: States, factor: float
+) -> None:
+    """Step ``parameters`` of ``group``, on an accelerator, with torch's fused Adam.
 
     Gradients are multiplied by ``factor`` inside that kernel.
     """
-    due = [p for p in group["params"] if p.grad is not None and not optimizer._takes(p)]  # noqa: SLF001
+    due = [p for p in parameters if p.grad is not None]
     if not due:
         return
     for parameter in due:
@@ -253,18 +267,18 @@ def update_on_accelerator(optimizer: HybridAdam, group: dict[str, Any], factor: 
         )
         raise OptionError(message)
     for parameter in due:
-        if not optimizer.state[parameter]:
-            optimizer.state[parameter] = _zero_state(parameter, amsgrad=group["amsgrad"])
-    states = [optimizer.state[p] for p in due]
+        if not states[parameter]:
+            states[parameter].update(_zero_state(parameter, amsgrad=group["amsgrad"]))
+    kept = [states[p] for p in due]
     run = torch_adamw if group["decoupled_weight_decay"] else torch_adam
     lr = group["lr"]
     run(
         [shard_of(p) for p in due],
         [g for p in due if (g := gradient_of(p)) is not None],
-        [shard_of(s["exp_avg"]) for s in states],
-        [shard_of(s["exp_avg_sq"]) for s in states],
-        [shard_of(s["max_exp_avg_sq"]) for s in states] if group["amsgrad"] else [],
-        [s["step"] for s in states],
+        [shard_of(s["exp_avg"]) for s in kept],
+        [shard_of(s["exp_avg_sq"]) for s in kept],
+        [shard_of(s["max_exp_avg_sq"]) for s in kept] if group["amsgrad"] else [],
+        [s["step"] for s in kept],
         fused=True,
         grad_scale=None
         if factor == 1.0

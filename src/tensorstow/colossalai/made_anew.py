@@ -9,14 +9,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
-from tensorstow.colossalai.adam import CPUAdam, HybridAdam
+from tensorstow.colossalai.adam import CPUAdam, HybridAdam, ParamsInHostMemory
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.made_optimizer import Make, groups_of, names_of, over
 from tensorstow.optim.adam import Adam, AdamW
+from tensorstow.optim.step_runner import OwnParams
 from tensorstow.optim.stowed_adam import StowedAdam
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OURS = (CPUAdam, HybridAdam, Adam, AdamW)
+
+
+class PlacedParams(ParamsInHostMemory):
+    """Those in host memory, and some on an accelerator whose states are in host memory."""
+
+    def __init__(self, kept: set[int]) -> None:
+        """``kept``: ids of the parameters on an accelerator."""
+        self._kept = kept
+
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """Return whether the states of ``parameter`` are in host memory, or on disk."""
+        return id(parameter) in self._kept or super().takes(parameter)
 
 
 class PlacedAdam(HybridAdam):
@@ -40,11 +53,11 @@ class PlacedAdam(HybridAdam):
         self._in_host_memory = {id(p) for name, p in named if in_host_memory(name)}
         super().__init__(params, **keywords)  # type: ignore[arg-type]  # groups, as torch's
 
-    def _takes(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._in_host_memory or super()._takes(parameter)
+    def _own_params(self) -> OwnParams:
+        return PlacedParams(self._in_host_memory)
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
-        if self._takes(parameter):
+        if self._own.takes(parameter):
             StowedAdam._check(self, parameter, name)  # noqa: SLF001  # on an accelerator as well
         else:
             super()._check(parameter, name)

@@ -18,13 +18,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
+from tensorstow.optim.step_runner import OwnParams, StepRunner, hook_of
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.backward_overlap import BackwardOverlap, ConsumedGradients
 from tensorstow.step.calls import Calls
@@ -32,7 +31,6 @@ from tensorstow.step.forward_overlap import ForwardOverlap
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.schedule import Schedule, Synchronous
-from tensorstow.step.step_plan import Groups, States
 
 logger = logging.getLogger("tensorstow")
 
@@ -40,36 +38,41 @@ _LEFT = "%d %s since the last commit of %s %s not committed: %s. resume() goes o
 
 
 class Core:
-    """The schedule, members, commits and ranks of one optimizer."""
+    """The parameters, schedule, commits and ranks of one optimizer, and what takes its steps."""
 
     def __init__(
         self,
-        params: ParamTable,
-        commits: Commits,
-        ranks: Ranks,
         offload_policy: OffloadPolicy,
         run: RunOptions,
         calls: Calls,
+        ranks: Ranks,
+        own: OwnParams,
+        *,
+        extra_checked: bool,
     ) -> None:
-        """Make the schedule that ``offload_policy`` asks for; all of it ends with this object."""
+        """Make all that ``offload_policy`` asks for; it ends with this object."""
         self._owner = os.getpid()
         self._finished = True  # until there is something to finish
-        self.params = params
-        self.commits = commits
+        core = weakref.ref(self)  # a parameter must not keep the optimizer it was once given to
+        hook = hook_of(lambda: None if (alive := core()) is None else alive.steps)
+        with ranks.reporting_errors("the making of the optimizer"):
+            self.params = ParamTable(ranks.in_rank_directory(offload_policy), hook)
+        self.commits = Commits(
+            run.commit_every,
+            module=run.module,
+            extra=None if run.extra is None else calls.lending(run.extra),
+            extra_checked=extra_checked,
+            ranks=ranks,
+        )
         self.ranks = ranks
         self.calls = calls
-        self.groups: Groups = []
-        self.states: States = {}
-        """Parameter groups and states as the optimizer has them now, for a commit at the end."""
-        self.optimizer: Callable[[], object] = _nobody
-        """A weak reference to the optimizer itself, which wrappers of its class are not."""
-        self.clip_factor = 1.0
-        self.clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.extra: dict[str, Any] = {}
+        """What the caller kept with the commit that the run goes on from."""
         self.waits: ForwardWaits | None = None
         self.schedule = self._make_schedule(offload_policy, run)
+        self.steps = StepRunner(self.params, self.schedule, self.commits, ranks, calls, own)
         self._finished = False
-        params.outlive_finalizers()
+        self.params.outlive_finalizers()
         _LIVING[next(_NUMBERS)] = self
 
     def _make_schedule(self, offload_policy: OffloadPolicy, run: RunOptions) -> Schedule:
@@ -99,21 +102,6 @@ class Core:
                     alive.schedule.wait(ids)
 
         return wait
-
-    def clip_factor_of_now(self) -> float:
-        """Return the factor of the gradients of now: 1 where those that were clipped are gone."""
-        factor, clipped = self.clip_factor, self.clipped
-        still = [p.grad is gradient for p, gradient in clipped]
-        if all(still) or factor == 1.0:
-            return factor
-        if any(still):
-            message = (
-                f"{still.count(False)} of {len(still)} gradients were dropped or exchanged between"
-                " clip_grad_norm_ and step(): the others would be clipped by a norm that counts"
-                " them. Clip behind the last change of a gradient."
-            )
-            raise OptionError(message)
-        return 1.0
 
     def finish(self, *, together: bool = True) -> None:
         """Wait for updates and a commit under way, commit the rest, and let everything go.
@@ -186,7 +174,7 @@ class Core:
     def _commit_rest(self) -> None:
         if self._uncommitted():
             self.commits.capture(self.params)
-            self.commits.start(self.params, self.groups, self.states, None)
+            self.commits.start(self.params, self.steps.groups, self.steps.states, None)
             self.commits.join(self.params)
 
     def finish_unasked(self) -> None:
@@ -205,10 +193,6 @@ class Core:
         A method, for a weakref.finalize would keep the model alive, which may hold the optimizer.
         """
         self.finish_unasked()
-
-
-def _nobody() -> None:
-    return None
 
 
 _NUMBERS = itertools.count()

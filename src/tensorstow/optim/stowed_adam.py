@@ -13,11 +13,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.errors import OptionError, PoisonedError, StowError, UnlinkedError
-from tensorstow.base.sizes import format_count
+from tensorstow.base.errors import OptionError, StowError, UnlinkedError
 from tensorstow.checkpoint import agreement, optimizer_export
 from tensorstow.checkpoint.commit_to import commit_to
-from tensorstow.checkpoint.commits import Commits, storage_of
+from tensorstow.checkpoint.commits import storage_of
 from tensorstow.checkpoint.full_state import complete_state_dict
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.resume import resume
@@ -26,42 +25,33 @@ from tensorstow.checkpoint.serialize import check_extra, is_checked
 from tensorstow.optim import options
 from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
+from tensorstow.optim.step_runner import OwnParams
 from tensorstow.states.memory import StateMemory
-from tensorstow.states.native_pipeline import TraceEvent, Traffic, can_update
+from tensorstow.states.native_pipeline import TraceEvent, Traffic
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
 from tensorstow.step.calls import Calls, a_call
-from tensorstow.step.legal_calls import LEGAL, Call, Phase, refuse, require
+from tensorstow.step.legal_calls import Call
 from tensorstow.step.managed_param import (
-    NO_SCALARS,
-    ManagedParam,
-    ParamUpdate,
-    StepPlan,
     in_order_of,
 )
 from tensorstow.step.norms import squared_norms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import (
     as_step,
-    check_due,
-    collect,
-    make_plan,
     name_of,
     step_of,
 )
-from tensorstow.step.unscaling import is_skipped, unscale, unscaled
 from tensorstow.store.records import Generation, Summary
 from tensorstow.tensors.dtensor import (
     gradient_of,
-    gradient_on_its_way,
     in_order,
     order_of,
     part_of,
     shard_of,
     sum_over_shards,
 )
-from tensorstow.tensors.placeholder import ConsumedGradient
 
 
 class StowedAdam(Optimizer):
@@ -89,7 +79,8 @@ class StowedAdam(Optimizer):
         extra_checked = is_checked(run.extra)
         self._isa = offload_policy.policy.isa
         self._update_on = offload_policy.update_on
-        self._param_table: ParamTable | None = None  # until the groups are known
+        self._own = self._own_params()
+        self._is_made = False  # the groups are not known yet
         self._half_loaded = False
         self._around_resume: list[Callable[[], None]] = []
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
@@ -101,33 +92,21 @@ class StowedAdam(Optimizer):
             validation.accept_grad_dtype(self._parameters(), grad_dtype)
         self.register_state_dict_pre_hook(_wait_for_all)
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
-        # Weakly: a parameter must not keep the optimizer that it was once given to.
-        on_gradient = weakref.WeakMethod(self._on_gradient)
-
-        def landed(parameter: torch.Tensor) -> None:
-            method = on_gradient()
-            if method is not None:
-                method(parameter)
-
-        self._ranks = Ranks.of(self._parameters(), offload_policy)
-        with self._ranks.reporting_errors("the making of the optimizer"):
-            self._param_table = ParamTable(self._ranks.in_rank_directory(offload_policy), landed)
-        self._commits = Commits(
-            run.commit_every,
-            module=run.module,
-            extra=None if run.extra is None else self._calls.lending(run.extra),
-            extra_checked=extra_checked,
-            ranks=self._ranks,
-        )
+        ranks = Ranks.of(self._parameters(), offload_policy)
         self._core = Core(
-            self._param_table, self._commits, self._ranks, offload_policy, run, self._calls
+            offload_policy,
+            run,
+            self._calls,
+            ranks,
+            self._own,
+            extra_checked=extra_checked,
         )
-        self._core.optimizer = weakref.ref(self)
-        self._core.groups, self._core.states = self.param_groups, self.state
-        self._schedule = self._core.schedule
+        self._is_made = True
+        self._core.steps.optimizer = weakref.ref(self)
+        self._core.steps.use(self.param_groups, self.state)
         if offload_policy.overlap == "backward":
             validation.refuse_ranks(run.module, self._parameters())
-        self._attach(filter(validation.is_to_be_trained, self._parameters()))
+        self._core.steps.attach(filter(validation.is_to_be_trained, self._parameters()))
 
     # --- torch.optim.Optimizer ---
 
@@ -155,8 +134,8 @@ class StowedAdam(Optimizer):
             for index, parameter in enumerate(group["params"]):
                 if validation.is_to_be_trained(parameter):
                     self._check(parameter, name_of(self.param_groups, group, index))
-            if self._param_table is not None:
-                self._attach(filter(validation.is_to_be_trained, group["params"]))
+            if self._is_made:
+                self._core.steps.attach(filter(validation.is_to_be_trained, group["params"]))
         except BaseException:
             self.param_groups.pop()
             raise
@@ -194,16 +173,17 @@ class StowedAdam(Optimizer):
         Args:
             set_to_none: Whether ``.grad`` becomes None rather than zeros.
         """
-        self._require(Call.ZERO_GRAD)
+        self._core.steps.require(Call.ZERO_GRAD)
         self._drop_gradients(set_to_none=set_to_none)
 
     def _drop_gradients(self, *, set_to_none: bool = True) -> None:
-        self._schedule.drop_gradients(self._parameters(), to_zero=not set_to_none)
+        self._core.schedule.drop_gradients(self._parameters(), to_zero=not set_to_none)
         if not set_to_none:
-            self._wait()  # updates may still read the gradients that are about to be zeroed
+            # Updates may still read the gradients that are about to be zeroed.
+            self._core.steps.wait()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
             super().zero_grad(set_to_none)
-        self._core.clip_factor, self._core.clipped = 1.0, []
+        self._core.steps.clip.clear()
 
     @a_call("state_dict")
     def state_dict(self) -> dict[str, Any]:
@@ -228,7 +208,7 @@ class StowedAdam(Optimizer):
         Raises:
             OptionError: States that do not fit their parameter; nothing has changed.
         """
-        real = self._core.optimizer()
+        real = self._core.steps.optimizer()
         if isinstance(real, StowedAdam) and real is not self:
             real.load_state_dict(state_dict)  # a wrapper would be given groups of its own
             if "param_groups" in vars(self):
@@ -238,7 +218,7 @@ class StowedAdam(Optimizer):
 
     @a_call("load_state_dict")
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._settle_step()
+        self._core.steps.settle()
         self._half_loaded = False
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
@@ -248,7 +228,7 @@ class StowedAdam(Optimizer):
             amsgrad = {key: bool(g.get("amsgrad")) for key, g in saved}
             light = dict(full["state"])
             for key, entry in full["state"].items():
-                if entry and key in owner and self._takes(owner[key]):
+                if entry and key in owner and self._own.takes(owner[key]):
                     name = f"Parameter {key}"
                     validation.check_saved(entry, owner[key], name, amsgrad=amsgrad[key])
                     loaded[owner[key]] = entry
@@ -282,7 +262,7 @@ class StowedAdam(Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        self._core.groups, self._core.states = self.param_groups, self.state
+        self._core.steps.use(self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse pickle and copy: files, threads and buffers cannot be carried."""
@@ -317,7 +297,7 @@ class StowedAdam(Optimizer):
         if not max_norm >= 0.0:
             message = f"max_norm={max_norm} was given: it must not be negative."
             raise OptionError(message)
-        self._schedule.check_clipping()
+        self._core.schedule.check_clipping()
         parameters = list(self._parameters())
         gradients = []
         for parameter in parameters:
@@ -332,7 +312,7 @@ class StowedAdam(Optimizer):
             raise RuntimeError(message)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
         clipped = [(p, p.grad) for p in parameters if p.grad is not None]
-        self._core.clip_factor, self._core.clipped = factor, clipped
+        self._core.steps.clip.set(factor, clipped)
         return norm
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -344,7 +324,7 @@ class StowedAdam(Optimizer):
         Returns:
             The context manager.
         """
-        return self._schedule.accumulate()
+        return self._core.schedule.accumulate()
 
     def wait(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Wait until parameters are updated, for readers outside of the forward of ``module``.
@@ -352,11 +332,7 @@ class StowedAdam(Optimizer):
         Args:
             parameters: The parameters to wait for. Default: None, all.
         """
-        self._wait(None if parameters is None else [id(p) for p in parameters])
-
-    def _wait(self, ids: Iterable[int] | None = None) -> None:
-        with self._calls.alone():
-            self._schedule.wait(ids)
+        self._core.steps.wait(None if parameters is None else [id(p) for p in parameters])
 
     def updated(self) -> AbstractContextManager[None]:
         """Wait for all updates, and return a context inside of which all weights are current.
@@ -384,7 +360,7 @@ class StowedAdam(Optimizer):
     @a_call("synchronize")
     def synchronize(self) -> None:
         """Wait until updates and writes are done; raises the errors of work after ``step()``."""
-        self._settle_step()
+        self._core.steps.settle()
         self._states().settle()
 
     @a_call("resume")
@@ -409,12 +385,12 @@ class StowedAdam(Optimizer):
         """
         params = self._params()
         storage = storage_of(params, "resume()")
-        self._settle_or_give_up()
+        self._core.steps.settle_or_give_up()
         self._call_resume_hooks()
-        generation = agreement.choose(storage.store, which, self._ranks)
+        generation = agreement.choose(storage.store, which, self._core.ranks)
         if generation is None:
             return None
-        self._ranks.run_on_all("resume()", partial(self._go_on_from, generation))
+        self._core.ranks.run_on_all("resume()", partial(self._go_on_from, generation))
         self._call_resume_hooks()
         return generation.step
 
@@ -463,7 +439,10 @@ class StowedAdam(Optimizer):
                 thread, as from a signal handler: use ``request_commit()`` there.
             UnlinkedError: The run's files were deleted or moved; see ``commit_to()``.
         """
-        return self._commit(extra)
+        storage_of(self._params(), "commit()")
+        if extra is not None:
+            check_extra(extra)
+        return self._core.steps.commit(extra)
 
     def request_commit(self) -> None:
         """Request a commit at the end of the current step, or of the next one.
@@ -472,20 +451,7 @@ class StowedAdam(Optimizer):
         returns. With several ranks, a step that all of them take commits, whichever rank asked.
         """
         storage_of(self._params(), "request_commit()")
-        self._commits.requested = True
-
-    def _commit(self, extra: Mapping[str, Any] | None = None) -> int:
-        params = self._params()
-        storage_of(params, "commit()")
-        if extra is not None:
-            check_extra(extra)
-        self._settle_step()
-        self._commits.refuse_strange(self._params())
-        self._commits.requested = False
-        self._commits.capture(params)
-        self._commits.start(params, self.param_groups, self.state, extra)
-        self._commits.join(params)
-        return self._commits.step
+        self._core.commits.requested = True
 
     @a_call("commit_to")
     def commit_to(self, dir: options.DirectoryOption, extra: Extra | None = None) -> int:  # noqa: A002
@@ -504,16 +470,16 @@ class StowedAdam(Optimizer):
         params, before = self._params(), self._states()
         storage_of(params, "commit_to()")
         with suppress(UnlinkedError):  # which is why it is called
-            self._settle_step()
-        self._commits.refuse_strange(self._params())
+            self._core.steps.settle()
+        self._core.commits.refuse_strange(self._params())
         self._core.refuse_lack_of_extra("commit_to()", extra)
         try:
             where = options.directories(dir)
-            commit_to(where, params, self._commits, self.param_groups, self.state, extra)
+            commit_to(where, params, self._core.commits, self.param_groups, self.state, extra)
         finally:
             if params.store is not before:
-                self._schedule.abort()
-        return self._commits.step
+                self._core.schedule.abort()
+        return self._core.commits.step
 
     @a_call("snapshot")
     def snapshot(self, name: str, extra: Mapping[str, Any] | None = None) -> None:
@@ -526,11 +492,11 @@ class StowedAdam(Optimizer):
             extra: As in ``commit()``.
         """
         storage = storage_of(self._params(), "snapshot()")
-        self._settle_step()
-        self._commits.refuse_strange(self._params())
-        if extra is not None or self._commits.committed != self._commits.step:
-            self._commit(extra)
-        agreement.add_snapshot(storage.store, name, self._commits.generation, self._ranks)
+        self._core.steps.settle()
+        self._core.commits.refuse_strange(self._params())
+        if extra is not None or self._core.commits.committed != self._core.commits.step:
+            self._core.steps.commit(extra)
+        agreement.add_snapshot(storage.store, name, self._core.commits.generation, self._core.ranks)
 
     @a_call("snapshots")
     def snapshots(self) -> Sequence[Summary]:
@@ -540,9 +506,9 @@ class StowedAdam(Optimizer):
             A summary of each, oldest first.
         """
         storage = storage_of(self._params(), "snapshots()")
-        if not self._ranks.alone:
-            self._commits.join(self._params())  # one meeting at a time
-        return agreement.snapshots(storage.store, self._ranks)
+        if not self._core.ranks.alone:
+            self._core.commits.join(self._params())  # one meeting at a time
+        return agreement.snapshots(storage.store, self._core.ranks)
 
     @a_call("drop")
     def drop(self, name: str) -> None:
@@ -552,8 +518,8 @@ class StowedAdam(Optimizer):
             name: The name of the snapshot.
         """
         storage = storage_of(self._params(), "drop()")
-        self._commits.join(self._params())
-        agreement.drop_snapshot(storage.store, name, self._ranks)
+        self._core.commits.join(self._params())
+        agreement.drop_snapshot(storage.store, name, self._core.ranks)
 
     @a_call("save_safetensors")
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
@@ -565,8 +531,8 @@ class StowedAdam(Optimizer):
         Args:
             path: The file; one that exists is replaced when the new one is durable.
         """
-        self._settle_step()
-        groups, module = self.param_groups, self._commits.module
+        self._core.steps.settle()
+        groups, module = self.param_groups, self._core.commits.module
         optimizer_export.save(Path(path), self._params(), groups, self.state, module)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
@@ -575,7 +541,7 @@ class StowedAdam(Optimizer):
         Args:
             path: The file.
         """
-        module = self._commits.module
+        module = self._core.commits.module
         self.load_state_dict(optimizer_export.state_dict_of(Path(path), self.param_groups, module))
 
     def memory(self) -> StateMemory:
@@ -584,7 +550,7 @@ class StowedAdam(Optimizer):
         Returns:
             Bytes in RAM, on disk, in the ring buffer, pinned, and on the device.
         """
-        held = self._schedule.most_held_bytes
+        held = self._core.schedule.most_held_bytes
         return replace(self._params().memory(), gradient_bytes=held)
 
     def traffic(self) -> Traffic:
@@ -635,24 +601,23 @@ class StowedAdam(Optimizer):
     # --- inside ---
 
     def _go_on_from(self, generation: Generation) -> None:
-        params, module = self._params(), self._commits.module
+        params, module = self._params(), self._core.commits.module
         before = params.store
         try:
             self._core.extra = resume(generation, params, self.param_groups, self.state, module)
         finally:
             if params.store is not before:
-                self._schedule.abort()
+                self._core.schedule.abort()
         try:
-            self._commits.resumed(generation, params)
+            self._core.commits.resumed(generation, params)
             self._drop_gradients()
         except BaseException as error:
             params.store.pipeline.poison(error)
             raise
 
-    def _takes(self, parameter: torch.Tensor) -> bool:
-        """Return whether the states of ``parameter`` are ours to keep."""
-        del parameter
-        return True
+    def _own_params(self) -> OwnParams:
+        """Return what tells which parameters are ours; it must not refer to the optimizer."""
+        return OwnParams()
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         """Raise unless this optimizer can update ``parameter``."""
@@ -661,10 +626,10 @@ class StowedAdam(Optimizer):
         validation.refuse_host(shard_of(parameter), name, self._update_on)
 
     def _params(self) -> ParamTable:
-        if self._param_table is None:
+        if not self._is_made:
             message = "The optimizer is not made yet."
             raise StowError(message)
-        return self._param_table
+        return self._core.params
 
     def _states(self) -> StateStore:
         return self._params().store
@@ -672,208 +637,24 @@ class StowedAdam(Optimizer):
     def _parameters(self) -> Iterable[torch.Tensor]:
         return (p for group in self.param_groups for p in group["params"])
 
-    def _attach(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Give states to ``parameters`` that have none yet."""
-        self._settle_step()
-        self._params().attach((p for p in parameters if self._takes(p)), self._amsgrad())
-
-    def _amsgrad(self) -> dict[int, bool]:
-        return {id(p): bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
-
-    def _settle_step(self) -> None:
-        """Wait for updates and a commit under way: what follows changes states or weights."""
-        self._require(Call.WHOLE)
-        self._wait()
-        self._commits.join(self._params())
-
-    def _settle_or_give_up(self) -> None:
-        """Wait for what is under way, but for a step that is open: resume() replaces it all."""
-        with suppress(PoisonedError):  # what failed was raised before: this is the way out of it
-            if not self._schedule.is_open:
-                self._settle_step()
-        self._commits.abandon()
-
-    def _require(self, call: Call) -> None:
-        """Raise OptionError where ``call`` is not legal now ([Note: Legal calls])."""
-        if call not in LEGAL[self._schedule.phase]:
-            self._states().pipeline.check_alive()
-            require(call, self._schedule)
-
     # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    @a_call("step")
-    @torch.no_grad()
     def _update(self, divisor: float) -> None:
         """Update by the gradients divided by ``divisor``, by a GradScaler's scale, and clipped."""
-        self._states().pipeline.check_alive()  # also where there is no gradient to step by
-        found_inf = getattr(self, "found_inf", None)
-        given = getattr(self, "grad_scale", None)
-        scale = 1.0 if given is None else float(given)
-        factor = self._core.clip_factor_of_now() / (divisor * getattr(self, "_loss_scale", 1.0))
-        self._schedule.check_scaling(found_inf, factor / scale)
-        if found_inf is not None and is_skipped(found_inf, list(self._parameters())):
-            unscale(self._parameters(), scale)
-            self._count_step()
-        elif self._schedule.begins_early:
-            self._end_open_step()
-        else:
-            self._settle_step()
-            self._take_step(factor, scale)
-        if self._commits.requested and self._ranks.alone:
-            self._commit()
-
-    def _take_step(self, factor: float, scale: float) -> None:
-        updates = self._collect()
-        if scale != 1.0:
-            updates = unscaled(updates, scale)
-        commits = self._begin_step()
-        self._params().refresh(whole=commits)
-        if not updates and commits:
-            self._commits.capture(self._params())
-        plan = self._make_plan(updates, factor, commits=commits) if updates else None
-        pipeline = self._states().pipeline
-        with self._commits.reporting_errors(commits=commits), pipeline.whole_step(plan):
-            if plan is not None:
-                self._schedule.step(plan, self.state)
-            self._update_elsewhere(factor / scale)
-            self._count_step()
-        self._commit_step(commits=commits)
-
-    def _begin_step(self) -> bool:
-        """Return whether the step commits."""
-        params = self._params()
-        if not params.offload_policy.placement.durable:
-            return False
-        self._commits.refuse_strange(self._params())
-        self._commits.check_extra()
-        commits = self._commits.due()
-        if commits:
-            self._commits.prepare(params)
-        return commits
-
-    def _count_step(self) -> None:
-        self._commits.step += 1
-        self._core.clip_factor, self._core.clipped = 1.0, []
-
-    def _commit_step(self, *, commits: bool) -> None:
-        """Make the step that was just taken durable, where it ``commits``."""
-        if commits:
-            self._commits.start(self._params(), self.param_groups, self.state, None)
-        if self._commits.prompt:
-            self._commits.join(self._params())
-
-    def _make_plan(self, updates: list[ParamUpdate], factor: float, *, commits: bool) -> StepPlan:
-        plan = make_plan(updates, self._params(), self.state, factor)
-        plan.commits = commits
-        return plan
-
-    def _collect(self) -> list[ParamUpdate]:
-        """Return what this step updates, checked; nothing is changed before."""
-        params = self._params()
-        found, new_params = collect(self.param_groups, params, self._takes)
-        # Parameters unfrozen, or exchanged for others, after the optimizer was made.
-        if new_params:
-            self._attach(new_params)
-        return [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in found]
-
-    def _update_elsewhere(self, factor: float) -> None:
-        """Update the parameters that are not ours, by their gradients times ``factor``."""
-
-    # --- beside backward ---
-
-    @torch.no_grad()
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Take a gradient that autograd has just accumulated ([Note: Hooks] in calls)."""
-        if self._schedule.begins_early:
-            self._take_gradient(parameter)
-        else:
-            self._states().pipeline.prefetch()
-
-    @a_call("backward")
-    def _take_gradient(self, parameter: torch.Tensor) -> None:
-        params, schedule = self._params(), self._schedule
-        param = params.find(parameter)
-        params.store.pipeline.check_alive()
-        if schedule.is_given_up():
-            parameter.grad = None  # of weights that are gone, as those that resume() drops
-            return
-        try:
-            if param is not None and schedule.is_final(param.number):
-                self._check_gradient(param)
-                if not schedule.is_open:
-                    self._open_step()
-                schedule.on_gradient(param)
-        except BaseException:
-            schedule.break_off()
-            raise
-
-    def _open_step(self) -> None:
-        params = self._params()
-        validation.refuse_ranks(self._commits.module, self._parameters())
-        self._settle_step()
-
-        def takes_part(parameter: torch.Tensor) -> bool:
-            return validation.is_to_be_trained(parameter) or parameter.grad is not None
-
-        self._attach(p for p in self._parameters() if takes_part(p) and self._takes(p))
-        params.refresh()
-        commits = self._begin_step()
-        updates = [
-            ParamUpdate(group, param, None)
-            for group in self.param_groups
-            for p in group["params"]
-            if takes_part(p) and (param := params.find(p)) is not None
-        ]
-        for group in self.param_groups:
-            validation.check_hyper(group)
-        for update in updates:
-            parameter, group = update.param.parameter, update.group
-            if not update.param.fits(amsgrad=bool(group["amsgrad"])):
-                validation.refuse_change(
-                    parameter, group, update.param.family, update.param.numel, "A parameter"
-                )
-        self._schedule.begin(self._make_plan(updates, 1.0, commits=commits))
-
-    def _end_open_step(self) -> None:
-        params, schedule = self._params(), self._schedule
-        params.store.pipeline.check_alive()
-        schedule.check_unchanged()
-        late, new_params = collect(self.param_groups, params, self._takes, backward_overlap=True)
-        if not schedule.is_open:
-            if any(isinstance(p.grad, ConsumedGradient) for p in self._parameters()):
-                refuse(Call.STEP, Phase.USED, Phase.USED.value)
-            self._open_step()
-        elif new_params:
-            count = format_count(len(new_params), "parameter")
-            message = (
-                f"{count} got a gradient and had been frozen when"
-                ' backward began: with overlap="backward" updates have begun by then. Unfreeze'
-                " before backward."
-            )
-            raise OptionError(message)
-        commits = schedule.commits
-        whole = params.store.pipeline.whole_step(schedule.held, is_open=True)
-        with self._commits.reporting_errors(commits=commits), whole:
-            updates = [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in late]
-            schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.state)
-            self._count_step()
-        self._commit_step(commits=commits)
-
-    def _check_gradient(self, param: ManagedParam) -> None:
-        if can_update(param.parameter, gradient_on_its_way(param.owner)[0]):
-            return
-        for group in self.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                if parameter is param.owner:
-                    check_due(self.param_groups, group, index, param)
+        divisor *= getattr(self, "_loss_scale", 1.0)
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        self._core.steps.update(divisor, found_inf, scale)
 
     # --- states that come from outside ---
 
     def _load_states(self, loaded: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
         params = self._params()
-        if params.differ(self._amsgrad()):
+        amsgrad = {id(p): bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
+        if params.differ(amsgrad):
             params.renew()  # the saved groups say otherwise: other states exist
-        self._attach(p for p in self._parameters() if validation.is_to_be_trained(p) or p in loaded)
+        self._core.steps.attach(
+            p for p in self._parameters() if validation.is_to_be_trained(p) or p in loaded
+        )
         managed = [(params.get(parameter), entry) for parameter, entry in loaded.items()]
         states: dict[int, dict[str, torch.Tensor]] = {m.number: {} for m in params.all()}
         for param, entry in managed:
@@ -892,7 +673,7 @@ class StowedAdam(Optimizer):
 
 def _wait_for_all(optimizer: Optimizer) -> None:
     if isinstance(optimizer, StowedAdam):
-        optimizer._require(Call.WHOLE)  # noqa: SLF001  # its own
+        optimizer._core.steps.require(Call.WHOLE)  # noqa: SLF001  # its own
         optimizer.wait()
 
 

@@ -361,11 +361,8 @@ class BackwardOverlap(Schedule):
             self.on_gradient(update.param)
         order = self.gradients.arrived
         arrived = set(order)
-        pairs = [
-            (update, count)
-            for update, count in zip(opened.updates, opened.counts, strict=True)
-            if update.param.number in arrived
-        ]
+        pairs = zip(opened.updates, opened.counts, strict=True)
+        ended = [(u.param, count) for u, count in pairs if u.param.number in arrived]
         self._plan = None
         try:
             path.close()
@@ -379,13 +376,12 @@ class BackwardOverlap(Schedule):
         if order != self._last_order and on_time == len(order):
             params.store.pipeline.order(by_last(params.store.chunks, order))
             self._last_order = order
-        commits = opened.commits
-        ended = StepPlan([u for u, _ in pairs], [c for _, c in pairs], [], opened.scalars, commits)
         for update in opened.updates:
             if update.param.number in arrived:
                 deliver(update.param)
             update.param.host = None
-        record_step(ended, states)
+        updated = [param for param, _ in ended]
+        record_step(updated, [count for _, count in ended], states, commits=opened.commits)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return: ``step()`` has waited. Raises OptionError before that, outside of backward.

@@ -73,7 +73,8 @@ class ForwardOverlap(Schedule):
         self._under_way = {id(update.param.owner): update for update in plan.updates}
         self._versions = {i: _version(update) for i, update in self._under_way.items()}
         self._given = {i: Given.of(update.param) for i, update in self._under_way.items()}
-        record_step(plan, states)
+        managed = [update.param for update in plan.updates]
+        record_step(managed, plan.counts, states, commits=plan.commits)
         waiter = self._make_waiter()
         for update in plan.updates:
             withhold(update.param.owner, waiter)

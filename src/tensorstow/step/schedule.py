@@ -145,6 +145,7 @@ class Synchronous(Schedule):
         except BaseException as error:
             self._params.store.pipeline.poison(error)
             raise
-        record_step(plan, states)
-        for update in plan.updates:
-            deliver(update.param)
+        params = [update.param for update in plan.updates]
+        record_step(params, plan.counts, states, commits=plan.commits)
+        for param in params:
+            deliver(param)

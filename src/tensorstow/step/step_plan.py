@@ -1,131 +1,48 @@
-"""``StepPlan``: the parameters of one step, with their hyper-parameters."""
+"""Counts the steps of parameters, and rounds the hyper-parameters of each."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from tensorstow.base.tiers import Tier
 from tensorstow.formats.reference import adam_scalars
-from tensorstow.states.native_pipeline import StepRow, can_update
 from tensorstow.states.state_store import StateStore
-from tensorstow.step import validation
-from tensorstow.step.managed_param import ManagedParam, ParamUpdate, StepPlan, in_order_of
-from tensorstow.step.param_table import ParamTable
-from tensorstow.tensors.dtensor import gradient_in_order, gradient_of, in_order, order_of, shard_of
-from tensorstow.tensors.placeholder import ConsumedGradient, StateOnDisk, refuse_used
+from tensorstow.step.managed_param import ManagedParam, ParamUpdate, in_order_of
+from tensorstow.tensors.placeholder import StateOnDisk
 
 Groups = list[dict[str, Any]]
 States = Mapping[torch.Tensor, dict[str, Any]]
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads consecutive numbers
 
 
-def collect(
-    groups: Groups,
-    params: ParamTable,
-    takes: Callable[[torch.Tensor], bool],
+def record_step(
+    params: Sequence[ManagedParam],
+    counts: Sequence[torch.Tensor],
+    states: States,
     *,
-    backward_overlap: bool = False,
-) -> tuple[list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
-    """Return (group, parameter, gradient) of this step, checked, and parameters without states.
-
-    ``backward_overlap``: gradients may have been handed over already. Raises before anything is
-    changed.
-    """
-    found = []
-    new_params = []
-    for group in groups:
-        validation.check_hyper(group)
-        validation.refuse_torch_keywords(group)
-        for index, parameter in enumerate(group["params"]):
-            gradient = gradient_of(parameter)
-            param = params.find(parameter)
-            if gradient is None:
-                continue
-            if isinstance(gradient, ConsumedGradient):
-                if not backward_overlap:
-                    refuse_used(name_of(groups, group, index))
-                continue
-            if param is None and not takes(parameter):
-                continue
-            shard = shard_of(parameter)
-            if param is not None:
-                param.shard = shard
-            check_due(groups, group, index, param)
-            if param is None:
-                new_params.append(parameter)
-            found.append((group, parameter, gradient_in_order(shard, gradient)))
-    return found, new_params
-
-
-def check_due(
-    groups: Groups, group: dict[str, Any], index: int, param: ManagedParam | None
+    commits: bool,
 ) -> None:
-    """Raise for a parameter or a gradient that the kernels cannot take."""
-    shard = shard_of(group["params"][index])
-    parameter = in_order(shard, order_of(shard)) if param is None else param.parameter
-    gradient = gradient_of(group["params"][index])
-    amsgrad = bool(group["amsgrad"])
-    if can_update(parameter, gradient) and (param is None or param.fits(amsgrad=amsgrad)):
-        return
-    name = name_of(groups, group, index)
-    validation.check_parameter(parameter, name)
-    if gradient is not None:
-        validation.check_gradient(parameter, gradient, name)
-    if param is not None:
-        validation.refuse_change(parameter, group, param.family, param.numel, name)
-
-
-def make_plan(
-    updates: list[ParamUpdate], params: ParamTable, states: States, factor: float
-) -> StepPlan:
-    """Round the hyper-parameters once and lay out what the pipeline gets.
-
-    ``factor`` multiplies gradients.
-    """
-    counts = [
-        step_of(
-            update.param,
-            # A mapping that makes what it lacks must make nothing for a gradient that never comes.
-            states[update.param.owner]
-            if update.gradient is not None
-            else states.get(update.param.owner, {}),
-            params.store,
-            begins=update.gradient is not None,
-        )
-        for update in updates
-    ]
-    rows = [_row_of_bystander(param) for param in params.all()]
-    table: dict[tuple[int, float, float], int] = {}
-    scalars: list[tuple[float, ...]] = []
-    for update, count in zip(updates, counts, strict=True):
-        key = (id(update.group), count.item() + 1.0, update.scale)
-        if key not in table:
-            table[key] = len(scalars)
-            scalars.append(_scalar_row(update.group, int(key[1]), factor / update.scale))
-        row = _row(update, params.store, table[key], int(key[1]))
-        rows[update.param.number] = row
-    return StepPlan(updates, counts, rows, np.array(scalars, dtype=np.float32).reshape(-1, 9))
-
-
-def record_step(plan: StepPlan, states: States) -> None:
-    """Count the step, and tell autograd that native code wrote to the weights.
+    """Count the step of ``params``, and tell autograd that native code wrote to the weights.
 
     A stale graph would otherwise use the new ones.
+
+    Args:
+        params: Those that were updated.
+        counts: Their step counts, before the step.
+        states: ``optimizer.state``.
+        commits: Whether the step commits.
     """
-    if not plan.updates:
+    if not params:
         return
-    torch._foreach_add_(plan.counts, 1.0)
-    torch.autograd.graph.increment_version([update.param.parameter for update in plan.updates])
-    for update, count in zip(plan.updates, plan.counts, strict=True):
-        state = states[update.param.owner]
+    torch._foreach_add_(list(counts), 1.0)
+    torch.autograd.graph.increment_version([param.parameter for param in params])
+    for param, count in zip(params, counts, strict=True):
+        state = states[param.owner]
         if "step" not in state:
-            state.update({"step": count, **update.param.views})
-        update.param.begun = True
-        update.param.remember()
-        if not plan.commits:
-            update.param.leave_behind()
+            state.update({"step": count, **param.views})
+        param.begun = True
+        param.remember()
+        if not commits:
+            param.leave_behind()
 
 
 def step_of(
@@ -195,33 +112,19 @@ def scalars_of(
     for update, count in zip(updates, counts, strict=True):
         key = (id(update.group), int(count.item() + 1.0))
         if key not in rows:
-            rows[key] = _scalar_row(update.group, key[1], factor)
+            rows[key] = scalar_row(update.group, key[1], factor)
         found.append(rows[key])
     return found
 
 
-def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> StepRow:
-    param = update.param
-    # What is not read where it is comes by the feed of its tier.
-    gradient = update.gradient if param.tier is Tier.HOST else None
-    # A function of the parameter and its step alone, so that a resumed run rounds alike.
-    key = (step * _GOLDEN + param.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
-    return StepRow(
-        param.weight,
-        gradient,
-        must_seed(param, store),
-        scalars,
-        key,
-        expected=gradient is None,
-    )
+def scalar_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
+    """Return the numbers of a group's step as the kernels take them.
 
-
-def _row_of_bystander(param: ManagedParam) -> StepRow:
-    """Name its weight alone: a commit takes that too."""
-    return StepRow(weight=param.weight)
-
-
-def _scalar_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
+    Args:
+        group: A parameter group.
+        step: The number of the step, from 1 on.
+        factor: What gradients are multiplied by.
+    """
     return adam_scalars(
         lr=float(group["lr"]),
         betas=(float(group["betas"][0]), float(group["betas"][1])),

@@ -115,7 +115,7 @@ def test_a_commit_holds_what_is(
             assert before == facts(ram, ram_weights)
         optimizer.close()
         optimizer, weights = make(tmp_path, dtype=dtype, ram_budget=budget)
-        assert optimizer.resume() == optimizer._commits.step
+        assert optimizer.resume() == optimizer._core.commits.step
         assert facts(optimizer, weights) == before
         optimizer.commit()  # of what was resumed and not touched
         optimizer.close()

@@ -13,6 +13,7 @@ from compare import all_equal
 from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai import CPUAdam, HybridAdam
+from tensorstow.colossalai.adam import ParamsInHostMemory
 
 SMALL = PipelinePolicy(chunk_elements=4096)
 
@@ -122,11 +123,16 @@ def test_simd_log_says_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     assert "threads" in caplog.text
 
 
+class OfOtherSizes(ParamsInHostMemory):
+    def takes(self, parameter: torch.Tensor) -> bool:
+        return parameter.numel() != 50
+
+
 class FakeAccelerator(HybridAdam):
     """Treats the parameters marked so as an accelerator's: torch's fused Adam steps them."""
 
-    def _takes(self, parameter: torch.Tensor) -> bool:
-        return parameter.numel() != 50
+    def _own_params(self) -> ParamsInHostMemory:
+        return OfOtherSizes()
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])

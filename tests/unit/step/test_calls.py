@@ -108,8 +108,9 @@ def test_a_requested_commit_is_durable_when_the_step_is_over(
     with handler(optimizer.request_commit):
         if inside:
             # In the middle of step(): behind the decision whether it commits.
-            owner: Any = optimizer if overlap != "backward" else optimizer._core
-            name = "_collect" if overlap != "backward" else "clip_factor_of_now"
+            steps = optimizer._core.steps
+            owner: Any = steps if overlap != "backward" else steps.clip
+            name = "_collect" if overlap != "backward" else "of_now"
             given = getattr(owner, name)
 
             def late(*args: Any) -> Any:  # noqa: ANN401
@@ -122,9 +123,9 @@ def test_a_requested_commit_is_durable_when_the_step_is_over(
         else:
             signal.raise_signal(signal.SIGUSR1)
             train(model, optimizer, range(2, 3))
-    assert optimizer._commits.committed == 3
+    assert optimizer._core.commits.committed == 3
     train(model, optimizer, range(3, 4))
-    assert optimizer._commits.committed == 3, "it is asked for once"
+    assert optimizer._core.commits.committed == 3, "it is asked for once"
     optimizer.close()
     _again, found = made(tmp_path, "none")
     assert found.resume() in {3, 4}  # close() may commit what was trained
@@ -208,9 +209,9 @@ def test_a_call_inside_another_is_refused_and_changes_nothing(name: str, tmp_pat
         return {}
 
     model, optimizer = made(tmp_path, "none", commit_every=1, extra=dict)
-    optimizer._commits.extra_now = optimizer._calls.lending(extra)
+    optimizer._core.commits.extra_now = optimizer._calls.lending(extra)
     train(model, optimizer, range(2))
-    assert optimizer._commits.step == 2
+    assert optimizer._core.commits.step == 2
     assert len(optimizer.param_groups) == 1
     assert bool(asked) == (name != "state_dict")
     assert all(isinstance(e, CommitError) == (name in {"commit", "snapshot"}) for e in asked)

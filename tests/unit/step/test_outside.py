@@ -36,7 +36,8 @@ def test_the_updater_is_told_what_the_kernel_would_be(monkeypatch: pytest.Monkey
     weights, optimizer = made(monkeypatch)
     weights["wide"].grad = torch.arange(2000.0).view(50, 40).t()
     weights["half"].grad = torch.ones(30, dtype=torch.bfloat16)
-    plan: StepPlan = optimizer._make_plan(optimizer._collect(), 0.5, commits=False)
+    steps = optimizer._core.steps
+    plan: StepPlan = steps._make_plan(steps._collect(), 0.5, commits=False)
     works = works_of(plan)
     wide, half = (optimizer._params().get(weights[n]).number for n in ("wide", "half"))
     assert works.keys() == {wide, half}

@@ -1,0 +1,475 @@
+"""Takes the steps of an optimizer: from the gradients in ``.grad`` to new weights, by its schedule.
+
+Wrappers are made from an optimizer's class or share its ``__dict__`` ([Note: One end] in core), so
+what takes steps is an object that they share, and autograd's hooks lead to it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.base.sizes import format_count
+from tensorstow.base.tiers import Tier
+from tensorstow.checkpoint.commits import Commits
+from tensorstow.checkpoint.ranks import Ranks
+from tensorstow.checkpoint.run import Extra
+from tensorstow.states.native_pipeline import StepRow, can_update
+from tensorstow.states.state_store import StateStore
+from tensorstow.step import validation
+from tensorstow.step.calls import Calls, a_call
+from tensorstow.step.legal_calls import LEGAL, Call, Phase, refuse, require
+from tensorstow.step.managed_param import NO_SCALARS, ManagedParam, ParamUpdate, StepPlan
+from tensorstow.step.param_table import ParamTable
+from tensorstow.step.schedule import Schedule
+from tensorstow.step.step_plan import Groups, States, must_seed, name_of, scalar_row, step_of
+from tensorstow.step.unscaling import is_skipped, unscale, unscaled
+from tensorstow.tensors.dtensor import (
+    gradient_in_order,
+    gradient_of,
+    gradient_on_its_way,
+    in_order,
+    order_of,
+    shard_of,
+)
+from tensorstow.tensors.placeholder import ConsumedGradient, refuse_used
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads consecutive numbers
+
+
+class OwnParams:
+    """Which parameters an optimizer keeps the states of: all. A subclass updates the others."""
+
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """Return whether the states of ``parameter`` are the optimizer's to keep."""
+        del parameter
+        return True
+
+    def update_others(self, groups: Groups, states: States, factor: float) -> None:
+        """Update the parameters that are not, by their gradients times ``factor``."""
+
+
+class ClipFactor:
+    """What the gradients of the next step are multiplied by, since they were clipped."""
+
+    def __init__(self) -> None:
+        """Begin with gradients that were not clipped."""
+        self._factor = 1.0
+        self._clipped: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+
+    def set(self, factor: float, clipped: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Multiply by ``factor`` from now on; ``clipped``: parameters and the gradients meant."""
+        self._factor, self._clipped = factor, clipped
+
+    def clear(self) -> None:
+        """Multiply by 1: the gradients are used, or dropped."""
+        self.set(1.0, ())
+
+    def of_now(self) -> float:
+        """Return the factor of the gradients of now: 1 where those that were clipped are gone.
+
+        Raises OptionError where some of them are.
+        """
+        still = [p.grad is gradient for p, gradient in self._clipped]
+        if all(still) or self._factor == 1.0:
+            return self._factor
+        if any(still):
+            message = (
+                f"{still.count(False)} of {len(still)} gradients were dropped or exchanged between"
+                " clip_grad_norm_ and step(): the others would be clipped by a norm that counts"
+                " them. Clip behind the last change of a gradient."
+            )
+            raise OptionError(message)
+        return 1.0
+
+
+class StepRunner:
+    """What takes the steps of one optimizer."""
+
+    def __init__(
+        self,
+        params: ParamTable,
+        schedule: Schedule,
+        commits: Commits,
+        ranks: Ranks,
+        calls: Calls,
+        own: OwnParams,
+    ) -> None:
+        """Step ``params`` by ``schedule``, and let ``commits`` have the steps that are due."""
+        self._params = params
+        self._schedule = schedule
+        self._commits = commits
+        self._ranks = ranks
+        self._calls = calls
+        self._own = own
+        self.clip = ClipFactor()
+        self.optimizer: Callable[[], object] = _nobody
+        """A weak reference to the optimizer itself, which wrappers of its class are not."""
+        self._groups: Groups = []
+        self._states: States = {}
+
+    def use(self, groups: Groups, states: States) -> None:
+        """Step by ``groups`` and ``states``; the optimizer's own come first while it lives."""
+        self._groups, self._states = groups, states
+
+    @property
+    def groups(self) -> Groups:
+        """The parameter groups, as the optimizer has them now."""
+        self._look()
+        return self._groups
+
+    @property
+    def states(self) -> States:
+        """``optimizer.state``, as the optimizer has it now."""
+        self._look()
+        return self._states
+
+    def _look(self) -> None:
+        optimizer = self.optimizer()
+        if isinstance(optimizer, Optimizer):
+            self._groups, self._states = optimizer.param_groups, optimizer.state
+
+    # --- between steps ---
+
+    def attach(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give states to those of ``parameters`` that have none yet and are the optimizer's."""
+        self.settle()
+        amsgrad = {id(p): bool(g["amsgrad"]) for g in self.groups for p in g["params"]}
+        self._params.attach((p for p in parameters if self._own.takes(p)), amsgrad)
+
+    def wait(self, ids: Iterable[int] | None = None) -> None:
+        """Return once the parameters with these ids, or all, have their new weights."""
+        with self._calls.alone():
+            self._schedule.wait(ids)
+
+    def settle(self) -> None:
+        """Wait for updates and a commit under way: what follows changes states or weights."""
+        self.require(Call.WHOLE)
+        self.wait()
+        self._commits.join(self._params)
+
+    def settle_or_give_up(self) -> None:
+        """Wait for what is under way, but for a step that is open: resume() replaces it all."""
+        with suppress(PoisonedError):  # what failed was raised before: this is the way out of it
+            if not self._schedule.is_open:
+                self.settle()
+        self._commits.abandon()
+
+    def require(self, call: Call) -> None:
+        """Raise OptionError where ``call`` is not legal now ([Note: Legal calls])."""
+        if call not in LEGAL[self._schedule.phase]:
+            self._params.store.pipeline.check_alive()
+            require(call, self._schedule)
+
+    def commit(self, extra: Extra | None = None) -> int:
+        """Make the run durable as it is; return the number of steps taken."""
+        commits, params = self._commits, self._params
+        self.settle()
+        commits.refuse_strange(params)
+        commits.requested = False
+        commits.capture(params)
+        commits.start(params, self.groups, self.states, extra)
+        commits.join(params)
+        return commits.step
+
+    # --- a step ---
+
+    @a_call("step")
+    @torch.no_grad()
+    def update(
+        self, divisor: float, found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
+    ) -> None:
+        """Take a step by the gradients, clipped.
+
+        Args:
+            divisor: What gradients are divided by.
+            found_inf: Whether a GradScaler found a gradient that is not finite; None without one.
+            grad_scale: What it has multiplied the loss by.
+        """
+        self._params.store.pipeline.check_alive()  # also where there is no gradient to step by
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        factor = self.clip.of_now() / divisor
+        self._schedule.check_scaling(found_inf, factor / scale)
+        if found_inf is not None and is_skipped(found_inf, list(self._parameters())):
+            unscale(self._parameters(), scale)
+            self._count_step()
+        elif self._schedule.begins_early:
+            self._end_open_step()
+        else:
+            self.settle()
+            self._take_step(factor, scale)
+        if self._commits.requested and self._ranks.alone:
+            self.commit()
+
+    def _take_step(self, factor: float, scale: float) -> None:
+        params, schedule = self._params, self._schedule
+        updates = self._collect()
+        if scale != 1.0:
+            updates = unscaled(updates, scale)
+        commits = self._begin_step()
+        params.refresh(whole=commits)
+        if not updates and commits:
+            self._commits.capture(params)
+        plan = self._make_plan(updates, factor, commits=commits) if updates else None
+        pipeline = params.store.pipeline
+        with self._commits.reporting_errors(commits=commits), pipeline.whole_step(plan):
+            if plan is not None:
+                schedule.step(plan, self.states)
+            self._own.update_others(self.groups, self.states, factor / scale)
+            self._count_step()
+        self._commit_step(commits=commits)
+
+    def _collect(self) -> list[ParamUpdate]:
+        """Return what this step updates, checked; nothing is changed before."""
+        params = self._params
+        found, new_params = collect(self.groups, params, self._own.takes)
+        # Parameters unfrozen, or exchanged for others, after the optimizer was made.
+        if new_params:
+            self.attach(new_params)
+        return [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in found]
+
+    def _begin_step(self) -> bool:
+        """Return whether the step commits."""
+        if not self._params.offload_policy.placement.durable:
+            return False
+        self._commits.refuse_strange(self._params)
+        self._commits.check_extra()
+        commits = self._commits.due()
+        if commits:
+            self._commits.prepare(self._params)
+        return commits
+
+    def _make_plan(self, updates: list[ParamUpdate], factor: float, *, commits: bool) -> StepPlan:
+        plan = make_plan(updates, self._params, self.states, factor)
+        plan.commits = commits
+        return plan
+
+    def _count_step(self) -> None:
+        self._commits.step += 1
+        self.clip.clear()
+
+    def _commit_step(self, *, commits: bool) -> None:
+        """Make the step that was just taken durable, where it ``commits``."""
+        if commits:
+            self._commits.start(self._params, self.groups, self.states, None)
+        if self._commits.prompt:
+            self._commits.join(self._params)
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        return (p for group in self.groups for p in group["params"])
+
+    # --- beside backward ---
+
+    @torch.no_grad()
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Take a gradient that autograd has just accumulated ([Note: Hooks] in calls)."""
+        if self._schedule.begins_early:
+            self._take_gradient(parameter)
+        else:
+            self._params.store.pipeline.prefetch()
+
+    @a_call("backward")
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
+        params, schedule = self._params, self._schedule
+        param = params.find(parameter)
+        params.store.pipeline.check_alive()
+        if schedule.is_given_up():
+            parameter.grad = None  # of weights that are gone, as those that resume() drops
+            return
+        try:
+            if param is not None and schedule.is_final(param.number):
+                self._check_gradient(param)
+                if not schedule.is_open:
+                    self._open_step()
+                schedule.on_gradient(param)
+        except BaseException:
+            schedule.break_off()
+            raise
+
+    def _open_step(self) -> None:
+        params = self._params
+        validation.refuse_ranks(self._commits.module, self._parameters())
+        self.settle()
+
+        def takes_part(parameter: torch.Tensor) -> bool:
+            return validation.is_to_be_trained(parameter) or parameter.grad is not None
+
+        self.attach(p for p in self._parameters() if takes_part(p))
+        params.refresh()
+        commits = self._begin_step()
+        updates = [
+            ParamUpdate(group, param, None)
+            for group in self.groups
+            for p in group["params"]
+            if takes_part(p) and (param := params.find(p)) is not None
+        ]
+        for group in self.groups:
+            validation.check_hyper(group)
+        for update in updates:
+            parameter, group = update.param.parameter, update.group
+            if not update.param.fits(amsgrad=bool(group["amsgrad"])):
+                validation.refuse_change(
+                    parameter, group, update.param.family, update.param.numel, "A parameter"
+                )
+        self._schedule.begin(self._make_plan(updates, 1.0, commits=commits))
+
+    def _end_open_step(self) -> None:
+        params, schedule = self._params, self._schedule
+        params.store.pipeline.check_alive()
+        schedule.check_unchanged()
+        late, new_params = collect(self.groups, params, self._own.takes, backward_overlap=True)
+        if not schedule.is_open:
+            if any(isinstance(p.grad, ConsumedGradient) for p in self._parameters()):
+                refuse(Call.STEP, Phase.USED, Phase.USED.value)
+            self._open_step()
+        elif new_params:
+            count = format_count(len(new_params), "parameter")
+            message = (
+                f"{count} got a gradient and had been frozen when"
+                ' backward began: with overlap="backward" updates have begun by then. Unfreeze'
+                " before backward."
+            )
+            raise OptionError(message)
+        commits = schedule.commits
+        whole = params.store.pipeline.whole_step(schedule.held, is_open=True)
+        with self._commits.reporting_errors(commits=commits), whole:
+            updates = [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in late]
+            schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.states)
+            self._count_step()
+        self._commit_step(commits=commits)
+
+    def _check_gradient(self, param: ManagedParam) -> None:
+        if can_update(param.parameter, gradient_on_its_way(param.owner)[0]):
+            return
+        for group in self.groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter is param.owner:
+                    check_due(self.groups, group, index, param)
+
+
+def hook_of(runner: Callable[[], StepRunner | None]) -> Callable[[torch.Tensor], None]:
+    """Return autograd's hook, which hands gradients to ``runner`` while there is one."""
+
+    def on_gradient(parameter: torch.Tensor) -> None:
+        alive = runner()
+        if alive is not None:
+            alive.on_gradient(parameter)
+
+    return on_gradient
+
+
+def collect(
+    groups: Groups,
+    params: ParamTable,
+    takes: Callable[[torch.Tensor], bool],
+    *,
+    backward_overlap: bool = False,
+) -> tuple[list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
+    """Return (group, parameter, gradient) of this step, checked, and parameters without states.
+
+    ``backward_overlap``: gradients may have been handed over already. Raises before anything is
+    changed.
+    """
+    found = []
+    new_params = []
+    for group in groups:
+        validation.check_hyper(group)
+        validation.refuse_torch_keywords(group)
+        for index, parameter in enumerate(group["params"]):
+            gradient = gradient_of(parameter)
+            param = params.find(parameter)
+            if gradient is None:
+                continue
+            if isinstance(gradient, ConsumedGradient):
+                if not backward_overlap:
+                    refuse_used(name_of(groups, group, index))
+                continue
+            if param is None and not takes(parameter):
+                continue
+            shard = shard_of(parameter)
+            if param is not None:
+                param.shard = shard
+            check_due(groups, group, index, param)
+            if param is None:
+                new_params.append(parameter)
+            found.append((group, parameter, gradient_in_order(shard, gradient)))
+    return found, new_params
+
+
+def check_due(
+    groups: Groups, group: dict[str, Any], index: int, param: ManagedParam | None
+) -> None:
+    """Raise for a parameter or a gradient that the kernels cannot take."""
+    shard = shard_of(group["params"][index])
+    parameter = in_order(shard, order_of(shard)) if param is None else param.parameter
+    gradient = gradient_of(group["params"][index])
+    amsgrad = bool(group["amsgrad"])
+    if can_update(parameter, gradient) and (param is None or param.fits(amsgrad=amsgrad)):
+        return
+    name = name_of(groups, group, index)
+    validation.check_parameter(parameter, name)
+    if gradient is not None:
+        validation.check_gradient(parameter, gradient, name)
+    if param is not None:
+        validation.refuse_change(parameter, group, param.family, param.numel, name)
+
+
+def make_plan(
+    updates: list[ParamUpdate], params: ParamTable, states: States, factor: float
+) -> StepPlan:
+    """Round the hyper-parameters once and lay out what the pipeline gets.
+
+    ``factor`` multiplies gradients.
+    """
+    counts = [
+        step_of(
+            update.param,
+            # A mapping that makes what it lacks must make nothing for a gradient that never comes.
+            states[update.param.owner]
+            if update.gradient is not None
+            else states.get(update.param.owner, {}),
+            params.store,
+            begins=update.gradient is not None,
+        )
+        for update in updates
+    ]
+    rows = [_row_of_bystander(param) for param in params.all()]
+    table: dict[tuple[int, float, float], int] = {}
+    scalars: list[tuple[float, ...]] = []
+    for update, count in zip(updates, counts, strict=True):
+        key = (id(update.group), count.item() + 1.0, update.scale)
+        if key not in table:
+            table[key] = len(scalars)
+            scalars.append(scalar_row(update.group, int(key[1]), factor / update.scale))
+        row = _row(update, params.store, table[key], int(key[1]))
+        rows[update.param.number] = row
+    return StepPlan(updates, counts, rows, np.array(scalars, dtype=np.float32).reshape(-1, 9))
+
+
+def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> StepRow:
+    param = update.param
+    # What is not read where it is comes by the feed of its tier.
+    gradient = update.gradient if param.tier is Tier.HOST else None
+    # A function of the parameter and its step alone, so that a resumed run rounds alike.
+    key = (step * _GOLDEN + param.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
+    return StepRow(
+        param.weight,
+        gradient,
+        must_seed(param, store),
+        scalars,
+        key,
+        expected=gradient is None,
+    )
+
+
+def _row_of_bystander(param: ManagedParam) -> StepRow:
+    """Name its weight alone: a commit takes that too."""
+    return StepRow(weight=param.weight)
+
+
+def _nobody() -> None:
+    return None
