@@ -22,6 +22,14 @@ def _share_of_the_cores() -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_rates_are_known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hide what `tensorstow calibrate` measured here: plans are to be the same on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_group_is_left() -> Iterator[None]:
     """Leave no process group to the next file: which file that is differs from run to run."""

@@ -13,6 +13,7 @@ from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 from tensorstow.states.policy import PipelinePolicy
 
 if TYPE_CHECKING:
+    from tensorstow.fsdp.automatic import plan_of
     from tensorstow.fsdp.export import save_safetensors
     from tensorstow.fsdp.stow import stow
 
@@ -26,6 +27,7 @@ __all__ = [
     "StowedOptimizer",
     "Tier",
     "__version__",
+    "plan_of",
     "save_safetensors",
     "stow",
 ]
@@ -41,6 +43,10 @@ def __getattr__(name: str) -> object:
         from tensorstow.fsdp.stow import stow  # noqa: PLC0415
 
         return stow
+    if name == "plan_of":
+        from tensorstow.fsdp.automatic import plan_of  # noqa: PLC0415
+
+        return plan_of
     if name == "save_safetensors":
         from tensorstow.fsdp.export import save_safetensors  # noqa: PLC0415
 

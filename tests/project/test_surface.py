@@ -17,6 +17,7 @@ def test_exported_names() -> None:
         "StowedOptimizer",
         "Tier",
         "__version__",
+        "plan_of",
         "save_safetensors",
         "stow",
     ]

@@ -20,6 +20,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
+from tensorstow.fsdp.automatic import choose_plan, remember_plan
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.gradient_offload import (
     GradientOffload,
@@ -63,7 +64,7 @@ from tensorstow.io.files import ALIGN
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
 from tensorstow.planner.placement import Conditions
-from tensorstow.planner.search import auto_plan
+from tensorstow.planner.search import Asked
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
 
 Path = str | os.PathLike[str] | None
@@ -106,8 +107,11 @@ def stow(  # noqa: PLR0913  # the one door to everything
             (``states``, ``overlap``, ``module``, ``dir``, ...) and returns an optimizer of
             tensorstow: ``partial(tensorstow.AdamW, lr=1e-5)``, or a function that makes parameter
             groups.
-        plan: A ``Plan``. Default: "auto", the first placement that fits ``budget``.
-        budget: The bytes per rank and tier for ``plan="auto"``. Default: None, no limit.
+        plan: A ``Plan``. Default: "auto", the fastest placement that fits ``budget``, by the rates
+            that ``tensorstow calibrate`` measured; without rates the first that fits. What it is
+            and why is logged (INFO), and ``tensorstow.plan_of(model)`` returns it.
+        budget: The bytes per rank and tier for ``plan="auto"``. Default: None, parts of what this
+            machine has free: half of the memory that computes, 0.8 of the rest and of the disk.
         compute_dtype: The dtype of forward and backward; master weights keep the parameters' dtype.
             Default: None, the parameters' dtype.
         dir: The directory of states on disk and commits. Default: None, scratch files.
@@ -132,7 +136,8 @@ def stow(  # noqa: PLR0913  # the one door to everything
     device = current_device()
     chosen = units_of(model, units)
     if plan == "auto":
-        plan = _automatic(chosen, budget or Budget(), device, mesh, optimizer, dir)
+        asked = _asked(chosen, device, mesh, optimizer, dir)
+        plan = choose_plan(asked, chosen, budget, device, dir)
     elif budget is not None:
         message = "budget= was given beside a plan, which says itself what lives where."
         raise OptionError(message)
@@ -141,7 +146,9 @@ def stow(  # noqa: PLR0913  # the one door to everything
     validate_factory(optimizer, _placement_keywords(plan, model, dir))
     if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
         values = InitialValues(weights, init, None, model)
-        return model, _place_whole(_Request(model, chosen, plan, device, values, optimizer, dir))
+        made = _place_whole(_Request(model, chosen, plan, device, values, optimizer, dir))
+        remember_plan(model, plan)
+        return model, made
     validate_parameters(chosen)
     mesh = mesh or make_mesh(device, stage=plan.stage, replicas=plan.replicas)
     validate_mesh(mesh, plan, device)
@@ -152,8 +159,9 @@ def stow(  # noqa: PLR0913  # the one door to everything
     arguments = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype)}
     validate_same_on_ranks({**arguments, **describe_units(chosen)}, group)
     values = InitialValues(weights, init, group, model)
-    request = _Request(model, chosen, plan, device, values, optimizer, dir)
-    return model, _place_sharded(request, sharding)
+    made = _place_sharded(_Request(model, chosen, plan, device, values, optimizer, dir), sharding)
+    remember_plan(model, plan)
+    return model, made
 
 
 def _place_whole(request: _Request) -> StowedAdam:
@@ -261,24 +269,26 @@ def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:
     return DiskPool(BufferPool(place, total, capacity), Prefetcher(plan.prefetch))
 
 
-def _automatic(
+def _asked(
     units: Sequence[Unit],
-    budget: Budget,
     device: torch.device,
     mesh: DeviceMesh | None,
     optimizer: OptimizerFactory,
     directory: Path,
-) -> Plan:
-    """Return the first placement that fits, with what the user has told the optimizer."""
+) -> Asked:
+    """Return what ``plan="auto"`` is to choose for, with what the user has told the optimizer."""
     ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
-    asked = given_keywords(optimizer)
-    states = Tier(asked["states"]) if asked.get("states") in _STATE_TIERS else None
-    sizes = Sizes.of(units, ranks)
+    told = given_keywords(optimizer)
+    states = Tier(told["states"]) if told.get("states") in _STATE_TIERS else None
     here = device.type == "cpu"
-    commits = (directory or asked.get("dir")) is not None and asked.get("durability") != "none"
-    plan = auto_plan(sizes, budget, Conditions(here, commits=commits, states=states))
-    given = {name: asked[name] for name in ("overlap", "accumulation_steps") if name in asked}
-    return plan.but(**given)
+    commits = (directory or told.get("dir")) is not None and told.get("durability") != "none"
+    return Asked(
+        Sizes.of(units, ranks),
+        Budget(),
+        Conditions(here, commits=commits, states=states),
+        Plan(accumulation_steps=told.get("accumulation_steps", 1)),
+        told.get("overlap"),
+    )
 
 
 def _stays_whole(

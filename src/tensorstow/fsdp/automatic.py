@@ -1,0 +1,205 @@
+"""``plan="auto"``: a search by the machine's rates, within its memory where no budget is given."""
+
+import logging
+import os
+import re
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tensorstow.base.budget import Budget
+from tensorstow.base.directories import check_directory, choose_directory
+from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.base.plan import Plan
+from tensorstow.base.profile import Profile, read_profile
+from tensorstow.base.sizes import format_bytes
+from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.sharding import host_group, join_ranks, world_size
+from tensorstow.fsdp.units import Unit
+from tensorstow.io.device_link import is_remote
+from tensorstow.io.local_ranks import local_ranks
+from tensorstow.planner.placement import bytes_of
+from tensorstow.planner.search import Asked, Found, search
+from tensorstow.planner.seconds import MachineRates, MicroBatch
+
+logger = logging.getLogger("tensorstow")
+
+_TOKENS = 2048
+"""Of a micro-batch whose size is not known: enough for an accelerator to be busy."""
+_COMPUTE_PART = 0.5
+"""Of the free memory of the tier that computes: activations, whose size is not known, take some."""
+_OTHER_PART = 0.8
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_plans: "weakref.WeakKeyDictionary[nn.Module, Plan]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What one rank knows of its machine."""
+
+    budget: Budget
+    profile: Profile | None
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """Return the plan that a model was placed by.
+
+    Args:
+        model: A model that ``stow`` has returned.
+
+    Returns:
+        The plan that was given, or that ``plan="auto"`` chose.
+
+    Raises:
+        OptionError: ``stow`` has not placed this model.
+    """
+    found = _plans.get(model)
+    if found is None:
+        message = "plan_of() was called for a model that stow() did not place."
+        raise OptionError(message)
+    return found
+
+
+def remember_plan(model: nn.Module, plan: Plan) -> None:
+    """Keep the plan of a model for ``plan_of``.
+
+    Args:
+        model: The placed model.
+        plan: Its plan.
+    """
+    _plans[model] = plan
+
+
+def choose_plan(
+    asked: Asked,
+    units: Sequence[Unit],
+    budget: Budget | None,
+    device: torch.device,
+    directory: str | os.PathLike[str] | None,
+) -> Plan:
+    """Return the plan that ``plan="auto"`` stands for, and log what was chosen, and why.
+
+    Ranks agree: each tier has what the rank with least of it has, and rates are rank 0's.
+
+    Args:
+        asked: The model and what the user said, without budget and rates.
+        units: The model's.
+        budget: What the user gave; None: the machine is the budget.
+        device: What computes.
+        directory: Of states on disk; None: one is chosen.
+
+    Raises:
+        BudgetError: No placement fits; it says what is short.
+    """
+    own = machine_budget(units, device, directory) if budget is None else budget
+    known = _agree(_Known(own, read_profile()), device)
+    parameters = sum(n for _, n in asked.sizes.trained) * asked.sizes.ranks
+    batch = MicroBatch.estimate(parameters, _TOKENS)
+    asked = replace(asked, budget=known.budget, batch=batch)
+    found = _search(asked, known.profile, device, directory)
+    _log(found, asked, told="given" if budget is not None else "of this machine")
+    return found.chosen.plan
+
+
+def machine_budget(
+    units: Iterable[Unit], device: torch.device, directory: str | os.PathLike[str] | None
+) -> Budget:
+    """Return what one rank may use of this machine: parts of what is free now.
+
+    Args:
+        units: The model's, whose parameters' memory is free for them.
+        device: What computes.
+        directory: Of states on disk; None: one is chosen.
+    """
+    ranks = local_ranks().count
+    here = device.type == "cpu"
+    parameters = [p for unit in units for p in unit.parameters.values()]
+    own = sum(p.nbytes for p in parameters if p.device.type == "cpu")
+    host = (_COMPUTE_PART if here else _OTHER_PART) * (free_host_bytes() / ranks + own)
+    there = None
+    if not here:
+        free, _ = torch.accelerator.get_memory_info(device)
+        there = int(_COMPUTE_PART * (free + sum(p.nbytes for p in parameters if is_remote(p))))
+    try:
+        facts = choose_directory() if directory is None else check_directory(Path(directory))
+    except DirectoryError:  # it is not made yet, or none will do: whoever opens it says why
+        return Budget(there, int(host), None if directory is not None else 0)
+    return Budget(there, int(host), int(_OTHER_PART * facts.free_bytes / ranks))
+
+
+def free_host_bytes() -> int:
+    """Return the host memory that this process may still take, by the system and its cgroup."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(_MEMINFO), re.MULTILINE)
+    free = (
+        int(found[1]) << 10 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    )
+    limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
+    if limit.isdecimal() and used.isdecimal():
+        free = min(free, max(int(limit) - int(used), 0))
+    return free
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _agree(own: _Known, device: torch.device) -> _Known:
+    """Return what all ranks can use. Collective."""
+    if world_size() == 1:
+        return own
+    join_ranks(device)
+    group = host_group()
+    everybody: list[_Known] = [own for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everybody, own, group=group)
+    least = {}
+    for tier in Tier:
+        sizes = [n for each in everybody if (n := each.budget.bytes_of(tier)) is not None]
+        least[str(tier)] = min(sizes, default=None)
+    return _Known(Budget(**least), everybody[0].profile)
+
+
+def _search(
+    asked: Asked,
+    profile: Profile | None,
+    device: torch.device,
+    directory: str | os.PathLike[str] | None,
+) -> Found:
+    if profile is None:
+        logger.info("no rates of this machine are known: `tensorstow calibrate` measures them")
+        return search(asked)
+    disk = profile.rates_of(None if directory is None else Path(directory))
+    machine = MachineRates(profile, device.type, disk)
+    try:
+        return search(replace(asked, machine=machine))
+    except OptionError as error:
+        logger.info('plan="auto" looks at bytes only: %s', error)
+        return search(asked)
+
+
+def _log(found: Found, asked: Asked, *, told: str) -> None:
+    """Log one table: what was chosen, what it holds, and why the others were not."""
+    plan = found.chosen.plan
+    lines = [f'plan="auto" chose {_name(plan)}, within the memory {told}:']
+    for tier, nbytes in bytes_of(plan, asked.sizes, asked.conditions).items():
+        limit = asked.budget.bytes_of(tier)
+        most = "no limit" if limit is None else format_bytes(limit)
+        lines.append(f"  {tier:<8}{format_bytes(nbytes):>12} of {most}")
+    lines += [
+        f"  not {_name(each.plan)}: {found.reason(each)}"
+        for each in found.tried
+        if each is not found.chosen
+    ]
+    logger.info("\n".join(lines))
+
+
+def _name(plan: Plan) -> str:
+    return f"parameters={plan.parameters}, states={plan.states}, overlap={plan.overlap}"
