@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.fsdp.units import Unit
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.tensors.placeholder import ConsumedGradient
+from tensorstow.tensors.placeholder import LEAVE, ConsumedGradient
 
 _INCOMPLETE = (
     "behind a backward that did not end: some parameters have their gradients and others lost them."
@@ -228,8 +228,5 @@ class MicroBatches:
 
 def _advice(gradients: Iterable[torch.Tensor | None]) -> str:
     if any(isinstance(gradient, ConsumedGradient) for gradient in gradients):
-        return (
-            'With overlap="backward" updates by some have begun: call resume(), which goes back to'
-            " the last commit of a run that has dir=; a run without one begins anew."
-        )
+        return f'With overlap="backward" updates by some have begun: {LEAVE}.'
     return "Call zero_grad() and go on with the next batch."

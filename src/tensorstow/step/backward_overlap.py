@@ -23,7 +23,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.io.device_link import DeviceEvent
 from tensorstow.step.chunk_order import by_last
 from tensorstow.step.gradient_feed import Beside
-from tensorstow.step.legal_calls import LEAVE, Call, Phase, require
+from tensorstow.step.legal_calls import Call, Phase, require
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.publish import deliver, hide, shadow
@@ -31,7 +31,7 @@ from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import States, record_step, scalars_of
 from tensorstow.step.validation import refuse_scaling
 from tensorstow.tensors.dtensor import gradient_in_order, gradient_on_its_way, order_of, shard_of
-from tensorstow.tensors.placeholder import WAYS_OUT, ConsumedGradient, refuse_used
+from tensorstow.tensors.placeholder import LEAVE, WAYS_OUT, ConsumedGradient, refuse_used
 
 WINDOW_BYTES = 64 << 20
 """Of gradients that wait for their update."""

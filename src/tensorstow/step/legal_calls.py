@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NoReturn, Protocol
 
 from tensorstow.base.errors import OptionError
+from tensorstow.tensors.placeholder import LEAVE
 
 
 class Phase(Enum):
@@ -45,10 +46,6 @@ LEGAL: dict[Phase, frozenset[Call]] = {
     Phase.BROKEN: _ENDS,
 }
 
-LEAVE = (
-    "resume() drops what has come and goes back to the last commit of a run that has dir=; without"
-    " one, close() this optimizer and load a checkpoint into the model and a new one"
-)
 _WAYS: dict[Phase, str] = {
     Phase.USED: "Call zero_grad() first, then backward.",
     Phase.RUNNING: "Let backward end, then call step().",

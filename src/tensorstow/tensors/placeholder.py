@@ -55,10 +55,14 @@ class Placeholder(torch.Tensor):
         return cls(args[0])
 
 
+LEAVE = (
+    "resume() drops what has come and goes back to the last commit of a run that has dir=; without"
+    " one, close() this optimizer and load a checkpoint into the model and a new one"
+)
+"""How a step beside backward is given up."""
 WAYS_OUT = (
     "Behind a backward that has ended step() is next, and zero_grad() behind that. Where it did not"
-    " end, resume() goes back to the last commit of a run that has dir=; without one, close() this"
-    " optimizer and load a checkpoint into the model and a new one."
+    f" end, {LEAVE}."
 )
 """What to do about gradients that were used, for who does not know the optimizer's phase."""
 
