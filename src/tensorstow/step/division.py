@@ -60,6 +60,11 @@ class Division:
         """Return whether the share stays what it is."""
         return not self._trial
 
+    @property
+    def chosen(self) -> float | None:
+        """Return the share of "auto" when it has measured: one side is not needed any more."""
+        return self.share if self._update_on == "auto" and self.is_settled else None
+
     def note(self, host: Took, device: Took, *, commits: bool) -> None:
         """Take what a step was like; the next one may have another share."""
         unlike, self._committed = commits and not self._committed, commits

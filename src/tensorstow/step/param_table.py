@@ -140,6 +140,7 @@ class ParamTable:
         Not ``whole``: only those that a step which commits nothing looks at.
         """
         whole = self._divide() or whole
+        self._let_go_of_a_side()
         self._refresh(m for m in self._numbered if whole or m.needs_host_weight)
 
     def _refresh(self, managed: Iterable[ManagedParam]) -> None:
@@ -298,14 +299,14 @@ class ParamTable:
             for param, host_weight in zip(group, host_weights, strict=True):
                 param.hold_on_device(host_weight)
         known = {param.number: param.on_host for param in self._on_device()}
-        where = self.offload_policy.update_on
+        where, chosen = self.offload_policy.update_on, self.division.chosen
         self.device_feeds = []
-        if where != "device":
+        if where != "device" and chosen != 1.0:
             feed = DeviceFeed(link, pipeline, chunks, known)
             self.device_feeds = [feed]
             pipeline.lent.append(feed.staging)
             self._blocks.add(feed.staging)
-        if reaches_device(where):
+        if reaches_device(where) and chosen != 0.0:
             updater = DeviceUpdater(link, pipeline, chunks, known, self.store.streams_at)
             self.updaters = [updater]
             self._blocks.add(updater.tables)
@@ -315,6 +316,26 @@ class ParamTable:
             self._divide()
             if before is not None:
                 self._share = before  # where it is another one now, refresh() fetches what moves
+        else:
+            self.updaters = []
+
+    def _let_go_of_a_side(self) -> None:
+        """Give back the memory of the side that "auto" has not chosen, between steps."""
+        chosen = self.division.chosen
+        if chosen is None or not (self.device_feeds and self.updaters):
+            return
+        if chosen == 0.0:
+            self.updaters = []
+            self.path = self._path_of_feeds()
+            return
+        pipeline = self.store.pipeline
+        for feed in self.device_feeds:
+            pipeline.lent.remove(feed.staging)
+        self.device_feeds = []
+        (updater,) = self.updaters
+        self.path = DeviceUpdates(
+            self._link, pipeline, self.store.chunks, [], updater, self.division
+        )
 
     def _path_of_feeds(self) -> StepFeeds:
         """Return one feed for each tier that has weights."""

@@ -18,6 +18,7 @@ from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step import param_table
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_update import DeviceUpdater
+from tensorstow.step.division import Division, Took
 from tensorstow.step.sides import DeviceUpdates
 
 CHUNK = 1024
@@ -174,6 +175,54 @@ def test_what_did_not_fit_as_it_joined_is_updated_once_it_does(
     want = joined(None, monkeypatch, add)
     got = joined(where, monkeypatch, add_twice)
     assert all(map(same, got, want))
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_auto_gives_back_what_the_other_side_had(
+    dtype: str,
+    there: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And goes on with new parameters on the side that it has chosen."""
+    note = Division.note
+
+    def faster(self: Division, host: Took, device: Took, *, commits: bool) -> None:
+        seconds = (2.0, 1.0) if there else (1.0, 2.0)
+        host, device = Took(host.elements, seconds[0]), Took(device.elements, seconds[1])
+        note(self, host, device, commits=commits)
+
+    def both(net: Vectors, other: Vectors, optimizer: AdamW) -> list[tuple[bool, bool]]:
+        held = []
+        for step in range(8):
+            optimizer.zero_grad()
+            torch.autograd.backward(net() + other())
+            if step == 6:
+                optimizer.add_param_group({"params": list(other.parameters())})
+            optimizer.step()
+            memory = optimizer.memory()
+            held.append((memory.staging_bytes > 0, memory.device_bytes > 0))
+        return held
+
+    kind = DTYPES[dtype]
+    want, net = Vectors(SIZES, kind), Vectors(SIZES, kind)
+    others = Vectors(SIZES, kind, seed=1), Vectors(SIZES, kind, seed=1)
+    reference = make(want)
+    both(want, others[0], reference)
+    make_remote(monkeypatch)
+    monkeypatch.setattr(Division, "note", faster)
+    optimizer = make(net, update_on="auto")
+    held = both(net, others[1], optimizer)
+    assert held == [(True, True)] * 4 + [(not there, there)] * 4
+    feeds = optimizer._params().device_feeds
+    stagings = {id(feed.staging) for feed in feeds}
+    lent = optimizer._states().pipeline.lent
+    assert there == (not stagings)
+    assert stagings <= {id(block) for block in lent}
+    assert same(net, want)
+    assert same(others[1], others[0])
+    assert same_states(optimizer, reference)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
