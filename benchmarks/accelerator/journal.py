@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 Entry = dict[str, Any]
+_ALWAYS = {"kind", "process", "machine"}
+"""What each entry has; a file of an older form has others."""
 _KIND = ("accelerator", "torch", "cpu", "cores")
 """The facts of a machine (``measure.machine_facts``) that are alike on machines of one kind."""
 
@@ -69,9 +71,11 @@ def _plain(entry: Entry) -> Entry:
 
 
 def _read(path: Path) -> Iterator[Entry]:
+    """Yield what can be read: not a line that was cut off, nor one of an older form."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        yield entry
+        if isinstance(entry, dict) and entry.keys() >= _ALWAYS:
+            yield entry

@@ -380,6 +380,17 @@ def test_processes_are_compared_by_their_anchor(taken: Taken) -> None:
     assert a.seconds == [10.0, 10.0]
 
 
+def test_lines_of_an_older_form_or_cut_off_are_left_out(taken: Taken) -> None:
+    older = [{"kind": "end", "way": "a", "seconds": [1.0]}, {"kind": "end", "process": 7}, 3]
+    taken.path.write_text("".join(f"{json.dumps(line)}\n" for line in older) + '{"kind": "e')
+    add_seconds(taken.journal(), compute=2.0, a=5.0)
+    for machine in (HERE, None):
+        journal = taken.journals.Journal(taken.path, machine)
+        assert journal.process == 2
+        (a,) = taken.rounds.outcomes_of([taken.rounds.COMPUTE, taken.way("a")], journal)[1:]
+        assert a.seconds == [5.0]
+
+
 @pytest.mark.parametrize("fact", HERE)
 def test_another_kind_of_machine_is_not_compared(taken: Taken, fact: str) -> None:
     ways = [taken.rounds.COMPUTE, taken.way("a")]
