@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorstow.base.budget import Budget
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import DirectoryError, OptionError, advice_for
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import parse_size
-from tensorstow.cli.output import add_json, print_json
+from tensorstow.cli.output import add_json, make_console, print_json, print_line
 from tensorstow.cli.plan_output import print_plan
+from tensorstow.cli.plan_page import compose
 from tensorstow.cli.plan_recipes import code_of, deepspeed_of, fields_of, gemini_of
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.models import KNOWN, NamedModel, build_model
@@ -79,17 +80,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tbw", metavar="SIZE", help="bytes that a drive may be written, 600TB say: its lifetime"
     )
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write a page with tiers and timeline, too"
+    )
     add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     facts = examine(given)
+    if given.html is not None:
+        _write(given.html, compose(facts))
     if given.json:
         print_json(facts)
-    else:
-        print_plan(facts)
+        return 0
+    print_plan(facts)
+    if given.html is not None:
+        print_line(make_console(), f"\ndrawn in {given.html}")
     return 0
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        message = f"--html {path} was given: {error.strerror}. {advice_for(error.errno or 0)}"
+        raise DirectoryError(message) from error
 
 
 def examine(given: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.output import make_console, print_facts, print_line, print_table
 
 _LABEL_COLUMNS = 14
+_SIZES = ("ram_budget", "buffer_pool_bytes")
 
 
 def print_plan(facts: dict[str, Any]) -> None:
@@ -17,14 +18,14 @@ def print_plan(facts: dict[str, Any]) -> None:
         facts: Plain values.
     """
     console = make_console()
-    print_facts(console, [*_model(facts), *_time(facts), *_disk(facts)], _LABEL_COLUMNS)
+    print_facts(console, describe(facts), _LABEL_COLUMNS)
     console.print()
     print_table(console, ["tier", "what", "bytes of one rank", "budget"], _rows(facts))
     others = [each for each in facts["tried"] if each["reason"] != "chosen"]
     if others:
         console.print("\n[bold]other placements[/]")
     for each in others:
-        print_line(console, f"  {_placement(each['plan'])}: {each['reason']}")
+        print_line(console, f"  {placement_of(each['plan'])}: {each['reason']}")
     console.print("\n[bold]to run it[/]")
     for line in facts["code"]:
         print_line(console, f"  {line}")
@@ -33,6 +34,15 @@ def print_plan(facts: dict[str, Any]) -> None:
     console.print("\n[bold]with Gemini's arguments[/]")
     for line in facts["gemini"] or ["they cannot say it: its parameters are on device and host"]:
         print_line(console, f"  {line}")
+
+
+def describe(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return labels and texts of the model, its placement, its times and the disk's wear.
+
+    Args:
+        facts: What ``plan.examine`` returned.
+    """
+    return [*_model(facts), *_time(facts), *_disk(facts)]
 
 
 def _model(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -44,7 +54,7 @@ def _model(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "model", f"{model['name']}: {counted}, {model['units']} units of up to {largest}"
     yield "ranks", str(model["ranks"])
     yield "activations", _activations(facts["activations"])
-    yield "placement", _placement(facts["plan"])
+    yield "placement", placement_of(facts["plan"])
 
 
 def _time(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -55,9 +65,11 @@ def _time(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if step is None:
         yield "seconds", "not predicted: say --batch and --seq"
     else:
-        phases = ", ".join(f"{each['name']} {_seconds(each['seconds'])}" for each in step["phases"])
-        yield "step", f"{_seconds(step['seconds'])}: {phases}"
-        busy = ", ".join(f"{name} {_seconds(each)}" for name, each in step["busy"].items())
+        phases = ", ".join(
+            f"{each['name']} {show_seconds(each['seconds'])}" for each in step["phases"]
+        )
+        yield "step", f"{show_seconds(step['seconds'])}: {phases}"
+        busy = ", ".join(f"{name} {show_seconds(each)}" for name, each in step["busy"].items())
         yield "bound by", f"{step['binding']} (at work in a step: {busy})"
         rate = f"{step['tokens_per_second']:,.0f} tokens/s"
         yield "tokens", f"{step['tokens']:,} per step, {rate}"
@@ -82,7 +94,12 @@ def _disk(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "wear", f"a drive for {limit} lasts {disk['steps_until_worn']:,} steps"
 
 
-def _seconds(seconds: float) -> str:
+def show_seconds(seconds: float) -> str:
+    """Return seconds as people read them.
+
+    Args:
+        seconds: Seconds.
+    """
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
@@ -95,9 +112,14 @@ def _activations(traced: dict[str, Any] | None) -> str:
     )
 
 
-def _placement(plan: dict[str, Any]) -> str:
+def placement_of(plan: dict[str, Any]) -> str:
+    """Return where everything lives, in words.
+
+    Args:
+        plan: The fields of a plan.
+    """
     rest = "".join(
-        f", {name} {format_bytes(value) if name == 'buffer_pool_bytes' else value}"
+        f", {name} {format_bytes(value) if name in _SIZES else value}"
         for name, value in plan.items()
         if name not in {"parameters", "states"}
     )

@@ -24,6 +24,7 @@ def fields_of(plan: Plan) -> dict[str, Any]:
     for name, usual in (
         ("overlap", "none"),
         ("accumulation_steps", 1),
+        ("ram_budget", None),
         ("buffer_pool_bytes", None),
     ):
         if getattr(plan, name) != usual:
@@ -91,6 +92,8 @@ def gemini_of(plan: Plan, dtype: torch.dtype, directory: str | None) -> list[str
     disk = ""
     if plan.states == Tier.DISK:
         disk = f", nvme_offload_fraction=1.0, nvme_offload_dir={directory or ANY_DIRECTORY!r}"
+        if plan.ram_budget is not None:
+            disk += f", ram_budget={plan.ram_budget}"
     return [
         "from tensorstow.colossalai import HybridAdam, booster",
         f"optimizer = HybridAdam(model.parameters(), lr={_LR}{disk})",

@@ -47,6 +47,7 @@ from tensorstow.fsdp.validation import (
     describe_units,
     given_keywords,
     stays_on_device,
+    takes,
     validate_arguments,
     validate_budget,
     validate_device,
@@ -287,7 +288,8 @@ def _asked(
         Budget(),
         Conditions(here, commits=commits, states=states),
         Plan(accumulation_steps=told.get("accumulation_steps", 1)),
-        told.get("overlap"),
+        told.get("overlap", None if takes(optimizer, "overlap") else "none"),
+        spend="ram_budget" not in told and takes(optimizer, "ram_budget"),
     )
 
 

@@ -315,6 +315,20 @@ def _never(name: str) -> bool:
     return False
 
 
+def takes(optimizer: OptimizerFactory, name: str) -> bool:
+    """Return whether the optimizer's function takes a keyword.
+
+    Args:
+        optimizer: What makes the optimizer.
+        name: The keyword.
+    """
+    try:
+        taken = inspect.signature(optimizer).parameters
+    except ValueError:  # ``validate_factory`` says why
+        return False
+    return name in taken or any(p.kind == inspect.Parameter.VAR_KEYWORD for p in taken.values())
+
+
 def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> None:
     """Check that the optimizer's function takes the plan's keywords and contradicts none.
 

@@ -9,9 +9,10 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap
-from tensorstow.planner.placement import Conditions, fit
+from tensorstow.planner.placement import Conditions, bytes_of, fit, states_of
 from tensorstow.planner.seconds import MachineRates, MicroBatch, StepTime, time_of
 from tensorstow.planner.sizes import Sizes
+from tensorstow.states.layout import DEFAULT_RING_BYTES
 
 _GAIN = 0.02
 """A plan that is faster than a simpler one by less than this part is not worth it."""
@@ -63,6 +64,9 @@ class Asked:
     """Says what a search leaves as it is: micro-batches, stage, replicas."""
     overlap: Overlap | None = None
     """Where the user says when updates run; None: the search says it."""
+    spend: bool = True
+    """Whether host memory that the budget leaves may hold states of a plan that has them on disk
+    (``Plan.ram_budget``)."""
     batch: MicroBatch | None = None
     machine: MachineRates | None = None
     """None: no rates are known, and the first placement that fits is chosen."""
@@ -143,9 +147,27 @@ def _try_all(asked: Asked) -> Iterator[Alternative]:
     for plan in candidates(asked):
         found = _try(plan, asked)
         yield found
-        timed = found.step is not None and asked.overlap is None
-        if timed and plan.parameters != Tier.DISK:
-            yield from (_try(plan.but(overlap=each), asked) for each in ("forward", "backward"))
+        if found.step is None:
+            continue
+        spent = _spend(found.plan, asked)
+        if spent is not None:
+            yield _try(spent, asked)
+        if asked.overlap is None and plan.parameters != Tier.DISK:
+            for overlap in ("forward", "backward"):
+                yield _try((spent or plan).but(overlap=overlap), asked)
+
+
+def _spend(plan: Plan, asked: Asked) -> Plan | None:
+    """Return a plan whose states on disk have what the budget leaves of HOST; None: nothing."""
+    limit = asked.budget.bytes_of(Tier.HOST)
+    if not asked.spend or limit is None or plan.states != Tier.DISK or plan.ram_budget is not None:
+        return None
+    held = states_of(plan, asked.sizes, asked.conditions)
+    left = limit - bytes_of(plan, asked.sizes, asked.conditions)[Tier.HOST]
+    least = max(DEFAULT_RING_BYTES, held.ring_bytes)
+    if left < DEFAULT_RING_BYTES:
+        return None
+    return plan.but(ram_budget=least + min(left - (least - held.ring_bytes), held.logical_bytes))
 
 
 def _try(plan: Plan, asked: Asked) -> Alternative:

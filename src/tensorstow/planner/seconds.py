@@ -72,7 +72,9 @@ class StepWork:
     """From disk, in forward and backward."""
     parameters_written: int
     up: int
-    """From host memory to the accelerator."""
+    """From host memory to the accelerator, in forward and backward."""
+    updated_up: int
+    """New weights of parameters that are on the accelerator, behind their update."""
     down: int
 
     @property
@@ -170,7 +172,8 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
         written,
         passes * (sum(on_disk) - kept),
         sum(unit.gradient_bytes for unit in units_on(Tier.DISK, plan, sizes)),
-        passes * below + updated_up if away else 0,
+        passes * below if away else 0,
+        updated_up if away else 0,
         plan.accumulation_steps * sizes.gradient_bytes if away else 0,
     )
 
@@ -219,7 +222,7 @@ def time_of(
     on = "cores" if conditions.device_is_host else "accelerator"
     update = sum(n / _rate(key, machine) for key, n in work.updates.items())
     reads, writes, states = _disk_seconds(work, machine)
-    up, down = _link_seconds(work, machine)
+    up, new, down = _link_seconds(work, machine)
     forward = {on: _FORWARD * compute, "disk": reads / 2, "link up": up / 2}
     backward = {
         on: (1 - _FORWARD) * compute,
@@ -227,7 +230,7 @@ def time_of(
         "link up": up / 2,
         "link down": down,
     }
-    step = {"cores": update, "disk": states + writes}
+    step = {"cores": update, "disk": states + writes, "link up": new}
     if reaches_device(plan.update_on):
         message = f"update_on={plan.update_on!r} was given: seconds are of updates on the host."
         raise OptionError(message)
@@ -283,15 +286,15 @@ def _disk_seconds(work: StepWork, machine: MachineRates) -> tuple[float, float, 
     return work.parameters_read / disk.read, work.parameters_written / disk.write, states
 
 
-def _link_seconds(work: StepWork, machine: MachineRates) -> tuple[float, float]:
-    """Return the seconds of copies up and down."""
-    if not work.up and not work.down:
-        return 0.0, 0.0
+def _link_seconds(work: StepWork, machine: MachineRates) -> tuple[float, float, float]:
+    """Return the seconds of copies up, of those of new weights, and of copies down."""
+    if not (work.up or work.updated_up or work.down):
+        return 0.0, 0.0, 0.0
     link = machine.profile.link
     if link is None:
         message = "The profile has no link to an accelerator: run `tensorstow calibrate` there."
         raise OptionError(message)
-    return work.up / link.up, work.down / link.down
+    return work.up / link.up, work.updated_up / link.up, work.down / link.down
 
 
 def _sum(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -173,9 +173,12 @@ def test_states_on_disk_wear_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     trained = 19 << 20
     disk = found["disk"]
     assert isinstance(disk, dict)
-    assert disk["written_bytes"] == 8 * trained
-    assert disk["steps_until_worn"] == 10**12 // (8 * trained)
-    assert found["plan"] == {"parameters": "host", "states": "disk", "overlap": "forward"}
+    assert 0 < disk["written_bytes"] < 8 * trained  # the budget leaves room for some
+    assert disk["steps_until_worn"] == 10**12 // disk["written_bytes"]
+    plan = found["plan"]
+    assert isinstance(plan, dict)
+    assert plan.pop("ram_budget") > 48 << 20
+    assert plan == {"parameters": "host", "states": "disk", "overlap": "forward"}
     even = found["break_even"]
     assert isinstance(even, dict)
     moved = (disk["written_bytes"] + disk["read_bytes"]) / 1e9
@@ -185,7 +188,7 @@ def test_states_on_disk_wear_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert f"a drive for 1 TB lasts {disk['steps_until_worn']:,} steps" in printed
     assert f"{even['tokens']:,} tokens per step" in printed
-    assert "overlap backward: " in printed
+    assert "overlap backward" in printed
     assert "clipping and loss scaling are refused" in printed
 
 

@@ -35,6 +35,7 @@ def test_the_command_line_is_frozen() -> None:
             "--dtype",
             "--help",
             "--host",
+            "--html",
             "--json",
             "--profile",
             "--seq",

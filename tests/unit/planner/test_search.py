@@ -24,7 +24,7 @@ def test_without_rates_the_first_that_fits_is_chosen() -> None:
 
 
 def test_rates_choose_when_updates_run() -> None:
-    asked = Asked(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, machine=CPU)
+    asked = Asked(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, spend=False)
     slow = replace(CPU, disk=replace(DISK, mixed=G, write=G))
     found = search(replace(asked, machine=slow))
     assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "forward")
@@ -38,6 +38,25 @@ def test_rates_choose_when_updates_run() -> None:
     beside = next(each for each in found.tried if each.plan.overlap == "backward" and each.step)
     assert "clipping" in found.reason(beside)
     assert "of HOST short" in found.reason(found.tried[0])
+
+
+def test_memory_that_is_left_holds_states() -> None:
+    left = 4 * G
+    host = 2 * UNITS * G + left
+    for machine, conditions in ((CPU, HERE), (CUDA, AWAY)):
+        slow = replace(machine, disk=replace(DISK, mixed=G / 4, write=G / 4))
+        budget = Budget(device=0 if machine is CPU else None, host=host)
+        asked = Asked(SIZES, budget, conditions, batch=BATCH, machine=slow)
+        found = search(asked)
+        plan = found.chosen.plan
+        assert plan.states == Tier.DISK
+        held = bytes_of(plan, SIZES, conditions)[Tier.HOST]
+        assert host - (64 << 20) < held <= host  # whole chunks
+        alone = search(replace(asked, spend=False)).chosen
+        assert alone.plan.ram_budget is None
+        assert found.chosen.step is not None
+        assert alone.step is not None
+        assert found.chosen.step.seconds < alone.step.seconds
 
 
 def test_in_memory_nothing_is_gained_beside_the_same_cores() -> None:

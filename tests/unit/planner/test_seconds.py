@@ -86,7 +86,10 @@ def test_an_accelerator_waits_for_its_link() -> None:
     beside = time_of(plan.but(overlap="backward"), SIZES, AWAY, BATCH, CUDA)
     assert beside.seconds == pytest.approx(1 + UPDATE)  # the cores do not compute
     on_device = work_of(Plan(Tier.DEVICE), SIZES, AWAY)
-    assert (on_device.up, on_device.down) == (UNITS * G, UNITS * G)
+    assert (on_device.up, on_device.updated_up, on_device.down) == (0, UNITS * G, UNITS * G)
+    behind = time_of(Plan(Tier.DEVICE), SIZES, AWAY, BATCH, CUDA)
+    assert behind.phases[0].loads == pytest.approx({"accelerator": 1})
+    assert behind.phases[2].loads == pytest.approx({"cores": UPDATE, "link up": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""`tensorstow plan --html`: the tiers and the phases of a step as one self-contained page."""
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from tensorstow.base.sizes import format_bytes
+from tensorstow.cli.plan_output import describe, placement_of, show_seconds
+from tensorstow.report.page import document
+
+_STYLE = """
+.bar{display:flex;height:2.2em;border-radius:4px;overflow:hidden;background:#8883;position:relative}
+.bar>span{min-width:1px}
+.lane{display:grid;grid-template-columns:11em 1fr;gap:.6em;align-items:center;margin:.25em 0}
+.lane .bar{height:1.5em;border-radius:3px;background:none}
+.lane .gap{background:#8882}
+.lane .cell{display:flex;background:#8882;border-right:2px solid #8886}
+.items{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.2em 1.2em;margin:.4em 0 1.2em}
+.items i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}
+.marks{display:flex;font-size:.85em}
+.marks span{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
+@media(max-width:600px){.lane{grid-template-columns:1fr;gap:0}.marks{font-size:.75em}}
+"""
+_COLORS = (
+    "#2f7fb5", "#cf8a1d", "#1f9484", "#a9659f", "#6f953c", "#c4553f", "#6c7fa6", "#8a919c",
+)  # fmt: skip
+_LABELLED = 15
+"""Per cent of a step: a phase that is shorter has no room for its name."""
+_LANE_COLORS = {
+    "cores": "#6c7fa6",
+    "accelerator": "#6f953c",
+    "disk": "#2f7fb5",
+    "link up": "#cf8a1d",
+    "link down": "#1f9484",
+}
+
+
+def compose(facts: dict[str, Any]) -> str:
+    """Return the page.
+
+    Args:
+        facts: What ``plan.examine`` returned.
+    """
+    name = facts["model"]["name"]
+    told = (f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in describe(facts))
+    body = [
+        f"<style>{_STYLE}</style>",
+        f"<h1>The plan of {escape(name)}</h1>",
+        f"<dl>{''.join(told)}</dl>",
+        "<h2>Memory of one rank</h2>",
+        *_tiers(facts),
+        "<h2>One step</h2>",
+        *_timeline(facts["step"]),
+        "<h2>Other placements</h2>",
+        f"<dl>{''.join(_others(facts))}</dl>",
+        "<h2>To run it</h2>",
+        f"<pre>{escape(chr(10).join(facts['code']))}</pre>",
+    ]
+    return document(f"tensorstow plan: {name}", "\n".join(body))
+
+
+def _tiers(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield a bar for each tier that holds something; its length is the budget."""
+    purposes = list(dict.fromkeys(item["what"] for item in facts["held"]))
+    color = {what: _COLORS[turn % len(_COLORS)] for turn, what in enumerate(purposes)}
+    for tier, total in facts["tiers"].items():
+        items = [item for item in facts["held"] if item["tier"] == tier]
+        if not items:
+            continue
+        limit = total["budget"]
+        whole = max(limit or 0, total["bytes"])
+        most = "no limit" if limit is None else format_bytes(limit)
+        yield f"<h3>{tier.upper()}: {format_bytes(total['bytes'])} of {most}</h3>"
+        parts = (_part(item, whole, color) for item in items)
+        yield f'<div class="bar">{"".join(parts)}</div>'
+        labels = (
+            f'<li><i style="background:{color[item["what"]]}"></i>'
+            f"{escape(item['what'])} {format_bytes(item['bytes'])}</li>"
+            for item in items
+        )
+        yield f'<ul class="items">{"".join(labels)}</ul>'
+
+
+def _part(item: dict[str, Any], whole: int, color: dict[str, str]) -> str:
+    share = 100 * item["bytes"] / whole
+    title = escape(f"{item['what']}: {format_bytes(item['bytes'])}", quote=True)
+    return (
+        f'<span title="{title}" style="width:{share:.3f}%;background:{color[item["what"]]}"></span>'
+    )
+
+
+def _timeline(step: dict[str, Any] | None) -> Iterator[str]:
+    """Yield a lane for each resource: how much of each phase it works."""
+    if step is None:
+        yield '<p class="faint">Not predicted: it needs rates, --batch and --seq.</p>'
+        return
+    total = show_seconds(step["seconds"])
+    bound = f"<em>{escape(step['binding'])}</em>"
+    yield f"<p>{total}; most of it waits for {bound}. A lane shows its work in each phase.</p>"
+    phases = step["phases"]
+    widths = [100 * phase["seconds"] / step["seconds"] for phase in phases]
+    names = (
+        f"{escape(phase['name'])} {show_seconds(phase['seconds'])}" if width > _LABELLED else ""
+        for phase, width in zip(phases, widths, strict=True)
+    )
+    marks = (
+        f'<span title="{name}" style="width:{width:.3f}%">{name}</span>'
+        for name, width in zip(names, widths, strict=True)
+    )
+    yield f'<div class="lane"><span></span><div class="marks">{"".join(marks)}</div></div>'
+    for lane, busy in step["busy"].items():
+        cells = []
+        for phase, width in zip(phases, widths, strict=True):
+            share = 100 * phase["busy"].get(lane, 0.0) / phase["seconds"]
+            inner = f'<span style="width:{share:.3f}%;background:{_LANE_COLORS[lane]}"></span>'
+            cells.append(f'<span class="cell" style="width:{width:.3f}%">{inner}</span>')
+        label = f"{escape(lane)} {show_seconds(busy)}"
+        yield f'<div class="lane"><span>{label}</span><div class="bar">{"".join(cells)}</div></div>'
+
+
+def _others(facts: dict[str, Any]) -> Iterator[str]:
+    for each in facts["tried"]:
+        if each["reason"] != "chosen":
+            yield f"<dt>{escape(placement_of(each['plan']))}</dt><dd>{escape(each['reason'])}</dd>"

@@ -1,0 +1,66 @@
+"""`tensorstow plan --html`: one file with the tiers and the phases of a step."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from machines import PROFILE
+from tensorstow.cli.main import main
+
+MODEL = f"{__name__}:build"
+
+
+def build() -> nn.Module:
+    """Return a few blocks."""
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+
+
+@pytest.fixture
+def rates(tmp_path: Path) -> str:
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(PROFILE.as_dict()))
+    return str(file)
+
+
+def test_a_page_shows_tiers_and_other_placements(
+    tmp_path: Path, rates: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "plan.html"
+    options = ["--host", "32MiB", "--disk", "1GiB", "--html", str(page), "--profile", rates]
+    assert main(["plan", MODEL, *options]) == 0
+    assert f"{page}" in capsys.readouterr().out
+    text = page.read_text()
+    assert "HOST: 32.1 MiB of 32.0 MiB" not in text
+    assert re.search(r"HOST: [\d.]+ MiB of 32\.0 MiB", text)
+    assert "Other placements" in text
+    assert "it needs rates, --batch and --seq" in text
+    assert "http://" not in text
+    assert "https://" not in text
+
+
+def test_lanes_are_as_long_as_they_work(
+    tmp_path: Path, rates: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "<small>.json"  # a name that is text, not markup
+    given = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100}
+    config.write_text(json.dumps(given))
+    page = tmp_path / "plan.html"
+    size = ["--batch", "2", "--seq", "32", "--profile", rates]
+    assert main(["plan", str(config), *size, "--html", str(page), "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    text = page.read_text()
+    assert "<small>" not in text
+    assert "&lt;small&gt;" in text
+    for phase in step["phases"]:
+        width = 100 * phase["seconds"] / step["seconds"]
+        assert f'<span class="cell" style="width:{width:.3f}%">' in text
+    for lane in step["busy"]:
+        assert f"<span>{lane} " in text
+
+
+def test_a_page_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", MODEL, "--html", "/nowhere/plan.html"]) == 2
+    assert "/nowhere/plan.html" in capsys.readouterr().err
