@@ -27,7 +27,7 @@ from benchmarks.accelerator.rounds import batches_of
 from benchmarks.accelerator.transformer import SHAPES, TINY, Decoder, made_by
 from benchmarks.accelerator.ways import Site, Training, Way, let_go
 from benchmarks.measure import Settings
-from tensorstow.states.native_pipeline import TraceEvent
+from tensorstow.states.traffic import TraceEvent
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
 _WARM_UP = 2

@@ -19,7 +19,7 @@ from tensorstow.fsdp.sharding import make_mesh
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.states.native_pipeline import TraceEvent
+from tensorstow.states.traffic import TraceEvent
 
 LR = 1e-4
 _OURS_DRAM = 26

@@ -28,7 +28,7 @@ from benchmarks.measure import (
     use_all_cores,
 )
 from tensorstow.optim.adam import AdamW
-from tensorstow.states.native_pipeline import TraceEvent
+from tensorstow.states.traffic import TraceEvent
 
 _BATCH = (4, 128)
 _STEPS = 3  # of a turn, the first one left out

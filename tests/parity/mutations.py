@@ -20,8 +20,8 @@ from tensorstow.optim import step_runner
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states import native_pipeline
 from tensorstow.states.layout import RingPlan, plan_ring
-from tensorstow.states.native_pipeline import FilePosition, UpdatePipeline
 from tensorstow.states.scratch import ScratchStorage
+from tensorstow.states.stored_chunks import FilePosition, StoredChunks
 from tensorstow.step import step_plan, validation
 
 Break = Callable[[pytest.MonkeyPatch, Path], Taps | None]
@@ -42,7 +42,7 @@ class Mutation:
 
 def trusting(patch: pytest.MonkeyPatch, taps: Taps | None) -> Taps:
     """Take whatever is on disk before a step for what was written there: checksums see nothing."""
-    patch.setattr(UpdatePipeline, "check_intact", lambda *_: None)
+    patch.setattr(StoredChunks, "check_intact", lambda *_: None)
     taps = taps or NO_TAPS
 
     def take(optimizer: StowedAdam, step: int) -> None:
@@ -50,14 +50,14 @@ def trusting(patch: pytest.MonkeyPatch, taps: Taps | None) -> Taps:
         store = optimizer._states()
         store.settle()
         for chunk in store.chunks:
-            if store.pipeline.state(chunk) == "stored":
+            if store.pipeline.stored.state(chunk) == "stored":
                 store._load(chunk)
-                store.pipeline.rewritten(chunk, store._ring.streams(chunk, 0))
+                store.pipeline.stored.rewritten(chunk, store._ring.streams(chunk, 0))
 
     def wait_for_reads(optimizer: StowedAdam, step: int) -> None:
         taps.before_step(optimizer, step)
         store = optimizer._states()
-        while any(store.pipeline.state(chunk) == "reading" for chunk in store.chunks):
+        while any(store.pipeline.stored.state(chunk) == "reading" for chunk in store.chunks):
             time.sleep(0.001)
 
     return replace(taps, before_backward=take, before_step=wait_for_reads)

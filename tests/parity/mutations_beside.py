@@ -92,12 +92,12 @@ def _in_streams(change: Callable[[Chunk, Any], None]) -> Taps:
         optimizer.synchronize()
         store = optimizer._states()
         for chunk in store.chunks:
-            if store.pipeline.state(chunk) != "blank":
+            if store.pipeline.stored.state(chunk) != "blank":
                 for _, streams in store._in_memory([chunk]):
                     change(chunk, streams)
                     if not chunk.resident:
                         store._save(chunk)
-                    store.pipeline.rewritten(chunk, streams)
+                    store.pipeline.stored.rewritten(chunk, streams)
 
     return replace(NO_TAPS, after_step=put)
 

@@ -19,7 +19,8 @@ import torch
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.states import state_store
 from tensorstow.states.layout import Family, slot_bytes
-from tensorstow.states.native_pipeline import TraceEvent, UpdatePipeline
+from tensorstow.states.native_pipeline import UpdatePipeline
+from tensorstow.states.traffic import TraceEvent
 
 CHUNK = 4096
 CHUNKS = 8

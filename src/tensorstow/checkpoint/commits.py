@@ -29,9 +29,10 @@ from tensorstow.checkpoint.run import Extra, Interval
 from tensorstow.checkpoint.serialize import check_extra, extra_of, flatten
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import parts_of
-from tensorstow.states.native_pipeline import NOWHERE, FilePosition, StepRow
+from tensorstow.states.native_pipeline import StepRow
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
+from tensorstow.states.stored_chunks import NOWHERE, FilePosition
 from tensorstow.step.managed_param import NO_SCALARS, ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States, must_seed
@@ -186,7 +187,7 @@ class Commits:
         """Before a step that commits: find weights that others wrote since the last one."""
         for param in params.all():
             if param.written_by_others:
-                params.store.pipeline.forget_capture(param.number)
+                params.store.pipeline.written_weights.forget_capture(param.number)
 
     def start(
         self, params: ParamTable, groups: Groups, states: States, extra: Extra | None
@@ -299,7 +300,7 @@ class Commits:
             storage_of(params).store.release(record.extent)
         self._tensors.clear()
         self._temporary.clear()
-        self._places = {c: params.store.pipeline.place(c) for c in params.store.chunks}
+        self._places = {c: params.store.pipeline.stored.place(c) for c in params.store.chunks}
 
     def close(self) -> None:
         """Let the thread go. Idempotent."""
@@ -313,15 +314,15 @@ class Commits:
             storage.store.release(record.extent)
         self._temporary.clear()
         for chunk in store.chunks:
-            place = store.pipeline.place(chunk)
-            if place != store.pipeline.target_of(chunk):
+            place = store.pipeline.stored.place(chunk)
+            if place != store.pipeline.stored.target_of(chunk):
                 continue  # not written since the commit before: its other extent is still free
             before = self._places.get(chunk, NOWHERE)
             if before not in {NOWHERE, place}:
                 storage.release(before)
             self._places[chunk] = place
             (free,) = storage.reserve([chunk.file_bytes])
-            store.pipeline.target(chunk, free)
+            store.pipeline.stored.target(chunk, free)
 
     def _hyper(self, params: ParamTable, groups: Groups, states: States) -> dict[str, Any]:
         saved = [
@@ -484,11 +485,11 @@ def _chunk_entry(chunk: Chunk) -> dict[str, Any]:
 
 
 def _record(chunk: Chunk, store: StateStore, storage: StoreStorage) -> ChunkRecord:
-    states, weights = store.pipeline.checksums(chunk)
+    states, weights = store.pipeline.stored.checksums(chunk)
     return ChunkRecord(
         chunk=chunk.number,
-        extent=storage.extent(store.pipeline.place(chunk)),
-        blank=store.pipeline.state(chunk) == "blank",
+        extent=storage.extent(store.pipeline.stored.place(chunk)),
+        blank=store.pipeline.stored.state(chunk) == "blank",
         checksums=states,
         weight_checksums=weights,
     )

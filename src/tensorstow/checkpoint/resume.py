@@ -18,9 +18,9 @@ from tensorstow.formats.state_format import StateFormat
 from tensorstow.io import device_link
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import ChunkPlan, Family, Segment, parts_of
-from tensorstow.states.native_pipeline import StoredChunk
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
+from tensorstow.states.stored_chunks import StoredChunk
 from tensorstow.step.managed_param import ManagedParam
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States, as_step
@@ -315,7 +315,7 @@ def _read_weights(
         record = records[chunk.number]
         part = parts_of(chunk.family, chunk.plan.elements)[-1]
         read = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
-        number, offset = store.pipeline.place(chunk)
+        number, offset = store.pipeline.stored.place(chunk)
         storage.file(number).read(read, offset + part.file_at).wait()
         found = weight_checksums(shapes[chunk.number], read.data_ptr())
         if found != record.weight_checksums:
@@ -395,10 +395,10 @@ def _check_groups(saved: int, groups: Groups) -> None:
 def _begin(param: ManagedParam, store: StateStore, *, reseed: bool, states: States) -> None:
     param.begun = "step" in states.get(param.owner, {})
     if reseed:
-        store.pipeline.unpublish(param.number)
+        store.pipeline.written_weights.forget(param.number)
         param.written = None
         return
     if param.family.dtype != torch.float32:
         with param.held():
-            store.pipeline.publish(param.number, param.weight.detach())
+            store.pipeline.written_weights.record(param.number, param.weight.detach())
     param.remember()

@@ -167,7 +167,7 @@ class Core:
             return "they would lack the extra that commits got by hand"
         if self.schedule.is_open:
             return "a backward has begun to update by the next step"
-        if self.params.store.pipeline.is_poisoned:
+        if self.params.store.pipeline.handle.is_poisoned:
             return "the optimizer failed"
         return None
 

@@ -27,9 +27,9 @@ from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.step_runner import OwnParams
 from tensorstow.states.memory import StateMemory
-from tensorstow.states.native_pipeline import TraceEvent, Traffic
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
+from tensorstow.states.traffic import TraceEvent, Traffic
 from tensorstow.step import validation
 from tensorstow.step.calls import Calls, a_call
 from tensorstow.step.legal_calls import Call
@@ -563,7 +563,7 @@ class StowedAdam(Optimizer):
 
     def start_trace(self) -> None:
         """Begin the event log that ``trace()`` returns."""
-        self._states().pipeline.start_trace()
+        self._states().pipeline.counters.start_trace()
 
     def trace(self) -> list[TraceEvent]:
         """Return what each lane (read, update, write, wait) did since ``start_trace()``.
@@ -571,7 +571,7 @@ class StowedAdam(Optimizer):
         Returns:
             One event per interval, with its lane, chunk, bytes and times in seconds.
         """
-        return self._states().pipeline.trace()
+        return self._states().pipeline.counters.trace()
 
     @a_call("close")
     def close(self) -> None:

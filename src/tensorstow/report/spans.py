@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tensorstow.states.native_pipeline import TraceEvent
+from tensorstow.states.traffic import TraceEvent
 
 COMPUTE = "compute"
 """The lane of the training loop: forward, backward, and the optimizer's step."""

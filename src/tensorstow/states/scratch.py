@@ -9,8 +9,8 @@ from tensorstow.base.directories import choose_directory
 from tensorstow.base.sizes import format_bytes
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, accepts_direct, scratch_file
-from tensorstow.states.native_pipeline import FilePosition
 from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.stored_chunks import FilePosition
 
 logger = logging.getLogger("tensorstow")
 

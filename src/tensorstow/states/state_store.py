@@ -51,15 +51,11 @@ from tensorstow.states.layout import (
     split,
 )
 from tensorstow.states.memory import StateMemory, chunk_state_bytes, plan_host
-from tensorstow.states.native_pipeline import (
-    NOWHERE,
-    FilePosition,
-    Resources,
-    StoredChunk,
-    UpdatePipeline,
-)
+from tensorstow.states.native_handle import Resources
+from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import ScratchStorage
+from tensorstow.states.stored_chunks import NOWHERE, FilePosition, StoredChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ class StateStore:
         self._allocate = allocate
         self._bought = 0
         """Bytes of the RAM budget that are spent on states which stay."""
-        resources = self.pipeline.resources
+        resources = self.pipeline.handle.resources
         self._finalizer = weakref.finalize(self, _release, resources, self.storage, os.getpid())
         prepare_kernels(policy)
 
@@ -167,11 +163,11 @@ class StateStore:
         """Let nothing but ``close``, ``leave`` and ``abandon`` let go of files and threads."""
         held = self._finalizer.detach()
         if held is not None:
-            _KEPT[id(self.pipeline.resources)] = held[2]
+            _KEPT[id(self.pipeline.handle.resources)] = held[2]
 
     def abandon(self) -> None:
         """Let the collector have it all again: another has it, or the parent of a fork."""
-        _KEPT.pop(id(self.pipeline.resources), None)
+        _KEPT.pop(id(self.pipeline.handle.resources), None)
 
     def extend(
         self,
@@ -322,7 +318,7 @@ class StateStore:
         ]
         self.pipeline.connect(self.storage.open_engine(), ring, chunks, there, self.storage.path)
         for chunk, place in places.items():
-            self.pipeline.target(chunk, place)
+            self.pipeline.stored.target(chunk, place)
         self.chunks += chunks
         self._ring = ring
 
@@ -394,7 +390,7 @@ class StateStore:
         if self.families[parameter].format == StateFormat.FP32 or not self._has_master(parameter):
             return False
         weight = self.weights(parameter).detach().reshape(-1)
-        return not self.pipeline.unchanged(parameter, weight)
+        return not self.pipeline.written_weights.is_unchanged(parameter, weight)
 
     def put(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Set the states of the parameters of ``states`` (any shape, cast to fp32).
@@ -406,7 +402,7 @@ class StateStore:
             self.settle()
             for chunk in self.chunks:
                 given = [p for p in chunk.owners if p in states]
-                blank = self.pipeline.state(chunk) == "blank"
+                blank = self.pipeline.stored.state(chunk) == "blank"
                 if not given or (blank and not any(states[p] for p in given)):
                     continue
                 try:
@@ -423,10 +419,12 @@ class StateStore:
     def _take_for_published(self, parameter: int, master: torch.Tensor | None) -> None:
         """Take the weight that ``master`` rounds to for our own writing."""
         if master is None:
-            self.pipeline.unpublish(parameter)
+            self.pipeline.written_weights.forget(parameter)
             return
         dtype = self.families[parameter].dtype
-        self.pipeline.publish(parameter, master.detach().reshape(-1).to("cpu", dtype))
+        self.pipeline.written_weights.record(
+            parameter, master.detach().reshape(-1).to("cpu", dtype)
+        )
 
     def _put_in(self, chunk: Chunk, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         for _, streams in self._in_memory([chunk]):
@@ -434,7 +432,7 @@ class StateStore:
                 self._put_in_part(part, kept, states)
             if not chunk.resident:
                 self._save(chunk)
-            self.pipeline.rewritten(chunk, streams)
+            self.pipeline.stored.rewritten(chunk, streams)
 
     def _put_in_part(
         self,
@@ -487,7 +485,7 @@ class StateStore:
         with self.pipeline.lock:
             self.pipeline.close()
             self._finalizer()
-            kept = _KEPT.pop(id(self.pipeline.resources), None)
+            kept = _KEPT.pop(id(self.pipeline.handle.resources), None)
             if kept is not None:
                 _release(*kept)
             self.chunks, self._views = [], {}
@@ -496,26 +494,26 @@ class StateStore:
     def _in_memory(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Sequence[torch.Tensor]]]:
         """Bring each chunk's streams into memory in turn; valid until the next is asked for."""
         for chunk in chunks:
-            if chunk.resident and self.pipeline.state(chunk) == "resident":
+            if chunk.resident and self.pipeline.stored.state(chunk) == "resident":
                 yield chunk, chunk.resident
                 continue
             streams = self._ring.streams(chunk, 0)
-            if self.pipeline.state(chunk) == "blank":
+            if self.pipeline.stored.state(chunk) == "blank":
                 for stream in streams:
                     stream.zero_()
             else:
                 self._load(chunk)
-                self.pipeline.check_intact(chunk, streams)
+                self.pipeline.stored.check_intact(chunk, streams)
             yield chunk, streams
 
     def _load(self, chunk: Chunk) -> None:
         """Read a chunk's streams into the ring's first slot."""
-        number, offset = self.pipeline.place(chunk)
+        number, offset = self.pipeline.stored.place(chunk)
         self._move(chunk, self.storage.file(number).read, offset)
 
     def _save(self, chunk: Chunk) -> None:
         """Write the ring's first slot to where the chunk is to be written next."""
-        number, offset = self.pipeline.target_of(chunk)
+        number, offset = self.pipeline.stored.target_of(chunk)
         self._move(chunk, self.storage.file(number).write, offset)
 
     def _move(self, chunk: Chunk, start: Transferring, offset: int) -> None:

@@ -10,8 +10,8 @@ from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import LockedError, OptionError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, accepts_direct
-from tensorstow.states.native_pipeline import FilePosition
 from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.stored_chunks import FilePosition
 from tensorstow.store.records import Extent
 from tensorstow.store.store import Store
 

@@ -213,7 +213,7 @@ class DiskFeed:
         if not self._captures:
             return changed
         is_updated = part.crosses or self._gate.has_gradient(part.chunk.number)
-        if is_updated or not self._pipeline.captured(part.chunk):
+        if is_updated or not self._pipeline.stored.captured(part.chunk):
             return part.owners
         return ()
 

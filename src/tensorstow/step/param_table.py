@@ -17,10 +17,11 @@ from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import RESIDENT_CAPACITY, Family
 from tensorstow.states.memory import StateMemory
-from tensorstow.states.native_pipeline import StoredChunk, Traffic
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import ChunkStorage, StateStore
 from tensorstow.states.stored import StoreStorage
+from tensorstow.states.stored_chunks import StoredChunk
+from tensorstow.states.traffic import Traffic
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_update import DeviceUpdater
 from tensorstow.step.disk_feed import DiskFeed
@@ -161,7 +162,7 @@ class ParamTable:
 
     def traffic(self) -> Traffic:
         """Return the bytes of states moved so far, and over the link to an accelerator."""
-        moved = self.store.pipeline.traffic()
+        moved = self.store.pipeline.counters.traffic()
         down, up = self._link.bytes_down, self._link.bytes_up
         return replace(moved, bytes_down=down, bytes_up=up, device_share=self.path.device_share)
 

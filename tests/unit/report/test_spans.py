@@ -1,7 +1,7 @@
 import pytest
 
 from tensorstow.report.spans import TimeSpan, length, shared, span_of, stack, union, without
-from tensorstow.states.native_pipeline import TraceEvent
+from tensorstow.states.traffic import TraceEvent
 
 
 def test_overlapping_spans_get_levels_of_their_own() -> None:

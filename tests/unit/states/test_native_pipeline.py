@@ -99,11 +99,11 @@ def test_trace_has_every_chunk_in_every_lane(tmp_path: Path) -> None:
     table = torch.tensor([scalars_at(1)]).numpy()
     store.pipeline.step(rows, table)
     store.settle()
-    store.pipeline.start_trace()
+    store.pipeline.counters.start_trace()
     before = time.monotonic()
     store.pipeline.step(rows, table)
     store.settle()
-    events = store.pipeline.trace()
+    events = store.pipeline.counters.trace()
     for lane in ("read", "update", "write"):
         mine = [e for e in events if e.lane == lane]
         assert sorted(e.chunk for e in mine) == list(range(5))
@@ -120,7 +120,7 @@ def test_disk_and_update_are_no_faster_than_asked(tmp_path: Path) -> None:
     table = torch.tensor([scalars_at(1)]).numpy()
     store.pipeline.step(rows, table)
     store.settle()
-    store.pipeline.start_trace()
+    store.pipeline.counters.start_trace()
     _native.slow_down(disk_bytes_per_s=8e6, update_elements_per_s=4e5)
     began = time.monotonic()
     try:
@@ -128,7 +128,7 @@ def test_disk_and_update_are_no_faster_than_asked(tmp_path: Path) -> None:
         store.settle()
     finally:
         _native.slow_down()
-    events = store.pipeline.trace()
+    events = store.pipeline.counters.trace()
     updates = sorted((e.start, e.stop) for e in events if e.lane == "update")
     assert len(updates) == 4
     assert updates[-1][1] - began >= 16_384 / 4e5
@@ -143,8 +143,8 @@ def test_a_pipeline_before_connect_has_moved_nothing() -> None:
     pipeline = UpdatePipeline(PipelinePolicy())
     pipeline.settle()
     pipeline.prefetch()
-    assert pipeline.traffic().bytes_read == 0
-    assert pipeline.trace() == []
+    assert pipeline.counters.traffic().bytes_read == 0
+    assert pipeline.counters.trace() == []
 
 
 # --- open steps, captures, steps in the background ---
@@ -243,7 +243,7 @@ def test_a_parameter_is_published_when_its_chunks_have_their_gradients(tmp_path:
         problem.pipeline.wait_parameters([0, 1])
         problem.check()
     problem.check_states()
-    assert problem.pipeline.traffic().chunks_updated == 9
+    assert problem.pipeline.counters.traffic().chunks_updated == 9
     problem.store.close()
 
 
@@ -280,16 +280,16 @@ def test_a_commit_writes_states_and_weights_where_it_is_told(tmp_path: Path) -> 
         problem.store.storage.open_engine(), ring, [], [], problem.store.storage.path
     )
     for chunk, place in zip(chunks, places, strict=True):
-        problem.pipeline.target(chunk, place)
-        problem.pipeline.forget_capture(next(chunk.owners))
+        problem.pipeline.stored.target(chunk, place)
+        problem.pipeline.written_weights.forget_capture(next(chunk.owners))
     problem.begin(StepKind(capture=True), due=[0])
     problem.pipeline.wait_written()
     problem.check()
     states, commit = read_scratch(tmp_path)
     assert [states] == old  # the places before it are untouched
     for chunk, place, width in zip(chunks, places, widths, strict=True):
-        assert problem.pipeline.place(chunk) == place
-        assert problem.pipeline.captured(chunk)
+        assert problem.pipeline.stored.place(chunk) == place
+        assert problem.pipeline.stored.captured(chunk)
         for run in chunk.plan.runs:
             start = place[1] + width.file_at + 4 * run.position
             saved = torch.frombuffer(

@@ -101,7 +101,7 @@ def test_setting_nothing_leaves_blank_chunks_blank(tmp_path: Path) -> None:
     store.put({0: {}})
     Problem([100]).step(store)
     store.settle()
-    assert store.pipeline.traffic().bytes_read == 0
+    assert store.pipeline.counters.traffic().bytes_read == 0
 
 
 def test_states_never_written_are_zero_and_not_read(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_states_never_written_are_zero_and_not_read(tmp_path: Path) -> None:
     store.extend(SIZES, [FP32] * len(SIZES))
     Problem(SIZES).step(store)
     store.settle()
-    assert store.pipeline.traffic().bytes_read == 0
-    assert store.pipeline.traffic().bytes_written == store.memory().file_bytes
+    assert store.pipeline.counters.traffic().bytes_read == 0
+    assert store.pipeline.counters.traffic().bytes_written == store.memory().file_bytes
 
 
 def test_each_step_moves_each_byte_once_each_way(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_each_step_moves_each_byte_once_each_way(tmp_path: Path) -> None:
     problem.step(store)
     store.settle()
     file_bytes, ring_bytes = store.memory().file_bytes, store.memory().ring_bytes
-    traffic = store.pipeline.traffic()
+    traffic = store.pipeline.counters.traffic()
     assert traffic.bytes_read + traffic.bytes_spared == 4 * file_bytes
     assert traffic.bytes_written == 5 * file_bytes
     assert traffic.ring_high_water_bytes == ring_bytes
@@ -139,7 +139,7 @@ def test_chunks_without_a_gradient_do_not_move(tmp_path: Path) -> None:
     store.pipeline.prefetch()
     problem.step(store, without=(0,))
     store.settle()
-    assert store.pipeline.traffic().bytes_written == store.memory().file_bytes
+    assert store.pipeline.counters.traffic().bytes_written == store.memory().file_bytes
     assert store.read([0])[0]["exp_avg"].count_nonzero() == 4096
 
 
@@ -153,7 +153,7 @@ def test_extending_keeps_what_is_there(tmp_path: Path) -> None:
     assert list(numbers) == [1, 2]
     after = store.read([0])[0]
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert store.pipeline.traffic().chunks_updated > 0
+    assert store.pipeline.counters.traffic().chunks_updated > 0
     assert store.memory().logical_bytes == 8 * 12_000 + 12 * 300
 
 

@@ -378,7 +378,7 @@ def test_damage_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     optimizer.synchronize()
     store = optimizer._states()
     chunk = store.chunks[2]
-    file, offset = store.pipeline.place(chunk)
+    file, offset = store.pipeline.stored.place(chunk)
     store.storage.file(file).write(torch.ones(4096, dtype=torch.uint8), offset).wait()
     with pytest.raises(DamageError, match="their checksum does not fit"):
         train(net, optimizer)

@@ -97,6 +97,11 @@ class FakePipeline:
         self.log.append(f"wait{chunk}")
         self.updated.add(chunk)
 
+    @property
+    def stored(self) -> "FakePipeline":
+        """Return itself, for ``captured``."""
+        return self
+
     def captured(self, chunk: FakeChunk) -> bool:
         """Return whether a commit has its weights of now."""
         return chunk.number in self.kept

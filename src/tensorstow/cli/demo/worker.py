@@ -43,7 +43,7 @@ from tensorstow.report.rss import RssSampler, peak_bytes, resident_bytes, return
 from tensorstow.report.spans import Sample, TimeSpan, span_of
 from tensorstow.states.layout import Family
 from tensorstow.states.memory import StateMemory, predict_memory
-from tensorstow.states.native_pipeline import Traffic
+from tensorstow.states.traffic import Traffic
 
 
 def main(arguments: list[str] | None = None) -> None:

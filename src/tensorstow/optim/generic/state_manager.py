@@ -25,9 +25,9 @@ from tensorstow.optim.generic.shared_values import StepBatch
 from tensorstow.optim.generic.stepper import Stepper
 from tensorstow.optim.generic.transfers import Transfers, wanted_bytes
 from tensorstow.states.memory import StateMemory
-from tensorstow.states.native_pipeline import Traffic
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
+from tensorstow.states.traffic import Traffic
 
 
 class StateManager:

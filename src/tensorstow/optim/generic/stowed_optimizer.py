@@ -25,8 +25,8 @@ from tensorstow.optim.generic.state_manager import StateManager
 from tensorstow.optim.generic.stepper import MODES, Stepper, listed, name_in
 from tensorstow.optim.options import DirectoryOption, StatePlacement
 from tensorstow.states.memory import StateMemory
-from tensorstow.states.native_pipeline import Traffic
 from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.traffic import Traffic
 from tensorstow.step.validation import is_to_be_trained, refuse_duplicates
 
 

@@ -11,7 +11,7 @@ from tensorstow.optim.generic.packing import PackedEntry
 from tensorstow.optim.generic.pieces import Piece, PieceState
 from tensorstow.optim.generic.places import PieceFiles
 from tensorstow.optim.generic.ring import PieceRing
-from tensorstow.states.native_pipeline import Traffic
+from tensorstow.states.traffic import Traffic
 
 DEFAULT_RING_BYTES = 64 << 20
 

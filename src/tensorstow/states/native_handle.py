@@ -1,0 +1,131 @@
+"""The native pipeline as long as it may be used: whoever asks for it is told what failed in it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import tensorstow._native as _native
+from tensorstow.base.errors import DamageError, ForkError, PoisonedError
+from tensorstow.io.files import transfer_error
+
+_DAMAGED = -2  # csrc/pipeline/pipeline.h
+Failure = tuple[int, str, int, int, int, int]
+"""Code, operation, file, chunk, offset, length; as csrc/pipeline has them. Code 0: none."""
+
+
+class Resources:
+    """What a pipeline must let go of in order, apart from it and from what failed in it.
+
+    Somebody holds this until then. He does not hold the pipeline: an error leads to the frames that
+    raised it, and so to the optimizer and the model.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.native: _native.Pipeline | None = None
+        self.memory: list[object] = []
+        """Not of the ring, that steps read and write: it must outlive the native pipeline."""
+
+    def close(self) -> None:
+        """Drain and stop the threads. Idempotent."""
+        self.native = None
+
+
+class NativeHandle:
+    """One native pipeline, and what became of it."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.resources = Resources()
+        self.path_of: Callable[[int], Path] = lambda _: Path("(no file)")
+        """The path of a file by its number, for messages."""
+        self._owner = os.getpid()
+        self._poison: BaseException | None = None
+        self._untold: BaseException | None = None
+        """A failure that a thread behind the caller has met, and nobody who calls has seen."""
+        self._is_closed = False
+
+    @property
+    def native(self) -> _native.Pipeline | None:
+        """The pipeline, also where it has failed; None before it is made and when it is closed."""
+        return self.resources.native
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is this process's, and not the parent's of a fork."""
+        return self._owner == os.getpid()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is, or was, anything to be asked."""
+        return self.native is not None or self.is_poisoned or self._is_closed
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether something failed in the middle of a step, so that states are half updated."""
+        return self._poison is not None
+
+    def live(self) -> _native.Pipeline:
+        """Return the pipeline; raises PoisonedError or ForkError where nobody may go on.
+
+        What failed behind the caller's back is raised as itself where it is seen first.
+        """
+        if not self.is_ours:
+            message = (
+                "An optimizer was used in a forked process: its threads, buffers and files belong"
+                " to the parent. Make the optimizer in the process that steps it."
+            )
+            raise ForkError(message)
+        if self._untold is not None:
+            untold, self._untold = self._untold, None
+            raise untold
+        if self._poison is not None:
+            why = str(self._poison) or f"{type(self._poison).__name__} was raised in it."
+            message = (
+                f"This optimizer failed before and its states are half updated: {why} Load a"
+                " checkpoint into a new optimizer; one over the directory of a run goes on from its"
+                " last commit by resume()."
+            )
+            raise PoisonedError(message) from self._poison
+        if self.native is None:
+            message = "This optimizer was closed: its states are gone. Make a new one."
+            raise PoisonedError(message)
+        return self.native
+
+    def poison(self, error: BaseException) -> None:
+        """Refuse everything from now on; the first error is what all later ones come from."""
+        if self._poison is None:
+            self._poison = error
+
+    def check(self, failure: Failure, *, behind: bool = False) -> None:
+        """Raise what failed, if anything.
+
+        ``behind``: in a thread behind the caller, who is to be told as well.
+        """
+        if not failure[0]:
+            return
+        error = self._error_of(failure)
+        if behind and self._poison is None:
+            self._untold = error
+        self.poison(error)
+        raise error
+
+    def damage(self, file: int, offset: int, length: int) -> DamageError:
+        """Return the error of bytes that are not those that were written."""
+        message = (
+            f"read of {length} bytes at offset {offset} of {self.path_of(file)} gave other bytes"
+            " than were written there: their checksum does not fit. Look at `dmesg` and the drive's"
+            " health; go on from a snapshot, or from a checkpoint elsewhere."
+        )
+        return DamageError(message)
+
+    def close(self) -> None:
+        """Drain and stop the threads. Idempotent."""
+        self.resources.close()
+        self._is_closed = True
+
+    def _error_of(self, failure: Failure) -> OSError:
+        code, operation, file, _, offset, length = failure
+        if code == _DAMAGED:
+            return self.damage(file, offset, length)
+        return transfer_error(self.path_of(file), operation, code, offset, length)

@@ -1,0 +1,95 @@
+"""What the native pipeline knows of chunks on disk, and of the weights that its updates left."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tensorstow.states.chunks import Chunk
+from tensorstow.states.native_handle import NativeHandle
+
+FilePosition = tuple[int, int]
+"""Engine's number of a file, and the byte in it; NOWHERE before the first write."""
+NOWHERE: FilePosition = (-1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """What the disk already has of a chunk."""
+
+    place: FilePosition = NOWHERE
+    blank: bool = True
+    checksums: bytes = b""
+    """Of its states, a u32 for each block."""
+    weight_checksums: bytes = b""
+    """Of the weights behind them; empty where those are not the weights of now."""
+
+
+class StoredChunks:
+    """Where each chunk's bytes are, and whether they are those of now."""
+
+    def __init__(self, handle: NativeHandle) -> None:
+        """Ask the pipeline of ``handle``."""
+        self._handle = handle
+        self._targets: dict[int, FilePosition] = {}
+
+    def state(self, chunk: Chunk) -> str:
+        """Return the chunk's state: resident, blank, stored, ... (csrc/pipeline/chunk.h)."""
+        return self._handle.live().state(chunk.number)
+
+    def place(self, chunk: Chunk) -> FilePosition:
+        """Return where the chunk's states were last written."""
+        file, offset = self._handle.live().place(chunk.number)
+        return file, offset
+
+    def target(self, chunk: Chunk, place: FilePosition) -> None:
+        """Write the chunk there from its next write on."""
+        self._targets[chunk.number] = place
+        self._handle.live().set_target(chunk.number, *place)
+
+    def target_of(self, chunk: Chunk) -> FilePosition:
+        """Return where the chunk is written next."""
+        return self._targets[chunk.number]
+
+    def captured(self, chunk: Chunk) -> bool:
+        """Return whether the chunk's place holds its states and the weights of now."""
+        return self._handle.live().captured(chunk.number)
+
+    def checksums(self, chunk: Chunk) -> tuple[bytes, bytes]:
+        """Return the block checksums of its states and of its weights as they were written."""
+        states, weights = self._handle.live().checksums(chunk.number)
+        return states, weights
+
+    def rewritten(self, chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:
+        """Say that ``streams`` were put into the chunk's memory, or written to its target."""
+        self._handle.live().rewritten(chunk.number, [s.data_ptr() for s in streams])
+
+    def check_intact(self, chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:
+        """Raise DamageError unless ``streams`` are what was written last."""
+        if not self._handle.live().intact(chunk.number, [s.data_ptr() for s in streams]):
+            file, offset = self.place(chunk)
+            raise self._handle.damage(file, offset, chunk.file_bytes)
+
+
+class WrittenWeights:
+    """The weight that our last update left in each parameter: others mean that somebody wrote."""
+
+    def __init__(self, handle: NativeHandle) -> None:
+        """Ask the pipeline of ``handle``."""
+        self._handle = handle
+
+    def record(self, parameter: int, weight: torch.Tensor) -> None:
+        """Take ``weight`` for what an update of ours left in the parameter."""
+        self._handle.live().publish(parameter, weight.data_ptr())
+
+    def forget(self, parameter: int) -> None:
+        """Seed the master anew at the next update."""
+        self._handle.live().unpublish(parameter)
+
+    def is_unchanged(self, parameter: int, weight: torch.Tensor) -> bool:
+        """Return whether ``weight`` is what our last update left in the parameter."""
+        return self._handle.live().unchanged(parameter, weight.data_ptr())
+
+    def forget_capture(self, parameter: int) -> None:
+        """Say that someone else wrote the weight since a commit did."""
+        self._handle.live().forget_capture(parameter)

@@ -1,0 +1,88 @@
+"""What moved, as counters and as a log of events."""
+
+from dataclasses import dataclass
+
+from tensorstow.states.native_handle import NativeHandle
+
+_LONGEST_TRACE = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """One entry of the event log: what ``lane`` did between two times of ``time.monotonic()``."""
+
+    lane: str
+    """read, update, write, or wait: the caller was blocked."""
+    start: float
+    stop: float
+    chunk: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What moved since the optimizer was made."""
+
+    bytes_read: int
+    bytes_written: int
+    chunks_updated: int
+    ring_high_water_bytes: int
+    wait_seconds: float
+    """Time that the caller was blocked."""
+    bytes_spared: int = 0
+    """Not read, because a buffer still held them."""
+    bytes_down: int = 0
+    """From an accelerator: gradients, and weights that others wrote; or states updated there."""
+    bytes_up: int = 0
+    """To an accelerator: new weights; or states that are to be updated there."""
+    device_share: float = 0.0
+    """Of the states: what the next step updates on the accelerator (``update_on``)."""
+
+
+class TrafficCounters:
+    """The counters of one pipeline, which outlive it."""
+
+    def __init__(self, handle: NativeHandle) -> None:
+        """Ask the pipeline of ``handle``."""
+        self._handle = handle
+        self.slot_bytes: int | None = None
+        """Of the ring; None: there is none yet."""
+        self._is_tracing = False
+        self._last_traffic = Traffic(0, 0, 0, 0, 0.0)
+        self._last_trace: list[TraceEvent] = []
+
+    def begin(self) -> None:
+        """Go on with the log in a pipeline that was just made."""
+        if self._is_tracing and self._handle.native is not None:
+            self._handle.native.start_trace(_LONGEST_TRACE)
+
+    def end(self) -> None:
+        """Keep what was counted: the pipeline is about to be closed."""
+        self._last_traffic, self._last_trace = self.traffic(), self.trace()
+
+    def traffic(self) -> Traffic:
+        """Return what moved so far."""
+        if self._handle.native is None or self.slot_bytes is None:
+            return self._last_traffic
+        now = self._handle.native.counters()
+        return Traffic(
+            bytes_read=int(now["bytes_read"]),
+            bytes_written=int(now["bytes_written"]),
+            bytes_spared=int(now["bytes_spared"]),
+            chunks_updated=int(now["chunks_updated"]),
+            ring_high_water_bytes=int(now["slots_high_water"]) * self.slot_bytes,
+            wait_seconds=now["wait_seconds"],
+        )
+
+    def start_trace(self) -> None:
+        """Begin an event log (bounded: the first 262,144 events are kept)."""
+        self._is_tracing = True
+        self._last_trace = []
+        if self._handle.native is not None:
+            self._handle.native.start_trace(_LONGEST_TRACE)
+
+    def trace(self) -> list[TraceEvent]:
+        """Return the event log so far, empty where none was begun."""
+        if self._handle.native is None:
+            return self._last_trace
+        return [TraceEvent(*event) for event in self._handle.native.trace()]
