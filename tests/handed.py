@@ -85,7 +85,7 @@ class Handed:
         if isinstance(value, torch.Tensor):
             yield from self._numbers_of(value)
         elif isinstance(value, HostSum):
-            yield from self._numbers_of(value.elements)
+            yield from self._numbers_of(value.memory)
         elif depth and not isinstance(value, type):
             for part in _parts_of(value):
                 yield from self._numbers_in(part, depth - 1)
@@ -93,7 +93,7 @@ class Handed:
     def _numbers_of(self, tensor: torch.Tensor) -> Iterator[float]:
         local = getattr(tensor, "_local_tensor", tensor)
         if isinstance(local, HostGradient):
-            local = local.host.elements
+            local = local.host.memory
         plain = type(local) in {torch.Tensor, nn.Parameter} and local.is_floating_point()
         if plain and local.numel() and not local.is_meta and local.untyped_storage().nbytes():
             self._settle()

@@ -287,8 +287,8 @@ MUTATIONS = (
     Mutation(_FEED, "copied.synchronize()", "pass", f"{_FALLS}[host-backward]"),
     Mutation(
         "tensors/dtensor.py",
-        "if mark is not None and not mark.query():",
-        "if mark is None and gradient is None:",
+        "if isinstance(local, OffloadedGradient) and not local.copied.query():",
+        "if gradient is None:",
         _BUSY,
     ),
     # --- weights of a stowed model ---

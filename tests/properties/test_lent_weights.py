@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pagers import let_attributes_be_pagers
 from parity.beside import blocks, mean_square, same, weights
 from remote import make_remote
 from tensorstow import AdamW, PipelinePolicy
@@ -17,6 +18,11 @@ from tensorstow.base.update_on import Overlap
 DEPTH = 5
 SKIPPED = {1: "2.bias", 3: "0.weight"}
 """Gradients that do not come, by step."""
+
+
+@pytest.fixture(autouse=True)
+def _pagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_attributes_be_pagers(monkeypatch)
 
 
 class Pages:

@@ -25,7 +25,7 @@ def narrow_sums(patches: ExitStack) -> None:
     """Sum micro-batches in the gradient's own dtype."""
 
     def accumulate(self: HostGradient, other: torch.Tensor, alpha: float = 1.0) -> None:
-        self.landed.add_(other, alpha=alpha)
+        self.elements.add_(other, alpha=alpha)
 
     patches.enter_context(patch.object(HostGradient, "accumulate", accumulate))
 
@@ -34,7 +34,7 @@ def last_micro_batch(patches: ExitStack) -> None:
     """Take the last micro-batch for the sum."""
 
     def accumulate(self: HostGradient, other: torch.Tensor, alpha: float = 1.0) -> None:
-        self.landed.copy_(other.mul(alpha))
+        self.elements.copy_(other.mul(alpha))
 
     patches.enter_context(patch.object(HostGradient, "accumulate", accumulate))
 

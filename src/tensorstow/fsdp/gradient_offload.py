@@ -37,7 +37,7 @@ from tensorstow.fsdp.validation import validate_no_hooks
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES, PIECE_BUFFERS, PIECE_BYTES
-from tensorstow.tensors.dtensor import shard_of
+from tensorstow.tensors.dtensor import OffloadedGradient, shard_of
 
 _ALIGN = 128
 _OFFLOADS: "weakref.WeakKeyDictionary[torch.nn.Module, GradientOffload]" = (
@@ -57,25 +57,25 @@ class HostAllocator(Protocol):
 class HostSum:
     """One gradient's elements in host memory, some of which may still be copied or added."""
 
-    def __init__(self, elements: torch.Tensor, queue: "D2HQueue | None" = None) -> None:
+    def __init__(self, memory: torch.Tensor, queue: "D2HQueue | None" = None) -> None:
         """Take memory.
 
         Args:
-            elements: The elements, or the memory that they will be copied to.
+            memory: The elements, or the memory that they will be copied to.
             queue: What copies gradients that are added; None: adding one waits for its copy.
         """
-        self.elements = elements
-        """The memory of ``landed``."""
+        self.memory = memory
+        """The memory of ``elements``."""
         self.pending = 0
         """Gradients that are not added completely."""
         self._queue = queue
         self._copied: DeviceEvent | None = None
 
     @property
-    def landed(self) -> torch.Tensor:
+    def elements(self) -> torch.Tensor:
         """The elements, waited for."""
         self.synchronize()
-        return self.elements
+        return self.memory
 
     def query(self) -> bool:
         """Return whether the elements are complete; adds what was copied meanwhile."""
@@ -102,7 +102,7 @@ class HostSum:
             link: What copies.
             source: The gradient, contiguous; it must live until the event that is returned.
         """
-        event = link.d2h([(self.elements.view(-1), source.view(-1))], [link.record_event()])
+        event = link.d2h([(self.memory.view(-1), source.view(-1))], [link.record_event()])
         self._copied = event
         return event
 
@@ -116,22 +116,22 @@ class HostSum:
         if self._queue is not None:
             self._queue.add(self, gradient, alpha)
         else:
-            self.add_on_host(gradient.to(self.elements.device), alpha)
+            self.add_on_host(gradient.to(self.memory.device), alpha)
 
     def add_on_host(self, gradient: torch.Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times a gradient that is in host memory; waits for those before it."""
-        landed = self.landed
+        elements = self.elements
         narrow = self.widen()
         if narrow is not None:
-            self.elements.copy_(landed)
-        self.elements.add_(gradient, alpha=alpha)
+            self.memory.copy_(elements)
+        self.memory.add_(gradient, alpha=alpha)
 
     def widen(self) -> torch.Tensor | None:
         """Make the memory fp32; return the narrower elements to copy into it, or None."""
-        narrow = self.elements
+        narrow = self.memory
         if narrow.dtype == torch.float32:
             return None
-        self.elements = torch.empty(narrow.shape, dtype=torch.float32, device=narrow.device)
+        self.memory = torch.empty(narrow.shape, dtype=torch.float32, device=narrow.device)
         return narrow
 
 
@@ -298,7 +298,7 @@ def _add(copy: _Copy, buffer: torch.Tensor) -> None:
     """Add the elements in ``buffer`` to their sum."""
     gradient = copy.gradient
     part = slice(copy.start, copy.start + copy.count)
-    total = gradient.total.elements.view(-1)[part]
+    total = gradient.total.memory.view(-1)[part]
     if gradient.narrow is not None:
         total.copy_(gradient.narrow.view(-1)[part])
     total.add_(_part(buffer, gradient.source[part]), alpha=gradient.alpha)
@@ -307,7 +307,7 @@ def _add(copy: _Copy, buffer: torch.Tensor) -> None:
 # --- what stands in .grad ---
 
 
-class HostGradient(torch.Tensor):
+class HostGradient(OffloadedGradient):
     """A gradient of the device's shape, dtype and device, with its elements in host memory.
 
     Operations run there, so that norms, clipping and unscaling act on what the update will use.
@@ -330,23 +330,23 @@ class HostGradient(torch.Tensor):
         return tensor
 
     @property
-    def landed(self) -> torch.Tensor:
+    def elements(self) -> torch.Tensor:
         """The elements in host memory, waited for while they are being copied."""
-        return self.host.landed
+        return self.host.elements
 
     @property
-    def fall_mark(self) -> HostSum:
-        """The end of the copies, behind which ``room`` has the elements."""
+    def copied(self) -> HostSum:
+        """The end of the copies, behind which ``memory`` has the elements."""
         return self.host
 
     @property
-    def room(self) -> torch.Tensor:
-        """The memory of ``landed``, not waited for."""
-        return self.host.elements
+    def memory(self) -> torch.Tensor:
+        """The memory of ``elements``, not waited for."""
+        return self.host.memory
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return the elements as text."""
-        return f"HostGradient({self.landed!r})"
+        return f"HostGradient({self.elements!r})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is typed as an instance's
@@ -368,7 +368,7 @@ class HostGradient(torch.Tensor):
 
         def on_host(value: Any) -> Any:  # noqa: ANN401
             if isinstance(value, cls):
-                return value.landed
+                return value.elements
             if not isinstance(value, torch.Tensor) or value.is_cpu:
                 return value
             copies.append((value, value.cpu()))
@@ -385,7 +385,7 @@ class HostGradient(torch.Tensor):
     def accumulate(self, other: torch.Tensor, alpha: float = 1.0) -> None:
         """Add a later micro-batch's gradient, times ``alpha``, in fp32."""
         if isinstance(other, HostGradient):
-            self.host.add_on_host(other.landed, alpha)
+            self.host.add_on_host(other.elements, alpha)
         else:
             self.host.add(other, alpha)
             self.uncounted += other.nbytes
@@ -497,7 +497,7 @@ def offload_gradient(
         else:
             host = HostSum(local.cpu())
         gradient._local_tensor = HostGradient(local, host)  # noqa: SLF001
-    elif local.host.elements.dtype != local.dtype:
+    elif local.host.memory.dtype != local.dtype:
         parameter.grad_dtype = None
         parameter.grad = _widened(gradient, local)
 
@@ -563,7 +563,7 @@ def _widened(gradient: DTensor, local: HostGradient) -> DTensor:
 
 def _summed(like: torch.Tensor, host: HostSum) -> HostGradient:
     """Return a gradient of the dtype that the sum has by now."""
-    return HostGradient(like, host, host.elements.dtype)
+    return HostGradient(like, host, host.memory.dtype)
 
 
 class GradientOffload:

@@ -23,6 +23,7 @@ from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.single_rank import UnshardedAlias
 from tensorstow.io.buffer_pool import PooledBuffer
+from tensorstow.tensors.dtensor import OffloadedWeight
 
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _NEW_ZEROS = torch.ops.aten.new_zeros.default
@@ -41,7 +42,7 @@ class AllGatherInput:
     """Given where the weight is copied to an accelerator ahead of its all-gather."""
 
 
-class StowedParameter(torch.Tensor):
+class StowedParameter(OffloadedWeight):
     """A shard of a parameter that has shape, dtype and device, and no memory of its own."""
 
     source: AllGatherInput

@@ -2,8 +2,8 @@
 
 [Note: Shards] FSDP2 makes every parameter a DTensor, of which a rank holds one shard. States are
 kept of the shard, so everything here that reads bytes works on it, and everything that users see
-(groups, ``optimizer.state``, names) on the parameter itself. Two attributes of a shard's tensor say
-that its bytes are elsewhere: ``home``, a weight's tensor in host memory; ``landed``, a gradient's.
+(groups, ``optimizer.state``, names) on the parameter itself. A shard whose bytes are elsewhere is
+an ``OffloadedWeight`` or an ``OffloadedGradient``, which says where they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +22,68 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+class Pager(Protocol):
+    """Memory of a shard whose bytes are on disk."""
+
+    nbytes: int
+    """Host memory that pinning it takes."""
+
+    def can_pin(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
+
+    def fetch(self) -> None:
+        """Begin bringing the bytes in, where there is room."""
+
+    def pin(self, *, for_write: bool = False) -> None:
+        """Return when the bytes are in memory; they stay until ``unpin``."""
+
+    def unpin(self, *, dirty: bool = False) -> None:
+        """End a pin; ``dirty``: the bytes are to be written back."""
+
+
+class Arrival(Protocol):
+    """The end of a copy."""
+
+    def query(self) -> bool:
+        """Return whether it is over."""
+
+    def synchronize(self) -> None:
+        """Return when it is."""
+
+
+class OffloadedWeight(torch.Tensor):
+    """A shard of a parameter whose bytes are in another tensor, in host memory or on disk."""
+
+    @property
+    def home(self) -> torch.Tensor:
+        """This rank's elements in host memory, without padding; those on disk while pinned."""
+        raise NotImplementedError
+
+    @property
+    def pager(self) -> Pager | None:
+        """The disk-backed buffer that ``home`` is in; None: it stays in host memory."""
+        raise NotImplementedError
+
+
+class OffloadedGradient(torch.Tensor):
+    """A gradient whose elements are in another tensor, in host memory."""
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """The elements, waited for while they are being copied."""
+        raise NotImplementedError
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The memory of ``elements``, not waited for."""
+        raise NotImplementedError
+
+    @property
+    def copied(self) -> Arrival:
+        """The end of the copies, behind which ``memory`` has the elements."""
+        raise NotImplementedError
+
+
 def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     """Return whether ``tensor`` is a DTensor, whose import takes half a second."""
     return hasattr(tensor, "device_mesh")
@@ -38,8 +100,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds this rank's elements of ``parameter``; itself for most."""
     local = _local(parameter)
-    home: torch.Tensor = getattr(local, "home", local)
-    return home
+    return local.home if isinstance(local, OffloadedWeight) else local
 
 
 Order = tuple[int, ...]
@@ -78,29 +139,10 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return in_order(data, order_of(data)).view(-1)
 
 
-class Pager(Protocol):
-    """Memory of a shard whose bytes are on disk."""
-
-    nbytes: int
-    """Host memory that pinning it takes."""
-
-    def can_pin(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
-
-    def fetch(self) -> None:
-        """Begin bringing the bytes in, where there is room."""
-
-    def pin(self, *, for_write: bool = False) -> None:
-        """Return when the bytes are in memory; they stay until ``unpin``."""
-
-    def unpin(self, *, dirty: bool = False) -> None:
-        """End a pin; ``dirty``: the bytes are to be written back."""
-
-
 def pager_of(parameter: torch.Tensor) -> Pager | None:
     """Return the buffer that the shard of ``parameter`` is in; None: it stays in memory."""
-    pager: Pager | None = getattr(_local(parameter), "pager", None)
-    return pager
+    local = _local(parameter)
+    return local.pager if isinstance(local, OffloadedWeight) else None
 
 
 def in_memory(parameter: torch.Tensor, *, for_write: bool = False) -> AbstractContextManager[None]:
@@ -137,18 +179,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
             with torch.no_grad():
                 parameter.grad = gradient = gradient.redistribute(placements=wanted)
     local = _local(gradient)
-    landed: torch.Tensor | None = getattr(local, "landed", local)
-    return landed
-
-
-class Arrival(Protocol):
-    """The end of a copy."""
-
-    def query(self) -> bool:
-        """Return whether it is over."""
-
-    def synchronize(self) -> None:
-        """Return when it is."""
+    return local.elements if isinstance(local, OffloadedGradient) else local
 
 
 def gradient_on_its_way(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Arrival | None]:
@@ -156,10 +187,8 @@ def gradient_on_its_way(parameter: torch.Tensor) -> tuple[torch.Tensor | None, A
     gradient = parameter.grad
     if gradient is not None and is_sharded(gradient):
         local = _local(gradient)
-        mark: Arrival | None = getattr(local, "fall_mark", None)
-        if mark is not None and not mark.query():
-            under_way: torch.Tensor = local.room  # type: ignore[attr-defined]  # of who has a mark
-            return under_way, mark
+        if isinstance(local, OffloadedGradient) and not local.copied.query():
+            return local.memory, local.copied
     return gradient_of(parameter), None
 
 
@@ -172,7 +201,7 @@ def has_left(parameter: torch.Tensor) -> bool:
     """Return whether the gradient of ``parameter`` is in host memory, wherever that computes."""
     gradient = parameter.grad
     local = gradient.to_local() if gradient is not None and is_sharded(gradient) else gradient
-    return hasattr(local, "landed")
+    return isinstance(local, OffloadedGradient)
 
 
 def sharded_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:

@@ -175,18 +175,18 @@ def test_a_gradient_that_somebody_keeps_stays() -> None:
     queue = D2HQueue(LateLink())
     kept = queue.copy(torch.ones(2), buffer)
     other = queue.copy(torch.zeros(2), buffer)
-    assert other.landed.tolist() == [0, 0]
-    assert kept.landed.tolist() == [1, 1]
-    at = kept.landed.data_ptr()
+    assert other.elements.tolist() == [0, 0]
+    assert kept.elements.tolist() == [1, 1]
+    at = kept.elements.data_ptr()
     del kept
-    assert queue.copy(torch.ones(2), buffer).landed.data_ptr() == at
+    assert queue.copy(torch.ones(2), buffer).elements.data_ptr() == at
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_gradient_may_have_another_dtype_than_its_parameter(dtype: torch.dtype) -> None:
     buffer = PinnedBuffer(torch.empty(8, dtype=torch.uint8))
     queue = D2HQueue(LateLink())
-    landed = queue.copy(torch.ones(2, dtype=dtype), buffer).landed
+    landed = queue.copy(torch.ones(2, dtype=dtype), buffer).elements
     assert (landed.dtype, landed.tolist()) == (dtype, [1, 1])
 
 
@@ -197,7 +197,7 @@ def test_the_device_has_its_memory_back_when_a_gradient_is_down() -> None:
     landed = queue.copy(gradient, PinnedBuffer(torch.empty(8, dtype=torch.uint8)))
     del gradient
     assert alive() is not None
-    assert landed.landed.tolist() == [1, 1]
+    assert landed.elements.tolist() == [1, 1]
     queue.poll()
     assert alive() is None
 
@@ -233,10 +233,10 @@ def _taken_down(seed: int) -> tuple[list[float], list[float], int, bool]:
     hook(parameter)
     local = parameter.grad.to_local()
     stands_in = isinstance(local, HostGradient)
-    once = local.landed.tolist()
+    once = local.elements.tolist()
     local.accumulate(torch.full((4,), 2.0**-9, dtype=torch.bfloat16))  # lost in a sum of bf16
     del offload
-    return once, local.landed.tolist(), link.bytes_down, stands_in
+    return once, local.elements.tolist(), link.bytes_down, stands_in
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -57,12 +57,12 @@ def test_a_sum_is_what_it_is_without_a_link(dtype: torch.dtype, seed: int) -> No
         for total, of in zip(totals, given, strict=True):
             total.add(of[micro_batch].clone())
     for total, of in zip(totals, given, strict=True):
-        assert total.elements.dtype == torch.float32
-        assert torch.equal(total.landed, summed(of))
+        assert total.memory.dtype == torch.float32
+        assert torch.equal(total.elements, summed(of))
         plain = HostSum(of[0].clone())
         for gradient in of[1:]:
             plain.add(gradient)
-        assert torch.equal(plain.landed, total.landed)
+        assert torch.equal(plain.elements, total.elements)
 
 
 def test_what_is_in_host_memory_is_added_behind_what_is_on_its_way() -> None:
@@ -71,7 +71,7 @@ def test_what_is_in_host_memory_is_added_behind_what_is_on_its_way() -> None:
     total = queue.copy(given[0].clone(), buffer())
     total.add(given[1].clone())
     total.add_on_host(given[2])
-    assert torch.equal(total.landed, summed(given))
+    assert torch.equal(total.elements, summed(given))
 
 
 def test_a_factor_and_an_empty_gradient() -> None:
@@ -80,8 +80,8 @@ def test_a_factor_and_an_empty_gradient() -> None:
     total.add(torch.ones(2), alpha=0.5)
     empty = queue.copy(torch.ones(0), buffer())
     empty.add(torch.ones(0))
-    assert total.landed.tolist() == [1.5, 1.5]
-    assert empty.landed.tolist() == []
+    assert total.elements.tolist() == [1.5, 1.5]
+    assert empty.elements.tolist() == []
 
 
 class IdleLink(LateLink):
@@ -109,7 +109,7 @@ def test_gradients_that_come_wait_for_nothing_and_take_a_few_buffers() -> None:
     assert block is not None
     assert block.nbytes == 3 * SMALL
     for total in totals:
-        assert total.landed.dtype == torch.float32
+        assert total.elements.dtype == torch.float32
     assert queue._block is block
     assert len(queue._free) == 3
 
@@ -122,7 +122,7 @@ def test_the_device_holds_few_gradients(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(9):
         total.add(torch.ones(ELEMENTS))
         assert queue._held <= 3 * one
-    assert total.landed.eq(10).all()
+    assert total.elements.eq(10).all()
     assert queue._held == 0
 
 
@@ -154,7 +154,7 @@ def test_who_asks_for_what_is_down_takes_turns(monkeypatch: pytest.MonkeyPatch) 
             for done in [threads.submit(queue.poll) for _ in range(2)]:
                 done.result()
     assert asked.broken
-    assert total.landed.tolist() == [2, 2]
+    assert total.elements.tolist() == [2, 2]
 
 
 def test_two_threads_that_wait_for_one_sum() -> None:
@@ -165,7 +165,7 @@ def test_two_threads_that_wait_for_one_sum() -> None:
         with ThreadPoolExecutor(2) as threads:
             for done in [threads.submit(total.synchronize) for _ in range(2)]:
                 done.result()
-        assert total.landed.eq(2).all()
+        assert total.elements.eq(2).all()
 
 
 def test_an_interrupt_has_nothing_added_twice_or_never() -> None:
@@ -181,5 +181,5 @@ def test_an_interrupt_has_nothing_added_twice_or_never() -> None:
                 total.add(gradient.clone())
             with suppress(Interrupt):
                 came = at_event(number, by_signal, total.synchronize)
-            assert torch.equal(total.landed, summed(given))
+            assert torch.equal(total.elements, summed(given))
     assert number > 20

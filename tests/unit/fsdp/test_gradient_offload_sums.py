@@ -15,13 +15,13 @@ def test_operations_act_on_the_elements_in_host_memory() -> None:
     norm = torch.linalg.vector_norm(gradient)
     assert (type(norm), norm.item()) == (torch.Tensor, 5.0)
     assert gradient.mul_(0.5) is gradient
-    assert gradient.landed.tolist() == [1.5, 2.0]
+    assert gradient.elements.tolist() == [1.5, 2.0]
 
 
 def test_an_alias_shares_its_elements() -> None:
     gradient = gradient_of(torch.ones(2))
     gradient.detach().zero_()
-    assert gradient.landed.eq(0.0).all()
+    assert gradient.elements.eq(0.0).all()
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -31,6 +31,6 @@ def test_a_later_micro_batch_makes_the_sum_fp32(on_host: bool) -> None:  # noqa:
     gradient = gradient_of(first)
     for _ in range(3):
         gradient.accumulate(gradient_of(later) if on_host else later)
-    assert gradient.landed.dtype == torch.float32
-    assert gradient.landed.tolist() == [259.0]  # a bf16 sum would stay 256
+    assert gradient.elements.dtype == torch.float32
+    assert gradient.elements.tolist() == [259.0]  # a bf16 sum would stay 256
     assert gradient.uncounted == (0 if on_host else 3 * 2)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pagers import let_attributes_be_pagers
 from parity.beside import (
     CHUNK,
     blocks,
@@ -574,7 +575,10 @@ class Counted:
 
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
-def test_what_a_failed_step_was_lent_ends_with_resume(overlap: Overlap, tmp_path: Path) -> None:
+def test_what_a_failed_step_was_lent_ends_with_resume(
+    overlap: Overlap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_attributes_be_pagers(monkeypatch)
     want = in_ram(blocks(), range(4))
     model = blocks()
     pagers = [Counted() for _ in model.parameters()]

@@ -6,12 +6,18 @@ import pytest
 import torch
 from torch import nn
 
+from pagers import let_attributes_be_pagers
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
 from tensorstow.step.param_table import ParamTable
 
 SMALL = PipelinePolicy(chunk_elements=4096)
+
+
+@pytest.fixture(autouse=True)
+def _pagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_attributes_be_pagers(monkeypatch)
 
 
 def table_at(directory: Path) -> ParamTable:

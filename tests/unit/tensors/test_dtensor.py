@@ -1,12 +1,14 @@
 """Parameters that FSDP2 has sharded: each rank's optimizer updates its own, with the same bits."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from compare import all_equal
 from ranks.pool import Ranks
 from ranks.sharded import Training, alone, sharded
-from tensorstow.tensors.dtensor import in_memory
+from tensorstow.tensors.dtensor import OffloadedWeight, in_memory
 
 CASES = [
     Training(),
@@ -49,11 +51,23 @@ class PooledBuffer:
         self.log.append(f"-{dirty}")
 
 
+class OnDisk(OffloadedWeight):
+    """A weight in a buffer."""
+
+    source: PooledBuffer
+
+    @property
+    def pager(self) -> Any:  # noqa: ANN401
+        """Return the buffer."""
+        return self.source
+
+
 def test_bytes_on_disk_are_lent_for_as_long_as_they_are_used() -> None:
-    weight = torch.zeros(2)
-    with in_memory(weight):
+    with in_memory(torch.zeros(2)):
         pass  # which has memory of its own
-    weight.pager = buffer = PooledBuffer()  # type: ignore[attr-defined]
+    buffer = PooledBuffer()
+    weight = torch.zeros(2).as_subclass(OnDisk)
+    weight.source = buffer
     with in_memory(weight):
         assert buffer.log == ["+False"]
     message = "in the middle"
