@@ -13,9 +13,8 @@ from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 from tensorstow.states.policy import PipelinePolicy
 
 if TYPE_CHECKING:
-    from tensorstow.fsdp.automatic import plan_of
     from tensorstow.fsdp.export import save_safetensors
-    from tensorstow.fsdp.stow import stow
+    from tensorstow.fsdp.stow import plan_of, stow
 
 __all__ = [
     "Adam",
@@ -44,7 +43,7 @@ def __getattr__(name: str) -> object:
 
         return stow
     if name == "plan_of":
-        from tensorstow.fsdp.automatic import plan_of  # noqa: PLC0415
+        from tensorstow.fsdp.stow import plan_of  # noqa: PLC0415
 
         return plan_of
     if name == "save_safetensors":

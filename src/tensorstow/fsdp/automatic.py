@@ -3,14 +3,12 @@
 import logging
 import os
 import re
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tensorstow.base.budget import Budget
 from tensorstow.base.directories import check_directory, choose_directory
@@ -36,7 +34,6 @@ _COMPUTE_PART = 0.5
 _OTHER_PART = 0.8
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_plans: "weakref.WeakKeyDictionary[nn.Module, Plan]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +42,6 @@ class _Known:
 
     budget: Budget
     profile: Profile | None
-
-
-def plan_of(model: nn.Module) -> Plan:
-    """Return the plan that a model was placed by.
-
-    Args:
-        model: A model that ``stow`` has returned.
-
-    Returns:
-        The plan that was given, or that ``plan="auto"`` chose.
-
-    Raises:
-        OptionError: ``stow`` has not placed this model.
-    """
-    found = _plans.get(model)
-    if found is None:
-        message = "plan_of() was called for a model that stow() did not place."
-        raise OptionError(message)
-    return found
-
-
-def remember_plan(model: nn.Module, plan: Plan) -> None:
-    """Keep the plan of a model for ``plan_of``.
-
-    Args:
-        model: The placed model.
-        plan: Its plan.
-    """
-    _plans[model] = plan
 
 
 def choose_plan(

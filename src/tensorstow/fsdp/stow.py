@@ -20,7 +20,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
-from tensorstow.fsdp.automatic import choose_plan, remember_plan
+from tensorstow.fsdp.automatic import choose_plan
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.gradient_offload import (
     GradientOffload,
@@ -83,6 +83,28 @@ class _Request:
     values: InitialValues
     optimizer: OptimizerFactory
     directory: Path
+
+
+_PLANS: "weakref.WeakKeyDictionary[nn.Module, Plan]" = weakref.WeakKeyDictionary()
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """Return the plan that a model was placed by.
+
+    Args:
+        model: A model that ``stow`` has returned.
+
+    Returns:
+        The plan that was given, or that ``plan="auto"`` chose.
+
+    Raises:
+        OptionError: ``stow`` has not placed this model.
+    """
+    found = _PLANS.get(model)
+    if found is None:
+        message = "plan_of() was called for a model that stow() did not place."
+        raise OptionError(message)
+    return found
 
 
 def stow(  # noqa: PLR0913  # the one door to everything
@@ -148,7 +170,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
         values = InitialValues(weights, init, None, model)
         made = _place_whole(_Request(model, chosen, plan, device, values, optimizer, dir))
-        remember_plan(model, plan)
+        _PLANS[model] = plan
         return model, made
     validate_parameters(chosen)
     mesh = mesh or make_mesh(device, stage=plan.stage, replicas=plan.replicas)
@@ -161,7 +183,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     validate_same_on_ranks({**arguments, **describe_units(chosen)}, group)
     values = InitialValues(weights, init, group, model)
     made = _place_sharded(_Request(model, chosen, plan, device, values, optimizer, dir), sharding)
-    remember_plan(model, plan)
+    _PLANS[model] = plan
     return model, made
 
 
