@@ -22,7 +22,16 @@ def test_the_command_line_is_frozen() -> None:
     assert flags_of(parser) == ["--help", "--version", "-h"]
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     assert {name: flags_of(command) for name, command in commands.choices.items()} == {
-        "demo": ["--directory", "--help", "--json", "--out", "--small", "--steps", "-h"],
+        "demo": [
+            "--directory",
+            "--gemini",
+            "--help",
+            "--json",
+            "--out",
+            "--small",
+            "--steps",
+            "-h",
+        ],
         "doctor": ["--directory", "--help", "--json", "--local-ranks", "-h"],
         "calibrate": ["--help", "--json", "-h"],
         "plan": [

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorstow.base.directories import DirectoryFacts, check_directory, choose_directory
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.cli.demo import crash, events, page, plots
+from tensorstow.cli.demo import crash, events, gemini, page, plots
 from tensorstow.cli.demo.configurations import (
     CONFIGURATIONS,
     DEFAULT_STEPS,
@@ -72,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--small", action="store_true", help="a toy model: seconds instead of minutes"
     )
+    parser.add_argument(
+        "--gemini",
+        action="store_true",
+        help="make the table of ColossalAI's Gemini example instead (3 steps, no files)",
+    )
     add_json(parser)
 
 
@@ -81,6 +86,8 @@ def run(given: argparse.Namespace) -> int:
     _check(given)
     facts = _directory(given.directory, scale)
     console = make_console(to_stderr=given.json)  # of progress, and of what people read
+    if given.gemini:
+        return gemini.run_all(given, facts, scale, console)
     heading = (
         f"GPT-2, {scale.parameters / 1e6:.1f} M parameters, batch {scale.batch} x {scale.sequence},"
         f" {given.steps} steps, {format_count(usable_cores(), 'core')}; scratch files in"

@@ -12,7 +12,14 @@ from tensorstow.cli.demo.configurations import CONFIGURATIONS
 
 
 def options(out: Path, **changes: object) -> argparse.Namespace:
-    given = {"directory": str(out.parent), "out": out, "steps": 3, "small": True, "json": False}
+    given = {
+        "directory": str(out.parent),
+        "out": out,
+        "steps": 3,
+        "small": True,
+        "json": False,
+        "gemini": False,
+    }
     return argparse.Namespace(**{**given, **changes})
 
 

@@ -49,6 +49,8 @@ _IDLE: Mapping[str, tuple[object, str]] = {
     "strict_ddp_mode": (False, "all parallelism is data-parallel"),
     "enable_async_reduce": (True, "gradients are always reduced beside backward"),
     "pin_memory": (False, "host memory that an accelerator copies from is pinned in any case"),
+    "warmup_non_model_data_ratio": (0.8, "units do not move while training"),
+    "steady_cuda_cap_ratio": (0.9, "units do not move while training"),
     "enable_gradient_accumulation": (False, "gradients of several backwards always add up"),
 }
 """What changes nothing, whatever it is, and why."""
@@ -67,7 +69,7 @@ class GeminiPlugin(Plugin):
         chunk_init_device: Changes nothing.
         placement_policy: "static", by the three fractions; "cuda", all on the device; "cpu", all in
             host memory; "const", the same with at most 512 MiB of parameters on their way to the
-            device; "auto".
+            device; "auto", as "cpu": units do not move while training.
         enable_gradient_accumulation: Changes nothing: gradients of several backwards add up, in
             fp32.
         max_prefetch: How many units are copied to the device before they are asked for.
@@ -77,8 +79,8 @@ class GeminiPlugin(Plugin):
             torch's fused Adam.
         offload_param_frac: The fraction of the parameters' bytes in host memory, frozen ones
             included: the units whose bytes are nearest to it. At most ``offload_optim_frac``.
-        warmup_non_model_data_ratio: Used by "auto" only.
-        steady_cuda_cap_ratio: Used by "auto" only.
+        warmup_non_model_data_ratio: Changes nothing.
+        steady_cuda_cap_ratio: Changes nothing.
         precision: "fp32", "bf16" or "fp16": what is computed in. Parameters keep their dtype, so
             those in fp32 are the master weights. Default: None, "fp16" as upstream where an
             accelerator computes, "fp32" where the CPU does.

@@ -1,0 +1,51 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tensorstow.cli.demo.configurations import SMALL
+from tensorstow.cli.demo.gemini import FRACTIONS, POLICIES, GeminiResult, as_json, table_of
+from tensorstow.cli.demo.gemini_worker import train
+from tensorstow.cli.main import main
+
+
+def results(losses: tuple[float, ...]) -> list[GeminiResult]:
+    return [
+        GeminiResult(policy, fraction, losses, 1.5, (200 - int(100 * fraction)) << 20, 300 << 20)
+        for policy in POLICIES
+        for fraction in FRACTIONS
+    ]
+
+
+def test_the_table_has_a_line_for_each_run_and_what_it_saves() -> None:
+    table = table_of(results((1.0, 2.0, 3.0)))
+    assert table.row_count == len(POLICIES) * len(FRACTIONS)
+    saved = list(table.columns[-1].cells)
+    assert saved == ["", "100"] * len(POLICIES)
+
+
+def test_losses_that_differ_are_told() -> None:
+    equal = results((1.0, 2.0, 3.0))
+    assert as_json(equal, SMALL)["is_equal"]
+    assert not as_json([*equal, *results((1.0, 2.0, 3.5))], SMALL)["is_equal"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_run_has_the_same_losses(tmp_path: Path, policy: str) -> None:
+    pytest.importorskip("transformers")
+    plain = train("without", 0.0, SMALL, str(tmp_path))
+    found = [train(policy, fraction, SMALL, str(tmp_path)) for fraction in FRACTIONS]
+    assert {result.losses for result in found} == {plain.losses}
+    assert len(set(plain.losses)) == 3
+    assert all((r.peak_rss_bytes or r.rss_bytes) >= r.rss_bytes > 0 for r in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    given = ["demo", "--gemini", "--small", "--json", "--out", str(tmp_path)]
+    assert main([*given, "--directory", str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["is_equal"]
+    assert len(printed["rows"]) == len(POLICIES) * len(FRACTIONS)
