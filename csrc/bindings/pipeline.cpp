@@ -138,13 +138,13 @@ struct PyPipeline {
     return as_tuple(failure);
   }
 
-  // Hands a step over and, unless it is open, goes on in the background or is updated outside,
+  // Hands a step over and, unless it is open, goes on in the background or lends chunks,
   // waits until it is published: one call, so that no Python exception can come between its
   // beginning, after which the gradients are being read, and its end.
   FailureTuple begin(
       const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
       Hypers table, std::vector<nb::object> weights, std::vector<nb::object> gradients, bool open,
-      bool capture, bool background, bool home_first, bool outside) {
+      bool capture, bool background, bool resident_first, bool lends) {
     if (rows.shape(1) != 7 || table.shape(1) != 9) {
       throw std::invalid_argument("begin: rows have seven columns and hypers nine");
     }
@@ -167,12 +167,12 @@ struct PyPipeline {
       hypers[h] = {table(h, 0), table(h, 1), table(h, 2), table(h, 3), table(h, 4),
                    table(h, 5), table(h, 6), table(h, 7), table(h, 8)};
     }
-    get().begin(parameters, hypers, {open, capture, background, home_first, outside}, expected);
+    get().begin(parameters, hypers, {open, capture, background, resident_first, lends}, expected);
     weight_owners = std::move(weights);
     gradient_owners.assign(rows.shape(0), {});
     for (std::size_t i = 0; i < gradients.size(); ++i)
       own_gradient(static_cast<int>(i), gradients[i]);
-    if (open || background || outside) return as_tuple(get().failure());
+    if (open || background || lends) return as_tuple(get().failure());
     return wait([](Pipeline& native) { return native.wait_published(); });
   }
 };
@@ -235,8 +235,8 @@ void bind_chunks(nb::class_<PyPipeline>& c) {
       .def(
           "checksums",
           [](PyPipeline& self, int chunk) {
-            const Marks& marks = self.get().marks(chunk);
-            return nb::make_tuple(as_bytes(marks.states), as_bytes(marks.weights));
+            const ChunkChecksums& checksums = self.get().checksums(chunk);
+            return nb::make_tuple(as_bytes(checksums.states), as_bytes(checksums.weights));
           },
           "chunk"_a, nb::sig("def checksums(self, chunk: int) -> tuple[bytes, bytes]"))
       .def("rewritten",
@@ -277,43 +277,43 @@ void bind_pipeline(nb::module_& m) {
            "resident"_a, "blank"_a, "checksums"_a)
       .def("set_order",
            [](PyPipeline& self, std::vector<int> order) { self.get().set_order(std::move(order)); })
-      .def("set_outside",
-           [](PyPipeline& self, const std::vector<int>& chunks) { self.get().set_outside(chunks); })
+      .def("set_lendable", [](PyPipeline& self,
+                              const std::vector<int>& chunks) { self.get().set_lendable(chunks); })
       .def("order", [](PyPipeline& self) { return self.get().order(); })
       .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
       .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, "weights"_a, "gradients"_a,
-           nb::kw_only(), "open"_a, "capture"_a, "background"_a, "home_first"_a, "outside"_a,
+           nb::kw_only(), "open"_a, "capture"_a, "background"_a, "resident_first"_a, "lends"_a,
            "`weights` and `gradients`: each row's owners, or None")
       .def(
-          "land",
+          "add_gradient",
           [](PyPipeline& self, int parameter, Address grad, int dtype, const nb::object& owner) {
-            self.get().land(parameter, at<void>(grad), static_cast<DType>(dtype));
+            self.get().add_gradient(parameter, at<void>(grad), static_cast<DType>(dtype));
             self.own_gradient(parameter, owner);
           },
           "parameter"_a, "grad"_a, "dtype"_a, "owner"_a.none())
       .def(
-          "land_pieces",
+          "add_chunk_gradients",
           [](PyPipeline& self, int chunk,
              const std::vector<std::tuple<int, Address, int, nb::object>>& pieces) {
             std::vector<PieceGradient> gradients;
             for (const auto& [parameter, grad, dtype, owner] : pieces) {
               gradients.push_back({parameter, at<void>(grad), static_cast<DType>(dtype)});
             }
-            self.get().land_pieces(chunk, gradients);
+            self.get().add_chunk_gradients(chunk, gradients);
             for (const auto& [parameter, grad, dtype, owner] : pieces) {
               self.own_gradient(parameter, owner);
             }
           },
           "chunk"_a, "pieces"_a)
       .def(
-          "next_outside",
+          "next_lent",
           [](PyPipeline& self, bool wait) {
             nb::gil_scoped_release release;
-            const Outside outside = self.get().next_outside(wait);
-            return std::tuple(outside.chunk, outside.slot);
+            const LentChunk lent = self.get().next_lent(wait);
+            return std::tuple(lent.chunk, lent.slot);
           },
           nb::kw_only(), "wait"_a, "(chunk, slot): -1 where there is none")
-      .def("outside_done", [](PyPipeline& self, int chunk) { self.get().outside_done(chunk); })
+      .def("give_back", [](PyPipeline& self, int chunk) { self.get().give_back(chunk); })
       .def("is_updated",
            [](PyPipeline& self, int chunk) {
              const bool updated = self.get().is_updated(chunk);

@@ -101,7 +101,7 @@ struct UpdateBlock {
 };
 
 // What blocks and pieces are known to be; written by the thread that updates a block.
-struct Marks {
+struct ChunkChecksums {
   std::vector<std::uint32_t> states;     // per block, of all its streams
   std::vector<std::uint32_t> weights;    // per block, of the weight as a commit wrote it
   std::vector<std::uint32_t> published;  // per piece, of the weight that our last update left

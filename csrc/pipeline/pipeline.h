@@ -46,18 +46,18 @@ struct Team {
 };
 
 struct StepSpec {
-  bool open = false;        // gradients follow one by one by `land`, until `close`
+  bool open = false;        // gradients follow one by one by `add_gradient`, until `close`
   bool capture = false;     // what is written also holds the new weights, and chunks that have no
                             // gradient are written too where the disk has not all of them
   bool background = false;  // the caller computes on these cores beside it, until somebody waits
-  bool home_first = false;  // resident chunks before those in slots
-  bool outside = false;     // whoever calls `next_outside` updates the chunks that `set_outside`
-                            // named: none of their gradients is read here, and their weights are
-                            // only looked at when a chunk is given back
+  bool resident_first = false;  // resident chunks before those in slots
+  bool lends = false;           // whoever calls `next_lent` updates the chunks that `set_lendable`
+                       // named: none of their gradients is read here, and their weights are
+                       // only looked at when a chunk is given back
 };
 
 // A chunk whose states are there to be changed: in a slot, or (slot -1) in memory of their own.
-struct Outside {
+struct LentChunk {
   int chunk = -1;  // none
   int slot = -1;
 };
@@ -123,8 +123,8 @@ class Pipeline {
                 std::vector<std::uint32_t> weights = {});
   // While idle: every chunk's number, in the order in which the next steps take them.
   void set_order(std::vector<int> order);
-  // Between steps: the chunks that an outside step leaves to the caller; until then, all of them.
-  void set_outside(const std::vector<int>& chunks);
+  // Between steps: the chunks that a step that lends leaves to the caller; until then, all of them.
+  void set_lendable(const std::vector<int>& chunks);
 
   // Starts reading the first chunks, up to the ring. Idempotent until the next `begin`.
   void prefetch();
@@ -135,20 +135,20 @@ class Pipeline {
   void begin(const std::vector<StepParameter>& parameters, const std::vector<AdamHyper>& hypers,
              const StepSpec& step, const std::vector<char>& expected);
   // In an open step: the gradient of an expected parameter, once. It stays until it is published.
-  void land(int parameter, const void* grad, DType dtype);
+  void add_gradient(int parameter, const void* grad, DType dtype);
   // The same, chunk by chunk: the gradients of those pieces of expected parameters that lie in
-  // `chunk`; null: none comes. A parameter lands as a whole or in pieces.
-  void land_pieces(int chunk, const std::vector<PieceGradient>& pieces);
+  // `chunk`; null: none comes. A gradient comes as a whole or in pieces.
+  void add_chunk_gradients(int chunk, const std::vector<PieceGradient>& pieces);
   // No more gradients: expected parameters without one are left alone.
   void close();
 
-  // In an outside step: the next chunk to be updated by the caller, whose gradients he knows (in an
-  // open step he lands them as ever); none where the step is over, or where none is there and he
+  // In a step that lends: the next chunk for the caller to update, whose gradients he knows (in an
+  // open step he adds them as ever); none where the step is over, or where none is there and he
   // does not `wait`. He who waits must hold no chunk himself, or nobody might ever go on.
-  Outside next_outside(bool wait);
+  LentChunk next_lent(bool wait);
   // The caller is done with the chunk: its memory holds the new states, and the weights of 16-bit
   // parameters (in a commit, of all) are new where the step says they are.
-  void outside_done(int chunk);
+  void give_back(int chunk);
 
   // Block until the step is published as a whole, or these parameters of it; or something failed.
   // In an open step a parameter waits for the gradients of all that share a chunk with it; one that
@@ -158,11 +158,11 @@ class Pipeline {
   bool is_published(int parameter) const;
   // Whether the step is done with the chunk: its weights are new, its gradients the caller's again.
   bool is_updated(int chunk) const;
-  // Until it is, or there is one that is to be updated outside.
+  // Until it is, or there is one that is to be lent.
   Failure wait_chunk(int chunk);
   // Blocks until every write of the step is over.
   Failure wait_written();
-  // Blocks until no slot is in use: writes have landed, prefetched states were let go.
+  // Blocks until no slot is in use: writes are over, prefetched states were let go.
   Failure quiesce();
 
   // Whether no step is under way: weights and gradients are the caller's again.
@@ -173,9 +173,9 @@ class Pipeline {
   DiskPosition place(int chunk) const;
   // Whether the chunk's place holds its states and the weights of now.
   bool captured(int chunk) const;
-  void forget_capture(int parameter);               // someone else wrote the weight
-  void set_target(int chunk, DiskPosition target);  // of the next step's write
-  const Marks& marks(int chunk) const;              // while idle
+  void forget_capture(int parameter);                // someone else wrote the weight
+  void set_target(int chunk, DiskPosition target);   // of the next step's write
+  const ChunkChecksums& checksums(int chunk) const;  // while idle
   // While idle: `streams` are what was written to the chunk's target, or put into its memory.
   void rewritten(int chunk, char* const* streams);
   // While idle: whether `streams` are what was written last.
@@ -197,7 +197,7 @@ class Pipeline {
   void enlist(Chunk& chunk);
   void arrange();
   void complete(Chunk& chunk);
-  void land_segment(Chunk& chunk, std::size_t segment, const void* data, DType dtype);
+  void add_segment_gradient(Chunk& chunk, std::size_t segment, const void* data, DType dtype);
   void drop(Chunk& chunk);
   void conduct();
   bool admit();
@@ -209,8 +209,8 @@ class Pipeline {
   void take_slot(Chunk& chunk);
   void bring_in(Chunk& chunk);
   void run(Chunk& chunk, std::unique_lock<std::mutex>& lock);
-  UpdateMemory memory_of(const Chunk& chunk, bool home, bool empty_slot) const;
-  void settle_update(Chunk& chunk, bool home, bool empty_slot);
+  UpdateMemory memory_of(const Chunk& chunk, bool resident, bool empty_slot) const;
+  void settle_update(Chunk& chunk, bool resident, bool empty_slot);
   void finish(Chunk& chunk);
   void start_write(Chunk& chunk, int first_part, int parts);
   void submit(Chunk& chunk, Op op, DiskPosition place, int first_part, int parts);
@@ -244,7 +244,7 @@ class Pipeline {
   std::vector<int> free_slots_;
   std::vector<StepParameter> parameters_;
   std::vector<AdamHyper> hypers_;
-  std::vector<char> expected_;       // by parameter: a gradient may still land
+  std::vector<char> expected_;       // by parameter: a gradient may still come
   std::vector<int> pieces_due_of_;   // by parameter: chunks that still wait for its gradient
   std::vector<int> unpublished_of_;  // by parameter: chunks of it that are still to be updated
   StepSpec step_;
@@ -252,8 +252,8 @@ class Pipeline {
   std::size_t next_ = 0;         // in order_: what is to be admitted
   Queue hot_;                    // complete, but passed by in order_
   Queue ready_;                  // states and gradients are there
-  Queue homely_;                 // the same, of resident chunks
-  Queue outside_;                // to be updated by whoever calls `next_outside`
+  Queue ready_resident_;         // the same, of resident chunks
+  Queue lendable_;               // to be updated by whoever calls `next_lent`
   Queue returned_;               // updated by him
   std::int64_t unfinished_ = 0;  // chunks of this step
   int waiters_ = 0;              // callers who do nothing else

@@ -22,7 +22,7 @@ class BlockUpdate {
     const Layout& layout = task_.parts.layout;
     if (task_.half != Half::after) {
       if (task_.verify &&
-          block_checksum(layout, block, task_.memory.states) != task_.marks.states[index]) {
+          block_checksum(layout, block, task_.memory.states) != task_.checksums.states[index]) {
         return false;
       }
       if (task_.fresh && !task_.idle) clear(block);
@@ -31,7 +31,8 @@ class BlockUpdate {
     if (!task_.idle) {
       for (std::size_t p = block.first_piece; p < block.last_piece; ++p) update(p);
     }
-    if (task_.sum) task_.marks.states[index] = block_checksum(layout, block, task_.memory.states);
+    if (task_.sum)
+      task_.checksums.states[index] = block_checksum(layout, block, task_.memory.states);
     if (task_.memory.copy[0] != nullptr) copy_states(block);
     if (task_.memory.weight != nullptr) capture(index, block);
     return true;
@@ -60,8 +61,8 @@ class BlockUpdate {
     if (task_.half == Half::both) compute(args, piece);
     // An fp32 weight is its own master: nobody asks whether someone else wrote it.
     if (family.param_dtype == DType::f32) return;
-    task_.marks.published[index] = checksum(args.param, 2 * piece.count, 0);
-    task_.marks.is_published[index] = 1;
+    task_.checksums.published[index] = checksum(args.param, 2 * piece.count, 0);
+    task_.checksums.is_published[index] = 1;
   }
 
   void compute(AdamArgs& args, const BlockPart& piece) const {
@@ -105,7 +106,7 @@ class BlockUpdate {
       std::memcpy(out + (segment.chunk_offset + piece.offset) * width,
                   from + (segment.parameter_offset + piece.offset) * width, piece.count * width);
     }
-    task_.marks.weights[index] =
+    task_.checksums.weights[index] =
         checksum(out + block.begin * width, (block.end - block.begin) * width, 0);
   }
 
@@ -133,7 +134,7 @@ std::int64_t update_chunk(const UpdateTask& task, const std::vector<StepParamete
   return damaged.load() == blocks ? -1 : damaged.load();
 }
 
-bool publish_segment(const ChunkSpec& spec, const ChunkParts& parts, Marks& marks,
+bool publish_segment(const ChunkSpec& spec, const ChunkParts& parts, ChunkChecksums& checksums,
                      std::int32_t segment, const void* weight, bool compare) {
   const std::int64_t width = parts.layout.weight().width;
   for (std::size_t p = 0; p < parts.pieces.size(); ++p) {
@@ -143,10 +144,10 @@ bool publish_segment(const ChunkSpec& spec, const ChunkParts& parts, Marks& mark
     const std::uint32_t sum =
         checksum(static_cast<const char*>(weight) + first * width, piece.count * width, 0);
     if (compare) {
-      if (marks.is_published[p] == 0 || marks.published[p] != sum) return false;
+      if (checksums.is_published[p] == 0 || checksums.published[p] != sum) return false;
     } else {
-      marks.published[p] = sum;
-      marks.is_published[p] = 1;
+      checksums.published[p] = sum;
+      checksums.is_published[p] = 1;
     }
   }
   return true;

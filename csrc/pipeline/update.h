@@ -22,7 +22,7 @@ struct StepParameter {
 struct SegmentGradient {
   const char* data = nullptr;
   DType dtype = DType::f32;
-  bool due = false;  // it may still land
+  bool due = false;  // it may still come
 };
 
 // Memory of a chunk in one step. `states` is what the kernel works on.
@@ -32,7 +32,7 @@ struct UpdateMemory {
   char* weight;             // where the new weights also go; null: nowhere
 };
 
-// [Note: Outside] An update has two halves, and the kernel between them. Where somebody else
+// [Note: LentChunk] An update has two halves, and the kernel between them. Where somebody else
 // changes the states in the chunk's memory, `before` gives him what was verified, or zeros, and
 // `after` sums up and copies what he left, as if it were the kernel's.
 enum class Half : std::uint8_t { both, before, after };
@@ -41,7 +41,7 @@ struct UpdateTask {
   const ChunkSpec& spec;
   const ChunkParts& parts;
   const std::vector<SegmentGradient>& gradients;  // by segment
-  Marks& marks;
+  ChunkChecksums& checksums;
   UpdateMemory memory;
   bool fresh;   // the states are zero and their memory holds something else
   bool idle;    // no gradient: only verified and copied
@@ -55,9 +55,9 @@ struct UpdateTask {
 std::int64_t update_chunk(const UpdateTask& task, const std::vector<StepParameter>& parameters,
                           const std::vector<AdamHyper>& hypers, Isa isa, int threads);
 
-// Fills `marks.published` for one segment from the weights at `weight` (the parameter's begin), or,
-// with `compare`, tells whether they are what it says.
-bool publish_segment(const ChunkSpec& spec, const ChunkParts& parts, Marks& marks,
+// Fills `checksums.published` for one segment from the weights at `weight` (the parameter's begin),
+// or, with `compare`, tells whether they are what it says.
+bool publish_segment(const ChunkSpec& spec, const ChunkParts& parts, ChunkChecksums& checksums,
                      std::int32_t segment, const void* weight, bool compare);
 
 }  // namespace stow

@@ -33,7 +33,7 @@ struct RigOptions {
   std::vector<Shape> shapes = std::vector<Shape>(3, Shape{{}, 2048});
   std::int64_t capacity = 1024;  // elements of a chunk
   std::int64_t gap = 0;          // elements between parameters
-  std::vector<int> home;         // chunks with memory of their own
+  std::vector<int> resident;     // chunks with memory of their own
   Order order = Order::alternating;
   int slots = 2;
   int few = 1;
@@ -81,8 +81,8 @@ class Rig {
       it.new_gradient(random);
       it.seed = it.is_16_bit() && !it.published;
       const void* gradient = due[p] && !spec.open ? it.gradient.data() : nullptr;
-      // Nobody but `update_outside` may read them, who has them from elsewhere.
-      if (gradient != nullptr && spec.outside) gradient = reinterpret_cast<const void*>(64);
+      // Nobody but `update_lent` may read them, who has them from elsewhere.
+      if (gradient != nullptr && spec.lends) gradient = reinterpret_cast<const void*>(64);
       rows.push_back({it.weight.data(), gradient, DType::f32, it.seed, 0, key_of(p)});
       if (gradient != nullptr) apply(p);
     }
@@ -90,27 +90,27 @@ class Rig {
     pipeline_->begin(rows, {hyper_of(number)}, spec, due);
   }
 
-  // What the caller of an outside step does: takes chunks, up to `most` at once, changes them, and
-  // gives them back in any order, until the step is over or (with a limit) so many were taken.
-  int work_outside(std::size_t most, std::mt19937& random, int limit = 1 << 30) {
+  // What the caller does in a step that lends: takes chunks, up to `most` at once, changes them,
+  // and gives them back in any order, until the step is over or (with a limit) so many were taken.
+  int work_on_lent(std::size_t most, std::mt19937& random, int limit = 1 << 30) {
     std::vector<int> held;
     for (int taken = 0;;) {
       const bool more = held.size() < most && taken < limit;
-      const Outside next = more ? pipeline_->next_outside(held.empty()) : Outside{};
+      const LentChunk next = more ? pipeline_->next_lent(held.empty()) : LentChunk{};
       if (next.chunk >= 0) {
         ++taken;
-        update_outside(next);
+        update_lent(next);
         held.push_back(next.chunk);
         continue;
       }
       if (held.empty()) return taken;
       std::swap(held[random() % held.size()], held.back());
-      pipeline_->outside_done(held.back());
+      pipeline_->give_back(held.back());
       held.pop_back();
     }
   }
 
-  void update_outside(Outside given) {
+  void update_lent(LentChunk given) {
     const ChunkSpec& spec = specs_[given.chunk];
     const Layout layout(spec);
     CHECK((given.slot < 0) == (pipeline_->state(given.chunk) == ChunkState::resident));
@@ -132,14 +132,14 @@ class Rig {
     }
   }
 
-  void land(int parameter) {
+  void add_gradient(int parameter) {
     apply(parameter);
-    pipeline_->land(parameter, parameters_[parameter].gradient.data(), DType::f32);
+    pipeline_->add_gradient(parameter, parameters_[parameter].gradient.data(), DType::f32);
   }
 
   // The pieces in one chunk of the gradients of those parameters that `come`, from memory of their
   // own, which `spoil_pieces` makes something else.
-  void land_pieces(int chunk, const std::vector<char>& come) {
+  void add_chunk_gradients(int chunk, const std::vector<char>& come) {
     std::vector<PieceGradient> pieces;
     staging_[chunk].clear();
     for (const Segment& s : specs_[chunk].segments) {
@@ -152,7 +152,7 @@ class Rig {
       staging_[chunk].emplace_back(first, first + s.count);
       pieces.push_back({s.parameter, staging_[chunk].back().data(), DType::f32});
     }
-    pipeline_->land_pieces(chunk, pieces);
+    pipeline_->add_chunk_gradients(chunk, pieces);
   }
 
   void spoil_pieces(int chunk) {
@@ -251,7 +251,7 @@ class Rig {
     const Layout& layout = parts.layout;
     const int number = static_cast<int>(c);
     const std::vector<char> bytes = read(pipeline_->place(number), layout);
-    const Marks& marks = pipeline_->marks(number);
+    const ChunkChecksums& checksums = pipeline_->checksums(number);
     char* streams[kMaxStreams] = {};
     for (int k = 0; k < layout.streams; ++k) {
       streams[k] = const_cast<char*>(bytes.data()) + layout.parts[k].file_at;
@@ -261,7 +261,7 @@ class Rig {
       const UpdateBlock& block = parts.blocks[b];
       const char* at = &bytes[weight.file_at + weight.at(block.begin)];
       const std::uint32_t sum = checksum(at, weight.length(block.end - block.begin), 0);
-      if (!reopened_ && sum != marks.weights[b]) return false;
+      if (!reopened_ && sum != checksums.weights[b]) return false;
     }
     std::vector<char> gaps(bytes.begin() + weight.file_at,
                            bytes.begin() + weight.file_at + weight.length(specs_[c].elements));
@@ -320,7 +320,8 @@ class Rig {
     CHECK(pwrite(fd_, &byte, 1, offset) == 1);
   }
 
-  // A new pipeline over what the old one left. What is captured and at home must come from disk.
+  // A new pipeline over what the old one left. What is captured and at resident must come from
+  // disk.
   void reopen() {
     CHECK(pipeline_->quiesce().error == 0);
     std::vector<Left> left;
@@ -329,10 +330,10 @@ class Rig {
       const ChunkState state = pipeline_->state(number);
       const bool captured = options_.durable && pipeline_->captured(number);
       const bool on_disk = state == ChunkState::stored || captured;
-      left.push_back({state == ChunkState::blank,
-                      on_disk ? pipeline_->place(number) : DiskPosition{},
-                      state == ChunkState::blank || !on_disk ? std::vector<std::uint32_t>()
-                                                             : pipeline_->marks(number).states});
+      left.push_back(
+          {state == ChunkState::blank, on_disk ? pipeline_->place(number) : DiskPosition{},
+           state == ChunkState::blank || !on_disk ? std::vector<std::uint32_t>()
+                                                  : pipeline_->checksums(number).states});
       if (state == ChunkState::resident && captured) {
         const Layout layout(specs_[c]);
         for (int k = 0; k < layout.streams; ++k) {
@@ -396,10 +397,10 @@ class Rig {
   }
   std::int64_t stored_bytes() const {
     std::int64_t sum = 0;
-    for (const ChunkSpec& spec : specs_) sum += home(spec) ? 0 : Layout(spec).state_bytes();
+    for (const ChunkSpec& spec : specs_) sum += resident(spec) ? 0 : Layout(spec).state_bytes();
     return sum;
   }
-  static bool home(const ChunkSpec& spec) { return spec.resident[0] != nullptr; }
+  static bool resident(const ChunkSpec& spec) { return spec.resident[0] != nullptr; }
 
  private:
   struct FreeDelete {
@@ -512,7 +513,7 @@ class Rig {
       at_.push_back(area_bytes_);
       area_bytes_ += layout.weight().file_at + layout.weight().bytes;
     }
-    for (const int c : options_.home) {
+    for (const int c : options_.resident) {
       const Layout layout(specs_[c]);
       for (int k = 0; k < layout.streams; ++k) {
         homes_.emplace_back(layout.parts[k].length(specs_[c].elements));
@@ -592,16 +593,17 @@ inline void doing(const char* what, unsigned long seed = 0) {
 inline constexpr int kChunks = 6;  // of the default rig: three parameters of two chunks each
 inline const std::vector<int> kHome = {4, 5};
 
-inline RigOptions with(int slots, Order order = Order::alternating, std::vector<int> home = kHome) {
+inline RigOptions with(int slots, Order order = Order::alternating,
+                       std::vector<int> resident = kHome) {
   RigOptions options;
   options.slots = slots;
   options.order = order;
-  options.home = std::move(home);
+  options.resident = std::move(resident);
   return options;
 }
 
-inline RigOptions durable(int slots, Order order, std::vector<int> home = kHome) {
-  RigOptions options = with(slots, order, std::move(home));
+inline RigOptions durable(int slots, Order order, std::vector<int> resident = kHome) {
+  RigOptions options = with(slots, order, std::move(resident));
   options.durable = true;
   return options;
 }

@@ -149,7 +149,7 @@ void test_wrong_calls_are_refused(Make make) {
   Rig rig(make({4, 4096}), durable(2, Order::given));
   Pipeline& pipeline = rig.pipeline();
   CHECK(throws<std::logic_error>([&] { pipeline.close(); }));
-  CHECK(throws<std::logic_error>([&] { pipeline.land(0, nullptr, DType::f32); }));
+  CHECK(throws<std::logic_error>([&] { pipeline.add_gradient(0, nullptr, DType::f32); }));
   CHECK(throws<std::invalid_argument>([&] { pipeline.begin({}, {}, {}, {}); }));
   CHECK(throws<std::invalid_argument>([&] {
     ChunkSpec spec = rig.spec(0);
@@ -159,9 +159,10 @@ void test_wrong_calls_are_refused(Make make) {
   CHECK(throws<std::invalid_argument>([&] { pipeline.add_chunk(rig.spec(0), true, {1, 2, 3}); }));
   rig.begin(1, rig.all_but(2), kOpen);
   CHECK(throws<std::logic_error>([&] { rig.begin(1, rig.all_but(), {}); }));
-  rig.land(0);
-  CHECK(throws<std::logic_error>([&] { pipeline.land(0, nullptr, DType::f32); }));  // twice
-  CHECK(throws<std::logic_error>([&] { pipeline.land(2, nullptr, DType::f32); }));  // unexpected
+  rig.add_gradient(0);
+  CHECK(throws<std::logic_error>([&] { pipeline.add_gradient(0, nullptr, DType::f32); }));  // twice
+  CHECK(throws<std::logic_error>(
+      [&] { pipeline.add_gradient(2, nullptr, DType::f32); }));  // unexpected
   // It could be in the middle of its write, or its slot be without its states.
   CHECK(throws<std::logic_error>([&] { rig.aim(1, 2); }));
   CHECK(throws<std::logic_error>([&] { pipeline.set_ring({}); }));
@@ -185,7 +186,7 @@ void test_gradients_land_in_any_order(Make make) {
         if (number % 3 == 0) rig.pipeline().prefetch();
         rig.begin(++number, rig.all_but(), kOpen);
         for (const int p : turn) {
-          rig.land(p);
+          rig.add_gradient(p);
           if (number % 4 == p) usleep(300);
         }
         rig.pipeline().close();
@@ -217,7 +218,7 @@ void test_gradients_land_chunk_by_chunk(Make make) {
         rig.begin(number, rig.all_but(), spec);
         for (int k = 0; k < rig.chunks(); ++k) {
           const int c = backwards ? rig.chunks() - 1 - k : k;
-          rig.land_pieces(c, rig.all_but(late));
+          rig.add_chunk_gradients(c, rig.all_but(late));
           if (number % 2 == 0) {
             CHECK(rig.pipeline().wait_chunk(c).error == 0);
             CHECK(rig.pipeline().is_updated(c));
@@ -234,26 +235,26 @@ void test_gradients_land_chunk_by_chunk(Make make) {
   }
 }
 
-void test_a_piece_lands_once(Make make) {
+void test_a_piece_comes_once(Make make) {
   doing("pieces twice");
   RigOptions options = with(2, Order::alternating, {});
   options.shapes.assign(2, Shape{{}, 1700});
   Rig rig(make({4, 4096}), options);
-  const auto land = [&](int parameter) {
-    rig.pipeline().land_pieces(0, {{parameter, &rig, DType::f32}});
+  const auto add = [&](int parameter) {
+    rig.pipeline().add_chunk_gradients(0, {{parameter, &rig, DType::f32}});
   };
-  CHECK(throws<std::logic_error>([&] { land(0); }));
+  CHECK(throws<std::logic_error>([&] { add(0); }));
   rig.begin(1, rig.all_but(), kOpen);
-  rig.land_pieces(0, rig.all_but());
-  CHECK(throws<std::logic_error>([&] { land(0); }));
-  CHECK(throws<std::out_of_range>([&] { land(1); }));
-  for (int c = 1; c < rig.chunks(); ++c) rig.land_pieces(c, rig.all_but());
+  rig.add_chunk_gradients(0, rig.all_but());
+  CHECK(throws<std::logic_error>([&] { add(0); }));
+  CHECK(throws<std::out_of_range>([&] { add(1); }));
+  for (int c = 1; c < rig.chunks(); ++c) rig.add_chunk_gradients(c, rig.all_but());
   rig.pipeline().close();
   CHECK(rig.pipeline().wait_published().error == 0);
   CHECK(rig.agrees());
 }
 
-// The ring is full of chunks that were read ahead when the last one's gradient lands first.
+// The ring is full of chunks that were read ahead when the last one's gradient comes first.
 void test_a_chunk_makes_room_for_one_that_has_its_gradient(Make make) {
   doing("eviction");
   RigOptions options = with(2, Order::given, {});
@@ -264,8 +265,8 @@ void test_a_chunk_makes_room_for_one_that_has_its_gradient(Make make) {
   rig.begin(2, rig.all_but(), kOpen);
   CHECK(soon([&] { return rig.pipeline().state(1) == ChunkState::ready; }));
   for (const int p : {5, 4, 3, 2, 1, 0}) {
-    rig.land(p);
-    CHECK(rig.pipeline().wait_parameters({p}).error == 0);  // before the others land
+    rig.add_gradient(p);
+    CHECK(rig.pipeline().wait_parameters({p}).error == 0);  // before the others come
     CHECK(rig.pipeline().is_published(p));
     CHECK(rig.weight_agrees(p));
     CHECK(p == 0 || !rig.pipeline().is_published(0));
@@ -288,7 +289,7 @@ void test_whoever_idles_in_the_ring_makes_room(Make make) {
     CHECK(rig.pipeline().is_published(0));
     usleep(3000);
     for (const int p : {2, 3}) {
-      rig.land(p);
+      rig.add_gradient(p);
       CHECK(rig.pipeline().wait_parameters({p}).error == 0);
     }
     rig.pipeline().close();
@@ -305,7 +306,7 @@ void test_whoever_idles_in_the_ring_makes_room(Make make) {
   rig.begin(2, rig.all_but(), kOpenCapture);
   CHECK(soon([&] { return rig.pipeline().state(2) == ChunkState::ready; }));
   for (const int p : {0, 3, 2, 1}) {
-    rig.land(p);
+    rig.add_gradient(p);
     CHECK(rig.pipeline().wait_parameters({p}).error == 0);
   }
   rig.pipeline().close();
@@ -323,7 +324,7 @@ void test_expected_gradients_may_stay_out(Make make) {
         for (int number = 1; number <= 4; ++number) {
           rig.begin(number, rig.all_but(number == 3 ? 1 : -1), capture ? kOpenCapture : kOpen);
           for (int p = 0; p < 3; ++p) {
-            if ((missing >> p & 1) == 0 && !(number == 3 && p == 1)) rig.land(p);
+            if ((missing >> p & 1) == 0 && !(number == 3 && p == 1)) rig.add_gradient(p);
           }
           if (number == 2) usleep(1000);
           rig.pipeline().close();
@@ -485,12 +486,12 @@ void test_another_pipeline_goes_on_where_one_ended(Make make) {
 
 void test_nobody_has_to_wait_while_a_step_runs(Make make) {
   doing("background");
-  for (const bool home_first : {false, true}) {
-    // With all states at home no write's end wakes who waits.
-    for (const std::vector<int>& home : {std::vector<int>{0, 1, 2, 3, 4, 5}, kHome, {}}) {
-      Rig rig(make({4, 4096}), with(2, Order::given, home));
+  for (const bool resident_first : {false, true}) {
+    // With all states at resident no write's end wakes who waits.
+    for (const std::vector<int>& resident : {std::vector<int>{0, 1, 2, 3, 4, 5}, kHome, {}}) {
+      Rig rig(make({4, 4096}), with(2, Order::given, resident));
       StepSpec spec = kBackground;
-      spec.home_first = home_first;
+      spec.resident_first = resident_first;
       for (int number = 1; number <= 12; ++number) {
         rig.begin(number, rig.all_but(), spec);
         if (number % 4 == 0) CHECK(rig.pipeline().wait_parameters({number % 3}).error == 0);
@@ -507,22 +508,22 @@ void test_nobody_has_to_wait_while_a_step_runs(Make make) {
 }
 
 void test_chunks_at_home_come_first_where_asked(Make make) {
-  doing("home first");
-  for (const bool home_first : {false, true}) {
+  doing("resident first");
+  for (const bool resident_first : {false, true}) {
     Rig rig(make({4, 4096}), with(6, Order::given));
     CHECK(rig.step(1).error == 0);
     CHECK(rig.pipeline().quiesce().error == 0);
     rig.pipeline().prefetch();
     CHECK(soon([&] { return rig.pipeline().state(3) == ChunkState::ready; }));
     rig.pipeline().trace().start(100);
-    CHECK(rig.step(2, -1, {false, false, true, home_first}).error == 0);
+    CHECK(rig.step(2, -1, {false, false, true, resident_first}).error == 0);
     std::vector<int> updated;
     for (const Event& event : rig.pipeline().trace().events()) {
       if (event.lane == Lane::update) updated.push_back(event.chunk);
     }
     CHECK(updated.size() == 6);
-    CHECK((updated.front() == 4) == home_first);
-    CHECK((updated.back() == 5) == !home_first);
+    CHECK((updated.front() == 4) == resident_first);
+    CHECK((updated.back() == 5) == !resident_first);
   }
 }
 
@@ -540,8 +541,8 @@ RigOptions of_all_formats(int slots, Order order, bool durable) {
   return options;
 }
 
-void test_updates_outside_give_the_same_bits(Make make) {
-  doing("outside");
+void test_updates_of_lent_chunks_give_the_same_bits(Make make) {
+  doing("lent");
   std::mt19937 random(5);
   for (const bool commits : {false, true}) {
     for (const int slots : {1, 2, 5}) {
@@ -554,9 +555,9 @@ void test_updates_outside_give_the_same_bits(Make make) {
         const std::vector<char> due = rig.all_but(number % 5 == 4 ? number % 3 : -1);
         if (number == 6) rig.rewrite(1, random);
         // The kernel and others take turns over the same states.
-        const bool outside = number % 4 != 3;
-        rig.begin(number, due, {false, capture, false, number % 2 == 0, outside});
-        if (outside) CHECK(rig.work_outside(1 + number % 3, random) > 0);
+        const bool lends = number % 4 != 3;
+        rig.begin(number, due, {false, capture, false, number % 2 == 0, lends});
+        if (lends) CHECK(rig.work_on_lent(1 + number % 3, random) > 0);
         CHECK(rig.pipeline().wait_published().error == 0);
         CHECK(rig.agrees());
         CHECK(rig.pipeline().wait_written().error == 0);
@@ -574,22 +575,22 @@ void test_updates_outside_give_the_same_bits(Make make) {
 
 // Some chunks of a step are the kernel's, and some are not.
 void test_updates_on_both_sides_give_the_same_bits(Make make) {
-  doing("outside and inside");
+  doing("some lent");
   std::mt19937 random(8);
   for (const int slots : {1, 2, 5}) {
     Rig rig(make({4, 4096}), of_all_formats(slots, kOrders[slots % 2], true));
     for (int number = 1; number <= 8; ++number) {
-      std::vector<int> outside;
+      std::vector<int> lendable;
       for (int c = 0; c < rig.chunks(); ++c) {
-        if ((c + number) % 3 != 0) outside.push_back(c);
+        if ((c + number) % 3 != 0) lendable.push_back(c);
       }
-      if (number == 5) outside.clear();
-      rig.pipeline().set_outside(outside);
+      if (number == 5) lendable.clear();
+      rig.pipeline().set_lendable(lendable);
       const bool capture = number % 3 == 0;
       rig.begin(number, rig.all_but(), {true, capture, false, number % 2 == 0, true});
-      for (int c = 0; c < rig.chunks(); ++c) rig.land_pieces(c, rig.all_but());
+      for (int c = 0; c < rig.chunks(); ++c) rig.add_chunk_gradients(c, rig.all_but());
       rig.pipeline().close();
-      CHECK(rig.work_outside(1 + number % 3, random) == static_cast<int>(outside.size()));
+      CHECK(rig.work_on_lent(1 + number % 3, random) == static_cast<int>(lendable.size()));
       CHECK(rig.pipeline().wait_published().error == 0);
       CHECK(rig.agrees());
       CHECK(rig.pipeline().wait_written().error == 0);
@@ -600,13 +601,13 @@ void test_updates_on_both_sides_give_the_same_bits(Make make) {
   }
 }
 
-void test_a_run_goes_on_behind_updates_outside(Make make) {
-  doing("outside, reopened");
+void test_a_run_goes_on_behind_lent_chunks(Make make) {
+  doing("lent, reopened");
   std::mt19937 random(6);
   Rig rig(make({4, 4096}), of_all_formats(2, Order::alternating, true));
   for (int number = 1; number <= 4; ++number) {
     rig.begin(number, rig.all_but(), kOutsideCapture);
-    CHECK(rig.work_outside(2, random) == rig.chunks());
+    CHECK(rig.work_on_lent(2, random) == rig.chunks());
     CHECK(rig.pipeline().wait_published().error == 0);
     CHECK(rig.pipeline().wait_written().error == 0);
     CHECK(rig.all_captured() && rig.captures_agree());
@@ -616,26 +617,26 @@ void test_a_run_goes_on_behind_updates_outside(Make make) {
   check_all(rig);
 }
 
-void test_outside_is_asked_for_in_its_step_alone(Make make) {
-  doing("outside, wrong calls");
+void test_chunks_are_lent_in_their_step_alone(Make make) {
+  doing("lent, wrong calls");
   std::mt19937 random(7);
   Rig rig(make({4, 4096}), with(2));
   Pipeline& pipeline = rig.pipeline();
-  CHECK(pipeline.next_outside(true).chunk == -1);
+  CHECK(pipeline.next_lent(true).chunk == -1);
   rig.begin(1, rig.all_but(), kOutside);
-  CHECK(throws<std::logic_error>([&] { pipeline.set_outside({}); }));
-  CHECK(throws<std::logic_error>([&] { pipeline.outside_done(0); }));
-  const Outside first = pipeline.next_outside(true);
+  CHECK(throws<std::logic_error>([&] { pipeline.set_lendable({}); }));
+  CHECK(throws<std::logic_error>([&] { pipeline.give_back(0); }));
+  const LentChunk first = pipeline.next_lent(true);
   CHECK(first.chunk >= 0 && !pipeline.is_updated(first.chunk));
-  rig.update_outside(first);
-  pipeline.outside_done(first.chunk);
-  CHECK(throws<std::logic_error>([&] { pipeline.outside_done(first.chunk); }));
-  CHECK(rig.work_outside(2, random) == kChunks - 1);
-  CHECK(pipeline.next_outside(true).chunk == -1);
+  rig.update_lent(first);
+  pipeline.give_back(first.chunk);
+  CHECK(throws<std::logic_error>([&] { pipeline.give_back(first.chunk); }));
+  CHECK(rig.work_on_lent(2, random) == kChunks - 1);
+  CHECK(pipeline.next_lent(true).chunk == -1);
   CHECK(pipeline.wait_published().error == 0);
   // A step in which nobody has a gradient is over when it begins.
   rig.begin(2, std::vector<char>(rig.parameters()), kOutside);
-  CHECK(rig.work_outside(2, random) == 0);
+  CHECK(rig.work_on_lent(2, random) == 0);
   CHECK(pipeline.wait_published().error == 0);
   check_all(rig);
 }
@@ -666,7 +667,7 @@ int main() {
     test_wrong_calls_are_refused(make);
     test_gradients_land_in_any_order(make);
     test_gradients_land_chunk_by_chunk(make);
-    test_a_piece_lands_once(make);
+    test_a_piece_comes_once(make);
     test_a_chunk_makes_room_for_one_that_has_its_gradient(make);
     test_whoever_idles_in_the_ring_makes_room(make);
     test_expected_gradients_may_stay_out(make);
@@ -677,10 +678,10 @@ int main() {
     test_another_pipeline_goes_on_where_one_ended(make);
     test_nobody_has_to_wait_while_a_step_runs(make);
     test_chunks_at_home_come_first_where_asked(make);
-    test_updates_outside_give_the_same_bits(make);
+    test_updates_of_lent_chunks_give_the_same_bits(make);
     test_updates_on_both_sides_give_the_same_bits(make);
-    test_a_run_goes_on_behind_updates_outside(make);
-    test_outside_is_asked_for_in_its_step_alone(make);
+    test_a_run_goes_on_behind_lent_chunks(make);
+    test_chunks_are_lent_in_their_step_alone(make);
   }
   test_a_trace_is_bounded();
   return report();

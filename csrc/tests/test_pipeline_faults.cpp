@@ -16,7 +16,7 @@ void test_failures_end_the_step(Make make, Op op, int error, const StepSpec& spe
     rig.engine().faults().add({op, 1, 1, error, 0, 0});
     rig.begin(2, rig.all_but(), spec);
     if (spec.open) {
-      for (const int p : {2, 0, 1}) rig.land(p);
+      for (const int p : {2, 0, 1}) rig.add_gradient(p);
       rig.pipeline().close();
     }
     rig.pipeline().wait_published();  // a failed write may come behind it
@@ -29,7 +29,7 @@ void test_failures_end_the_step(Make make, Op op, int error, const StepSpec& spe
     CHECK(rig.pipeline().wait_parameters({0}).error == error);
     CHECK(rig.pipeline().wait_written().error == error);
     rig.begin(4, rig.all_but(), kOpen);
-    rig.land(0);
+    rig.add_gradient(0);
     rig.pipeline().close();
     CHECK(rig.pipeline().counters().chunks_updated <= 2 * kChunks);
   }
@@ -43,11 +43,11 @@ void test_failures_in_an_open_step_reach_who_waits_for_one(Make make, Op op) {
     CHECK(rig.pipeline().quiesce().error == 0);
     rig.engine().faults().add({op, round % 3, 1, EIO, 0, 0});
     rig.begin(2, rig.all_but(), kOpen);
-    rig.land(1);
+    rig.add_gradient(1);
     const int error = rig.pipeline().wait_parameters({1}).error;
     CHECK(error == 0 || error == EIO);
-    rig.land(0);
-    if (round >= 3) rig.land(2);
+    rig.add_gradient(0);
+    if (round >= 3) rig.add_gradient(2);
     CHECK(rig.pipeline().wait_parameters({0, 1}).error == EIO ||
           rig.pipeline().quiesce().error == EIO);
     rig.spoil_gradients();
@@ -65,7 +65,7 @@ void test_a_failed_prefetch_is_told(Make make) {
   CHECK(rig.pipeline().quiesce().error == EIO);
 }
 
-// Eight megabytes of states at home are being updated when a read fails, and no write follows.
+// Eight megabytes of states at resident are being updated when a read fails, and no write follows.
 void test_a_failure_beside_an_update_reaches_who_waits(Make make) {
   doing("failure beside an update");
   for (int round = 0; round < 10; ++round) {
@@ -95,7 +95,7 @@ void test_after_a_failure_gradients_are_the_callers(Make make) {
       rig.engine().faults().add({Op::read, round, 1, EIO, 0, 0});
       rig.begin(2, rig.all_but(), spec);
       if (spec.open) {
-        for (const int p : {0, 1, 2}) rig.land(p);
+        for (const int p : {0, 1, 2}) rig.add_gradient(p);
         rig.pipeline().close();
       }
       CHECK((round % 2 ? rig.pipeline().wait_published() : rig.pipeline().wait_written()).error ==
@@ -131,7 +131,7 @@ void test_what_is_under_way_ends_before_its_memory_does(Make make) {
       rig.begin(2, rig.all_but(round % 4 - 1), spec);
       if (spec.open) {
         for (int p = 2; p > round % 3; --p) {
-          if (p != round % 4 - 1) rig.land(p);
+          if (p != round % 4 - 1) rig.add_gradient(p);
         }
         if (round % 4 == 3) rig.pipeline().close();
       }
@@ -142,9 +142,9 @@ void test_what_is_under_way_ends_before_its_memory_does(Make make) {
   }
 }
 
-// Whoever updates outside is told, and never given what is not what was written.
-void test_failures_end_a_step_outside(Make make) {
-  doing("failures outside");
+// Whoever updates lent chunks is told, and never given what is not what was written.
+void test_failures_end_a_step_that_lends(Make make) {
+  doing("failures, lent");
   std::mt19937 random(9);
   for (int round = 0; round < 12; ++round) {
     Rig rig(make({4, 4096}), with(2, Order::given, {}));
@@ -158,31 +158,31 @@ void test_failures_end_a_step_outside(Make make) {
       rig.engine().faults().add({Op::read, round, 1, EIO, 0, 0});
     }
     rig.begin(2, rig.all_but(), round < 6 ? kOutside : kOutsideCapture);
-    Outside given = rig.pipeline().next_outside(true);
-    for (; given.chunk >= 0; given = rig.pipeline().next_outside(true)) {
+    LentChunk given = rig.pipeline().next_lent(true);
+    for (; given.chunk >= 0; given = rig.pipeline().next_lent(true)) {
       CHECK(!damage || given.chunk != chunk);
-      rig.update_outside(given);
-      rig.pipeline().outside_done(given.chunk);
+      rig.update_lent(given);
+      rig.pipeline().give_back(given.chunk);
     }
     const int error = damage ? kDamaged : EIO;
     CHECK(rig.pipeline().wait_published().error == error);
-    CHECK(rig.pipeline().next_outside(false).chunk == -1);
+    CHECK(rig.pipeline().next_lent(false).chunk == -1);
     CHECK(rig.pipeline().quiesce().error == error);
     CHECK(rig.step(3).error == error);
   }
 }
 
 // Chunks that somebody holds when the pipeline goes are his to forget.
-void test_a_pipeline_may_go_while_a_chunk_is_outside(Make make) {
-  doing("destroyed outside");
+void test_a_pipeline_may_go_while_a_chunk_is_lent(Make make) {
+  doing("destroyed, lent");
   for (int round = 0; round < 6; ++round) {
     Rig rig(make({2, 4096}), durable(2, kOrders[round % 2], {1, 4}));
     CHECK(rig.step(1).error == 0);
     rig.begin(2, rig.all_but(), round % 3 == 0 ? kOutsideCapture : kOutside);
-    const Outside given = rig.pipeline().next_outside(true);
+    const LentChunk given = rig.pipeline().next_lent(true);
     CHECK(given.chunk >= 0);
-    if (round % 2 == 0) rig.update_outside(given);
-    if (round > 3) rig.pipeline().outside_done(given.chunk);
+    if (round % 2 == 0) rig.update_lent(given);
+    if (round > 3) rig.pipeline().give_back(given.chunk);
     rig.destroy_pipeline();
   }
 }
@@ -207,7 +207,7 @@ void test_damage_is_told_with_its_place(Make make) {
     if (round % 5 == 0) rig.pipeline().prefetch();
     rig.begin(2, rig.all_but(), spec);
     if (spec.open) {
-      for (const int p : {2, 1, 0}) rig.land(p);
+      for (const int p : {2, 1, 0}) rig.add_gradient(p);
       rig.pipeline().close();
     }
     const Failure failure = rig.pipeline().wait_published();
@@ -264,7 +264,7 @@ void test_a_commit_checks_what_it_carries(Make make) {
 
 void test_a_wrong_checksum_from_before_is_damage(Make make) {
   doing("wrong checksum");
-  for (const bool home : {false, true}) {
+  for (const bool resident : {false, true}) {
     Rig rig(make({4, 4096}), durable(2, Order::given, {}));
     CHECK(rig.step(1, -1, kCapture).error == 0);
     CHECK(rig.pipeline().quiesce().error == 0);
@@ -276,9 +276,9 @@ void test_a_wrong_checksum_from_before_is_damage(Make make) {
     ChunkSpec spec = rig.spec(2);
     spec.place = rig.pipeline().place(2);
     std::vector<char> m(4096), v(4096);
-    if (home) spec.resident[0] = m.data();
-    if (home) spec.resident[1] = v.data();
-    std::vector<std::uint32_t> sums = rig.pipeline().marks(2).states;
+    if (resident) spec.resident[0] = m.data();
+    if (resident) spec.resident[1] = v.data();
+    std::vector<std::uint32_t> sums = rig.pipeline().checksums(2).states;
     sums[0] ^= 1;
     other.add_chunk(spec, false, sums);
     std::vector<float> weight(2048), gradient(2048);
@@ -307,8 +307,8 @@ int main() {
     test_after_a_failure_gradients_are_the_callers(make);
     test_a_step_that_nobody_waits_for(make);
     test_what_is_under_way_ends_before_its_memory_does(make);
-    test_failures_end_a_step_outside(make);
-    test_a_pipeline_may_go_while_a_chunk_is_outside(make);
+    test_failures_end_a_step_that_lends(make);
+    test_a_pipeline_may_go_while_a_chunk_is_lent(make);
     test_damage_is_told_with_its_place(make);
     test_padding_and_gaps_are_told_apart(make);
     test_a_commit_checks_what_it_carries(make);

@@ -30,7 +30,7 @@ class Schedule {
       if (chance(12)) due.assign(due.size(), 0);
       rig_.begin(number, due, spec);
       if (spec.open) land_in_any_order(due);
-      if (spec.outside) rig_.work_outside(1 + draw(4), random_);
+      if (spec.lends) rig_.work_on_lent(1 + draw(4), random_);
       finish(spec, due);
       if (chance(3)) look_at_everything();
     }
@@ -39,7 +39,7 @@ class Schedule {
     if (chance(2)) {  // and destroy it in the middle of one more
       const StepSpec spec = draw_step();
       rig_.begin(kSteps + 1, rig_.all_but(), spec);
-      if (spec.outside) rig_.work_outside(1 + draw(4), random_, draw(4));
+      if (spec.lends) rig_.work_on_lent(1 + draw(4), random_, draw(4));
       usleep(draw(300));
       rig_.destroy_pipeline();
       rig_.spoil_gradients();
@@ -70,7 +70,7 @@ class Schedule {
     if (!chance(3)) {
       const int chunks = Rig(make_threads_engine({1, 4096}), options).chunks();
       for (int c = 0; c < chunks; ++c) {
-        if (chance(3)) options.home.push_back(c);
+        if (chance(3)) options.resident.push_back(c);
       }
     }
     return options;
@@ -87,7 +87,7 @@ class Schedule {
 
   StepSpec draw_step() {
     StepSpec spec{chance(2), options_.durable && chance(2), chance(3), chance(2)};
-    spec.outside = !spec.open && chance(2);
+    spec.lends = !spec.open && chance(2);
     return spec;
   }
 
@@ -129,7 +129,7 @@ class Schedule {
     for (const int p : shuffled(rig_.parameters())) {
       if (!due[p] || chance(10)) continue;
       CHECK(!pipeline.is_published(p));
-      rig_.land(p);
+      rig_.add_gradient(p);
       missing[p] = 0;
       if (chance(4)) usleep(draw(300));
       if (chance(3) && !rig_.shares_a_chunk(p, missing)) {
@@ -191,7 +191,7 @@ void run_with_a_failure(Make make, unsigned long seed) {
   options.slots = 1 + draw(3);
   options.durable = draw(2) == 0;
   for (int c = 0; c < 6; ++c) {
-    if (draw(3) == 0) options.home.push_back(c);
+    if (draw(3) == 0) options.resident.push_back(c);
   }
   Rig rig(make({1 + draw(3), 4096}), options);
   Pipeline& pipeline = rig.pipeline();
@@ -205,7 +205,7 @@ void run_with_a_failure(Make make, unsigned long seed) {
     rig.begin(number, rig.all_but(), spec);
     if (spec.open) {
       const int least = draw(2);
-      for (int p = 3; p >= least; --p) rig.land(p);
+      for (int p = 3; p >= least; --p) rig.add_gradient(p);
       if (least == 0 && draw(2)) pipeline.wait_parameters({draw(4)});
       pipeline.close();
     }

@@ -54,16 +54,16 @@ class StepKind:
     """What is written also holds the new weights: a commit."""
     background: bool = False
     """The call returns at once, and the caller computes on the same cores beside it."""
-    home_first: bool = False
+    resident_first: bool = False
     """Resident chunks before the others: those that the next forward needs first."""
-    outside: bool = False
-    """The call returns at once; the caller updates the chunks of ``set_outside``, one by one
-    (``next_outside``)."""
+    lends: bool = False
+    """The call returns at once; the caller updates the chunks of ``set_lendable``, one by one
+    (``next_lent``)."""
 
     @property
     def goes_on(self) -> bool:
         """Return whether the step is still under way when the call returns."""
-        return self.open or self.background or self.outside
+        return self.open or self.background or self.lends
 
 
 _WHOLE = StepKind()
@@ -195,8 +195,8 @@ class UpdatePipeline:
                 open=kind.open,
                 capture=kind.capture,
                 background=kind.background,
-                home_first=kind.home_first,
-                outside=kind.outside,
+                resident_first=kind.resident_first,
+                lends=kind.lends,
             )
             # What fails in a step that goes on is for whoever waits for it to say: at once or
             # later, as the disk has it, would be two behaviours.
@@ -205,42 +205,46 @@ class UpdatePipeline:
             if self._policy.schedule == "naive" and not kind.goes_on:
                 self.settle()
 
-    def land(self, parameter: int, gradient: torch.Tensor) -> None:
+    def add_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
         """Give an open step a contiguous gradient, whose memory it holds as ``step`` does."""
         dtype = DTYPE_CODES[gradient.dtype]
-        self.handle.live().land(parameter, gradient.data_ptr(), dtype, gradient.untyped_storage())
+        self.handle.live().add_gradient(
+            parameter, gradient.data_ptr(), dtype, gradient.untyped_storage()
+        )
 
-    def land_pieces(self, chunk: int, pieces: Sequence[tuple[int, torch.Tensor | None]]) -> None:
+    def add_chunk_gradients(
+        self, chunk: int, pieces: Sequence[tuple[int, torch.Tensor | None]]
+    ) -> None:
         """Give an open step gradients of a chunk's pieces, each once; None: none comes."""
         given = [
             (n, _address(g), 0 if g is None else DTYPE_CODES[g.dtype], _owner(g)) for n, g in pieces
         ]
-        self.handle.live().land_pieces(chunk, given)
+        self.handle.live().add_chunk_gradients(chunk, given)
 
     def close_step(self) -> None:
         """Say that no more gradients come."""
         self.handle.live().close()
 
-    def set_outside(self, chunks: Iterable[int]) -> None:
-        """Leave these chunks to the caller in outside steps, between steps; all until then."""
-        self.handle.live().set_outside(list(chunks))
+    def set_lendable(self, chunks: Iterable[int]) -> None:
+        """Leave these chunks to the caller in steps that lend, between steps; all until then."""
+        self.handle.live().set_lendable(list(chunks))
 
-    def next_outside(self, *, wait: bool) -> tuple[int, int] | None:
-        """Return the next (chunk, slot) of an outside step whose states are there to be changed.
+    def next_lent(self, *, wait: bool) -> tuple[int, int] | None:
+        """Return the next (chunk, slot) of a step that lends whose states are there to be changed.
 
         Slot -1: memory of its own. None where the step is over or has failed, which
-        ``end_outside`` tells, or where none is there and the caller does not ``wait``; he who
+        ``end_lending`` tells, or where none is there and the caller does not ``wait``; he who
         waits must hold no chunk himself.
         """
-        chunk, slot = self.handle.live().next_outside(wait=wait)
+        chunk, slot = self.handle.live().next_lent(wait=wait)
         return None if chunk < 0 else (chunk, slot)
 
-    def outside_done(self, chunk: int) -> None:
+    def give_back(self, chunk: int) -> None:
         """Give a chunk back, whose memory holds the new states."""
-        self.handle.live().outside_done(chunk)
+        self.handle.live().give_back(chunk)
 
-    def end_outside(self) -> None:
-        """Return when an outside step is over; raise what failed."""
+    def end_lending(self) -> None:
+        """Return when a step that lends is over; raise what failed."""
         self.wait_published()
         if self._policy.schedule == "naive":
             self.settle()
@@ -256,7 +260,7 @@ class UpdatePipeline:
     def wait_chunk(self, chunk: int) -> None:
         """Block until the step is done with a chunk: its weights are new, its gradients used.
 
-        In an outside step, at most until there is a chunk for ``next_outside``.
+        In a step that lends, at most until there is a chunk for ``next_lent``.
         """
         self.handle.check(self.handle.live().wait_chunk(chunk))
 
@@ -269,7 +273,7 @@ class UpdatePipeline:
         return self.handle.live().is_published(parameter)
 
     def wait_written(self) -> None:
-        """Block until every write of the step has landed; what is read ahead may stay.
+        """Block until every write of the step is over; what is read ahead may stay.
 
         For a thread behind the caller: what fails is raised here, and once more to the caller, as
         itself, where the pipeline is used next.
@@ -277,7 +281,7 @@ class UpdatePipeline:
         self.handle.check(self.handle.live().wait_written(), behind=True)
 
     def settle(self) -> None:
-        """Wait until every write has landed and no buffer is in use."""
+        """Wait until every write is over and no buffer is in use."""
         if self.handle.is_begun:
             self.handle.check(self.handle.live().quiesce())
 

@@ -341,7 +341,7 @@ class StateStore:
         return dict(zip(names, self._views.get(parameter, ()), strict=False))
 
     def settle(self) -> None:
-        """Wait until every write has landed and no buffer is in use."""
+        """Wait until every write is over and no buffer is in use."""
         self.pipeline.settle()
 
     def read(self, parameters: Iterable[int]) -> dict[int, dict[str, torch.Tensor]]:

@@ -176,7 +176,7 @@ class DeviceFeed:
         return self._stage == _Stage.OVER
 
     def wait_for_one(self) -> None:
-        """Return when one thing more can be done, or a chunk is there to be updated outside."""
+        """Return when one thing more can be done, or a chunk is there to be lent."""
         with self._poisoning():
             self._wait()
 
@@ -285,7 +285,7 @@ class DeviceFeed:
     def _hand_over(self) -> None:
         """Hand the pipeline what has come down; the device's copy is not needed any more."""
         flight = self._d2h.popleft()
-        self._pipeline.land_pieces(flight.transfer.chunk, flight.pieces)
+        self._pipeline.add_chunk_gradients(flight.transfer.chunk, flight.pieces)
         self._let_go(flight, updated=False)
         self._updating.append(flight)
 

@@ -193,7 +193,7 @@ class DeviceUpdater:
             self._give_back()
         self._land()
         while self._free:
-            lent = self._pipeline.next_outside(wait=False)
+            lent = self._pipeline.next_lent(wait=False)
             if lent is None:
                 break
             self._take(*lent)
@@ -208,7 +208,7 @@ class DeviceUpdater:
 
         Nothing may be under way: the chunk may wait for memory that it holds.
         """
-        lent = self._pipeline.next_outside(wait=True)
+        lent = self._pipeline.next_lent(wait=True)
         if lent is None:
             self._pipeline.wait_published()
             message = "A step was over before all of its chunks were updated."
@@ -231,7 +231,7 @@ class DeviceUpdater:
             owners = [n for n in self._chunks[number].owners if n in self._works]
             held = [self._gradients.get(n) for n in owners]
             pieces = [(n, None if g is None else g.flat) for n, g in zip(owners, held, strict=True)]
-            self._pipeline.land_pieces(number, pieces)
+            self._pipeline.add_chunk_gradients(number, pieces)
             self._ahead += 1
         if self._is_open and self._is_closed and not self._ready:
             self._is_open = False
@@ -240,7 +240,7 @@ class DeviceUpdater:
     def _give_back(self) -> None:
         """Give back the chunk that has been under way longest, whose states are down."""
         trip = self._trips.popleft()
-        self._pipeline.outside_done(trip.chunk)
+        self._pipeline.give_back(trip.chunk)
         self._free.append(trip.slot)
         for number in trip.parameters:
             gradient = self._gradients[number]

@@ -206,7 +206,7 @@ class DiskFeed:
             pin.users += 1
             pin.changed |= key in written
         self._granted.append(_Granted(part, frozenset(needed)))
-        self._pipeline.land_pieces(part.chunk.number, pieces)
+        self._pipeline.add_chunk_gradients(part.chunk.number, pieces)
 
     def _touched(self, part: _DiskChunk, changed: set[int]) -> Collection[int]:
         """Return the parameters whose weights are read or written with the chunk."""

@@ -136,7 +136,7 @@ class HostFeed:
 
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         """Hand the gradient to the pipeline, which reads it until the weight is new."""
-        self._pipeline.land(param.number, gradient)
+        self._pipeline.add_gradient(param.number, gradient)
 
     def send(self, chunk: int) -> None:
         """Return: the pipeline has all that was offered."""
@@ -207,7 +207,7 @@ class StepFeeds:
             open=self._is_open,
             capture=plan.commits,
             background=beside is not Beside.NOTHING and not crosses,
-            home_first=beside is Beside.FORWARD,
+            resident_first=beside is Beside.FORWARD,
         )
         self._pipeline.step(rows, plan.scalars, kind)
         if not self._is_open:

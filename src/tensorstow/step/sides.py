@@ -83,7 +83,7 @@ class DeviceUpdates:
             return
         self._plan = plan
         self._is_beside = beside is Beside.BACKWARD and self._division.is_settled
-        kind = StepKind(open=True, capture=plan.commits, outside=True)
+        kind = StepKind(open=True, capture=plan.commits, lends=True)
         self._pipeline.step(plan.rows, plan.scalars, kind)
         self._gate.begin({update.param.number for update in plan.updates})
         self._updater.begin(works_of(plan), all_weights=plan.commits)
@@ -127,7 +127,7 @@ class DeviceUpdates:
             return
         try:
             host, device = self._run()
-            self._pipeline.end_outside()
+            self._pipeline.end_lending()
         except BaseException as error:  # an interrupt too: a chunk may be half a step ahead
             self._pipeline.poison(error)
             # Whoever goes on from a commit writes to the weights that may still be coming down.
@@ -173,7 +173,7 @@ class DeviceUpdates:
         self._device = chunks_of_device(self._chunks, share)
         there = {chunk.number for chunk in self._device}
         self.chunks_of_host = [chunk for chunk in self._chunks if chunk.number not in there]
-        self._pipeline.set_outside(sorted(there))
+        self._pipeline.set_lendable(sorted(there))
         self._updater.serve(self._device)
         for feed in self._feeds:
             feed.serve(self.chunks_of_host)

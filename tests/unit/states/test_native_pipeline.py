@@ -193,9 +193,9 @@ class Problem:
         )
         adam_reference(self.wanted[i], self.gradients[i], self.states[i], scalars)
 
-    def land(self, i: int) -> None:
+    def arrive(self, i: int) -> None:
         self.expect(i)
-        self.pipeline.land(i, self.gradients[i])
+        self.pipeline.add_gradient(i, self.gradients[i])
 
     def check(self) -> None:
         for ours, theirs in zip(self.weights, self.wanted, strict=True):
@@ -215,7 +215,7 @@ def test_gradients_land_in_any_order(tmp_path: Path, slots: int) -> None:
         problem.begin(StepKind(open=True))
         for i in order:
             assert not problem.pipeline.is_published(i)
-            problem.land(i)
+            problem.arrive(i)
         problem.pipeline.close_step()
         problem.pipeline.wait_published()
         assert all(problem.pipeline.is_published(i) for i in range(4))
@@ -230,12 +230,12 @@ def test_a_parameter_is_published_when_its_chunks_have_their_gradients(tmp_path:
     assert [sorted(c.owners) for c in problem.store.chunks] == [[0, 1], [1, 2], [2, 3]]
     for _ in range(3):
         problem.begin(StepKind(open=True))
-        problem.land(3)
-        problem.land(2)
+        problem.arrive(3)
+        problem.arrive(2)
         assert not problem.pipeline.is_published(2)
         problem.pipeline.wait_parameters([3])
         assert torch.equal(problem.weights[3], problem.wanted[3])
-        problem.land(1)
+        problem.arrive(1)
         problem.pipeline.wait_parameters([2, 3])
         assert torch.equal(problem.weights[2], problem.wanted[2])
         assert not problem.pipeline.is_published(1)
@@ -311,7 +311,7 @@ def test_a_byte_that_changed_on_disk_is_damage_and_poisons(tmp_path: Path) -> No
     with pytest.raises(DamageError, match="at offset 0 of"):
         problem.store.read([0])
     problem.begin(StepKind(open=True), due=[0])
-    problem.land(0)
+    problem.arrive(0)
     problem.pipeline.close_step()
     with pytest.raises(DamageError, match="at offset 0 of"):
         problem.pipeline.wait_published()
@@ -350,10 +350,10 @@ def test_what_no_open_step_expects_is_refused(tmp_path: Path) -> None:
         problem.pipeline.close_step()
     problem.begin(StepKind(open=True), due=[1])
     with pytest.raises(RuntimeError, match="no gradient of this parameter"):
-        problem.pipeline.land(0, problem.gradients[0])
-    problem.land(1)
+        problem.pipeline.add_gradient(0, problem.gradients[0])
+    problem.arrive(1)
     with pytest.raises(RuntimeError, match="no gradient of this parameter"):
-        problem.pipeline.land(1, problem.gradients[1])
+        problem.pipeline.add_gradient(1, problem.gradients[1])
     problem.pipeline.close_step()
     problem.pipeline.wait_published()
     problem.check()

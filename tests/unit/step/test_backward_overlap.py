@@ -533,7 +533,7 @@ def test_an_interrupt_while_a_gradient_is_handed_over(
 
     optimizer.zero_grad()
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer._states().pipeline, "land", stop)
+        patch.setattr(optimizer._states().pipeline, "add_gradient", stop)
         with pytest.raises(KeyboardInterrupt):
             backward(model, 2)
     uses: list[Callable[[], object]] = [

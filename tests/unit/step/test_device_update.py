@@ -462,16 +462,16 @@ def weights_left_up(patch: pytest.MonkeyPatch) -> None:
 
 def never_given_zeros(patch: pytest.MonkeyPatch) -> None:
     """Begin with what a slot held before: the pipeline clears what was never written."""
-    lent = UpdatePipeline.next_outside
+    lent = UpdatePipeline.next_lent
 
-    def next_outside(self: UpdatePipeline, *, wait: bool) -> tuple[int, int] | None:
+    def next_lent(self: UpdatePipeline, *, wait: bool) -> tuple[int, int] | None:
         given = lent(self, wait=wait)
         if given is not None and given[1] >= 0 and self._ring is not None:
             chunk = next(c for c in self._chunks if c.number == given[0])
             self._ring.streams(chunk, given[1])[0].fill_(1.0)
         return given
 
-    patch.setattr(UpdatePipeline, "next_outside", next_outside)
+    patch.setattr(UpdatePipeline, "next_lent", next_lent)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,9 @@ class FakePipeline:
     updated: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
 
-    def land_pieces(self, chunk: int, pieces: list[tuple[int, torch.Tensor | None]]) -> None:
+    def add_chunk_gradients(
+        self, chunk: int, pieces: list[tuple[int, torch.Tensor | None]]
+    ) -> None:
         """Note it."""
         self.landed[chunk] = pieces
         self.log.append(

@@ -28,7 +28,7 @@ class Updated:
     def step(self, *_: object) -> None:
         """Begin."""
 
-    def land(self, *_: object) -> None:
+    def add_gradient(self, *_: object) -> None:
         """Take a gradient."""
 
     def wait_parameters(self, numbers: list[int]) -> None:

@@ -263,7 +263,7 @@ def test_the_native_side_holds_what_nobody_else_does(tmp_path: Path) -> None:
     weight, gradient = torch.ones(4096), torch.ones(4096)
     memory = Watched([weight, gradient])
     store.pipeline.step([StepRow(weight, expected=True)], table, StepKind(open=True))
-    store.pipeline.land(0, gradient)
+    store.pipeline.add_gradient(0, gradient)
     del weight, gradient
     assert memory.alive == [True, True]
     store.close()  # which ends the step by giving it up

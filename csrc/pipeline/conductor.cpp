@@ -1,0 +1,373 @@
+// The conductor's thread: what is read, updated and written next. See [Note: One conductor].
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "pipeline/pipeline_chunk.h"
+
+namespace stow {
+
+// --- the conductor ---
+
+void Pipeline::conduct() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    conductor_wakes_.wait(lock, [this] { return stopping_ || work_; });
+    if (stopping_) return;
+    work_ = false;
+    for (;;) {
+      while (admit()) {
+      }
+      Chunk* chunk = pick();
+      if (chunk == nullptr || stopping_) break;
+      run(*chunk, lock);
+    }
+  }
+}
+
+// Takes the next chunk into memory; false when there is none or it must wait.
+bool Pipeline::admit() {
+  if (failure_.error != 0 || !(stepping_ || prefetching_)) return false;
+  Chunk* chunk = next_to_admit();
+  if (chunk == nullptr) return false;
+  const bool urgent = stepping_ && chunk->gradients_due == 0;
+  if (free_slots_.empty() && !(urgent && evict())) return false;
+  if (!hot_.empty() && hot_.front() == chunk->number) hot_.pop();
+  bring_in(*chunk);
+  return true;
+}
+
+bool Pipeline::startable(const Chunk& chunk) {
+  return chunk.state == ChunkState::blank || chunk.state == ChunkState::stored;
+}
+
+// Passes by those that need nothing; null where the first that does must wait.
+Pipeline::Chunk* Pipeline::next_to_admit() {
+  if (stepping_) {
+    while (!hot_.empty() && chunks_[hot_.front()]->stage != Stage::waiting) hot_.pop();
+    if (!hot_.empty() && startable(*chunks_[hot_.front()])) return chunks_[hot_.front()].get();
+  }
+  for (; next_ < order_.size(); ++next_) {
+    Chunk& chunk = *chunks_[order_[next_]];
+    if (stepping_) {
+      if (chunk.stage != Stage::waiting) continue;
+      if (chunk.blank() && chunk.gradients_due != 0) continue;  // nothing to read ahead of it
+    } else if (chunk.state != ChunkState::stored && chunk.state != ChunkState::writing) {
+      continue;
+    }
+    if (chunk.has_own_memory() && chunk.state == ChunkState::writing)
+      continue;  // `settle_write` sees to it
+    return startable(chunk) ? &chunk : nullptr;
+  }
+  return nullptr;
+}
+
+// Whether the step has more chunks to bring in than there are slots for.
+bool Pipeline::slots_are_wanted() const {
+  if (!stepping_) return false;
+  // What is resident goes through a slot only where it is written too.
+  if (!hot_.empty() || (step_.capture && !ready_resident_.empty())) return true;
+  std::size_t wanting = 0;
+  for (std::size_t k = next_; k < order_.size() && wanting <= free_slots_.size(); ++k) {
+    const Chunk& chunk = *chunks_[order_[k]];
+    wanting += chunk.stage == Stage::waiting && startable(chunk) ? 1 : 0;
+  }
+  return wanting > free_slots_.size();
+}
+
+// Frees a slot for a chunk that has its gradients: that of one which has no part in the step, else
+// of the last one in the order whose gradients are still to come.
+bool Pipeline::evict() {
+  Chunk* last = nullptr;
+  for (int number : order_) {
+    Chunk& chunk = *chunks_[number];
+    if (chunk.state != ChunkState::ready) continue;
+    if (chunk.stage == Stage::out) {
+      drop(chunk);
+      return true;
+    }
+    if (chunk.stage == Stage::admitted && chunk.gradients_due != 0) last = &chunk;
+  }
+  if (last == nullptr) return false;
+  leave_slot(*last, last->fresh ? ChunkState::blank : ChunkState::stored);
+  last->stage = Stage::waiting;
+  return true;
+}
+
+void Pipeline::take_slot(Chunk& chunk) {
+  chunk.slot = free_slots_.back();
+  free_slots_.pop_back();
+  ++counters_.slots_in_use;
+  counters_.slots_high_water = std::max(counters_.slots_high_water, counters_.slots_in_use);
+}
+
+// Gives the chunk a slot and starts filling it.
+void Pipeline::bring_in(Chunk& chunk) {
+  take_slot(chunk);
+  chunk.unwanted = false;
+  chunk.stage = stepping_ ? Stage::admitted : Stage::out;
+  // The states of a chunk that only gives its weights to a commit are where they belong already.
+  const bool weights_only =
+      stepping_ && !chunk.has_gradient && chunk.gradients_due == 0 && chunk.place == chunk.target;
+  chunk.fresh = chunk.blank();
+  if (chunk.fresh || weights_only) {
+    move(chunk, ChunkState::ready);
+    if (stepping_ && chunk.gradients_due == 0) complete(chunk);
+    return;
+  }
+  move(chunk, ChunkState::reading);
+  chunk.verify = true;
+  submit(chunk, Op::read, chunk.place, 0, chunk.parts.layout.streams);
+}
+
+// Chunks in slots go first: their slots are what the reads behind them wait for.
+Pipeline::Chunk* Pipeline::pick() {
+  if (!stepping_ || failure_.error != 0) return nullptr;
+  if (!returned_.empty()) {
+    Chunk& chunk = *chunks_[returned_.front()];
+    returned_.pop();
+    return &chunk;
+  }
+  Queue* queue = &ready_;
+  if (!ready_resident_.empty() && (ready_.empty() || step_.resident_first)) {
+    // A commit also writes what is resident, through a slot.
+    if (!step_.capture || !free_slots_.empty() || evict()) queue = &ready_resident_;
+  }
+  if (queue->empty()) return nullptr;
+  Chunk& chunk = *chunks_[queue->front()];
+  queue->pop();
+  return &chunk;
+}
+
+void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
+  const bool resident = chunk.state == ChunkState::resident;
+  const bool idle_chunk = !chunk.has_gradient;
+  const bool states_in_place = idle_chunk && !resident && chunk.place == chunk.target;
+  const bool empty_slot = states_in_place || (chunk.fresh && idle_chunk);
+  const bool lend = step_.lends && chunk.is_lendable && !idle_chunk;
+  const Half half = chunk.stage == Stage::returned ? Half::after : lend ? Half::before : Half::both;
+  if (half != Half::after) {
+    chunk.capturing = step_.capture;
+    if (resident && step_.capture) take_slot(chunk);
+    if (!resident) move(chunk, ChunkState::updating);
+    if (!resident && !empty_slot && !chunk.fresh && !chunk.verify) {
+      counters_.bytes_spared += chunk.parts.layout.state_bytes();
+    }
+    chunk.started = now();
+  }
+  const UpdateTask task{chunk.spec,
+                        chunk.parts,
+                        chunk.gradients,
+                        chunk.checksums,
+                        memory_of(chunk, resident, empty_slot),
+                        chunk.fresh,
+                        idle_chunk,
+                        chunk.verify && !empty_slot,
+                        !empty_slot && (!resident || step_.capture),
+                        half};
+  const int threads = step_.background && waiters_ == 0 ? team_.few : team_.whole;
+  updating_ = true;
+  lock.unlock();
+  const bool slow = update_lane.is_on() && half == Half::both && !idle_chunk;
+  const auto over =
+      slow ? update_lane.take(chunk.spec.elements, chunk.ready) : Metered::Clock::time_point{};
+  const std::int64_t damaged = update_chunk(task, parameters_, hypers_, isa_, threads);
+  if (slow) std::this_thread::sleep_until(over);
+  if (half != Half::before) {
+    trace_.record({chunk.started, now(), Lane::update, chunk.number, 0});
+  }
+  lock.lock();
+  updating_ = false;
+  if (damaged >= 0) {
+    const Layout::Part& part = chunk.parts.layout.parts[0];
+    const UpdateBlock& block = chunk.parts.blocks[damaged];
+    fail({kDamaged, chunk.place.file, chunk.number, Op::read,
+          chunk.place.offset + part.file_at + part.at(block.begin),
+          part.length(block.end - block.begin)});
+    leave_slot(chunk, ChunkState::lost);
+    return;
+  }
+  chunk.verify = false;
+  if (half != Half::before) {
+    settle_update(chunk, resident, empty_slot);
+    return;
+  }
+  chunk.stage = Stage::lendable;
+  lendable_.push(chunk.number);
+  callers_wake_.notify_all();
+}
+
+UpdateMemory Pipeline::memory_of(const Chunk& chunk, bool resident, bool empty_slot) const {
+  const int streams = chunk.parts.layout.streams;
+  UpdateMemory memory{};
+  for (int k = 0; k < streams; ++k) {
+    memory.states[k] = resident ? chunk.spec.resident[k] : slot_part(chunk, k);
+    if (resident && step_.capture) memory.copy[k] = slot_part(chunk, k);
+    if (!resident && chunk.has_own_memory()) memory.copy[k] = chunk.spec.resident[k];
+  }
+  if (step_.capture) memory.weight = slot_part(chunk, streams);
+  if (empty_slot) memory.copy[0] = nullptr;
+  return memory;
+}
+
+// The chunk's memory holds what is new: it goes where it belongs.
+void Pipeline::settle_update(Chunk& chunk, bool resident, bool empty_slot) {
+  const int streams = chunk.parts.layout.streams;
+  const bool idle_chunk = !chunk.has_gradient;
+  if (!idle_chunk) ++counters_.chunks_updated;
+  if (empty_slot) {  // the states are where they belong, or still blank
+    start_write(chunk, streams, 1);
+  } else if (!resident || step_.capture) {
+    const bool settled = chunk.has_own_memory() && !resident && !step_.capture;
+    if (!idle_chunk) chunk.fresh = false;
+    if (settled) {  // read once, and in its own memory from now on
+      leave_slot(chunk, ChunkState::resident);
+    } else {
+      start_write(chunk, 0, streams + (step_.capture ? 1 : 0));
+    }
+  }
+  if (!idle_chunk && !step_.capture) chunk.captured = false;
+  finish(chunk);
+}
+
+// The chunk's part of the step is published.
+void Pipeline::finish(Chunk& chunk) {
+  chunk.stage = Stage::out;
+  for (std::size_t s = 0; s < chunk.gradients.size(); ++s) {
+    if (chunk.gradients[s].data != nullptr) --unpublished_of_[chunk.spec.segments[s].parameter];
+  }
+  if (--unfinished_ == 0 && !step_.open) {
+    stepping_ = false;
+    arrange();
+  }
+  callers_wake_.notify_all();
+}
+
+// --- transfers ---
+
+char* Pipeline::slot_part(const Chunk& chunk, int part) const {
+  return ring_.base + chunk.slot * ring_.slot_bytes + chunk.parts.layout.parts[part].slot_at;
+}
+
+void Pipeline::start_write(Chunk& chunk, int first_part, int parts) {
+  move(chunk, ChunkState::writing);
+  submit(chunk, Op::write, chunk.target, first_part, parts);
+}
+
+void Pipeline::submit(Chunk& chunk, Op op, DiskPosition place, int first_part, int parts) {
+  chunk.started = now();
+  chunk.moving = 0;
+  chunk.transfers_left = chunk.transfer_count = parts;
+  for (int k = 0; k < parts; ++k) {
+    const Layout::Part& part = chunk.parts.layout.parts[first_part + k];
+    Transfer& t = chunk.transfers[k];
+    t = Transfer{};
+    t.file = place.file;
+    t.op = op;
+    t.data = slot_part(chunk, first_part + k);
+    t.length = part.bytes;
+    t.offset = place.offset + part.file_at;
+    t.done = &Pipeline::on_transfer;
+    t.context = &chunk;
+    chunk.moving += part.bytes;
+  }
+  for (int k = 0; k < parts; ++k) engine_.submit(&chunk.transfers[k]);
+}
+
+void Pipeline::on_transfer(Transfer* transfer) {
+  Chunk& chunk = *static_cast<Chunk*>(transfer->context);
+  chunk.pipeline->transferred(chunk, *transfer);
+}
+
+void Pipeline::transferred(Chunk& chunk, const Transfer& transfer) {
+  std::lock_guard lock(mutex_);
+  if (transfer.error != 0) {
+    fail({transfer.error, transfer.file, chunk.number, transfer.op, transfer.error_offset,
+          transfer.error_length});
+  }
+  const bool reading = transfer.op == Op::read;
+  (reading ? counters_.bytes_read : counters_.bytes_written) += transfer.moved;
+  if (--chunk.transfers_left != 0) return;
+  trace_.record(
+      {chunk.started, now(), reading ? Lane::read : Lane::write, chunk.number, chunk.moving});
+  const bool failed = std::any_of(chunk.transfers, chunk.transfers + chunk.transfer_count,
+                                  [](const Transfer& t) { return t.error != 0; });
+  if (failed) {
+    leave_slot(chunk, ChunkState::lost);
+  } else if (!reading) {
+    settle_write(chunk);
+  } else {
+    move(chunk, ChunkState::ready);
+    if (chunk.unwanted) {
+      leave_slot(chunk, ChunkState::stored);
+    } else if (chunk.stage == Stage::admitted && chunk.gradients_due == 0) {
+      complete(chunk);
+    }
+  }
+  work_ = true;
+  conductor_wakes_.notify_one();
+  callers_wake_.notify_all();
+}
+
+void Pipeline::settle_write(Chunk& chunk) {
+  chunk.place = chunk.target;
+  chunk.captured = chunk.capturing;
+  if (chunk.fresh) {
+    leave_slot(chunk, ChunkState::blank);
+    return;
+  }
+  const bool whole = chunk.transfer_count >= chunk.parts.layout.streams;
+  if (chunk.has_own_memory() && whole) {
+    leave_slot(chunk, ChunkState::resident);
+    if (chunk.stage == Stage::waiting) {  // a new step has begun
+      chunk.stage = Stage::admitted;
+      if (chunk.gradients_due == 0) complete(chunk);
+    }
+    return;
+  }
+  // A new step has begun and has its gradients: it need not read what the slot holds.
+  if (chunk.stage == Stage::waiting && chunk.gradients_due == 0 && whole) {
+    move(chunk, ChunkState::ready);
+    chunk.stage = Stage::admitted;
+    complete(chunk);
+    return;
+  }
+  // The slot keeps what was written where nobody needs it now and the next step begins with it.
+  const bool over = chunk.stage == Stage::out && !slots_are_wanted();
+  if (order_kind_ == Order::alternating && whole && over) {
+    move(chunk, ChunkState::ready);
+  } else {
+    leave_slot(chunk, ChunkState::stored);
+  }
+}
+
+void Pipeline::leave_slot(Chunk& chunk, ChunkState next) {
+  move(chunk, next);
+  free_slots_.push_back(chunk.slot);
+  --counters_.slots_in_use;
+  chunk.slot = -1;
+  chunk.fresh = chunk.unwanted = chunk.verify = false;
+}
+
+void Pipeline::move(Chunk& chunk, ChunkState next) {
+  if (!legal(chunk.state, next)) {
+    throw std::logic_error("chunk " + std::to_string(chunk.number) + ": illegal transition " +
+                           std::to_string(static_cast<int>(chunk.state)) + " -> " +
+                           std::to_string(static_cast<int>(next)));
+  }
+  chunk.state = next;
+}
+
+void Pipeline::fail(const Failure& failure) {
+  if (failure_.error == 0) failure_ = failure;
+  callers_wake_.notify_all();
+}
+
+bool Pipeline::idle() const { return !stepping_ && !prefetching_ && counters_.slots_in_use == 0; }
+
+bool Pipeline::anything_in_flight() const {
+  return std::any_of(chunks_.begin(), chunks_.end(),
+                     [](const auto& c) { return c->transfers_left != 0; });
+}
+
+}  // namespace stow
