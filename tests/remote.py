@@ -99,6 +99,9 @@ class LateLink:
     def update_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def beside(self) -> "LateLink":
+        return self
+
     def synchronize(self) -> None:
         for stream in (self.falling, self.rising):
             stream.run_to(stream.done + len(stream.work))

@@ -80,6 +80,12 @@ MUTATIONS = (
     ),
     Mutation(
         _DEVICE,
+        "            link.synchronize()\n",
+        "            pass\n",
+        f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
+    ),
+    Mutation(
+        _DEVICE,
         "self._update_stream.synchronize()",
         "pass",
         f"{_WAITS}::test_nothing_is_under_way_on_a_settled_link[update]",

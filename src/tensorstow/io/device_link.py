@@ -2,7 +2,9 @@
 
 [Note: Side streams] Gradients go down on one stream of our own and weights up on another, so that
 both directions of the link run at once and beside whatever the caller's stream computes. Updates on
-the device have a third one: the caller's stream does not wait for states on their way up. Nobody
+the device have a third one: the caller's stream does not wait for states on their way up. Their
+states move by streams of a second link (``beside``): a copy down that waits for its update must not
+stand before gradients that are there. Nobody
 waits for the whole device: streams wait for events of other streams, and the host waits for the
 event behind one copy.
 
@@ -35,8 +37,14 @@ class DeviceLink(Protocol):
     """Copies between host memory and one device, and what they wait for."""
 
     device: torch.device
-    bytes_down: int
-    bytes_up: int
+
+    @property
+    def bytes_down(self) -> int:
+        """Return what went device to host, by the links beside this one too."""
+
+    @property
+    def bytes_up(self) -> int:
+        """Return what went host to device, likewise."""
 
     def record_event(self) -> DeviceEvent:
         """Return an event behind everything that the caller's stream was given so far."""
@@ -59,8 +67,11 @@ class DeviceLink(Protocol):
     def update_stream(self) -> AbstractContextManager[object]:
         """Let the caller's stream be, inside, one of the link's own, for updates."""
 
+    def beside(self) -> "DeviceLink":
+        """Return a link with streams of its own, whose work and bytes count as this one's too."""
+
     def synchronize(self) -> None:
-        """Return when no copy and no update is under way."""
+        """Return when no copy and no update is under way, of the links beside this one too."""
 
 
 class StreamLink:
@@ -69,11 +80,22 @@ class StreamLink:
     def __init__(self, device: torch.device) -> None:
         """Make the streams."""
         self.device = device
-        self.bytes_down = 0
-        self.bytes_up = 0
+        self._bytes_down = 0
+        self._bytes_up = 0
+        self._beside: list[StreamLink] = []
         self._d2h_stream = torch.Stream(device=device)
         self._h2d_stream = torch.Stream(device=device)
         self._update_stream = torch.Stream(device=device)
+
+    @property
+    def bytes_down(self) -> int:
+        """Return what went device to host, by the links beside this one too."""
+        return self._bytes_down + sum(link.bytes_down for link in self._beside)
+
+    @property
+    def bytes_up(self) -> int:
+        """Return what went host to device, likewise."""
+        return self._bytes_up + sum(link.bytes_up for link in self._beside)
 
     def record_event(self) -> DeviceEvent:
         """Return an event behind everything that the caller's stream was given so far."""
@@ -83,14 +105,14 @@ class StreamLink:
         """Copy device to host when ``after`` is over; return an event behind it, at once."""
         for event in after:
             self._d2h_stream.wait_event(_torch_event(event))
-        self.bytes_down += _copy(pairs, self._d2h_stream)
+        self._bytes_down += _copy(pairs, self._d2h_stream)
         return self._d2h_stream.record_event()
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
         """Copy host to device when ``after`` is over; return an event behind it, at once."""
         for event in after:
             self._h2d_stream.wait_event(_torch_event(event))
-        self.bytes_up += _copy(pairs, self._h2d_stream)
+        self._bytes_up += _copy(pairs, self._h2d_stream)
         for to, _ in pairs:
             # Its memory must not be anybody else's before the copy is over.
             to.record_stream(self._h2d_stream)
@@ -104,8 +126,16 @@ class StreamLink:
         """Let the caller's stream be, inside, one of the link's own, for updates."""
         return self._update_stream
 
+    def beside(self) -> DeviceLink:
+        """Return a link with streams of its own, whose work and bytes count as this one's too."""
+        link = StreamLink(self.device)
+        self._beside.append(link)
+        return link
+
     def synchronize(self) -> None:
-        """Return when no copy and no update is under way."""
+        """Return when no copy and no update is under way, of the links beside this one too."""
+        for link in self._beside:
+            link.synchronize()
         self._update_stream.synchronize()
         self._d2h_stream.synchronize()
         self._h2d_stream.synchronize()
@@ -157,6 +187,10 @@ class PlainLink:
     def update_stream(self) -> AbstractContextManager[object]:
         """Return a context that changes nothing: there are no streams."""
         return nullcontext()
+
+    def beside(self) -> DeviceLink:
+        """Return this one: no copy is ever behind another."""
+        return self
 
     def synchronize(self) -> None:
         """Return: nothing is ever under way."""

@@ -58,6 +58,8 @@ class ParamTable:
         self._hooks: list[Any] = []
         self._unhooked: list[torch.Tensor] = []
         self._link: DeviceLink = PlainLink()
+        self._state_link: DeviceLink = self._link
+        """For the states that are updated on the accelerator."""
         self._is_linked = False
         """There are parameters on an accelerator, to which the link goes."""
         self.device_feeds: list[DeviceFeed] = []
@@ -271,6 +273,7 @@ class ParamTable:
             raise OptionError(message)
         if remote and not self._is_linked:
             self._link, self._is_linked = device_link.open_link(remote[0].device), True
+            self._state_link = self._link.beside()
         return bool(remote)
 
     def _connect_all(self) -> None:
@@ -308,7 +311,9 @@ class ParamTable:
             pipeline.lent.append(feed.staging)
             self._blocks.add(feed.staging)
         if reaches_device(where) and chosen != 0.0:
-            updater = DeviceUpdater(link, pipeline, chunks, known, self.store.streams_at)
+            updater = DeviceUpdater(
+                self._state_link, pipeline, chunks, known, self.store.streams_at
+            )
             self.updaters = [updater]
             self._blocks.add(updater.tables)
             feeds, division = self.device_feeds, self.division

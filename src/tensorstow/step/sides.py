@@ -2,8 +2,8 @@
 
 [Note: Both at once] Gradients of the host's chunks come down (``DeviceFeed``), states of the
 device's go up (``DeviceUpdater``), in one open step of the pipeline, whose ring both share. So
-neither is waited for while the other may hold what it waits for: the updater's copies, which end by
-themselves, come first, and a wait for the kernel ends where there is a chunk for the updater.
+neither is waited for while the other may hold what it waits for: while both have something under
+way, both are looked at again and again.
 
 [Note: Device updates beside backward] There a chunk goes its way as soon as all of its gradients
 are final. Hooks of gradients begin what can be begun and wait for nothing; ``close`` does the rest.
@@ -30,6 +30,9 @@ from tensorstow.step.division import Division, Took, chunks_of_device, elements_
 from tensorstow.step.gradient_feed import Beside, HostFeed, StepFeeds
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.tensors.dtensor import flat
+
+_NAP = 2e-4
+"""Seconds; a chunk takes about as long on either side."""
 
 
 class DeviceUpdates:
@@ -230,13 +233,16 @@ class DeviceUpdates:
 
     def _wait(self) -> None:
         """Return when one side can go on."""
+        busy = [feed for feed in self._feeds if not feed.is_over]
+        if self._updater.under_way and busy:
+            time.sleep(_NAP)
+            return
         if self._updater.under_way:
             self._updater.end_one()
             return
-        for feed in self._feeds:
-            if not feed.is_over:
-                feed.wait_for_one()
-                return
+        for feed in busy:
+            feed.wait_for_one()
+            return
         self._updater.take_one()
 
 
