@@ -65,6 +65,7 @@ def test_bytes_over_the_link_and_in_memory(dtype: str, overlap: str, device: tor
     assert after.bytes_up - before.bytes_up == 3 * width * sum(SIZES)
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_the_device_holds_no_states(device: torch.device) -> None:
     net = Net(torch.float32).to(device)
     optimizer = make(net, overlap="backward")
