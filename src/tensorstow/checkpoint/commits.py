@@ -9,6 +9,7 @@ until then no chunk has a second extent that may be overwritten.
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -49,6 +50,7 @@ from tensorstow.tensors.dtensor import in_memory, shard_of
 logger = logging.getLogger("tensorstow")
 
 _FEW = 5
+_here = threading.local()
 
 
 class Commits:
@@ -210,7 +212,9 @@ class Commits:
 
         with SignalsDeferred():  # what was submitted must be known to be under way
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensorstow-commit")
+                self._executor = ThreadPoolExecutor(
+                    1, thread_name_prefix="tensorstow-commit", initializer=_begin_thread
+                )
             try:
                 self._pending = self._executor.submit(finish_together)
             except RuntimeError:  # the interpreter ends, and no thread works any more
@@ -394,6 +398,15 @@ class Commits:
             if before is not None:
                 self._temporary.append(before[1])
         return self._tensors[key][1]
+
+
+def in_commit_thread() -> bool:
+    """Return whether this thread makes commits: what it waits for must not be one."""
+    return getattr(_here, "commits", False)
+
+
+def _begin_thread() -> None:
+    _here.commits = True
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:

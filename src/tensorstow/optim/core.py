@@ -14,12 +14,13 @@ import atexit
 import itertools
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from tensorstow.base.errors import OptionError
-from tensorstow.checkpoint.commits import Commits
+from tensorstow.checkpoint.commits import Commits, in_commit_thread
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
@@ -178,9 +179,16 @@ class Core:
             self.commits.join(self.params)
 
     def finish_unasked(self) -> None:
-        """Finish, and log what failed: there is nobody to raise it to."""
+        """Finish, and log what failed: there is nobody to raise it to.
+
+        Python's collector runs in any thread, in one that commits too: that thread would wait for
+        the commit that it makes itself, so another one finishes.
+        """
         if self._owner != os.getpid():  # a forked child has nothing to wait for
             self.params.abandon()
+            return
+        if in_commit_thread():
+            threading.Thread(target=self.finish_unasked, name="tensorstow-end").start()
             return
         try:
             self.finish(together=False)

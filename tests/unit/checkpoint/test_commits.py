@@ -1,6 +1,10 @@
 """What is in a commit: everything of now, whoever changed it, and nothing twice."""
 
+import gc
 import os
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ from torch import nn
 from crash.world import Case, World, differing, digest, undisturbed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import ForkError, LockedError, OptionError, PoisonedError
+from tensorstow.checkpoint.commits import storage_of
+from tensorstow.store.records import Generation
 
 Made = tuple[AdamW, list[nn.Parameter]]
 Change = Callable[[AdamW, list[nn.Parameter]], None]
@@ -46,6 +52,44 @@ def step(optimizer: AdamW, weights: list[nn.Parameter], *which: int) -> None:
 def facts(optimizer: AdamW, weights: list[nn.Parameter]) -> str:
     optimizer.wait()
     return digest([[w.detach() for w in weights], optimizer.state_dict()])
+
+
+@pytest.mark.timeout(60)
+def test_an_optimizer_that_is_collected_by_the_thread_that_commits_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that a traceback holds is, sooner or later: that thread waits for no commit."""
+    optimizer, weights = make(tmp_path, commit_every=1)
+    step(optimizer, weights)
+    storage = storage_of(optimizer._params()).store
+    commit = storage.commit
+    is_dropped, collected_in = threading.Event(), list[str]()
+
+    def collect_first(*given: Any, **named: Any) -> Generation:  # noqa: ANN401
+        assert is_dropped.wait(30)
+        gc.collect()
+        collected_in.append(threading.current_thread().name)
+        return commit(*given, **named)
+
+    monkeypatch.setattr(storage, "commit", collect_first)
+    gc.disable()
+    try:
+        step(optimizer, weights)
+        ring = [optimizer]
+        ring.append(ring)  # type: ignore[arg-type]  # a cycle, for the collector to find
+        watcher = weakref.ref(optimizer._core)
+        del optimizer, ring
+        is_dropped.set()
+        while watcher() is not None or not collected_in:
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert collected_in[0].startswith("tensorstow-commit")
+    while any(t.name == "tensorstow-end" for t in threading.enumerate()):
+        time.sleep(0.01)
+    again, weights = make(tmp_path, commit_every=1)
+    assert again.resume() == 2
+    again.close()
 
 
 def nothing(optimizer: AdamW, weights: list[nn.Parameter]) -> None:
