@@ -20,6 +20,8 @@ from tensorstow.step import device_update
 from tensorstow.step.update_rule import Choice, SegmentUpdate, TorchRule, Update, rule_on
 
 OVERLAPS = ("none", "forward", "backward")
+LATE = 1.0
+"""Seconds; longer than a busy machine keeps the host from its next line."""
 pytestmark = pytest.mark.usefixtures("garbage_apart")
 """What a finalizer waits for is no wait of the test's that it runs in."""
 
@@ -130,7 +132,7 @@ def test_a_forward_waits_for_gradients_that_are_late_and_for_nothing_else(
     net.bring(range(2, 4))
     simulated.take_counts()
     torch.autograd.backward(net(2))
-    spin(device, 0.1)
+    spin(device, LATE)
     optimizer.step()
     assert simulated.take_counts()["host_waits"] == 0
     loss = net(3)
@@ -226,7 +228,7 @@ def test_backward_waits_where_the_device_holds_too_many_gradients(
     model(x).float().sum().backward()
     torch.accelerator.synchronize()
     loss = model(x).float().sum()
-    spin(device, 0.1)
+    spin(device, LATE)
     simulated.take_counts()
     loss.backward()
     assert 0 < simulated.take_counts()["host_waits"] <= (LAYERS - 1) * pieces

@@ -51,7 +51,7 @@ def test_states_go_up_while_others_come_down(
     if device.type == "simulated":
         import simulated  # noqa: PLC0415  # registers the device
 
-        simulated.set_delays(5e-3, 5e9, 0)
+        simulated.set_delays(40e-3, 5e9, 0)  # longer than a host is kept from its work
     _, optimizer = made(device)
     link = optimizer._params().updaters[0].link
     assert isinstance(link, links.StreamLink)
