@@ -101,6 +101,20 @@ def test_fractions_of_bytes_are_where_they_were_asked(
     other.close()
 
 
+def test_auto_takes_the_part_of_the_device_that_it_is_given(
+    device: torch.device, in_fp32: list[torch.Tensor]
+) -> None:
+    _, total = torch.accelerator.get_memory_info(device)
+    unit = 4 * (WIDTH * WIDTH + WIDTH)
+    ratio = 1.0 - 3.5 * unit / total  # three blocks fit, and the small head
+    model, optimizer = train(
+        device, precision="fp32", placement_policy="auto", warmup_non_model_data_ratio=ratio
+    )
+    assert parameter_bytes(model).host_bytes == pytest.approx((BLOCKS - 3) * unit, rel=0.05)
+    assert all_equal(whole(model), in_fp32)
+    optimizer.close()
+
+
 def test_states_on_the_device_are_saved_and_loaded(device: torch.device, tmp_path: Any) -> None:  # noqa: ANN401
     model, optimizer = train(device, precision="bf16", offload_optim_frac=0.5)
     booster = Booster(plugin=GeminiPlugin(precision="bf16"))

@@ -1,6 +1,7 @@
 """What ranks do with a booster."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,3 +63,37 @@ def losses_on_all(
     if hasattr(optimizer.unwrap(), "close"):
         optimizer.unwrap().close()
     return shape if mesh else losses
+
+
+def goes_on(plugin: type[Plugin], given: dict[str, Any], folder: str, shard: bool) -> bool:  # noqa: FBT001
+    """Save a run, go on, load it into another, go on alike; return whether both are equal."""
+    rank = torch.distributed.get_rank()
+    booster = Booster(plugin=plugin(**given))
+
+    def boosted(seed: int) -> tuple[nn.Module, Any]:
+        model = model_of()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(seed)
+        placed, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
+        return placed, optimizer
+
+    def train(model: nn.Module, optimizer: Any, steps: range) -> None:  # noqa: ANN401
+        for step in steps:
+            booster.backward(model(batch(step, rank)).float().square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = boosted(0)
+    train(model, optimizer, range(2))
+    booster.save_model(model, Path(folder) / "m", shard=shard)
+    booster.save_optimizer(optimizer, Path(folder) / "o", shard=shard)
+    train(model, optimizer, range(2, 4))
+    again, other = boosted(1)
+    booster.load_model(again, Path(folder) / "m")
+    booster.load_optimizer(other, Path(folder) / "o")
+    train(again, other, range(2, 4))
+    equal = all(map(torch.equal, whole(again), whole(model)))
+    optimizer.close()
+    other.close()
+    return equal

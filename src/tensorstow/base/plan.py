@@ -1,7 +1,7 @@
 """``Plan``: the tier of parameters and states, unit by unit, and when updates run."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Self, get_args
@@ -26,6 +26,8 @@ class Plan:
         stage: The ZeRO stage, 0 (everything is replicated) to 3 (parameters are sharded too).
             Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
             Parameter Models", 2020.
+        unsharded: Under stage 3 the units whose parameters stay unsharded from forward to
+            backward, as under stage 2: less communication, more memory.
         replicas: The number of groups of ranks that each hold a full copy (HSDP).
         overlap: When updates run: "none", "forward", "backward", as in ``AdamW``.
         update_on: Where updates run: "host", "device", "hybrid" or the device's share, "auto", as
@@ -45,6 +47,7 @@ class Plan:
     states: Tier = Tier.HOST
     units: Mapping[str, Tier] = field(default_factory=dict)
     stage: int = 3
+    unsharded: Sequence[str] = ()
     replicas: int = 1
     overlap: Overlap = "none"
     update_on: UpdateOn | None = None
@@ -59,6 +62,7 @@ class Plan:
         object.__setattr__(self, "states", _tier(self.states, "states"))
         units = {name: _tier(tier, f"units[{name!r}]") for name, tier in self.units.items()}
         object.__setattr__(self, "units", units)
+        object.__setattr__(self, "unsharded", tuple(self.unsharded))
         for name in ("ram_budget", "buffer_pool_bytes"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
@@ -79,6 +83,13 @@ class Plan:
             message = (
                 'overlap="forward" was given with parameters on disk: updates beside the next'
                 ' forward would need weights that it has let go of. Use "backward" or "none".'
+            )
+            raise OptionError(message)
+        on_disk = [name for name in self.unsharded if self.tier_of(name) == Tier.DISK]
+        if self.unsharded and (self.stage < 3 or on_disk):
+            message = (
+                f"unsharded={self.unsharded} was given with stage={self.stage} and {on_disk} of"
+                " them on disk: it is for units of stage 3 that are in memory."
             )
             raise OptionError(message)
         if self.stage < 3 and Tier.DISK in self._tiers:

@@ -121,6 +121,8 @@ class Sharding:
     reshard_after_forward: bool
     reduction: Any = field(default_factory=InPlaceReduceScatter)
     """What reduces gradients where the mesh has one rank and the device is the CPU."""
+    unsharded: frozenset[str] = frozenset()
+    """Units that are not resharded after forward all the same."""
     h2d_prefetcher: H2DPrefetcher | None = None
     """What copies shards to the device, where that has memory of its own."""
 
@@ -278,7 +280,8 @@ def _fully_shard(unit: Unit, sharding: Sharding) -> None:
     fully_shard(
         unit.module,
         mesh=sharding.mesh,
-        reshard_after_forward=sharding.reshard_after_forward,
+        reshard_after_forward=sharding.reshard_after_forward
+        and unit.name not in sharding.unsharded,
         mp_policy=sharding.precision,
     )
     if sharding.is_in_place and isinstance(unit.module, FSDPModule):

@@ -177,7 +177,14 @@ def stow(  # noqa: PLR0913  # the one door to everything
     validate_mesh(mesh, plan, device)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
     h2d_prefetcher = _h2d_prefetcher(plan, device)
-    sharding = Sharding(mesh, device, precision, plan.stage == 3, h2d_prefetcher=h2d_prefetcher)
+    sharding = Sharding(
+        mesh,
+        device,
+        precision,
+        plan.stage == 3,
+        unsharded=frozenset(plan.unsharded),
+        h2d_prefetcher=h2d_prefetcher,
+    )
     group = host_group()
     arguments = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype)}
     validate_same_on_ranks({**arguments, **describe_units(chosen)}, group)
@@ -236,7 +243,7 @@ def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
     _wait_for_updates_before_reads(stored, made)
     if sharding.h2d_prefetcher is not None:
         sharding.h2d_prefetcher.register(model, made)
-    unshard.register(made, stage=plan.stage)
+    unshard.register(made, stage=2 if plan.unsharded else plan.stage)
     register_output_hooks(model)
     register_state_dict_hooks(model)
     guard_modules(model)

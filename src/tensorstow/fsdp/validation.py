@@ -150,7 +150,7 @@ def validate_units(plan: Plan, units: Iterable[Unit]) -> None:
         OptionError: It has not.
     """
     names = [unit.name for unit in units]
-    unknown = sorted(set(plan.units) - set(names))
+    unknown = sorted({*plan.units, *plan.unsharded} - set(names))
     if unknown:
         message = f"The plan places units that the model has not ({unknown}): it has {names}."
         raise OptionError(message)

@@ -203,7 +203,9 @@ def _unsharded(plan: Plan, sizes: Sizes) -> int:
     """Return the bytes of parameters that are whole at once."""
     if plan.stage < 3:
         return sizes.whole_bytes
-    return UNITS_UNSHARDED * max((unit.whole_bytes for unit in sizes.units), default=0)
+    kept = sum(unit.whole_bytes for unit in sizes.units if unit.name in plan.unsharded)
+    passing = UNITS_UNSHARDED * max((unit.whole_bytes for unit in sizes.units), default=0)
+    return min(kept + passing, sizes.whole_bytes) if kept else passing
 
 
 def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:

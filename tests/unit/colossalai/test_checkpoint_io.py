@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from compare import all_equal
+from ranks.boosted import goes_on
+from ranks.pool import Ranks
 from tensorstow import save_safetensors
 from tensorstow.base.errors import OptionError, StoreFormatError, StowError
 from tensorstow.colossalai.adam import HybridAdam
@@ -93,6 +96,18 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, plugin: dict[str, Any], shard
     assert all_equal(other.weights, run.weights)
     assert other.optimizer.loss_scale == run.optimizer.loss_scale
     assert other.schedule.get_last_lr() == run.schedule.get_last_lr()
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_of_two_ranks_goes_on_bit_for_bit(
+    ranks: Callable[[int], Ranks],
+    tmp_path: Path,
+    precision: str,
+    shard: bool,  # noqa: FBT001
+) -> None:
+    given = {"precision": precision, "max_norm": 0.5}
+    assert all(ranks(2).run(goes_on, GeminiPlugin, given, str(tmp_path), shard))
 
 
 def test_one_file_is_torchs_own(tmp_path: Path) -> None:

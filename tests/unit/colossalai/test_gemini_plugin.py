@@ -119,6 +119,8 @@ def test_every_policy_computes_the_same(policy: str) -> None:
         ({"offload_param_frac": 1.5}, r"offload_param_frac=1\.5 was given"),
         ({"offload_param_frac": 0.5}, "offload_optim_frac at least the same"),
         ({"offload_optim_frac": True}, "offload_optim_frac=True was given"),
+        ({"warmup_non_model_data_ratio": 1.5}, r"warmup_non_model_data_ratio=1\.5 was given"),
+        ({"steady_cuda_cap_ratio": -0.1}, r"steady_cuda_cap_ratio=-0\.1 was given"),
         ({"precision": "fp64"}, "precision='fp64' was given"),
         ({"max_norm": -1.0}, r"max_norm=-1\.0 was given"),
         ({"max_norm": float("nan")}, "max_norm=nan was given"),
@@ -139,7 +141,6 @@ def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], said: str) ->
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"shard_param_frac": 0.5}, r"shard_param_frac=0\.5 was given"),
         ({"extra_dp_size": 2}, "replicas=2 was given"),
         ({"precision": "bf16", "master_weights": False}, "master_weights=False was given"),
     ],

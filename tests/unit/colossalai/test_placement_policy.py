@@ -81,3 +81,37 @@ def test_const_bounds_what_is_on_its_way(sizes: tuple[int, ...], prefetch: int) 
     made = plan(PlacementPolicy("const"), *sizes)
     assert made.prefetch == prefetch
     assert prefetch == 0 or (prefetch + 1) * max(sizes) <= max(CONST_BYTES, 4 * max(sizes))
+
+
+@pytest.mark.parametrize(
+    ("fraction", "unsharded"),
+    [(1.0, ()), (0.5, ("0", "1")), (0.7, ("0",)), (0.01, ("0", "1", "2", "3"))],
+)
+def test_a_fraction_is_sharded_between_forward_and_backward(
+    fraction: float, unsharded: tuple[str, ...]
+) -> None:
+    made = plan(PlacementPolicy(shard_param=fraction), 10, 10, 10, 10)
+    assert (made.stage, made.unsharded) == (3, unsharded)
+
+
+@pytest.mark.parametrize(
+    ("room", "below"),
+    [
+        (9, {"0", "1", "2"}),
+        (99, {"1"}),
+        (100, {"0", "2"}),
+        (150, {"0"}),
+        (160, set()),
+    ],
+)
+def test_auto_keeps_on_the_device_what_has_room_there(room: int, below: set[str]) -> None:
+    made = plan_of(
+        PlacementPolicy("auto"),
+        Sizes(tuple(units(10, 100, 50))),
+        device_is_host=False,
+        states_on_disk=False,
+        replicas=1,
+        prefetch=0,
+        device_room=room,
+    )
+    assert {str(i) for i in range(3) if made.tier_of(str(i)) == Tier.HOST} == below

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.booster.plugin.placed import (
     Decision,
     PlacementRequest,
@@ -49,8 +50,6 @@ _IDLE: Mapping[str, tuple[object, str]] = {
     "strict_ddp_mode": (False, "all parallelism is data-parallel"),
     "enable_async_reduce": (True, "gradients are always reduced beside backward"),
     "pin_memory": (False, "host memory that an accelerator copies from is pinned in any case"),
-    "warmup_non_model_data_ratio": (0.8, "units do not move while training"),
-    "steady_cuda_cap_ratio": (0.9, "units do not move while training"),
     "enable_gradient_accumulation": (False, "gradients of several backwards always add up"),
 }
 """What changes nothing, whatever it is, and why."""
@@ -69,18 +68,22 @@ class GeminiPlugin(Plugin):
         chunk_init_device: Changes nothing.
         placement_policy: "static", by the three fractions; "cuda", all on the device; "cpu", all in
             host memory; "const", the same with at most 512 MiB of parameters on their way to the
-            device; "auto", as "cpu": units do not move while training.
+            device; "auto", states in host memory, and the parameters too that find no room on the
+            device. They are placed once: units do not move while training.
         enable_gradient_accumulation: Changes nothing: gradients of several backwards add up, in
             fp32.
         max_prefetch: How many units are copied to the device before they are asked for.
-        shard_param_frac: 1.0 (ZeRO stage 3) or 0.0 (stage 2).
+        shard_param_frac: The fraction of the parameters' bytes that is sharded between forward and
+            backward too: 1.0 is ZeRO stage 3, 0.0 is stage 2; between, the others are those of the
+            units whose bytes are nearest to the rest.
         offload_optim_frac: The fraction of the states' bytes in host memory: those of the
             parameters whose bytes are nearest to it. The others are updated on the device, by
             torch's fused Adam.
         offload_param_frac: The fraction of the parameters' bytes in host memory, frozen ones
             included: the units whose bytes are nearest to it. At most ``offload_optim_frac``.
-        warmup_non_model_data_ratio: Changes nothing.
-        steady_cuda_cap_ratio: Changes nothing.
+        warmup_non_model_data_ratio: Under "auto", the part of the device's memory that is left to
+            everything else.
+        steady_cuda_cap_ratio: Under "auto", the largest part that parameters may take.
         precision: "fp32", "bf16" or "fp16": what is computed in. Parameters keep their dtype, so
             those in fp32 are the master weights. Default: None, "fp16" as upstream where an
             accelerator computes, "fp32" where the CPU does.
@@ -173,6 +176,11 @@ class GeminiPlugin(Plugin):
             placement_policy, shard_param_frac, offload_optim_frac, offload_param_frac
         )
         self._prefetch, self._replicas = max_prefetch, extra_dp_size
+        for name in ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio"):
+            if not 0.0 <= given[name] <= 1.0:
+                message = f"{name}={given[name]} was given: it is a number between 0 and 1."
+                raise OptionError(message)
+        self._device_part = min(steady_cuda_cap_ratio, 1.0 - warmup_non_model_data_ratio)
         scaler = partial(
             DynamicGradScaler,
             initial_scale,
@@ -228,5 +236,11 @@ class GeminiPlugin(Plugin):
             states_on_disk=asked.states_on_disk,
             replicas=self._replicas,
             prefetch=self._prefetch,
+            device_room=0 if asked.device_is_host else self._device_room(),
         )
         return plan, states_off_device(self._policy, asked.units, plan)
+
+    def _device_room(self) -> int:
+        """Return what parameters may take of the device: the same on every rank of its kind."""
+        _, total = torch.accelerator.get_memory_info()
+        return int(total * self._device_part)

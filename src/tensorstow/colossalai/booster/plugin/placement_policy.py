@@ -21,8 +21,9 @@ class PlacementPolicy:
     """Which fractions of a model are sharded, and which are not on the device.
 
     Args:
-        name: "static", whose fractions are those given; "cuda", all on the device; "cpu", "const"
-            and "auto", all in host memory.
+        name: "static", whose fractions are those given; "cuda", all on the device; "cpu" and
+            "const", all in host memory; "auto", states in host memory, and the parameters too that
+            find no room on the device.
         shard_param: The fraction of the parameters' bytes that is sharded: 1 is ZeRO stage 3, 0 is
             stage 2.
         offload_optim: The fraction of the states' bytes that is in host memory.
@@ -78,6 +79,7 @@ def plan_of(
     states_on_disk: bool,
     replicas: int,
     prefetch: int,
+    device_room: int = 0,
 ) -> Plan:
     """Return the plan that a policy means.
 
@@ -88,33 +90,47 @@ def plan_of(
         states_on_disk: Whether the optimizer keeps states on disk.
         replicas: Groups of ranks that each hold a full copy (``extra_dp_size``).
         prefetch: Units that are copied to the device ahead (``max_prefetch``).
+        device_room: Under "auto" the bytes that parameters may take of the device.
 
     Returns:
-        The plan; units are in host memory such that their bytes are nearest to the fraction asked.
-
-    Raises:
-        OptionError: A part of the parameters is to be sharded and another is not.
+        The plan; units are in host memory, and unsharded, such that their bytes are nearest to the
+        fractions asked.
     """
     shard, _, offload = policy.fractions
-    if shard not in {0.0, 1.0}:
-        message = (
-            f"shard_param_frac={shard} was given: all parameters are sharded (1.0, ZeRO stage 3) or"
-            " none (0.0, stage 2). Use one of these."
-        )
-        raise OptionError(message)
+    whole = {unit.name: unit.whole_bytes for unit in sizes.units}
     shares = {unit.name: unit.share_bytes for unit in sizes.units}
     below = set(shares) if device_is_host else nearest(shares, offload * sum(shares.values()))
     if not device_is_host and offload == 1.0:
-        below = set(shares)  # units of no bytes too
+        room = device_room if policy.name == "auto" else 0
+        below = set(shares) - fitting(shares, room)  # units of no bytes too
     most = Tier.HOST if len(below) == len(sizes.units) else Tier.DEVICE
     return Plan(
         parameters=most,
         states=Tier.DISK if states_on_disk else Tier.HOST,
         units={} if most == Tier.HOST else dict.fromkeys(sorted(below), Tier.HOST),
         stage=3 if shard else 2,
+        unsharded=sorted(nearest(whole, (1 - shard) * sum(whole.values()))) if shard else (),
         replicas=replicas,
         prefetch=_const_prefetch(sizes.units) if policy.name == "const" else prefetch,
     )
+
+
+def fitting(sizes: Mapping[str, int], room: int) -> set[str]:
+    """Return the names whose sizes fit into a room together, the largest that fit first.
+
+    Args:
+        sizes: Sizes by name.
+        room: The largest sum; 0: nothing fits.
+
+    Returns:
+        The names.
+    """
+    chosen: set[str] = set()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        if 0 < sizes[name] <= room:
+            chosen.add(name)
+            room -= sizes[name]
+    return chosen
 
 
 def nearest(sizes: Mapping[str, int], wanted: float) -> set[str]:
@@ -127,12 +143,9 @@ def nearest(sizes: Mapping[str, int], wanted: float) -> set[str]:
     Returns:
         The largest ones that fit, one after the other, and one more where that is nearer.
     """
-    chosen: set[str] = set()
+    chosen = fitting(sizes, int(wanted))
+    wanted -= sum(sizes[name] for name in chosen)
     by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
-    for name in by_size:
-        if sizes[name] <= wanted:
-            chosen.add(name)
-            wanted -= sizes[name]
     left = [name for name in by_size if name not in chosen and sizes[name]]
     if left and sizes[left[-1]] - wanted < wanted:
         chosen.add(left[-1])

@@ -1,0 +1,56 @@
+"""Units of stage 3 that stay unsharded from forward to backward."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ranks.pool import Ranks
+from ranks.stowed import loss_of, model_of
+from ranks.twin import Twins
+from tensorstow import Plan
+from tensorstow.base.errors import OptionError
+
+Pool = Callable[[int], Ranks]
+KEPT = ("blocks.1", "blocks.2")
+
+
+def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    return loss_of(model, rank, batch, 0)
+
+
+def trained(plan: Plan) -> list[str]:
+    """Train beside plain FSDP2; return the units that are whole behind a forward."""
+    both = Twins(lambda: model_of(torch.float32), loss, plan)
+    both.train(range(3))
+    loss(both.stowed, both.rank, 3)
+    whole = {
+        name.rpartition(".")[0].rpartition(".")[0]
+        for name, parameter in both.stowed.named_parameters()
+        if not isinstance(parameter, DTensor) and name.startswith("blocks.")
+    }
+    both.close()
+    return sorted({".".join(name.split(".")[:2]) for name in whole})
+
+
+def test_they_are_whole_behind_a_forward_and_train_alike(ranks: Pool) -> None:
+    for found in ranks(2).run(trained, Plan(unsharded=KEPT)):
+        assert found == list(KEPT)
+    for found in ranks(2).run(trained, Plan()):
+        assert found == []
+
+
+def test_a_plan_carries_them(ranks: Pool) -> None:
+    del ranks
+    plan = Plan(unsharded=["a"])
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    "given", [{"stage": 2}, {"parameters": "disk"}, {"units": {"blocks.1": "disk"}}], ids=str
+)
+def test_where_they_mean_nothing_they_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match="it is for units of stage 3 that are in memory"):
+        Plan(unsharded=KEPT, **given)  # type: ignore[arg-type]
