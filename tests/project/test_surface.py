@@ -1,5 +1,8 @@
 """Surfaces that users and frontends hold on to, frozen."""
 
+import subprocess
+import sys
+
 import tensorstow
 import tensorstow.colossalai
 import tensorstow.deepspeed
@@ -46,3 +49,8 @@ def test_exported_names() -> None:
 
 def test_the_version_is_the_installed_one() -> None:
     assert tensorstow.__version__.count(".") == 2
+
+
+def test_importing_does_not_bring_torchs_compiler() -> None:
+    code = "import tensorstow, sys; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -70,7 +70,12 @@ class Family:
 
     def state_bytes(self, elements: int) -> int:
         """Return the bytes of the states of ``elements``, padding excluded."""
-        return sum(-(-elements // s.per) * s.dtype.itemsize for s in self.specs)
+        return _state_bytes(self, elements)
+
+
+@lru_cache(maxsize=1 << 16)
+def _state_bytes(family: Family, elements: int) -> int:
+    return sum(-(-elements // s.per) * s.dtype.itemsize for s in family.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +164,8 @@ def cut(runs: Sequence[Segment], capacity: int) -> Iterator[ChunkPlan]:
         while index < len(runs) and runs[index].position + runs[index].count <= begin:
             index += 1
         pieces = []
-        for run in (runs[i] for i in range(index, len(runs))):
+        for number in range(index, len(runs)):
+            run = runs[number]
             low, high = max(run.position, begin), min(run.position + run.count, end)
             if run.position >= end:
                 break

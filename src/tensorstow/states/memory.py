@@ -160,11 +160,13 @@ def predict_whole(
     if not on_disk and not durable:
         held = sum(family.state_bytes(size) for family, sizes in lines for size in sizes)
         return _sum_up(held, [], plan_host([], budget=None))
-    chunks = [
-        (family, plan)
-        for family, sizes in lines
-        for plan in cut(lay_out(split(sizes, 1.0)[1]), chunk_elements)
-    ]
+    alike: dict[tuple[int, ...], list[ChunkPlan]] = {}  # deep models have many lines that are
+    chunks = []
+    for family, given in lines:
+        sizes = tuple(given)
+        if sizes not in alike:
+            alike[sizes] = list(cut(lay_out(split(sizes, 1.0)[1]), chunk_elements))
+        chunks += [(family, plan) for plan in alike[sizes]]
     at_home = 0 if on_disk else len(chunks)
     host = plan_host(chunks, budget=budget, with_weights=durable, at_home=at_home)
     kept = HostPlan(host.ring, at_home + host.resident)

@@ -48,7 +48,6 @@ _numbers = itertools.count()
 _by_number: "weakref.WeakValueDictionary[int, ForwardWaits]" = weakref.WeakValueDictionary()
 
 
-@torch.library.custom_op("tensorstow::ask", mutates_args=())
 def _ask(number: int) -> None:
     """Have the hooks of this number wait, when a graph runs."""
     waits = _by_number.get(number)
@@ -56,11 +55,16 @@ def _ask(number: int) -> None:
         waits.ask()
 
 
-@_ask.register_fake
-def _(number: int) -> None:
-    pass
+def _ask_nothing(number: int) -> None:
+    """Do nothing: a graph is being traced."""
+    del number
 
 
+# Not `torch.library.custom_op`: that imports torch's compiler, which takes longer than all of ours.
+_operators: Any = torch.library.Library("tensorstow", "DEF")  # type: ignore[no-untyped-call]
+_operators.define("ask(int number) -> ()")
+_operators.impl("ask", _ask, "CompositeExplicitAutograd")
+torch.library.register_fake("tensorstow::ask", _ask_nothing, lib=_operators)
 torch.fx.has_side_effect(torch.ops.tensorstow.ask.default)
 
 
@@ -144,7 +148,7 @@ class ForwardWaits:
         if torch.compiler.is_compiling():
             self._traced()
             if module is self._root:
-                _ask(self._number)
+                torch.ops.tensorstow.ask(self._number)
             return
         if module is self._root or id(module) in self._block_ids:
             self._running += 1
@@ -164,13 +168,16 @@ class ForwardWaits:
         if not torch.compiler.is_compiling() and self._running:
             self._running -= 1
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # run by the tracer
     def _traced(self) -> None:
         """See to it that a graph that is being made is never run with old weights."""
         self._seen.clear()
         self._sets.clear()
         self.blind = self.blind or not self._running
         self._wait(None)
+
+    # Run by the tracer. All that `torch.compiler.assume_constant_result` does, but for importing
+    # torch's compiler.
+    _traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
     def ask(self) -> None:
         """Wait for all: a graph of the whole model is about to run."""
