@@ -15,6 +15,7 @@ _LINK = "gpu/test_gpu_link.py"
 _COUNTS = "gpu/test_counts.py"
 _PINNED = "gpu/test_gpu_pinned.py"
 _RATES = "gpu/test_gpu_calibration.py"
+_CLOCK = "gpu/test_gpu_recording.py::test_copies_are_timed_by_the_clock_of_the_device"
 _STEPS = f"{_WAITS}::test_steps_whose_gradients_are_late"
 _BUSY = f"{_WAITS}::test_backward_returns_while_the_device_is_busy"
 _FALLS = f"{_WAITS}::test_gradients_of_a_stowed_model_that_are_late"
@@ -35,6 +36,9 @@ class Mutation:
 
 
 MUTATIONS = (
+    # --- the log of copies ---
+    Mutation("io/transfer_log.py", "self._zero.synchronize()", "pass", _CLOCK),
+    Mutation("io/transfer_log.py", "ended.synchronize()", "pass", _CLOCK),
     # --- the link ---
     Mutation(
         _DEVICE,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -28,6 +28,7 @@ from tensorstow.checkpoint.agreement import COMMIT, FIRST
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, Interval
 from tensorstow.checkpoint.serialize import check_extra, extra_of, flatten
+from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import parts_of
 from tensorstow.states.native_pipeline import StepRow
@@ -72,6 +73,8 @@ class Commits:
         self.every = every
         self.ranks = ranks or Ranks()
         self.module = module
+        self.log: TransferLog | None = None
+        """Of a recording: waits for commits are put there."""
         self.extra_now = extra
         self._extra_checked = extra_checked
         self.was_given_extra = False
@@ -148,9 +151,25 @@ class Commits:
         if self._owner != os.getpid():
             message = "A commit was waited for in a forked process: it is the parent's."
             raise ForkError(message)
-        wait([self._pending])  # an interrupt leaves it under way, to be waited for by the next call
+        with self._stalling():
+            wait(
+                [self._pending]
+            )  # an interrupt leaves it under way, to be waited for by the next call
         with SignalsDeferred():
             self._join(params)
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        """Log the block as a wait for the disk, while there is a log."""
+        log = self.log
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            if log is not None:
+                log.add(
+                    LoggedTransfer("stall", "a commit being made durable", start, time.monotonic())
+                )
 
     def _join(self, params: ParamTable) -> None:
         if self._pending is None:

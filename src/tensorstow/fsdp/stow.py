@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,7 @@ from tensorstow.fsdp.gradient_offload import (
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import guard_modules, register_output_hooks
+from tensorstow.fsdp.parameter_part import ParameterPart
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
 from tensorstow.fsdp.sharding import (
     DiskPool,
@@ -60,11 +61,11 @@ from tensorstow.fsdp.validation import (
     validate_units,
 )
 from tensorstow.io.buffer_pool import BufferPool
-from tensorstow.io.device_link import is_away, open_link
+from tensorstow.io.device_link import DeviceLink, is_away, open_link
 from tensorstow.io.files import ALIGN
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
-from tensorstow.planner.placement import Conditions
+from tensorstow.planner.placement import Conditions, Item, items_of
 from tensorstow.planner.search import Asked
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
 
@@ -83,6 +84,13 @@ class _Request:
     values: InitialValues
     optimizer: OptimizerFactory
     directory: Path
+    links: list[DeviceLink] = field(default_factory=list)
+    """Every link that weights and gradients go over."""
+
+    def open_link(self) -> DeviceLink:
+        """Return a new link to the device, and remember it."""
+        self.links.append(open_link(self.device))
+        return self.links[-1]
 
 
 _PLANS: "weakref.WeakKeyDictionary[nn.Module, Plan]" = weakref.WeakKeyDictionary()
@@ -169,7 +177,9 @@ def stow(  # noqa: PLR0913  # the one door to everything
     validate_factory(optimizer, _placement_keywords(plan, model, dir))
     if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
         values = InitialValues(weights, init, None, model)
-        made = _place_whole(_Request(model, chosen, plan, device, values, optimizer, dir))
+        sizes = Sizes.of(chosen, 1)
+        request = _Request(model, chosen, plan, device, values, optimizer, dir)
+        made = _to_be_reported(_place_whole(request), request, sizes)
         _PLANS[model] = plan
         return model, made
     validate_parameters(chosen)
@@ -189,9 +199,29 @@ def stow(  # noqa: PLR0913  # the one door to everything
     arguments = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype)}
     validate_same_on_ranks({**arguments, **describe_units(chosen)}, group)
     values = InitialValues(weights, init, group, model)
-    made = _place_sharded(_Request(model, chosen, plan, device, values, optimizer, dir), sharding)
+    sizes = Sizes.of(chosen, sharding.ranks)
+    request = _Request(model, chosen, plan, device, values, optimizer, dir)
+    made = _to_be_reported(_place_sharded(request, sharding), request, sizes)
     _PLANS[model] = plan
     return model, made
+
+
+def _to_be_reported(made: StowedAdam, request: _Request, sizes: Sizes) -> StowedAdam:
+    """Let reports of the optimizer have the parameters in them, and what the plan predicts."""
+    policy, plan = made.offload_policy, request.plan
+    conditions = Conditions(
+        request.device.type == "cpu",
+        commits=policy.placement.durable,
+        state_format=policy.format,
+    )
+
+    def predict() -> Sequence[Item]:
+        # What shares states out otherwise than the plan (fractions of HybridAdam) is not its.
+        follows = policy.placement.disk_fraction == float(plan.states == Tier.DISK)
+        return items_of(plan, sizes, conditions) if follows else []
+
+    made.recorded_parts.append(ParameterPart(request.model, request.links, predict))
+    return made
 
 
 def _place_whole(request: _Request) -> StowedAdam:
@@ -208,7 +238,7 @@ def _place_whole(request: _Request) -> StowedAdam:
     if is_away(device) and _gradients_wait_on_host(plan):
         stays = stays_on_device(request.optimizer)
         leaving = [p for name, p in model.named_parameters() if not stays(name)]
-        GradientOffload(leaving, open_link(device)).register(model)
+        GradientOffload(leaving, request.open_link()).register(model)
     else:
         accumulate_in_fp32(model.parameters())
     return _make_optimizer(request)
@@ -235,7 +265,7 @@ def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
             for name, p in model.named_parameters()
             if isinstance(p, DTensor) and (id(p) in home or not stays(name))
         ]
-    link = open_link(sharding.device) if is_away(sharding.device) and offloaded else None
+    link = request.open_link() if is_away(sharding.device) and offloaded else None
     GradientOffload(offloaded, link, share_buffers=not waits).register(model)
     if plan.accumulation_steps > 1:
         _sum_wide_on_device(model, {id(p) for p in offloaded})
@@ -243,6 +273,7 @@ def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
     _wait_for_updates_before_reads(stored, made)
     if sharding.h2d_prefetcher is not None:
         sharding.h2d_prefetcher.register(model, made)
+        request.links.append(sharding.h2d_prefetcher.link)
     unshard.register(made, stage=2 if plan.unsharded else plan.stage)
     register_output_hooks(model)
     register_state_dict_hooks(model)

@@ -11,6 +11,7 @@ The memory of all buffers stays within a capacity, unless more than that is pinn
 """
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from tensorstow.base.errors import DamageError, PoisonedError
 from tensorstow.io.arena import Arena
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import ALIGN, IoFuture, accepts_direct, scratch_file
+from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
 
 _KEPT = 2
 
@@ -42,6 +44,10 @@ class PooledBuffer:
         self.dirty = False
         self.reading: IoFuture | None = None
         self.writing: IoFuture | None = None
+        self.begun = 0.0
+        """When the transfer under way began, by ``time.monotonic()``; while there is a log."""
+        self.seen_over: float | None = None
+        """When it was seen to be over."""
         self.checksum: int | None = None
         """Of what is on disk; None: nothing was ever written."""
 
@@ -101,6 +107,20 @@ class BufferPool:
         self.high_water_bytes = 0
         self.bytes_read = 0
         self.bytes_written = 0
+        self._log: TransferLog | None = None
+
+    def start_log(self, log: TransferLog) -> None:
+        """Put transfers into ``log`` from now on, and waits for them as stalls.
+
+        A transfer that nobody waits for is over where the pool is asked for anything next.
+        """
+        with self._lock:
+            self._log = log
+
+    def end_log(self) -> None:
+        """Log no more."""
+        with self._lock:
+            self._log = None
 
     def add(self, nbytes: int) -> PooledBuffer:
         """Return a buffer of zeros, of ``nbytes`` rounded up."""
@@ -147,6 +167,7 @@ class BufferPool:
                 self._end_write(buffer)
                 buffer.dirty = False
                 buffer.checksum = _native.checksum(buffer.bytes.data_ptr(), buffer.nbytes)
+                buffer.begun, buffer.seen_over = time.monotonic(), None
                 buffer.writing = self._file.write(buffer.bytes, buffer.offset)
                 self.bytes_written += buffer.nbytes
 
@@ -170,6 +191,7 @@ class BufferPool:
         self.held_bytes += buffer.nbytes
         self.high_water_bytes = max(self.high_water_bytes, self.held_bytes)
         if buffer.checksum is not None:
+            buffer.begun, buffer.seen_over = time.monotonic(), None
             buffer.reading = self._file.read(buffer.bytes, buffer.offset)
             self.bytes_read += buffer.nbytes
 
@@ -181,7 +203,7 @@ class BufferPool:
         if buffer.reading is None:
             return
         reading, buffer.reading = buffer.reading, None
-        reading.wait()
+        self._wait(reading, buffer, "read")
         if _native.checksum(buffer.bytes.data_ptr(), buffer.nbytes) != buffer.checksum:
             message = (
                 f"read of {buffer.nbytes} bytes at offset {buffer.offset} of {self._file.path} gave"
@@ -190,11 +212,32 @@ class BufferPool:
             )
             raise DamageError(message)
 
-    @staticmethod
-    def _end_write(buffer: PooledBuffer) -> None:
+    def _end_write(self, buffer: PooledBuffer) -> None:
         if buffer.writing is not None:
             writing, buffer.writing = buffer.writing, None
-            writing.wait()
+            self._wait(writing, buffer, "written")
+
+    def _wait(self, transfer: IoFuture, buffer: PooledBuffer, what: str) -> None:
+        log = self._log
+        if log is None:
+            transfer.wait()
+            return
+        since = time.monotonic()
+        transfer.wait()
+        over = buffer.seen_over
+        end = time.monotonic() if over is None else over
+        lane = f"weights {what} ({self.directory})"
+        log.add(LoggedTransfer(lane, f"weights {what}", buffer.begun, end, buffer.nbytes))
+        if over is None:
+            log.add(LoggedTransfer("stall", f"weights being {what}", since, end))
+
+    def _look(self) -> None:
+        """See which transfers are over."""
+        now = time.monotonic()
+        for buffer in self._recent:
+            for transfer in (buffer.reading, buffer.writing):
+                if transfer is not None and buffer.seen_over is None and transfer.done():
+                    buffer.seen_over = now
 
     def _make_room(self, nbytes: int, *, wait: bool) -> bool:
         """Drop what was not used for longest, until ``nbytes`` more fit; return whether they do.
@@ -230,6 +273,8 @@ class BufferPool:
                     " resume() the last commit."
                 )
                 raise PoisonedError(message) from self._failure
+            if self._log is not None:
+                self._look()
             try:
                 yield
             except BaseException as error:

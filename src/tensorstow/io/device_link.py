@@ -12,6 +12,7 @@ On the CPU there are no streams. A copy is over when it returns and so is every 
 drives a link cannot tell, which is how machines without an accelerator test what drives it.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -19,8 +20,12 @@ from typing import Protocol
 
 import torch
 
+from tensorstow.io.transfer_log import CopyTimes, LoggedTransfer, TransferLog
+
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(to, from): 1-D, of one length and dtype."""
+DOWN, UP = "link down", "link up"
+"""The lanes of a log of copies: from the device, and to it."""
 
 
 class DeviceEvent(Protocol):
@@ -73,6 +78,12 @@ class DeviceLink(Protocol):
     def synchronize(self) -> None:
         """Return when no copy and no update is under way, of the links beside this one too."""
 
+    def start_log(self, log: TransferLog) -> None:
+        """Put copies into ``log`` from now on."""
+
+    def end_log(self) -> None:
+        """Put the rest into the log, and log no more."""
+
 
 class StreamLink:
     """A link to an accelerator."""
@@ -86,6 +97,7 @@ class StreamLink:
         self._d2h_stream = torch.Stream(device=device)
         self._h2d_stream = torch.Stream(device=device)
         self._update_stream = torch.Stream(device=device)
+        self._log: tuple[CopyTimes, TransferLog] | None = None
 
     @property
     def bytes_down(self) -> int:
@@ -105,14 +117,14 @@ class StreamLink:
         """Copy device to host when ``after`` is over; return an event behind it, at once."""
         for event in after:
             self._d2h_stream.wait_event(_torch_event(event))
-        self._bytes_down += _copy(pairs, self._d2h_stream)
+        self._bytes_down += self._copy(DOWN, pairs, self._d2h_stream)
         return self._d2h_stream.record_event()
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
         """Copy host to device when ``after`` is over; return an event behind it, at once."""
         for event in after:
             self._h2d_stream.wait_event(_torch_event(event))
-        self._bytes_up += _copy(pairs, self._h2d_stream)
+        self._bytes_up += self._copy(UP, pairs, self._h2d_stream)
         for to, _ in pairs:
             # Its memory must not be anybody else's before the copy is over.
             to.record_stream(self._h2d_stream)
@@ -129,6 +141,8 @@ class StreamLink:
     def beside(self) -> DeviceLink:
         """Return a link with streams of its own, whose work and bytes count as this one's too."""
         link = StreamLink(self.device)
+        if self._log is not None:
+            link.start_log(self._log[1])
         self._beside.append(link)
         return link
 
@@ -139,6 +153,31 @@ class StreamLink:
         self._update_stream.synchronize()
         self._d2h_stream.synchronize()
         self._h2d_stream.synchronize()
+
+    def start_log(self, log: TransferLog) -> None:
+        """Put copies into ``log`` from now on, by the device's clock."""
+        self._log = (CopyTimes(self.device), log)
+        for link in self._beside:
+            link.start_log(log)
+
+    def end_log(self) -> None:
+        """Put the rest into the log, and log no more."""
+        logged, self._log = self._log, None
+        if logged is not None:
+            times, log = logged
+            times.into(log)
+        for link in self._beside:
+            link.end_log()
+
+    def _copy(self, lane: str, pairs: Pairs, stream: torch.Stream) -> int:
+        """Give the copies to ``stream``, timed while there is a log; return their bytes."""
+        if self._log is None:
+            return _copy(pairs, stream)
+        times = self._log[0]
+        begun = times.begin(stream)
+        nbytes = _copy(pairs, stream)
+        times.end(lane, nbytes, begun, stream)
+        return nbytes
 
 
 def _torch_event(event: DeviceEvent) -> torch.Event:
@@ -164,6 +203,7 @@ class PlainLink:
         self.device = torch.device("cpu")
         self.bytes_down = 0
         self.bytes_up = 0
+        self._log: TransferLog | None = None
 
     def record_event(self) -> DeviceEvent:
         """Return an event that is over."""
@@ -172,13 +212,13 @@ class PlainLink:
     def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
         """Copy; return an event that is over."""
         del after
-        self.bytes_down += _copy_now(pairs)
+        self.bytes_down += self._copy(DOWN, pairs)
         return _COMPLETE
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
         """Copy; return an event that is over."""
         del after
-        self.bytes_up += _copy_now(pairs)
+        self.bytes_up += self._copy(UP, pairs)
         return _COMPLETE
 
     def join(self, event: DeviceEvent) -> None:
@@ -194,6 +234,21 @@ class PlainLink:
 
     def synchronize(self) -> None:
         """Return: nothing is ever under way."""
+
+    def start_log(self, log: TransferLog) -> None:
+        """Put copies into ``log`` from now on."""
+        self._log = log
+
+    def end_log(self) -> None:
+        """Log no more."""
+        self._log = None
+
+    def _copy(self, lane: str, pairs: Pairs) -> int:
+        start = time.monotonic()
+        nbytes = _copy_now(pairs)
+        if self._log is not None:
+            self._log.add(LoggedTransfer(lane, lane, start, time.monotonic(), nbytes))
+        return nbytes
 
 
 def _copy_now(pairs: Pairs) -> int:

@@ -25,7 +25,9 @@ from tensorstow.checkpoint.serialize import check_extra, is_checked
 from tensorstow.optim import options
 from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
+from tensorstow.optim.recording import CommitPart, LinkPart, RecordedPart, Recording, totals
 from tensorstow.optim.step_runner import OwnParams
+from tensorstow.report.run_page import write_report
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
@@ -82,6 +84,9 @@ class StowedAdam(Optimizer):
         self._own = self._own_params()
         self._is_made = False  # the groups are not known yet
         self._half_loaded = False
+        self.recorded_parts: list[RecordedPart] = []
+        """What else moves bytes of this run: the weights of a model that ``stow`` placed."""
+        self._recording: Recording | None = None
         self._around_resume: list[Callable[[], None]] = []
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
         # gradients; beside backward there are no gradients left to scale.
@@ -573,6 +578,46 @@ class StowedAdam(Optimizer):
         """
         return self._states().pipeline.counters.trace()
 
+    def recording(self, module: torch.nn.Module | None = None) -> Recording:
+        """Return a context that records what the run does inside, for ``report()``.
+
+        It logs forward, backward and steps; reads, updates and writes; copies over links; waits;
+        and the memory of the process 20 times a second. Logs are bounded: what finds one full is
+        counted, and not kept.
+
+        Args:
+            module: The model, whose forward is recorded. Default: None, ``module`` of the
+                constructor; without any, steps alone.
+
+        Returns:
+            The context manager.
+        """
+        module = self._core.commits.module if module is None else module
+        parts = self._recorded_parts()
+        log = self._states().pipeline.counters
+        self._recording = Recording(self, self, module=module, log=log, parts=parts)
+        return self._recording
+
+    def report(self, directory: str | os.PathLike[str]) -> dict[str, Path]:
+        """Write a report of the run: of the last ``recording()``, or totals without one.
+
+        ``report.html`` is a page that needs no other file, ``trace.json`` a trace for
+        ui.perfetto.dev, ``report.json`` has the figures.
+
+        Args:
+            directory: Is made if it is not there; files of an earlier report are replaced.
+
+        Returns:
+            The paths of the files: "page", "trace" and "figures".
+
+        Raises:
+            OptionError: The recording has not ended yet.
+            StowError: The files cannot be written.
+        """
+        if self._recording is not None:
+            return write_report(self._recording.record(), Path(directory))
+        return write_report(totals(self, self, self._recorded_parts()), Path(directory))
+
     @a_call("close")
     def close(self) -> None:
         """Drop states, buffers and files now rather than with the object. Idempotent.
@@ -599,6 +644,10 @@ class StowedAdam(Optimizer):
         self.state.clear()
 
     # --- inside ---
+
+    def _recorded_parts(self) -> list[RecordedPart]:
+        link = self._params().link
+        return [LinkPart(link), CommitPart(self._core.commits), *self.recorded_parts]
 
     def _go_on_from(self, generation: Generation) -> None:
         params, module = self._params(), self._core.commits.module

@@ -7,7 +7,15 @@ let LEFT = 150, color = {};
 
 // The page's colours follow the system's; the canvas asks for them each time.
 function measure() {
-  LEFT = canvas.clientWidth < 560 ? 70 : 150;
+  const narrow = canvas.clientWidth < 560;
+  pen.font = "12px system-ui, 'DejaVu Sans', sans-serif";
+  let widest = 0;
+  for (const row of log.rows) for (const lane of row.lanes) {
+    // On a phone a lane has its kind for a name, without the place.
+    lane.label = narrow ? lane.name.split(" (")[0] : lane.name;
+    widest = Math.max(widest, pen.measureText(lane.label).width);
+  }
+  LEFT = Math.min(widest + 20, narrow ? 110 : 320);
   const style = getComputedStyle(document.documentElement);
   for (const name of ["ink", "faint", "line"]) color[name] = style.getPropertyValue("--" + name);
 }
@@ -97,7 +105,7 @@ function draw() {
     pen.fillText(row.title, 12, row.top - 13);
     pen.font = "12px system-ui, 'DejaVu Sans', sans-serif";
     pen.textAlign = "right";
-    row.lanes.forEach((lane, i) => pen.fillText(lane.name, LEFT - 10, row.top + i * LANE + LANE / 2 - 2));
+    row.lanes.forEach((lane, i) => pen.fillText(lane.label, LEFT - 10, row.top + i * LANE + LANE / 2 - 2));
   }
 }
 

@@ -9,6 +9,14 @@ SPAN_COLORS = {
     "read": "#3a9e8f",
     "update": "#e0a02f",
     "write": "#c4553f",
+    "weights read": "#2b7d9c",
+    "weights written": "#9c4a7d",
+    "link down": "#7a6bc4",
+    "link up": "#5b9a3f",
+    "wait": "#a8afba",
+    "weights being read": "#d9895b",
+    "weights being written": "#d9895b",
+    "a commit being made durable": "#d9895b",
 }
 SPAN_INKS = {"forward": "#1c2632", "backward": "#ffffff", "opt.step": "#ffffff"}
 """Of the text inside a bar, whatever is behind it; the others are too short to hold any."""

@@ -12,6 +12,7 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.base.signals import SignalsDeferred
+from tensorstow.base.sizes import format_count
 from tensorstow.base.update_on import Overlap
 from tensorstow.io import device_link
 from tensorstow.states.chunks import Chunk, ChunkRing
@@ -97,6 +98,8 @@ class UpdatePipeline:
         self.stored = StoredChunks(handle)
         self.written_weights = WrittenWeights(handle)
         self.counters = TrafficCounters(handle)
+        threads = team_of(policy)[overlap != "none"]
+        self.counters.update_lane = f"update ({format_count(threads, 'thread')})"
         self._chunks: list[Chunk] = []
         self._ring: ChunkRing | None = None
         self.steps_begun = 0

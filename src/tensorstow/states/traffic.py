@@ -47,6 +47,8 @@ class TrafficCounters:
         self._handle = handle
         self.slot_bytes: int | None = None
         """Of the ring; None: there is none yet."""
+        self.update_lane = "update"
+        """The lane of updates, with the threads that they take."""
         self._is_tracing = False
         self._last_traffic = Traffic(0, 0, 0, 0, 0.0)
         self._last_trace: list[TraceEvent] = []
@@ -81,8 +83,23 @@ class TrafficCounters:
         if self._handle.native is not None:
             self._handle.native.start_trace(_LONGEST_TRACE)
 
+    def end_trace(self) -> None:
+        """End the event log; what is in it stays to be asked for."""
+        self._last_trace = self.trace()
+        self._is_tracing = False
+        if self._handle.native is not None:
+            self._handle.native.start_trace(0)
+
+    def lane_of(self, event: TraceEvent) -> str:
+        """Return the lane of an event: for transfers with the directory, else with the threads."""
+        native = self._handle.native
+        if event.lane in {"read", "write"} and native is not None:
+            path = self._handle.path_of(native.place(event.chunk)[0])
+            return f"{event.lane} ({path.parent})"
+        return self.update_lane if event.lane == "update" else event.lane
+
     def trace(self) -> list[TraceEvent]:
         """Return the event log so far, empty where none was begun."""
-        if self._handle.native is None:
+        if self._handle.native is None or not self._is_tracing:
             return self._last_trace
         return [TraceEvent(*event) for event in self._handle.native.trace()]

@@ -162,6 +162,11 @@ class ParamTable:
         """Return whether the gradient of a parameter is still needed."""
         return self.path.needs(self._numbered[number])
 
+    @property
+    def link(self) -> DeviceLink:
+        """The link that gradients and new weights go over."""
+        return self._link
+
     def traffic(self) -> Traffic:
         """Return the bytes of states moved so far, and over the link to an accelerator."""
         moved = self.store.pipeline.counters.traffic()

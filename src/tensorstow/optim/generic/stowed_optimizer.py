@@ -1,7 +1,9 @@
 """``StowedOptimizer``: any torch optimizer class, its states in RAM, on disk, or both."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, overload
 
 import torch
@@ -24,6 +26,8 @@ from tensorstow.optim.generic.probe import probe
 from tensorstow.optim.generic.state_manager import StateManager
 from tensorstow.optim.generic.stepper import MODES, Stepper, listed, name_in
 from tensorstow.optim.options import DirectoryOption, StatePlacement
+from tensorstow.optim.recording import Recording, totals
+from tensorstow.report.run_page import write_report
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.traffic import Traffic
@@ -93,6 +97,7 @@ class StowedOptimizer(Optimizer):
         if not known and (elementwise or not keeps_nothing_over_all(optimizer_class)):
             probe(optimizer_class, groups, class_options, elementwise=elementwise)
         self._manager: StateManager | None = None  # until the groups are known
+        self._recording: Recording | None = None
         super().__init__(given, self._stepper.defaults)
         for group, made in zip(self.param_groups, self._stepper.group_options, strict=True):
             group.update(made)
@@ -265,6 +270,39 @@ class StowedOptimizer(Optimizer):
             Bytes read and written.
         """
         return self._live().traffic()
+
+    def recording(self, module: torch.nn.Module | None = None) -> Recording:
+        """Return a context that records what the run does inside, for ``report()``.
+
+        It logs forward, backward and steps, and the memory of the process 20 times a second; there
+        is no log of single reads and writes.
+
+        Args:
+            module: The model, whose forward is recorded. Default: None, steps alone.
+
+        Returns:
+            The context manager.
+        """
+        self._live()
+        self._recording = Recording(self, self, module=module, log=None, parts=[])
+        return self._recording
+
+    def report(self, directory: str | os.PathLike[str]) -> dict[str, Path]:
+        """Write a report of the run: of the last ``recording()``, or totals without one.
+
+        Args:
+            directory: Is made if it is not there; files of an earlier report are replaced.
+
+        Returns:
+            The paths of the files: "page", "trace" and "figures".
+
+        Raises:
+            OptionError: The recording has not ended yet.
+            StowError: The files cannot be written.
+        """
+        if self._recording is not None:
+            return write_report(self._recording.record(), Path(directory))
+        return write_report(totals(self, self, []), Path(directory))
 
     def close(self) -> None:
         """Drop states, memory and files now rather than with the object. Idempotent."""

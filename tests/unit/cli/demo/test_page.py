@@ -1,49 +1,18 @@
 import json
 import re
-from html.parser import HTMLParser
 
 from demo_results import judged, make_results, spoil
+from page_reader import read
 from tensorstow.cli.demo.configurations import CONFIGURATIONS
 from tensorstow.cli.demo.page import Plots, compose
 from tensorstow.cli.demo.plots import Plot
 from tensorstow.cli.demo.table import sections
-
-VOID = {"meta", "img", "br"}
-
-
-class Reader(HTMLParser):
-    """Checks that elements nest, and keeps their text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text = ""
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.links += [v or "" for k, v in attrs if k in {"src", "href"}]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def page_of(results: list, others: float = 0.0) -> str:
     plots = Plots(*(Plot(b"", f"<b>{n} wide</b>", f"<b>{n} narrow</b>") for n in "tm"))
     parity = judged(results, others=others)
     return compose(results, "a <heading> & more", parity, plots, "x = '</pre>'")
-
-
-def read(page: str) -> Reader:
-    reader = Reader()
-    reader.feed(page)
-    reader.close()
-    assert reader.open == []
-    return reader
 
 
 def test_it_needs_nothing_else() -> None:

@@ -1,0 +1,373 @@
+"""``with optimizer.recording():`` logs what a run does, for ``optimizer.report()``.
+
+Nothing is patched: torch's hooks of optimizers and modules say when forward and a step begin and
+end, the pipeline and the links have logs of their own, and a thread samples memory 20 times a
+second. Logs are bounded. Outside of a recording nothing of it runs.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tensorstow.base.errors import OptionError
+from tensorstow.checkpoint.commits import Commits
+from tensorstow.io.device_link import DeviceLink
+from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
+from tensorstow.report.run_record import STEP, Compared, RunRecord
+from tensorstow.report.samples import MemorySampler, Samples
+from tensorstow.report.spans import COMPUTE, Sample, TimeSpan, span_of
+from tensorstow.states.memory import StateMemory
+from tensorstow.states.traffic import TraceEvent, Traffic
+
+_MOST_SPANS = 1 << 16
+_LOOK_SECONDS = 0.25
+
+
+class RecordedPart(Protocol):
+    """A part of a run that moves bytes of its own: links, weights on disk."""
+
+    def start_log(self, log: TransferLog) -> None:
+        """Put transfers, and waits for them, into ``log`` from now on."""
+
+    def end_log(self) -> None:
+        """Put the rest into the log, and log no more."""
+
+    def held(self) -> Mapping[str, Callable[[], int]]:
+        """Return what counts bytes held over time: reads of a number, called in another thread."""
+
+    def moved(self) -> Mapping[str, int]:
+        """Return the bytes moved so far, by what they were; those written to disk say "written"."""
+
+    def disk_bytes(self) -> int:
+        """Return the bytes that it has on disk."""
+
+    def compared(self, memory: StateMemory) -> list[Compared]:
+        """Return what a plan predicts, beside what is there."""
+
+
+class StatesPart:
+    """A part of a run that holds and moves nothing that its optimizer does not count."""
+
+    def held(self) -> Mapping[str, Callable[[], int]]:
+        """Return nothing."""
+        return {}
+
+    def moved(self) -> Mapping[str, int]:
+        """Return nothing."""
+        return {}
+
+    def disk_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def compared(self, memory: StateMemory) -> list[Compared]:
+        """Return nothing."""
+        del memory
+        return []
+
+
+class LinkPart(StatesPart):
+    """The link that gradients and new weights of an optimizer's parameters go over."""
+
+    def __init__(self, link: DeviceLink) -> None:
+        """Take the link."""
+        self._link = link
+
+    def start_log(self, log: TransferLog) -> None:
+        """Put copies into ``log`` from now on."""
+        self._link.start_log(log)
+
+    def end_log(self) -> None:
+        """Put the rest into the log, and log no more."""
+        self._link.end_log()
+
+
+class CommitPart(StatesPart):
+    """The commits of a run, which a step may wait for."""
+
+    def __init__(self, commits: Commits) -> None:
+        """Take the commits."""
+        self._commits = commits
+
+    def start_log(self, log: TransferLog) -> None:
+        """Put waits into ``log`` from now on."""
+        self._commits.log = log
+
+    def end_log(self) -> None:
+        """Log no more."""
+        self._commits.log = None
+
+
+class RecordedRun(Protocol):
+    """What a recording asks of an optimizer."""
+
+    def memory(self) -> StateMemory:
+        """Return the bytes of states and buffers."""
+
+    def traffic(self) -> Traffic:
+        """Return the bytes moved."""
+
+
+class EventLog(Protocol):
+    """The event log of a pipeline."""
+
+    def start_trace(self) -> None:
+        """Begin it."""
+
+    def end_trace(self) -> None:
+        """End it; what is in it stays."""
+
+    def trace(self) -> list[TraceEvent]:
+        """Return it."""
+
+    def lane_of(self, event: TraceEvent) -> str:
+        """Return the lane of an event, with the place where it was."""
+
+
+class Recording:
+    """One recording; a context manager that ``optimizer.recording()`` returns.
+
+    Args:
+        optimizer: The optimizer, whose steps are recorded.
+        run: Where its figures come from.
+        module: The model whose forward is recorded; None: steps alone.
+        log: The pipeline's event log; None: there is none.
+        parts: What else moves bytes.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        run: RecordedRun,
+        *,
+        module: nn.Module | None,
+        log: EventLog | None,
+        parts: list[RecordedPart],
+    ) -> None:
+        """Record nothing yet; the class documents the arguments."""
+        self._optimizer = optimizer
+        self._run = run
+        self._module = module
+        self._log = log
+        self._parts = parts
+        self._hooks: list[Any] = []
+        self._spans: list[TimeSpan] = []
+        self._transfers = TransferLog()
+        self._sampler: MemorySampler | None = None
+        self._before: dict[str, int] = {}
+        self._open: dict[str, float] = {}
+        self._start = 0.0
+        self._step = 0
+        self._dropped = 0
+        self._tiers = {name: Samples() for name in ("states", "disk")}
+        self._looked = 0.0
+        self._record: RunRecord | None = None
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        if self._sampler is not None or self._record is not None:
+            message = "A recording was entered a second time: ask recording() for a new one."
+            raise OptionError(message)
+        held: dict[str, Callable[[], int]] = {}
+        for part in self._parts:
+            held.update(part.held())
+        self._sampler = MemorySampler(held)
+        self._before = self._moved()
+        try:
+            for part in self._parts:
+                part.start_log(self._transfers)
+            if self._log is not None:
+                self._log.start_trace()
+            self._register()
+            self._start = time.monotonic()
+            self._look(self._start)
+            self._sampler.__enter__()
+        except BaseException:
+            self._unregister()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """End; behind an exception too, what there was is kept."""
+        sampler = self._sampler
+        if sampler is None or self._record is not None:
+            return
+        end = time.monotonic()
+        self._look(end)
+        try:
+            sampler.__exit__(kind, error, where)
+        finally:
+            self._unregister()
+        self._record = self._make(sampler, end)
+
+    def record(self) -> RunRecord:
+        """Return what was recorded, as a whole once the block is over.
+
+        Raises:
+            OptionError: The block has not ended yet.
+        """
+        if self._record is None:
+            message = (
+                "report() was called while a recording is going on: call it behind the end of"
+                " `with optimizer.recording():`."
+            )
+            raise OptionError(message)
+        return self._record
+
+    # --- hooks ---
+
+    def _register(self) -> None:
+        self._hooks.append(self._optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(self._optimizer.register_step_post_hook(self._after_step))
+        if self._module is not None:
+            register: Any = self._module.register_forward_pre_hook
+            self._hooks.append(register(self._before_forward, prepend=True))
+            self._hooks.append(self._module.register_forward_hook(self._after_forward))
+
+    def _unregister(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for part in self._parts:
+            part.end_log()
+        if self._log is not None:
+            self._log.end_trace()
+
+    def _before_forward(self, module: nn.Module, given: object) -> None:
+        del module, given
+        self._end("backward")
+        self._begin("forward")
+
+    def _after_forward(self, module: nn.Module, given: object, result: object) -> None:
+        del module, given, result
+        self._end("forward")
+        if torch.is_grad_enabled():
+            self._begin("backward")
+
+    def _before_step(self, *_: object) -> None:
+        self._open.pop("forward", None)  # of one that raised
+        self._end("backward")
+        self._begin(STEP)
+
+    def _after_step(self, *_: object) -> None:
+        self._end(STEP)
+        self._step += 1
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_SECONDS:
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        """Sample what the optimizer counts, which takes longer than a number or two."""
+        self._looked = now
+        memory = self._run.memory()
+        self._tiers["states"].add(Sample(now, memory.host_bytes))
+        on_disk = memory.file_bytes + sum(part.disk_bytes() for part in self._parts)
+        self._tiers["disk"].add(Sample(now, on_disk))
+
+    def _begin(self, name: str) -> None:
+        self._open[name] = time.monotonic()
+
+    def _end(self, name: str) -> None:
+        start = self._open.pop(name, None)
+        if start is None:
+            return
+        if len(self._spans) < _MOST_SPANS:
+            self._spans.append(TimeSpan(COMPUTE, name, start, time.monotonic(), self._step))
+        else:
+            self._dropped += 1
+
+    # --- what it makes ---
+
+    def _moved(self) -> dict[str, int]:
+        return moved_bytes(self._run, self._parts)
+
+    def _make(self, sampler: MemorySampler, end: float) -> RunRecord:
+        spans = [*self._spans, *map(_span_of_transfer, self._transfers.transfers)]
+        if self._log is not None:
+            log = self._log
+            spans += [span_of(event, log.lane_of(event)) for event in log.trace()]
+        moved = {name: n - self._before.get(name, 0) for name, n in self._moved().items()}
+        held = {
+            name: tuple(Sample(self._since(s.time, end), s.nbytes) for s in samples.kept)
+            for name, samples in {**sampler.held, **self._tiers}.items()
+        }
+        whole = totals(self._optimizer, self._run, self._parts)
+        return replace(
+            whole,
+            spans=tuple(self._cut(span, end) for span in spans if span.stop > self._start),
+            held=held,
+            seconds=end - self._start,
+            moved=moved,
+            written=written_bytes(moved),
+            dropped=self._dropped + self._transfers.dropped,
+        )
+
+    def _cut(self, span: TimeSpan, end: float) -> TimeSpan:
+        start, stop = self._since(span.start, end), self._since(span.stop, end)
+        return replace(span, start=start, stop=stop)
+
+    def _since(self, moment: float, end: float) -> float:
+        """Return the seconds since the beginning, within the recording."""
+        return min(max(moment, self._start), end) - self._start
+
+
+def totals(optimizer: Optimizer, run: RecordedRun, parts: list[RecordedPart]) -> RunRecord:
+    """Return what is known of a run without a recording: memory now, and bytes since it was made.
+
+    Args:
+        optimizer: The optimizer.
+        run: Where its figures come from.
+        parts: What else moves bytes.
+    """
+    memory = run.memory()
+    moved = moved_bytes(run, parts)
+    return RunRecord(
+        title=f"tensorstow: a run of {type(optimizer).__name__}",
+        spans=(),
+        held={},
+        seconds=0.0,
+        moved=moved,
+        written=written_bytes(moved),
+        memory=memory,
+        traffic=run.traffic(),
+        disk_bytes=memory.file_bytes + sum(part.disk_bytes() for part in parts),
+        compared=tuple(each for part in parts for each in part.compared(memory)),
+    )
+
+
+def moved_bytes(run: RecordedRun, parts: list[RecordedPart]) -> dict[str, int]:
+    """Return the bytes moved so far, by what they were."""
+    traffic = run.traffic()
+    moved = {
+        "states read": traffic.bytes_read,
+        "states written": traffic.bytes_written,
+        "states not read again": traffic.bytes_spared,
+        "from the accelerator": traffic.bytes_down,
+        "to the accelerator": traffic.bytes_up,
+    }
+    for part in parts:
+        for name, nbytes in part.moved().items():
+            moved[name] = moved.get(name, 0) + nbytes
+    return moved
+
+
+def written_bytes(moved: Mapping[str, int]) -> int:
+    """Return how many of the bytes moved were written to a disk."""
+    return sum(nbytes for name, nbytes in moved.items() if name.endswith(" written"))
+
+
+def _span_of_transfer(transfer: LoggedTransfer) -> TimeSpan:
+    return TimeSpan(
+        transfer.lane, transfer.name, transfer.start, transfer.stop, nbytes=transfer.nbytes
+    )

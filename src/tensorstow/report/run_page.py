@@ -1,0 +1,301 @@
+"""The report of a run as files: a page, a trace for Perfetto, and the figures as JSON."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tensorstow.base.errors import StowError
+from tensorstow.base.sizes import format_bytes
+from tensorstow.report.chrome_trace import TracedProcess, events_of
+from tensorstow.report.page import LOG_VIEW, LogRow, document, log_of
+from tensorstow.report.run_record import (
+    WAIT,
+    LaneFigures,
+    RunRecord,
+    lane_figures,
+    median_step,
+    stalls,
+)
+from tensorstow.report.spans import COMPUTE, Sample
+
+_DAY = 86_400
+_TERABYTE = 10**12
+_NAMES = {
+    "process": ("HOST", "memory of the process, Python and torch included"),
+    "device": ("DEVICE", "memory that torch has allocated on the accelerator"),
+    "buffer pool": ("HOST", "of that, weights that are read from disk"),
+    "states": ("HOST", "of that, optimizer states and the buffers that they pass through"),
+    "disk": ("DISK", "files of states and weights"),
+}
+
+
+def write_report(record: RunRecord, directory: Path) -> dict[str, Path]:
+    """Write the report of a run; return the paths of its files by what they are.
+
+    Args:
+        record: The run.
+        directory: Is made if it is not there.
+
+    Raises:
+        StowError: The files cannot be written.
+    """
+    files = {
+        "page": (directory / "report.html", page_of(record)),
+        "trace": (directory / "trace.json", _json(trace_of(record))),
+        "figures": (directory / "report.json", _json(figures_of(record), indent=2)),
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, text in files.values():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        message = (
+            f"report({str(directory)!r}) was called: its files cannot be written there"
+            f" ({error.strerror}). Name another directory."
+        )
+        raise StowError(message) from error
+    return {name: path for name, (path, _) in files.items()}
+
+
+def trace_of(record: RunRecord) -> dict[str, Any]:
+    """Return the event log in Chrome's trace format, a lane per disk, link and worker."""
+    serial = frozenset({COMPUTE, WAIT})
+    process = TracedProcess(0, record.title, record.lanes(), serial)
+    events = list(events_of(process, record.spans, record.held.items()))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": figures_of(record)}
+
+
+def figures_of(record: RunRecord) -> dict[str, Any]:
+    """Return every figure of the page as plain values; times in seconds."""
+    return {
+        "title": record.title,
+        "seconds": record.seconds,
+        "steps": record.steps,
+        "median_step_seconds": median_step(record),
+        "stalls": dict(stalls(record)),
+        "lanes": [{**asdict(each), "rate": each.rate} for each in lane_figures(record)],
+        "moved": dict(record.moved),
+        "written": record.written,
+        "peak_bytes": {name: _peak(samples) for name, samples in record.held.items()},
+        "disk_bytes": record.disk_bytes,
+        "memory": asdict(record.memory),
+        "traffic": asdict(record.traffic),
+        "plan": [asdict(each) for each in record.compared],
+        "dropped": record.dropped,
+    }
+
+
+def page_of(record: RunRecord) -> str:
+    """Return the page: figures, memory over time, stalls, bytes, and the event log."""
+    parts = [f"<h1>{escape(record.title)}</h1>", *_summary(record)]
+    log = None
+    if record.seconds:
+        parts += ["<h2>Memory</h2>", *_memory(record)]
+        parts += ["<h2>Where the training loop waited</h2>", *_stalls(record)]
+        parts += ["<h2>Transfers and updates</h2>", *_lanes(record)]
+    parts += ["<h2>Bytes moved, and wear</h2>", *_bytes(record)]
+    if record.compared:
+        parts += ["<h2>The plan: predicted and measured</h2>", *_plan(record)]
+    if record.spans:
+        parts += ["<h2>The event log</h2>", LOG_VIEW, _faint(_LOG_HELP)]
+        if record.dropped:
+            parts.append(_faint(f"The log was full: {record.dropped:,} later entries are missing."))
+        log = _log(record)
+    return document(record.title, "\n".join(parts), log)
+
+
+_LOG_HELP = (
+    "Drag to move; + and \N{MINUS SIGN} or Ctrl + wheel to zoom. trace.json beside this page holds"
+    " the same for ui.perfetto.dev and chrome://tracing. Backward is the time from the end of a"
+    " forward to the optimizer's step or the next forward."
+)
+
+
+def _summary(record: RunRecord) -> Iterable[str]:
+    if not record.seconds:
+        yield _faint(
+            "Nothing was recorded: figures are totals since the optimizer was made. Run a few steps"
+            " inside `with optimizer.recording():` for times, memory and the event log."
+        )
+        return
+    blocked = sum(seconds for _, seconds in stalls(record))
+    step = median_step(record)
+    said = [f"{_count(record.steps, 'step')} in {_seconds(record.seconds)}"]
+    if step is not None:
+        said.append(f"{_seconds(step)} per step (median)")
+    if record.steps:
+        said.append(
+            f"{_seconds(blocked / record.steps)} of a step waiting"
+            f" ({blocked / record.seconds:.0%} of the time)"
+        )
+    yield f'<p class="cost">{escape("; ".join(said))}.</p>'
+
+
+def _memory(record: RunRecord) -> Iterable[str]:
+    end = record.seconds
+    for name, samples in record.held.items():
+        tier, about = _NAMES.get(name, ("HOST", name))
+        if any(sample.nbytes for sample in samples):
+            yield _curve(f"{tier}: {about}", samples, end)
+
+
+def _curve(title: str, samples: Sequence[Sample], end: float) -> str:
+    """Return one curve over time; the scale begins at zero."""
+    peak = _peak(samples)
+    if all(sample.nbytes == peak for sample in samples):
+        held = f"{format_bytes(peak)} throughout"
+        return _captioned(title, held, "")
+    first, last = samples[0].nbytes, samples[-1].nbytes
+    points = [(1000 * s.time / end, 100 - 100 * s.nbytes / peak) for s in samples]
+    line = [f"{x:.1f},{y:.2f}" for x, y in _steps(points)]
+    area = " ".join([f"{points[0][0]:.1f},100", *line, f"{points[-1][0]:.1f},100"])
+    said = f"peak {format_bytes(peak)}, from {format_bytes(first)} to {format_bytes(last)}"
+    drawn = (
+        '<svg viewBox="0 0 1000 104" preserveAspectRatio="none" role="img"'
+        f' aria-label="{escape(title)}: {escape(said)}">'
+        f'<polygon points="{area}"/><polyline points="{" ".join(line)}"/></svg>'
+        f'<div class="axis"><span>0 s</span><span>{_seconds(end)}</span></div>'
+    )
+    return _captioned(title, said, drawn)
+
+
+def _captioned(title: str, said: str, drawn: str) -> str:
+    caption = f"<b>{escape(title)}</b> <span>{escape(said)}</span>"
+    return f'<figure class="curve"><figcaption>{caption}</figcaption>{drawn}</figure>'
+
+
+def _steps(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:
+    """Yield the corners of a curve that keeps each value until the next one."""
+    yield points[0]
+    for (_, before), (x, y) in pairwise(points):
+        yield x, before
+        yield x, y
+
+
+def _stalls(record: RunRecord) -> Iterable[str]:
+    found = stalls(record)
+    if not found:
+        yield "<p>It never waited.</p>"
+        return
+    steps = max(record.steps, 1)
+    yield from _table(
+        ("cause", "per step", "of the time"),
+        [
+            (cause, _seconds(seconds / steps), f"{seconds / record.seconds:.1%}")
+            for cause, seconds in found
+        ],
+    )
+    yield _faint(
+        "A moment of waiting counts for the first of these that was under way: an update, a read, a"
+        " write, a copy. Reads count where no update hides them: that is what a faster disk saves."
+    )
+
+
+def _lanes(record: RunRecord) -> Iterable[str]:
+    found = lane_figures(record)
+    if not found:
+        yield "<p>Nothing moved.</p>"
+        return
+    yield from _table(
+        ("lane", "busy per step", "bytes per step", "while busy", "beside the model"),
+        [_lane_row(each) for each in found],
+    )
+    yield _faint(
+        "Beside the model: the share of its time that lies beneath forward and backward, where the"
+        " loop does not wait for it."
+    )
+
+
+def _lane_row(each: LaneFigures) -> tuple[str, ...]:
+    return (
+        each.lane,
+        _seconds(each.seconds),
+        format_bytes(each.nbytes) if each.nbytes else "",
+        f"{each.rate / 1e9:.2f} GB/s" if each.nbytes else "",
+        f"{each.beside:.0%}",
+    )
+
+
+def _bytes(record: RunRecord) -> Iterable[str]:
+    moved = {name: nbytes for name, nbytes in record.moved.items() if nbytes}
+    if not moved:
+        yield "<p>Nothing was moved.</p>"
+        return
+    steps = max(record.steps, 1)
+    columns = 3 if record.steps else 2
+    rows = [(name, format_bytes(n), format_bytes(n // steps)) for name, n in moved.items()]
+    yield from _table(("what", "bytes", "per step")[:columns], [row[:columns] for row in rows])
+    per_step = record.written / record.steps if record.steps else 0.0
+    step = median_step(record)
+    if per_step:
+        said = f"Each step writes {per_step / 1e9:.3g} GB to disk"
+        lasting = _TERABYTE / per_step
+        said += f": a terabyte of a drive's endurance (TBW) lasts {lasting:,.0f} steps"
+        if step is not None:
+            said += f", or {lasting * step / 3600:,.1f} hours at this pace"
+            said += f" ({per_step * _DAY / step / _TERABYTE:.3g} TB written per day)"
+        yield f"<p>{escape(said)}.</p>"
+
+
+def _plan(record: RunRecord) -> Iterable[str]:
+    rows = []
+    for each in record.compared:
+        measured, off = "not counted apart", ""
+        if each.measured is not None:
+            measured = format_bytes(each.measured)
+            off = f"{each.measured / each.predicted - 1:+.1%}" if each.predicted else ""
+        rows.append((f"{each.tier} {each.what}", format_bytes(each.predicted), measured, off))
+    yield from _table(("what", "predicted", "measured", "difference"), rows)
+
+
+def _log(record: RunRecord) -> dict[str, Any]:
+    lanes = [
+        (lane, [span for span in record.spans if span.lane == lane]) for lane in record.lanes()
+    ]
+    whole = (0.0, 1.01 * max(record.seconds, *(span.stop for span in record.spans)))
+    views = [("whole recording", *whole)]
+    ends = [s.stop for s in record.of(COMPUTE) if s.name == "opt.step"]
+    if len(ends) > 1:
+        start, stop = ends[-2], ends[-1]
+        margin = 0.05 * (stop - start)
+        views.append((f"step {len(ends)}", start - margin, stop + margin))
+    calls = [s for s in record.of(COMPUTE) if s.name == "opt.step"]
+    if calls:
+        last = calls[-1]
+        views.append(
+            ("opt.step()", last.start - 0.1 * last.seconds, last.stop + 0.2 * last.seconds)
+        )
+    return log_of([LogRow("", lanes)], whole, views)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    yield f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>'
+    for first, *rest in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        yield f"<tr><th>{escape(first)}</th>{cells}</tr>"
+    yield "</tbody></table></div>"
+
+
+def _faint(text: str) -> str:
+    return f'<p class="faint">{escape(text)}</p>'
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _peak(samples: Sequence[Sample]) -> int:
+    return max((sample.nbytes for sample in samples), default=0)
+
+
+def _json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, indent=indent, separators=None if indent else (",", ":"))

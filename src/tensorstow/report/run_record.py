@@ -1,0 +1,165 @@
+"""``RunRecord``: what was recorded of a run, and the figures that follow from it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from tensorstow.report.spans import (
+    COMPUTE,
+    Interval,
+    Sample,
+    TimeSpan,
+    length,
+    shared,
+    union,
+    without,
+)
+from tensorstow.states.memory import StateMemory
+from tensorstow.states.traffic import Traffic
+
+WAIT = "wait"
+UPDATE = "update"
+READ = "read"
+WRITE = "write"
+LINK_DOWN = "link down"
+LINK_UP = "link up"
+WEIGHTS_READ = "weights read"
+WEIGHTS_WRITE = "weights written"
+STALL = "stall"
+STEP = "opt.step"
+_CAUSES = (
+    (UPDATE, "updates (computation)"),
+    (READ, "reads of states"),
+    (WRITE, "writes of states"),
+    (LINK_DOWN, "copies from the accelerator"),
+    (LINK_UP, "copies to the accelerator"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Bytes that a plan predicts for one purpose, beside what is there."""
+
+    tier: str
+    what: str
+    predicted: int
+    measured: int | None
+    """None: not counted apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What was recorded; times are in seconds since the recording began."""
+
+    title: str
+    spans: Sequence[TimeSpan]
+    held: Mapping[str, Sequence[Sample]]
+    """Bytes over time, by name: "process", "device", and others."""
+    seconds: float
+    """How long was recorded; 0: nothing was."""
+    moved: Mapping[str, int]
+    """Bytes moved while it was recorded, by name."""
+    written: int
+    """Of those, bytes written to disks."""
+    memory: StateMemory
+    traffic: Traffic
+    """Since the optimizer was made."""
+    disk_bytes: int
+    compared: Sequence[Compared] = ()
+    dropped: int = 0
+    """Entries of the logs that found them full."""
+
+    def lanes(self) -> list[str]:
+        """Return the lanes that have spans, in the order in which a step goes."""
+        order = (COMPUTE, UPDATE, READ, WRITE, WEIGHTS_READ, WEIGHTS_WRITE, LINK_DOWN, LINK_UP)
+        rank = {name: number for number, name in enumerate((*order, WAIT, STALL))}
+        found = {span.lane for span in self.spans}
+        return sorted(found, key=lambda lane: (rank.get(kind_of(lane), len(rank)), lane))
+
+    def of(self, *kinds: str) -> list[TimeSpan]:
+        """Return the spans of lanes of these kinds."""
+        return [span for span in self.spans if kind_of(span.lane) in kinds]
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Return the time from the end of each step to the end of the next."""
+        ends = [span.stop for span in self.of(COMPUTE) if span.name == STEP]
+        return [later - earlier for earlier, later in pairwise(ends)]
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps ended while it was recorded."""
+        return sum(span.name == STEP for span in self.of(COMPUTE))
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFigures:
+    """What one lane did in a step, on average."""
+
+    lane: str
+    seconds: float
+    nbytes: int
+    beside: float
+    """Of its time: the share beside forward and backward, where it costs nothing."""
+
+    @property
+    def rate(self) -> float:
+        """Return bytes per second while it was busy."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+
+def kind_of(lane: str) -> str:
+    """Return what a lane does: its name without the place in brackets."""
+    return lane.partition(" (")[0]
+
+
+def stalls(record: RunRecord) -> list[tuple[str, float]]:
+    """Return the seconds that the training loop was blocked, by cause, longest first.
+
+    A moment at which the pipeline was waited for counts for the first of these that was under way:
+    an update, a read, a write, a copy over the link. So reads count where no update hides them.
+    """
+    found: dict[str, float] = {}
+    left = _times(record.of(WAIT))
+    for kind, cause in _CAUSES:
+        busy = _times(record.of(kind))
+        found[cause] = length(shared(left, busy))
+        left = without(left, busy)
+    found["other"] = length(left)
+    for span in record.of(STALL):
+        found[span.name] = found.get(span.name, 0.0) + span.seconds
+    return sorted(((c, s) for c, s in found.items() if s > 0), key=lambda pair: -pair[1])
+
+
+def lane_figures(record: RunRecord) -> list[LaneFigures]:
+    """Return what each lane that moves or updates something did in a step, on average."""
+    steps = max(record.steps, 1)
+    model = _times([s for s in record.of(COMPUTE) if s.name != STEP])
+    blocked = union([*_times(record.of(WAIT)), *_times(record.of(STALL))])
+    hidden_by = without(model, blocked)
+    figures = []
+    for lane in record.lanes():
+        if kind_of(lane) in {COMPUTE, WAIT, STALL}:
+            continue
+        spans = [span for span in record.spans if span.lane == lane]
+        busy = _times(spans)
+        seconds = length(busy)
+        figures.append(
+            LaneFigures(
+                lane,
+                seconds / steps,
+                sum(span.nbytes for span in spans) // steps,
+                length(shared(busy, hidden_by)) / seconds if seconds else 0.0,
+            )
+        )
+    return figures
+
+
+def median_step(record: RunRecord) -> float | None:
+    """Return the median time of a step; None where fewer than two ended."""
+    return median(record.step_seconds) if record.step_seconds else None
+
+
+def _times(spans: Sequence[TimeSpan]) -> list[Interval]:
+    return union((span.start, span.stop) for span in spans)

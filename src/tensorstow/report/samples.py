@@ -1,0 +1,86 @@
+"""Bytes held over time, in bounded memory."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from tensorstow.report.rss import resident_bytes
+from tensorstow.report.spans import Sample
+
+_MOST = 2048
+_SECONDS = 0.05
+
+
+class Samples:
+    """Samples at regular times: where there are too many, every second one is dropped."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        """Keep at most ``most``."""
+        self.kept: list[Sample] = []
+        self._most = most
+        self._stride = 1
+        self._count = 0
+
+    def add(self, sample: Sample) -> None:
+        """Take one, which is kept if its turn has come."""
+        if self._count % self._stride == 0:
+            if len(self.kept) == self._most:
+                self.kept = self.kept[::2]
+                self._stride *= 2
+            if self._count % self._stride == 0:
+                self.kept.append(sample)
+        self._count += 1
+
+
+class MemorySampler:
+    """Samples the memory of a process in a thread: the process's, a device's, and named counts.
+
+    Args:
+        counts: Functions that return bytes held now, by name. They are called in the thread: each
+            reads a number or two, and takes no lock.
+    """
+
+    def __init__(self, counts: Mapping[str, Callable[[], int]]) -> None:
+        """Sample nothing yet."""
+        self.counts: Mapping[str, Callable[[], int]] = {"process": resident_bytes, **counts}
+        if torch.accelerator.is_available():
+            self.counts = {**self.counts, "device": device_bytes}
+        self.held: dict[str, Samples] = {name: Samples() for name in self.counts}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Start sampling."""
+        self.take()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """Stop, with a last sample."""
+        self._stop.set()
+        self._thread.join()
+        self.take()
+
+    def take(self) -> None:
+        """Take a sample of everything now."""
+        now = time.monotonic()
+        for name, count in self.counts.items():
+            self.held[name].add(Sample(now, count()))
+
+    def _sample(self) -> None:
+        while not self._stop.wait(_SECONDS):
+            self.take()
+
+
+def device_bytes() -> int:
+    """Return the bytes that torch's allocator has given out on the current accelerator."""
+    return int(torch.accelerator.memory_allocated())
