@@ -51,7 +51,7 @@ def trusting(patch: pytest.MonkeyPatch, taps: Taps | None) -> Taps:
         store.settle()
         for chunk in store.chunks:
             if store.pipeline.stored.state(chunk) == "stored":
-                store._load(chunk)
+                store._transfers.load(chunk, store._ring)
                 store.pipeline.stored.rewritten(chunk, store._ring.streams(chunk, 0))
 
     def wait_for_reads(optimizer: StowedAdam, step: int) -> None:

@@ -93,10 +93,10 @@ def _in_streams(change: Callable[[Chunk, Any], None]) -> Taps:
         store = optimizer._states()
         for chunk in store.chunks:
             if store.pipeline.stored.state(chunk) != "blank":
-                for _, streams in store._in_memory([chunk]):
+                for _, streams in store._transfers.in_memory([chunk], store._ring):
                     change(chunk, streams)
                     if not chunk.resident:
-                        store._save(chunk)
+                        store._transfers.save(chunk, store._ring)
                     store.pipeline.stored.rewritten(chunk, streams)
 
     return replace(NO_TAPS, after_step=put)

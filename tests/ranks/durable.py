@@ -273,7 +273,7 @@ def lost_and_gone_on(
     life.optimizer.synchronize()
     rank = dist.get_rank()
     if rank in lost:
-        mine = Path(life.optimizer._params().store.directories[0])
+        mine = Path(life.optimizer._params().store.storage.directories[0])
         mine.rename(mine.with_name(f"gone-{rank}"))
     dist.barrier()
     said: list[str] = []

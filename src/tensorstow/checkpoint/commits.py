@@ -105,8 +105,9 @@ class Commits:
             return
         newest = storage_of(params).store.generation()
         if newest is not None:
+            where = params.store.storage.directories[0]
             message = (
-                f"{params.store.directories[0]} holds a run, committed at step {newest.step}. Call"
+                f"{where} holds a run, committed at step {newest.step}. Call"
                 " resume() first to go on with it, or name another directory for a new one"
                 " (`tensorstow clean` removes a dead run)."
             )

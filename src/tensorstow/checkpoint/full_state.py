@@ -33,14 +33,14 @@ def read_full_states(
     """
     names = [(n, name) for n in numbers for name in store.families[n].states]
     nbytes = sum(_WIDTH * store.sizes[n] for n, _ in names)
-    if nbytes <= RAM_BYTES or not store.directories:
+    if nbytes <= RAM_BYTES or not store.storage.directories:
         return store.read(numbers)
     places: dict[tuple[int, str], int] = {}
     end = 0
     for key in names:
         places[key] = end
         end = round_up(end + _WIDTH * store.sizes[key[0]], ALIGN)
-    directory = _roomiest(store.directories, end)
+    directory = _roomiest(store.storage.directories, end)
     with scratch_pieces(directory, end) as file, closing(store.pieces(numbers)) as pieces:
         for piece in pieces:
             for name, values in piece.states.items():

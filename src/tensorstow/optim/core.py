@@ -127,7 +127,7 @@ class Core:
                     steps, are, them = (
                         ("step", "is", "it") if left == 1 else ("steps", "are", "them")
                     )
-                    where = self.params.store.directories[0]
+                    where = self.params.store.storage.directories[0]
                     logger.warning(_LEFT, left, steps, where, are, why, them)
         finally:
             self.commits.close()

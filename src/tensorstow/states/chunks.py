@@ -207,3 +207,26 @@ def pack(
 def owners(chunks: Iterable[Chunk]) -> set[int]:
     """Return the numbers of all parameters in ``chunks``."""
     return {number for chunk in chunks for number in chunk.owners}
+
+
+def share_in_ram(new: Sequence[Chunk], disk_fraction: float) -> Iterator[Chunk]:
+    """Return the first of ``new``, as many whole chunks as are not to be on disk alone."""
+    left = sum(run.count for c in new for run in c.plan.runs)
+    left -= round(disk_fraction * left)
+    for chunk in new:
+        left -= sum(run.count for run in chunk.plan.runs)
+        if left < 0:
+            return
+        yield chunk
+
+
+def kept_by(allocate: Allocate | None, keeper: list[object]) -> Allocate | None:
+    """Return ``allocate``, whose memory ``keeper`` keeps alive; None for None."""
+    if allocate is None:
+        return None
+
+    def keep(nbytes: int) -> Allocation:
+        keeper.append(memory := allocate(nbytes))
+        return memory
+
+    return keep

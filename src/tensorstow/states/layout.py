@@ -59,6 +59,11 @@ class Family:
         return streams_of(self.dtype, self.format, amsgrad=self.amsgrad)
 
     @property
+    def has_master(self) -> bool:
+        """Return whether the weights are 16-bit ones, so that there are fp32 masters of them."""
+        return self.dtype != torch.float32
+
+    @property
     def states(self) -> tuple[str, ...]:
         """Return the names of the states that users see."""
         return state_names(self.dtype, amsgrad=self.amsgrad)

@@ -3,18 +3,15 @@
 import os
 import weakref
 from collections.abc import (
-    Callable,
-    Container,
     Generator,
     Hashable,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,17 +20,18 @@ from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.io.files import File, IoFuture
+from tensorstow.states.chunk_transfers import ChunkStorage, ChunkTransfers
 from tensorstow.states.chunks import (
     Allocate,
-    Allocation,
     Chunk,
     ChunkRing,
     Weights,
     allocate_resident,
     gather_weight,
+    kept_by,
     pack,
     place_in_ram,
+    share_in_ram,
     slices,
     unpack,
 )
@@ -47,7 +45,6 @@ from tensorstow.states.layout import (
     chunk_bytes,
     cut,
     lay_out,
-    parts_of,
     split,
 )
 from tensorstow.states.memory import StateMemory, chunk_state_bytes, plan_host
@@ -55,7 +52,7 @@ from tensorstow.states.native_handle import Resources
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import ScratchStorage
-from tensorstow.states.stored_chunks import NOWHERE, FilePosition, StoredChunk
+from tensorstow.states.stored_chunks import NOWHERE, StoredChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +63,6 @@ class StateSlice:
     start: int
     states: Mapping[str, torch.Tensor]
     """Valid until the next piece is asked for."""
-
-
-Transferring = Callable[[torch.Tensor, int], IoFuture]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,32 +76,6 @@ class Placement:
     """Bytes for the buffers that states on disk pass through, and for states that stay."""
     durable: bool = False
     """Commits outlive the process; else what is on disk is scratch."""
-
-
-class ChunkStorage(Protocol):
-    """Where chunks that are on disk have their bytes."""
-
-    engine: _native.Engine | None
-    durable: bool
-
-    def open_engine(self) -> _native.Engine:
-        """Return the engine that serves its files."""
-
-    def reserve(self, widths: Sequence[int]) -> list[FilePosition]:
-        """Return a place for each of ``widths`` bytes."""
-
-    def file(self, number: int) -> File:
-        """Return the file that the engine calls ``number``."""
-
-    def path(self, number: int) -> Path:
-        """Return its path, for messages."""
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        """Return where its files are."""
-
-    def close(self) -> None:
-        """Let go of everything."""
 
 
 def _no_weights(number: int) -> torch.Tensor:
@@ -155,6 +123,7 @@ class StateStore:
         self._allocate = allocate
         self._bought = 0
         """Bytes of the RAM budget that are spent on states which stay."""
+        self._transfers = ChunkTransfers(self.pipeline.stored, self.storage)
         resources = self.pipeline.handle.resources
         self._finalizer = weakref.finalize(self, _release, resources, self.storage, os.getpid())
         prepare_kernels(policy)
@@ -242,7 +211,9 @@ class StateStore:
                     )
                     for spans in shares
                 )
-                placed, where = place_in_ram(family, in_ram, capacity, self._own())
+                placed, where = place_in_ram(
+                    family, in_ram, capacity, kept_by(self._allocate, self.pipeline.lent)
+                )
                 whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
                 views |= {p: streams for p, streams in where.items() if p in whole}
                 chunks += placed
@@ -258,7 +229,7 @@ class StateStore:
     def _plan_ring(self, new: Sequence[Chunk]) -> ChunkRing:
         """Return the ring for all chunks, and give memory to those that the budget keeps."""
         durable = self.storage.durable
-        share = list(self._share_in_ram(new)) if durable else []
+        share = list(share_in_ram(new, self.placement.disk_fraction)) if durable else []
         shared = set(share)
         placed = [*(c for c in self.chunks if durable or not c.resident), *share]
         movable = [c for c in new if not c.resident and c not in shared]
@@ -271,35 +242,13 @@ class StateStore:
             at_home=len(placed),
         )
         bought = movable[: plan.resident]
-        allocate_resident([*share, *bought], self._own())
+        allocate_resident([*share, *bought], kept_by(self._allocate, self.pipeline.lent))
         self._bought += sum(c.family.state_bytes(c.plan.elements) for c in bought)
         return self._ring if plan.ring == self._ring.plan else ChunkRing(plan.ring, self._allocate)
-
-    def _own(self) -> Allocate | None:
-        """Return who gives memory that states stay in, which must outlive the pipeline."""
-        allocate, lent = self._allocate, self.pipeline.lent
-        if allocate is None:
-            return None
-
-        def keep(nbytes: int) -> Allocation:
-            lent.append(memory := allocate(nbytes))
-            return memory
-
-        return keep
 
     def streams_at(self, chunk: Chunk, slot: int) -> Sequence[torch.Tensor]:
         """Return the streams of a chunk in a slot of the ring, or (-1) in memory of its own."""
         return chunk.resident if slot < 0 else self._ring.streams(chunk, slot)
-
-    def _share_in_ram(self, new: Sequence[Chunk]) -> Iterator[Chunk]:
-        """Return the first of ``new``, as many whole chunks as are not to be on disk alone."""
-        left = sum(run.count for c in new for run in c.plan.runs)
-        left -= round(self.placement.disk_fraction * left)
-        for chunk in new:
-            left -= sum(run.count for run in chunk.plan.runs)
-            if left < 0:
-                return
-            yield chunk
 
     def _connect(
         self, chunks: Sequence[Chunk], ring: ChunkRing, stored: Sequence[StoredChunk] = ()
@@ -369,25 +318,20 @@ class StateStore:
             self.settle()
             reseeded = {p for p in wanted if self._is_reseeded(p)}
             chunks = [c for c in self.chunks if not wanted.isdisjoint(c.owners)]
-            for chunk, streams in self._in_memory(chunks):
+            for chunk, streams in self._transfers.in_memory(chunks, self._ring):
                 for part, kept in slices(chunk, streams):
                     states = unpack(part, kept, self.weights)
                     for run in part.plan.runs:
                         if run.parameter in wanted:
-                            yield self._piece(run, states, reseeded)
-
-    def _piece(
-        self, run: Segment, states: Mapping[str, torch.Tensor], reseeded: Container[int]
-    ) -> StateSlice:
-        named = {name: s[run.position : run.position + run.count] for name, s in states.items()}
-        if run.parameter in reseeded:
-            weight = self.weights(run.parameter).detach().reshape(-1)
-            named["master"] = weight[run.start : run.start + run.count].float()
-        return StateSlice(run.parameter, run.start, named)
+                            weight = self.weights if run.parameter in reseeded else None
+                            yield _slice_of(run, states, weight)
 
     def _is_reseeded(self, parameter: int) -> bool:
         """Return whether the weight is the master: someone else wrote the half that is not kept."""
-        if self.families[parameter].format == StateFormat.FP32 or not self._has_master(parameter):
+        if (
+            self.families[parameter].format == StateFormat.FP32
+            or not self.families[parameter].has_master
+        ):
             return False
         weight = self.weights(parameter).detach().reshape(-1)
         return not self.pipeline.written_weights.is_unchanged(parameter, weight)
@@ -406,69 +350,24 @@ class StateStore:
                 if not given or (blank and not any(states[p] for p in given)):
                     continue
                 try:
-                    self._put_in(chunk, states)
+                    for _, streams in self._transfers.in_memory([chunk], self._ring):
+                        for part, kept in slices(chunk, streams):
+                            _set(part, kept, states, self.weights)
+                        if not chunk.resident:
+                            self._transfers.save(chunk, self._ring)
+                        self.pipeline.stored.rewritten(chunk, streams)
                 except BaseException as error:
                     self.pipeline.poison(error)
                     raise
-            for number in filter(self._has_master, states):
-                self._take_for_published(number, states[number].get("master"))
-
-    def _has_master(self, parameter: int) -> bool:
-        return self.families[parameter].dtype != torch.float32
-
-    def _take_for_published(self, parameter: int, master: torch.Tensor | None) -> None:
-        """Take the weight that ``master`` rounds to for our own writing."""
-        if master is None:
-            self.pipeline.written_weights.forget(parameter)
-            return
-        dtype = self.families[parameter].dtype
-        self.pipeline.written_weights.record(
-            parameter, master.detach().reshape(-1).to("cpu", dtype)
-        )
-
-    def _put_in(self, chunk: Chunk, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        for _, streams in self._in_memory([chunk]):
-            for part, kept in slices(chunk, streams):
-                self._put_in_part(part, kept, states)
-            if not chunk.resident:
-                self._save(chunk)
-            self.pipeline.stored.rewritten(chunk, streams)
-
-    def _put_in_part(
-        self,
-        part: Chunk,
-        streams: Sequence[torch.Tensor],
-        states: Mapping[int, Mapping[str, torch.Tensor]],
-    ) -> None:
-        named = unpack(part, streams, self.weights)
-        weight = gather_weight(part, self.weights)
-        for run in part.plan.runs:
-            if run.parameter not in states:
-                continue
-            given = states[run.parameter]
-            source = slice(run.start, run.start + run.count)
-            target = slice(run.position, run.position + run.count)
-            if "master" in given and self._has_master(run.parameter):
-                # Rounds: this is the weight that the master stands for.
-                weight[target] = given["master"].detach().reshape(-1)[source]
-            for name, state in named.items():
-                if name in given:
-                    state[target] = given[name].detach().reshape(-1)[source]
-                elif name == "master":
-                    state[target] = weight[target]
-                else:
-                    state[target] = 0
-        pack(part, streams, named, weight)
+            for number in states:
+                if (family := self.families[number]).has_master:
+                    master = states[number].get("master")
+                    self.pipeline.written_weights.record_master(number, master, family.dtype)
 
     @property
     def engine(self) -> _native.Engine | None:
         """The I/O engine. Tests put faults in here."""
         return self.storage.engine
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        """Where the files are."""
-        return self.storage.directories
 
     def leave(self) -> ChunkStorage:
         """Drop all states and buffers, but keep the space, which is another store's now."""
@@ -491,37 +390,44 @@ class StateStore:
             self.chunks, self._views = [], {}
             self._ring = ChunkRing(RingPlan(0, 0))
 
-    def _in_memory(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Sequence[torch.Tensor]]]:
-        """Bring each chunk's streams into memory in turn; valid until the next is asked for."""
-        for chunk in chunks:
-            if chunk.resident and self.pipeline.stored.state(chunk) == "resident":
-                yield chunk, chunk.resident
-                continue
-            streams = self._ring.streams(chunk, 0)
-            if self.pipeline.stored.state(chunk) == "blank":
-                for stream in streams:
-                    stream.zero_()
+
+def _set(
+    part: Chunk,
+    streams: Sequence[torch.Tensor],
+    states: Mapping[int, Mapping[str, torch.Tensor]],
+    weights: Weights,
+) -> None:
+    """Set the states of a part of a chunk; those that are not named become zero."""
+    named = unpack(part, streams, weights)
+    weight = gather_weight(part, weights)
+    for run in part.plan.runs:
+        if run.parameter not in states:
+            continue
+        given = states[run.parameter]
+        source = slice(run.start, run.start + run.count)
+        target = slice(run.position, run.position + run.count)
+        if "master" in given and part.family.has_master:
+            # Rounds: this is the weight that the master stands for.
+            weight[target] = given["master"].detach().reshape(-1)[source]
+        for name, state in named.items():
+            if name in given:
+                state[target] = given[name].detach().reshape(-1)[source]
+            elif name == "master":
+                state[target] = weight[target]
             else:
-                self._load(chunk)
-                self.pipeline.stored.check_intact(chunk, streams)
-            yield chunk, streams
+                state[target] = 0
+    pack(part, streams, named, weight)
 
-    def _load(self, chunk: Chunk) -> None:
-        """Read a chunk's streams into the ring's first slot."""
-        number, offset = self.pipeline.stored.place(chunk)
-        self._move(chunk, self.storage.file(number).read, offset)
 
-    def _save(self, chunk: Chunk) -> None:
-        """Write the ring's first slot to where the chunk is to be written next."""
-        number, offset = self.pipeline.stored.target_of(chunk)
-        self._move(chunk, self.storage.file(number).write, offset)
-
-    def _move(self, chunk: Chunk, start: Transferring, offset: int) -> None:
-        parts = parts_of(chunk.family, chunk.plan.elements)[:-1]
-        views = self._ring.parts(chunk, 0)
-        futures = [start(v, offset + p.file_at) for v, p in zip(views, parts, strict=False)]
-        for future in futures:
-            future.wait()
+def _slice_of(
+    run: Segment, states: Mapping[str, torch.Tensor], weights: Weights | None
+) -> StateSlice:
+    """Return the states of a segment; ``weights``: its master is the weight."""
+    named = {name: s[run.position : run.position + run.count] for name, s in states.items()}
+    if weights is not None:
+        weight = weights(run.parameter).detach().reshape(-1)
+        named["master"] = weight[run.start : run.start + run.count].float()
+    return StateSlice(run.parameter, run.start, named)
 
 
 _KEPT: dict[int, tuple[Any, ...]] = {}

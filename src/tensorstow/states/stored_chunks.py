@@ -82,6 +82,15 @@ class WrittenWeights:
         """Take ``weight`` for what an update of ours left in the parameter."""
         self._handle.live().publish(parameter, weight.data_ptr())
 
+    def record_master(
+        self, parameter: int, master: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """Take the weight of ``dtype`` that ``master`` rounds to; None: seed it anew."""
+        if master is None:
+            self.forget(parameter)
+        else:
+            self.record(parameter, master.detach().reshape(-1).to("cpu", dtype))
+
     def forget(self, parameter: int) -> None:
         """Seed the master anew at the next update."""
         self._handle.live().unpublish(parameter)

@@ -171,7 +171,7 @@ def test_striped_chunks_go_round_the_directories(tmp_path: Path) -> None:
         place.mkdir()
     store = StateStore(Placement(1.0, places, None), SMALL)
     store.extend([50_000], [FP32])
-    assert store.directories == places
+    assert store.storage.directories == places
     problem = Problem([50_000])
     problem.step(store)
     problem.step(store)
@@ -195,7 +195,7 @@ def test_no_directory_named_picks_a_real_disk_and_says_which(
     with caplog.at_level(logging.WARNING, "tensorstow"):
         store = StateStore(Placement(1.0, (), None), SMALL)
         store.extend([5000], [FP32])
-    (chosen,) = store.directories
+    (chosen,) = store.storage.directories
     assert str(chosen) in caplog.text
     assert not str(chosen).startswith("/dev/shm")
 
@@ -211,7 +211,7 @@ def test_too_little_budget_is_refused_before_anything_is_made(tmp_path: Path) ->
     store = store_at(tmp_path, budget=1000)
     with pytest.raises(BudgetError):
         store.extend([5000], [FP32])
-    assert store.directories == ()
+    assert store.storage.directories == ()
 
 
 def test_a_failed_write_poisons_and_names_the_place(tmp_path: Path) -> None:

@@ -60,10 +60,10 @@ def test_nothing_new_makes_nothing_new(tmp_path: Path) -> None:
     params = table_at(tmp_path)
     params.attach([weight], plain(weight))
     store = params.store
-    files = store.directories
+    files = store.storage.directories
     params.attach([weight], plain(weight))
     assert params.store is store
-    assert store.directories == files
+    assert store.storage.directories == files
 
 
 def test_all_exchanged_begins_anew_and_some_does_not(tmp_path: Path) -> None:

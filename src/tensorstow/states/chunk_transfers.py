@@ -1,0 +1,85 @@
+"""Chunks on disk, and how one of them is read into the ring and written back, outside of steps."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+import tensorstow._native as _native
+from tensorstow.io.files import File, IoFuture
+from tensorstow.states.chunks import Chunk, ChunkRing
+from tensorstow.states.layout import parts_of
+from tensorstow.states.stored_chunks import FilePosition, StoredChunks
+
+Transferring = Callable[[torch.Tensor, int], IoFuture]
+
+
+class ChunkStorage(Protocol):
+    """Where chunks that are on disk have their bytes."""
+
+    engine: _native.Engine | None
+    durable: bool
+
+    def open_engine(self) -> _native.Engine:
+        """Return the engine that serves its files."""
+
+    def reserve(self, widths: Sequence[int]) -> list[FilePosition]:
+        """Return a place for each of ``widths`` bytes."""
+
+    def file(self, number: int) -> File:
+        """Return the file that the engine calls ``number``."""
+
+    def path(self, number: int) -> Path:
+        """Return its path, for messages."""
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Return where its files are."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class ChunkTransfers:
+    """Reads and writes chunks through the first slot of the ring."""
+
+    def __init__(self, stored: StoredChunks, storage: ChunkStorage) -> None:
+        """Move what ``stored`` knows of, in the files of ``storage``."""
+        self._stored = stored
+        self._storage = storage
+
+    def in_memory(
+        self, chunks: Sequence[Chunk], ring: ChunkRing
+    ) -> Iterator[tuple[Chunk, Sequence[torch.Tensor]]]:
+        """Bring each chunk's streams into memory in turn; valid until the next is asked for."""
+        for chunk in chunks:
+            if chunk.resident and self._stored.state(chunk) == "resident":
+                yield chunk, chunk.resident
+                continue
+            streams = ring.streams(chunk, 0)
+            if self._stored.state(chunk) == "blank":
+                for stream in streams:
+                    stream.zero_()
+            else:
+                self.load(chunk, ring)
+                self._stored.check_intact(chunk, streams)
+            yield chunk, streams
+
+    def load(self, chunk: Chunk, ring: ChunkRing) -> None:
+        """Read a chunk's streams into the ring's first slot."""
+        number, offset = self._stored.place(chunk)
+        _move(chunk, ring, self._storage.file(number).read, offset)
+
+    def save(self, chunk: Chunk, ring: ChunkRing) -> None:
+        """Write the ring's first slot to where the chunk is to be written next."""
+        number, offset = self._stored.target_of(chunk)
+        _move(chunk, ring, self._storage.file(number).write, offset)
+
+
+def _move(chunk: Chunk, ring: ChunkRing, start: Transferring, offset: int) -> None:
+    parts = parts_of(chunk.family, chunk.plan.elements)[:-1]
+    views = ring.parts(chunk, 0)
+    futures = [start(v, offset + p.file_at) for v, p in zip(views, parts, strict=False)]
+    for future in futures:
+        future.wait()
