@@ -83,7 +83,6 @@ OTHERS_INTERFACES = {
 """Classes whose methods are another project's interface."""
 WIDER = {
     "ParamTable": 38,
-    "Store": 28,
     "Commits": 24,
     "DeviceFeed": 24,
     "StepRunner": 24,

@@ -57,7 +57,7 @@ def choose(store: Store, which: str | int | None, ranks: Ranks) -> Generation | 
 
 def snapshots(store: Store, ranks: Ranks) -> list[Summary]:
     """Return this rank's generations with those of their names that all ranks have."""
-    mine = store.snapshots()
+    mine = [summary for summary in store.generations() if summary.names]
     all_names = ranks.all_gather(
         "snapshots()", sorted(name for summary in mine for name in summary.names)
     )
@@ -82,7 +82,7 @@ def drop_snapshot(store: Store, name: str, ranks: Ranks) -> None:
 
 def _drop_unless_all(store: Store, name: str, ranks: Ranks, what: str) -> bool:
     """Drop a name that some ranks have, for others died before they had it; return whether."""
-    here = any(name in summary.names for summary in store.snapshots())
+    here = any(name in summary.names for summary in store.generations())
     everyone = ranks.all_gather(what, here)
     torn = any(everyone) and not all(everyone)
     if torn:
