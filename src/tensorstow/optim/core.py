@@ -175,7 +175,9 @@ class Core:
     def _commit_rest(self) -> None:
         if self._uncommitted():
             self.commits.capture(self.params)
-            self.commits.start(self.params, self.steps.groups, self.steps.states, None)
+            self.commits.start(
+                self.params, self.steps.contents.groups, self.steps.contents.states, None
+            )
             self.commits.join(self.params)
 
     def finish_unasked(self) -> None:

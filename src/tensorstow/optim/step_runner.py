@@ -4,7 +4,7 @@ Wrappers are made from an optimizer's class or share its ``__dict__`` ([Note: On
 what takes steps is an object that they share, and autograd's hooks lead to it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -87,6 +87,42 @@ class ClipFactor:
         return 1.0
 
 
+class OptimizerContents:
+    """The parameter groups and states of an optimizer, as it has them now."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.optimizer: Callable[[], object] = _nobody
+        """A weak reference to the optimizer itself, which wrappers of its class are not."""
+        self._groups: Groups = []
+        self._states: States = {}
+
+    def set(self, groups: Groups, states: States) -> None:
+        """Take ``groups`` and ``states``; the optimizer's own come first while it lives."""
+        self._groups, self._states = groups, states
+
+    @property
+    def groups(self) -> Groups:
+        """The parameter groups."""
+        self._look()
+        return self._groups
+
+    @property
+    def states(self) -> States:
+        """``optimizer.state``."""
+        self._look()
+        return self._states
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Return the parameters of all groups, in order."""
+        return (p for group in self.groups for p in group["params"])
+
+    def _look(self) -> None:
+        optimizer = self.optimizer()
+        if isinstance(optimizer, Optimizer):
+            self._groups, self._states = optimizer.param_groups, optimizer.state
+
+
 class StepRunner:
     """What takes the steps of one optimizer."""
 
@@ -107,38 +143,16 @@ class StepRunner:
         self._calls = calls
         self._own = own
         self.clip = ClipFactor()
-        self.optimizer: Callable[[], object] = _nobody
-        """A weak reference to the optimizer itself, which wrappers of its class are not."""
-        self._groups: Groups = []
-        self._states: States = {}
-
-    def use(self, groups: Groups, states: States) -> None:
-        """Step by ``groups`` and ``states``; the optimizer's own come first while it lives."""
-        self._groups, self._states = groups, states
-
-    @property
-    def groups(self) -> Groups:
-        """The parameter groups, as the optimizer has them now."""
-        self._look()
-        return self._groups
-
-    @property
-    def states(self) -> States:
-        """``optimizer.state``, as the optimizer has it now."""
-        self._look()
-        return self._states
-
-    def _look(self) -> None:
-        optimizer = self.optimizer()
-        if isinstance(optimizer, Optimizer):
-            self._groups, self._states = optimizer.param_groups, optimizer.state
+        self.contents = OptimizerContents()
+        self._open_commits = False
+        """Whether the step that is open commits."""
 
     # --- between steps ---
 
     def attach(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give states to those of ``parameters`` that have none yet and are the optimizer's."""
         self.settle()
-        amsgrad = {id(p): bool(g["amsgrad"]) for g in self.groups for p in g["params"]}
+        amsgrad = {id(p): bool(g["amsgrad"]) for g in self.contents.groups for p in g["params"]}
         self._params.attach((p for p in parameters if self._own.takes(p)), amsgrad)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
@@ -172,7 +186,7 @@ class StepRunner:
         commits.refuse_strange(params)
         commits.requested = False
         commits.capture(params)
-        commits.start(params, self.groups, self.states, extra)
+        commits.start(params, self.contents.groups, self.contents.states, extra)
         commits.join(params)
         return commits.step
 
@@ -194,8 +208,8 @@ class StepRunner:
         scale = 1.0 if grad_scale is None else float(grad_scale)
         factor = self.clip.of_now() / divisor
         self._schedule.check_scaling(found_inf, factor / scale)
-        if found_inf is not None and is_skipped(found_inf, list(self._parameters())):
-            unscale(self._parameters(), scale)
+        if found_inf is not None and is_skipped(found_inf, list(self.contents.parameters())):
+            unscale(self.contents.parameters(), scale)
             self._count_step()
         elif self._schedule.begins_early:
             self._end_open_step()
@@ -218,15 +232,15 @@ class StepRunner:
         pipeline = params.store.pipeline
         with self._commits.reporting_errors(commits=commits), pipeline.whole_step(plan):
             if plan is not None:
-                schedule.step(plan, self.states)
-            self._own.update_others(self.groups, self.states, factor / scale)
+                schedule.step(plan, self.contents.states)
+            self._own.update_others(self.contents.groups, self.contents.states, factor / scale)
             self._count_step()
         self._commit_step(commits=commits)
 
     def _collect(self) -> list[ParamUpdate]:
         """Return what this step updates, checked; nothing is changed before."""
         params = self._params
-        found, new_params = collect(self.groups, params, self._own.takes)
+        found, new_params = collect(self.contents.groups, params, self._own.takes)
         # Parameters unfrozen, or exchanged for others, after the optimizer was made.
         if new_params:
             self.attach(new_params)
@@ -244,7 +258,7 @@ class StepRunner:
         return commits
 
     def _make_plan(self, updates: list[ParamUpdate], factor: float, *, commits: bool) -> StepPlan:
-        plan = make_plan(updates, self._params, self.states, factor)
+        plan = make_plan(updates, self._params, self.contents.states, factor)
         plan.commits = commits
         return plan
 
@@ -255,12 +269,9 @@ class StepRunner:
     def _commit_step(self, *, commits: bool) -> None:
         """Make the step that was just taken durable, where it ``commits``."""
         if commits:
-            self._commits.start(self._params, self.groups, self.states, None)
+            self._commits.start(self._params, self.contents.groups, self.contents.states, None)
         if self._commits.prompt:
             self._commits.join(self._params)
-
-    def _parameters(self) -> Iterable[torch.Tensor]:
-        return (p for group in self.groups for p in group["params"])
 
     # --- beside backward ---
 
@@ -292,22 +303,22 @@ class StepRunner:
 
     def _open_step(self) -> None:
         params = self._params
-        validation.refuse_ranks(self._commits.module, self._parameters())
+        validation.refuse_ranks(self._commits.module, self.contents.parameters())
         self.settle()
 
         def takes_part(parameter: torch.Tensor) -> bool:
             return validation.is_to_be_trained(parameter) or parameter.grad is not None
 
-        self.attach(p for p in self._parameters() if takes_part(p))
+        self.attach(p for p in self.contents.parameters() if takes_part(p))
         params.refresh()
-        commits = self._begin_step()
+        commits = self._open_commits = self._begin_step()
         updates = [
             ParamUpdate(group, param, None)
-            for group in self.groups
+            for group in self.contents.groups
             for p in group["params"]
             if takes_part(p) and (param := params.find(p)) is not None
         ]
-        for group in self.groups:
+        for group in self.contents.groups:
             validation.check_hyper(group)
         for update in updates:
             parameter, group = update.param.parameter, update.group
@@ -321,9 +332,11 @@ class StepRunner:
         params, schedule = self._params, self._schedule
         params.store.pipeline.check_alive()
         schedule.check_unchanged()
-        late, new_params = collect(self.groups, params, self._own.takes, backward_overlap=True)
+        late, new_params = collect(
+            self.contents.groups, params, self._own.takes, backward_overlap=True
+        )
         if not schedule.is_open:
-            if any(isinstance(p.grad, ConsumedGradient) for p in self._parameters()):
+            if any(isinstance(p.grad, ConsumedGradient) for p in self.contents.parameters()):
                 refuse(Call.STEP, Phase.USED, Phase.USED.value)
             self._open_step()
         elif new_params:
@@ -334,21 +347,21 @@ class StepRunner:
                 " before backward."
             )
             raise OptionError(message)
-        commits = schedule.commits
+        commits = self._open_commits
         whole = params.store.pipeline.whole_step(schedule.held, is_open=True)
         with self._commits.reporting_errors(commits=commits), whole:
             updates = [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in late]
-            schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.states)
+            schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.contents.states)
             self._count_step()
         self._commit_step(commits=commits)
 
     def _check_gradient(self, param: ManagedParam) -> None:
         if can_update(param.parameter, gradient_on_its_way(param.owner)[0]):
             return
-        for group in self.groups:
+        for group in self.contents.groups:
             for index, parameter in enumerate(group["params"]):
                 if parameter is param.owner:
-                    check_due(self.groups, group, index, param)
+                    check_due(self.contents.groups, group, index, param)
 
 
 def hook_of(runner: Callable[[], StepRunner | None]) -> Callable[[torch.Tensor], None]:

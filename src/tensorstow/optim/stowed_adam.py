@@ -107,8 +107,8 @@ class StowedAdam(Optimizer):
             extra_checked=extra_checked,
         )
         self._is_made = True
-        self._core.steps.optimizer = weakref.ref(self)
-        self._core.steps.use(self.param_groups, self.state)
+        self._core.steps.contents.optimizer = weakref.ref(self)
+        self._core.steps.contents.set(self.param_groups, self.state)
         if offload_policy.overlap == "backward":
             validation.refuse_ranks(run.module, self._parameters())
         self._core.steps.attach(filter(validation.is_to_be_trained, self._parameters()))
@@ -213,7 +213,7 @@ class StowedAdam(Optimizer):
         Raises:
             OptionError: States that do not fit their parameter; nothing has changed.
         """
-        real = self._core.steps.optimizer()
+        real = self._core.steps.contents.optimizer()
         if isinstance(real, StowedAdam) and real is not self:
             real.load_state_dict(state_dict)  # a wrapper would be given groups of its own
             if "param_groups" in vars(self):
@@ -267,7 +267,7 @@ class StowedAdam(Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        self._core.steps.use(self.param_groups, self.state)
+        self._core.steps.contents.set(self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse pickle and copy: files, threads and buffers cannot be carried."""

@@ -70,7 +70,7 @@ class NativeHandle:
 
         What failed behind the caller's back is raised as itself where it is seen first.
         """
-        if not self.is_ours:
+        if self._owner != os.getpid():
             message = (
                 "An optimizer was used in a forked process: its threads, buffers and files belong"
                 " to the parent. Make the optimizer in the process that steps it."
@@ -87,10 +87,13 @@ class NativeHandle:
                 " last commit by resume()."
             )
             raise PoisonedError(message) from self._poison
-        if self.native is None:
+        native = (
+            self.resources.native
+        )  # a call less than by its name: this is asked for each gradient
+        if native is None:
             message = "This optimizer was closed: its states are gone. Make a new one."
             raise PoisonedError(message)
-        return self.native
+        return native
 
     def poison(self, error: BaseException) -> None:
         """Refuse everything from now on; the first error is what all later ones come from."""

@@ -327,11 +327,6 @@ class BackwardOverlap(Schedule):
             self.gradients.take_back()
             raise
 
-    @property
-    def commits(self) -> bool:
-        """Whether the open step commits."""
-        return self._plan is not None and self._plan.commits
-
     def check_unchanged(self) -> None:
         """Raise OptionError where the step that is open cannot be ended as it was begun."""
         plan = self._plan

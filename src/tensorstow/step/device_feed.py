@@ -24,6 +24,7 @@ from tensorstow.states.layout import Segment
 from tensorstow.states.memory import StagingPlan, plan_staging
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.chunk_gate import ChunkGate
+from tensorstow.step.gradient_feed import GradientFeed
 from tensorstow.step.host_weight import HostWeight
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.tensors.dtensor import flat, has_left
@@ -69,7 +70,7 @@ class _Stage(Enum):
     FAILED = "nobody may go on from here"
 
 
-class DeviceFeed:
+class DeviceFeed(GradientFeed):
     """One optimizer's traffic over the link, a step at a time.
 
     It lives on the thread that steps: whatever it is asked moves everything on that can move.
@@ -118,9 +119,6 @@ class DeviceFeed:
                     self._of.setdefault(run.parameter, []).append(transfer)
 
     # --- a step ---
-
-    def prepare(self, plan: StepPlan) -> None:
-        """Leave ``plan`` as it is."""
 
     def begin(self, plan: StepPlan, gate: ChunkGate) -> None:
         """Begin a step, which the pipeline has begun, with the gradients that ``plan`` has."""
@@ -214,12 +212,6 @@ class DeviceFeed:
         if self._stage == _Stage.OVER:
             self._targets.clear()  # whoever gets the memory next gets it behind the copies up
 
-    def end(self) -> None:
-        """Return: memory is the feed's own, for the next step."""
-
-    def abort(self) -> None:
-        """Return: who begins anew has another feed."""
-
     @property
     def staging_bytes(self) -> int:
         """Return the pinned memory that gradients pass through."""
@@ -238,7 +230,10 @@ class DeviceFeed:
 
     def _move_on(self) -> None:
         while self._d2h and self._d2h[0].copied.query():
-            self._hand_over()
+            flight = self._d2h.popleft()
+            self._pipeline.add_chunk_gradients(flight.transfer.chunk, flight.pieces)
+            self._let_go(flight, updated=False)  # the device's copy is not needed any more
+            self._updating.append(flight)
         while self._updating and self._pipeline.is_updated(self._updating[0].transfer.chunk):
             self._start_h2d()
         while self._ready and self._free:
@@ -281,13 +276,6 @@ class DeviceFeed:
         self._d2h.append(
             _ChunkInFlight(transfer, slot, pieces, self.link.d2h(pairs, events.values()))
         )
-
-    def _hand_over(self) -> None:
-        """Hand the pipeline what has come down; the device's copy is not needed any more."""
-        flight = self._d2h.popleft()
-        self._pipeline.add_chunk_gradients(flight.transfer.chunk, flight.pieces)
-        self._let_go(flight, updated=False)
-        self._updating.append(flight)
 
     def _let_go(self, flight: _ChunkInFlight, *, updated: bool) -> None:
         """Let go of gradients that were copied from, or else, when ``updated``, were read."""

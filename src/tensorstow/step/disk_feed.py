@@ -23,6 +23,7 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Segment
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.chunk_gate import ChunkGate
+from tensorstow.step.gradient_feed import GradientFeed
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.tensors.dtensor import Pager
 
@@ -56,7 +57,7 @@ class _Granted:
     pagers: frozenset[int]
 
 
-class DiskFeed:
+class DiskFeed(GradientFeed):
     """Gradients of weights on disk, and the pins of the step that is open."""
 
     def __init__(
@@ -148,9 +149,6 @@ class DiskFeed:
             self._grant(part)
         sent()
 
-    def wait(self, numbers: Collection[int] | None) -> None:
-        """Return: the pipeline writes the weights where they are pinned."""
-
     def end(self) -> None:
         """End every pin: the step is over."""
         for key in list(self._pins):
@@ -159,18 +157,6 @@ class DiskFeed:
     def needs(self, number: int) -> bool:
         """Return whether the pipeline may still read the gradient of a parameter."""
         return not self._pipeline.is_published(number)
-
-    def join(self) -> None:
-        """Return: no weight is sent to a device."""
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return 0: gradients are read where they are."""
-        return 0
-
-    def abort(self) -> None:
-        """End every pin: the step has failed, or its store is gone."""
-        self.end()
 
     # --- inside ---
 

@@ -35,8 +35,12 @@ class Beside(Enum):
     BACKWARD = "it computes the backward from which the gradients come"
 
 
-class GradientFeed(Protocol):
-    """Takes final gradients of parameters on one tier to the pipeline, a step at a time."""
+class GradientFeed:
+    """Takes final gradients of parameters on one tier to the pipeline, a step at a time.
+
+    What a feed does not say, it has no need of: weights and gradients that are used where they are
+    are sent nowhere, and nothing is lent to them.
+    """
 
     def prepare(self, plan: StepPlan) -> None:
         """Change the rows of ``plan`` as the feed needs, before the pipeline begins by them."""
@@ -46,6 +50,7 @@ class GradientFeed(Protocol):
 
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         """Take a final gradient: contiguous, in the order of the weight's memory."""
+        raise NotImplementedError
 
     def send(self, chunk: int) -> None:
         """Hand over what the feed has of a chunk that awaits no more gradients."""
@@ -55,6 +60,7 @@ class GradientFeed(Protocol):
 
     def close(self, sent: Callable[[], None]) -> None:
         """Hand over the rest: no more gradients come. ``sent`` is called behind the last."""
+        sent()
 
     def wait(self, numbers: Collection[int] | None) -> None:
         """Return when these parameters, or all, need nothing more of the feed."""
@@ -64,6 +70,7 @@ class GradientFeed(Protocol):
 
     def needs(self, number: int) -> bool:
         """Return whether the feed may still read the gradient of a parameter of its tier."""
+        raise NotImplementedError
 
     def join(self) -> None:
         """Let the caller's stream be behind the weights that were sent to the device."""
@@ -71,9 +78,11 @@ class GradientFeed(Protocol):
     @property
     def staging_bytes(self) -> int:
         """Return the pinned memory that gradients pass through."""
+        return 0
 
     def abort(self) -> None:
         """Let go of what the step was lent: it has failed, or its store is gone."""
+        self.end()
 
 
 class StepPath(Protocol):
@@ -121,53 +130,20 @@ class StepPath(Protocol):
         """Let the device update ``share`` of the states; return the host's and its chunks."""
 
 
-class HostFeed:
-    """Gradients and weights in host memory, used where they are."""
+class HostFeed(GradientFeed):
+    """Gradients and weights in host memory, used where they are; the pipeline has what is known."""
 
     def __init__(self, pipeline: UpdatePipeline) -> None:
         """Feed ``pipeline``."""
         self._pipeline = pipeline
 
-    def prepare(self, plan: StepPlan) -> None:
-        """Leave ``plan`` as it is: its rows have the gradients that are known."""
-
-    def begin(self, plan: StepPlan, gate: ChunkGate) -> None:
-        """Return: the pipeline has what is known."""
-
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         """Hand the gradient to the pipeline, which reads it until the weight is new."""
         self._pipeline.add_gradient(param.number, gradient)
 
-    def send(self, chunk: int) -> None:
-        """Return: the pipeline has all that was offered."""
-
-    def move_on(self) -> None:
-        """Return: nothing is ever under way."""
-
-    def close(self, sent: Callable[[], None]) -> None:
-        """Say that the pipeline has all that was offered."""
-        sent()
-
-    def wait(self, numbers: Collection[int] | None) -> None:
-        """Return: the pipeline writes the weights where they are."""
-
-    def end(self) -> None:
-        """Return: nothing was lent."""
-
     def needs(self, number: int) -> bool:
         """Return whether the pipeline may still read the gradient."""
         return not self._pipeline.is_published(number)
-
-    def join(self) -> None:
-        """Return: no weight is sent anywhere."""
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return 0: gradients are read where they are."""
-        return 0
-
-    def abort(self) -> None:
-        """Return: nothing was lent."""
 
 
 class StepFeeds:

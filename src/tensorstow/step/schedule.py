@@ -52,11 +52,6 @@ class Schedule:
         return False
 
     @property
-    def commits(self) -> bool:
-        """Whether the open step commits."""
-        return False
-
-    @property
     def held(self) -> Sequence[torch.Tensor]:
         """Gradients that were taken out of ``.grad`` and may still be read."""
         return ()
