@@ -17,6 +17,7 @@ SUBJECTS = {
     "durable": "commits, pins, resumes, and bytes per parameter",
     "overlap": "updates beside backward and beside the next forward",
     "engine": "whole models through stow",
+    "plans": "what the planner predicts against what runs hold and take",
     "gpu": "a model on an accelerator, where there is one: ours, no offload, and peers",
     "accelerator_model": "plans on the simulated accelerator: a step at break-even",
     "seed_example": "the seed example with and without offload, in fresh processes",

@@ -1,0 +1,196 @@
+"""Predicted against measured: bytes of each tier and seconds of a step, of small models on the CPU.
+
+Each case is a process of its own. Bytes that tensors and buffers have are compared tier by tier;
+beside them stands the process's resident memory, which also has what the allocator keeps.
+"""
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import Figure, Settings, at_most, not_available
+from tensorstow.base.plan import Plan
+from tensorstow.base.profile import Profile
+from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.stow import stow
+from tensorstow.fsdp.units import units_of
+from tensorstow.measure.activations import trace
+from tensorstow.measure.calibration import calibrate
+from tensorstow.measure.models import build_model, from_config
+from tensorstow.optim.adam import AdamW
+from tensorstow.planner.placement import Conditions, items_of
+from tensorstow.planner.seconds import MachineRates, MicroBatch, time_of
+from tensorstow.planner.sizes import Sizes
+from tensorstow.report.rss import peak_bytes, resident_bytes
+
+_BATCH, _SEQUENCE = 4, 128
+_WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+_MODELS: dict[str, dict[str, Any]] = {
+    "gpt2, 6 layers": {"model_type": "gpt2", "n_layer": 6, "n_embd": 512, "n_head": 8},
+    "llama, 8 layers, bf16": {
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 16000,
+        **_WIDE,
+    },
+    "qwen2, tied": {
+        "model_type": "qwen2",
+        "dtype": "float32",
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
+        **_WIDE,
+    },
+    "opt, 8 layers": {
+        "model_type": "opt",
+        "num_hidden_layers": 8,
+        "hidden_size": 512,
+        "ffn_dim": 2048,
+        "num_attention_heads": 8,
+        "word_embed_proj_dim": 512,
+        "vocab_size": 32000,
+    },
+}
+_QUICK_MODELS: dict[str, dict[str, Any]] = {
+    "gpt2, tiny": {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 2, "vocab_size": 512}
+}
+_PLANS = {
+    "RAM": Plan(),
+    "states on DISK": Plan(states=Tier.DISK),
+    "states on DISK, forward": Plan(states=Tier.DISK, overlap="forward"),
+    "states on DISK, backward": Plan(states=Tier.DISK, overlap="backward"),
+    "all on DISK": Plan(Tier.DISK, Tier.DISK),
+}
+_BYTES_OFF, _SECONDS_OFF = 0.05, 0.2
+_CHILD_SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model under a plan, and where its files and rates are."""
+
+    model: str
+    plan: str
+    directory: str
+    profile: str
+    steps: int
+
+
+def figures(settings: Settings) -> Iterator[Figure]:
+    """Compare every model under every plan."""
+    if importlib.util.find_spec("transformers") is None:
+        yield not_available("plans", None, "transformers is not installed")
+        return
+    directory = settings.scratch(8 << 30)
+    profile = calibrate([directory])
+    text = json.dumps(profile.as_dict())
+    for model in _QUICK_MODELS if settings.quick else _MODELS:
+        for plan in _PLANS:
+            steps = 2 if settings.quick else max(settings.pairs // 2, 3)
+            found = _in_child(Case(model, plan, str(directory), text, steps))
+            yield from _compared(f"{model}, {plan}", found)
+
+
+def _compared(name: str, found: dict[str, Any]) -> Iterator[Figure]:
+    for tier, (predicted, measured) in found["bytes"].items():
+        if measured or predicted:
+            yield _off(f"{name}: bytes on {tier.upper()}", _BYTES_OFF, predicted, measured)
+    yield _off(f"{name}: peak resident memory", None, *found["resident"])
+    yield _off(f"{name}: seconds of a step", _SECONDS_OFF, *found["seconds"])
+
+
+def _off(name: str, limit: float | None, predicted: float, measured: float) -> Figure:
+    """Return how far a prediction is from what was measured, as a part of that."""
+    off = abs(predicted - measured) / measured if measured else float(predicted > 0)
+    detail = {"predicted": predicted, "measured": measured}
+    asked = None if limit is None else at_most(limit)
+    return Figure(f"{name}: predicted off measured by", asked, off, "of it", detail)
+
+
+def _in_child(case: Case) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cpu.plans"],
+        input=json.dumps(asdict(case)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_CHILD_SECONDS,
+        cwd=Path(__file__).parents[2],
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _run(case: Case) -> dict[str, Any]:
+    """Predict a case, train it, and return what was predicted and measured."""
+    file = Path(case.directory) / f".tensorstow-bench-{time.monotonic_ns()}.json"
+    file.write_text(json.dumps({**_MODELS, **_QUICK_MODELS}[case.model]), encoding="utf-8")
+    try:
+        named = build_model(str(file))
+    finally:
+        file.unlink()
+    traced = trace(named, _BATCH, _SEQUENCE)
+    plan, conditions = _PLANS[case.plan], Conditions(device_is_host=True)
+    sizes = Sizes.of(units_of(named.module), 1)
+    profile = Profile.from_json(case.profile)
+    machine = MachineRates(profile, "cpu", profile.rates_of(Path(case.directory)))
+    done = (traced.operations, traced.tensor_bytes, traced.calls)
+    batch = MicroBatch(_BATCH * _SEQUENCE, *done)
+    step = time_of(plan, sizes, conditions, batch, machine)
+    predicted = dict.fromkeys(Tier, 0)
+    for item in items_of(plan, sizes, conditions):
+        predicted[item.tier] += item.nbytes
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now
+    before = resident_bytes()
+    model = from_config(named.config, "cpu").train()
+    make = partial(AdamW, lr=1e-4, dir=case.directory, durability="none")
+    if plan.states != Tier.DISK:
+        make = partial(AdamW, lr=1e-4)
+    model, optimizer = stow(model, make, plan=plan)
+    ids = torch.randint(500, (_BATCH, _SEQUENCE), generator=torch.Generator())
+    seconds, gradients = [], 0
+    for turn in range(2 + case.steps):
+        start = time.perf_counter()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+        if turn >= 2:
+            seconds.append(time.perf_counter() - start)
+    optimizer.synchronize()
+    held, weights = optimizer.memory(), parameter_bytes(model)
+    optimizer.close()
+    if plan.overlap == "backward":
+        gradients = held.gradient_bytes
+    own = weights.most_buffer_pool_bytes or sum(p.nbytes for p in model.parameters())
+    measured = {
+        Tier.DEVICE: 0,
+        Tier.HOST: held.ram_bytes + held.ring_bytes + gradients + own,
+        Tier.DISK: held.file_bytes + weights.disk_bytes,
+    }
+    host = predicted[Tier.HOST] + max(traced.beside_gradients, 0)
+    return {
+        "bytes": {str(tier): (predicted[tier], measured[tier]) for tier in Tier},
+        "resident": (host, (peak_bytes() or 0) - before),
+        "seconds": (step.seconds, statistics.median(seconds)),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_run(Case(**json.loads(sys.stdin.read())))))
