@@ -1,14 +1,15 @@
 """A pytest plugin (``-p unskipped``): a test that is skipped fails the run.
 
 On a machine that has what the tests need, a skip means that something was not tested. These skips
-alone are right there: of tests of the simulated accelerator, and of those that need more devices.
+alone are right there: of tests of the simulated accelerator, of those that need more devices, and
+on another kind of device of those that need CUDA, which ask for nothing else.
 """
 
 import re
 
 import pytest
 
-_RIGHT = re.compile(r"the simulated accelerator|needs \d+ accelerators")
+_RIGHT = re.compile(r"the simulated accelerator|needs \d+ accelerators|needs CUDA itself")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -209,6 +209,7 @@ SKIPPED = {
     "no module": (1, "import pytest\npytest.importorskip('that_there_is_not')\ndef test_a(): pass"),
     "simulated": (0, "import pytest\ndef test_a(): pytest.skip('about the simulated accelerator')"),
     "ranks": (0, "import pytest\ndef test_a(): pytest.skip('needs 2 accelerators')"),
+    "CUDA": (0, "import pytest\npytest.skip('needs CUDA itself', allow_module_level=True)"),
     "expected": (0, "import pytest\n@pytest.mark.xfail\ndef test_a(): raise ValueError"),
 }
 
