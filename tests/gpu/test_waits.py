@@ -22,11 +22,12 @@ from tensorstow import AdamW, Plan, stow
 from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.fsdp import gradient_offload
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32
-from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
+from tensorstow.fsdp.h2d_prefetch import DeviceBuffers, H2DPrefetcher
 from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.step.division import Division, Took
+from tensorstow.step.gradient_feed import StepFeeds
 from tensorstow.step.host_weight import HostWeight, deliver, make_host_weights, refresh
 from tensorstow.step.update_rule import Update, UpdateRule
 
@@ -289,6 +290,36 @@ def test_backward_returns_while_the_device_is_busy(
             is_busy = not mark.query()
         optimizer.step()
     assert is_busy
+    optimizer.close()
+
+
+def test_updates_begin_before_all_weights_have_gone_up(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last weights of backward go up when most gradients are down already."""
+    order: list[str] = []
+
+    def watch(kind: type, name: str) -> None:
+        do = getattr(kind, name)
+
+        def told(self: object, *given: object) -> None:
+            order.append(name)
+            do(self, *given)
+
+        monkeypatch.setattr(kind, name, told)
+
+    watch(StepFeeds, "_take")
+    watch(DeviceBuffers, "wait_for_copies")
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=STOWED["host-backward"])
+    x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
+    for _ in range(2):
+        optimizer.zero_grad()
+        y = model(x).float().square().sum()
+        spin(device, 5 * LATE)
+        y.backward()
+        order.clear()
+        optimizer.step()
+    assert order[: LAYERS + 1] == ["_take"] * LAYERS + ["wait_for_copies"]
     optimizer.close()
 
 

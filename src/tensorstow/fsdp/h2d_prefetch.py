@@ -251,7 +251,7 @@ class H2DPrefetcher:
         """Discard old copies whenever ``optimizer`` updates ``model``, whose shards were added."""
         _PREFETCHERS[model] = self
         self._alone = optimizer.alone
-        optimizer.register_step_pre_hook(self.discard)
+        optimizer.register_step_pre_hook(self._pre_step)
         optimizer.register_step_post_hook(self._post_step)
         optimizer.register_resume_hook(self.discard)
 
@@ -347,6 +347,14 @@ class H2DPrefetcher:
         with self._alone():
             self._in_backward = False
             self._prefetch_following()
+
+    def _pre_step(self, optimizer: StowedAdam, *_: object) -> None:
+        # Beside backward the last copies are behind most of its gradients, by which updates are to
+        # begin meanwhile. A weight whose gradient is there has been copied.
+        with self._alone():
+            while optimizer.take_gradient():
+                pass
+            self.discard()
 
     def _post_step(self, *_: object) -> None:
         with self._alone():

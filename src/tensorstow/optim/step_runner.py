@@ -328,6 +328,16 @@ class StepRunner:
                 )
         self._schedule.begin(self._make_plan(updates, 1.0, commits=commits))
 
+    def take_gradient(self) -> bool:
+        """Wait for a gradient of the open step that is still coming down; False: there is none."""
+        if self._schedule.phase is not Phase.OPEN:
+            return False
+        try:
+            return self._params.path.wait_for_one(())
+        except BaseException as error:  # an interrupt: it may be gone and not used
+            self._params.store.pipeline.poison(error)
+            raise
+
     def _end_open_step(self) -> None:
         params, schedule = self._params, self._schedule
         params.store.pipeline.check_alive()

@@ -426,6 +426,15 @@ class StowedAdam(Optimizer):
         """
         return self._calls.alone
 
+    def take_gradient(self) -> bool:
+        """Wait for a gradient that is coming down, and let updates beside backward begin by it.
+
+        Returns:
+            False where none is on its way; then nothing was waited for.
+        """
+        with self.alone():
+            return self._core.steps.take_gradient()
+
     @a_call("commit")
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:
         """Make the current state of the run durable.

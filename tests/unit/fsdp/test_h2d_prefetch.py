@@ -266,6 +266,9 @@ class Optimizer:
         self.alone = self.calls.alone
         self.hooks: dict[str, Callable[..., None]] = {}
 
+    def take_gradient(self) -> bool:
+        return False
+
     def register_step_pre_hook(self, hook: Callable[..., None]) -> None:
         self.hooks["before step"] = hook
 
@@ -321,7 +324,7 @@ def test_resume_waits_for_a_gather_that_has_begun() -> None:
 
 def test_what_is_gathered_between_the_hooks_of_a_step_is_not_kept() -> None:
     prefetcher, shards, optimizer, model = watched(PlainLink())
-    optimizer.hooks["before step"]()
+    optimizer.hooks["before step"](optimizer)
     prefetcher._order.last = (prefetcher._units[id(shards[1])], prefetcher._units[id(shards[2])])
     gather(prefetcher, shards[0])  # and the next one ahead
     for shard in shards:
