@@ -216,3 +216,9 @@ def test_one_line_examples_of_the_public_classes_can_be_called() -> None:
     assert len(found) >= 2
     for code in found:
         eval(code.replace(', dir="/nvme/run"', ""), dict(known))  # noqa: S307
+
+
+def test_each_decision_record_has_a_number_of_its_own() -> None:
+    records = sorted((ROOT / "docs/adr").glob("*.md"))
+    assert [int(r.name[:4]) for r in records] == list(range(1, len(records) + 1))
+    assert all(r.read_text(encoding="utf-8").startswith(f"# {r.name[:4]}: ") for r in records)
