@@ -5,8 +5,9 @@ from dataclasses import replace
 from tensorstow.cli.demo.configurations import ANCHOR, CONFIGURATIONS, Configuration
 from tensorstow.cli.demo.crash import Crash
 from tensorstow.cli.demo.parity import ParityReport, judge
-from tensorstow.cli.demo.result import OPTIMIZER, RunResult, UlpDifference
+from tensorstow.cli.demo.result import RunResult, UlpDifference
 from tensorstow.cli.demo.round_robin import turns_of
+from tensorstow.cli.process import OPTIMIZER
 from tensorstow.report.spans import COMPUTE, Sample, TimeSpan
 from tensorstow.states.memory import StateMemory
 

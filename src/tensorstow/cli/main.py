@@ -14,6 +14,7 @@ from tensorstow.base.errors import StowError
 from tensorstow.cli import calibrate, clean, doctor, inspect, plan, recover, scrub
 from tensorstow.cli.demo import run as demo
 from tensorstow.cli.output import drop_output
+from tensorstow.cli.verify import run as verify
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -36,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("doctor", doctor, "print what this machine gives: kernel, I/O backend, directories"),
         ("calibrate", calibrate, "measure this machine's memory, disks, kernels and link"),
         ("plan", plan, "print what a run of a model will hold, before anything is allocated"),
+        ("verify", verify, "compare training with states in memory and on disk, bit for bit"),
         ("inspect", inspect, "print what a store has in it, also while its run is live"),
         ("scrub", scrub, "read back all that a store keeps and say what is damaged"),
         ("recover", recover, "make a damaged manifest anew, of what in it is whole"),

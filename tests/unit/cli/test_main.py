@@ -52,6 +52,7 @@ def test_the_command_line_is_frozen() -> None:
             "--world-size",
             "-h",
         ],
+        "verify": ["--device", "--help", "--json", "--model", "-h"],
         "inspect": ["--help", "--json", "-h"],
         "scrub": ["--generation", "--help", "--json", "-h"],
         "recover": ["--help", "--json", "--yes", "-h"],

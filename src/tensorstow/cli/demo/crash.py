@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensorstow.base.directories import check_directory
-from tensorstow.base.errors import DirectoryError, StowError
+from tensorstow.base.errors import DirectoryError
 from tensorstow.cli.demo.configurations import TURN_STEPS, ModelSize
-from tensorstow.cli.demo.process import Process, started
-from tensorstow.cli.demo.result import OPTIMIZER
+from tensorstow.cli.process import kill_in_an_update, started
 
 COMMITTED = 1
 """The step behind which it commits; it is killed in the update of the next one."""
@@ -39,9 +38,11 @@ def kill_and_resume(
     arguments = ["--directory", str(run), *(["--small"] if small else [])]
     try:
         endless = ["--until", "1000000", "--commits", str(COMMITTED)]
-        with started(NAME, "durable", [*arguments, *endless]) as first:
-            _kill_in_an_update(first, tell)
-        with started(NAME, "durable", [*arguments, "--until", str(TURN_STEPS)]) as second:
+        with started(NAME, "tensorstow.cli.demo.durable", [*arguments, *endless]) as first:
+            kill_in_an_update(first, COMMITTED, lambda _, part: tell(part))
+        with started(
+            NAME, "tensorstow.cli.demo.durable", [*arguments, "--until", str(TURN_STEPS)]
+        ) as second:
             last = {}
             for last in second.messages():
                 if "part" in last:
@@ -49,16 +50,6 @@ def kill_and_resume(
         return Crash(last["start"], TURN_STEPS, last["checksum"])
     finally:
         shutil.rmtree(run, ignore_errors=True)
-
-
-def _kill_in_an_update(process: Process, tell: Announce) -> None:
-    for said in process.messages():
-        tell(said["part"])
-        if said["step"] >= COMMITTED and said["part"] == OPTIMIZER:
-            process.kill()
-            return
-    message = f"{NAME} ended by itself before it could be killed. This is a bug: please report it."
-    raise StowError(message)
 
 
 def _make_directory(out: Path, scratch: Path, scale: ModelSize) -> Path:

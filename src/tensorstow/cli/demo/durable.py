@@ -13,8 +13,10 @@ import torch
 
 import tensorstow
 from tensorstow.cli.demo.configurations import FULL, SMALL
-from tensorstow.cli.demo.training import LEARNING_RATE, Clock, Training, checksum, make_model
-from tensorstow.cli.demo.worker import add_arguments, say, teller
+from tensorstow.cli.demo.training import LEARNING_RATE, Clock, Training, make_model
+from tensorstow.cli.demo.worker import add_arguments
+from tensorstow.cli.digests import checksum
+from tensorstow.cli.process import say, teller
 from tensorstow.io.local_share import usable_cores
 from tensorstow.states.policy import PipelinePolicy
 

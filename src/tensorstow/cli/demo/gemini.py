@@ -14,9 +14,9 @@ from tensorstow.base.directories import DirectoryFacts
 from tensorstow.base.errors import StowError
 from tensorstow.base.sizes import format_count
 from tensorstow.cli.demo.configurations import ModelSize
-from tensorstow.cli.demo.process import started
 from tensorstow.cli.demo.table import NONE
 from tensorstow.cli.output import print_json
+from tensorstow.cli.process import started
 from tensorstow.io.local_share import usable_cores
 
 STEPS = 3
@@ -151,7 +151,7 @@ def _verdict(*, are_equal: bool) -> str:
 
 def _run_one(policy: str, fraction: float, options: Sequence[str]) -> GeminiResult:
     row = ["--policy", policy, "--fraction", str(fraction), *options]
-    with started(f"{policy} {fraction}", "gemini_worker", row) as process:
+    with started(f"{policy} {fraction}", "tensorstow.cli.demo.gemini_worker", row) as process:
         process.tell_no_more()
         for said in process.messages():
             return GeminiResult(**{**said, "losses": tuple(said["losses"])})

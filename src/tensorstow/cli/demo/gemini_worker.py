@@ -15,7 +15,8 @@ import torch
 from tensorstow.cli.demo.configurations import FULL, SMALL, ModelSize
 from tensorstow.cli.demo.gemini import POLICIES, STEPS, WITHOUT, GeminiResult
 from tensorstow.cli.demo.training import GPTLMLoss, make_model
-from tensorstow.cli.demo.worker import add_arguments, say
+from tensorstow.cli.demo.worker import add_arguments
+from tensorstow.cli.process import say
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import GeminiPlugin
 from tensorstow.colossalai.nn.optimizer import HybridAdam

@@ -7,11 +7,11 @@ from itertools import accumulate
 from statistics import median
 from typing import Any, Self
 
+from tensorstow.cli.process import OPTIMIZER
 from tensorstow.report.spans import COMPUTE, Sample, TimeSpan
 from tensorstow.states.memory import StateMemory
 
 DISK_LANES = ("read", "update", "write")
-OPTIMIZER = "opt.step"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tensorstow.cli.demo.configurations import TURN_STEPS, Configuration, ModelSize
-from tensorstow.cli.demo.process import Process, started
 from tensorstow.cli.demo.result import RunResult
+from tensorstow.cli.process import Process, started
 
 Announce = Callable[[Configuration, int, str], None]
 """Called with a row, the step and the part of it that begins."""
 _ROOT = Path("/")
+_WORKER = "tensorstow.cli.demo.worker"
 
 
 class Runner:
@@ -112,5 +113,5 @@ def available_bytes(root: Path = _ROOT) -> int | None:
 def _start(
     row: Configuration, arguments: Sequence[str], announce: Announce, stack: ExitStack
 ) -> Runner:
-    process = stack.enter_context(started(row.name, "worker", ["--row", row.key, *arguments]))
+    process = stack.enter_context(started(row.name, _WORKER, ["--row", row.key, *arguments]))
     return Runner(row, process, announce)

@@ -1,6 +1,5 @@
 """The training run of every configuration: GPT-2 with random weights and tokens, on the CPU."""
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tensorstow
 from tensorstow import AdamW, Plan, Tier
 from tensorstow.cli.demo.configurations import Configuration, ModelSize
-from tensorstow.cli.demo.result import OPTIMIZER
+from tensorstow.cli.process import OPTIMIZER
 from tensorstow.colossalai import HybridAdam
 from tensorstow.report.spans import COMPUTE, TimeSpan
 
@@ -163,14 +161,3 @@ class Training:
         self.losses = [math.nan] * steps
         torch.set_rng_state(kept["dropout"])
         self._tokens.set_state(kept["tokens"])
-
-
-def checksum(model: nn.Module) -> str:
-    """Return a SHA-256 over the names and bytes of all parameters, wherever they are."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        digest.update(name.encode())
-        digest.update(whole.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -32,11 +32,12 @@ from tensorstow.cli.demo.training import (
     Clock,
     Progress,
     Training,
-    checksum,
     make_model,
     make_optimizer,
 )
 from tensorstow.cli.demo.ulp_difference import compare_one_step
+from tensorstow.cli.digests import checksum
+from tensorstow.cli.process import say, teller
 from tensorstow.io.local_share import usable_cores
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.report.rss import RssSampler, peak_bytes, resident_bytes, return_freed_memory
@@ -65,17 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--directory", required=True)
     parser.add_argument("--descriptor", type=int, required=True)
     parser.add_argument("--small", action="store_true")
-
-
-def teller(pipe: TextIO) -> Progress:
-    """Return a function that writes the current step and its part to ``pipe``."""
-    return lambda step, part: say(pipe, json.dumps({"step": step, "part": part}))
-
-
-def say(pipe: TextIO, line: str) -> None:
-    """Write ``line`` and flush."""
-    pipe.write(line + "\n")
-    pipe.flush()
 
 
 def asked_turns(orders: TextIO, pipe: TextIO) -> Iterator[int]:

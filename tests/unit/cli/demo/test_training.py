@@ -5,11 +5,11 @@ from tensorstow.cli.demo.configurations import CONFIGURATIONS, FULL, SMALL
 from tensorstow.cli.demo.training import (
     Clock,
     Training,
-    checksum,
     config_of,
     make_model,
     make_optimizer,
 )
+from tensorstow.cli.digests import checksum
 from tensorstow.colossalai import HybridAdam
 
 transformers = pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""A process of the demo, controlled by lines on its standard input; it answers in lines of JSON."""
+"""A process that a command starts and controls by lines; it answers in lines of JSON."""
 
 import json
 import os
@@ -6,20 +6,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from tensorstow.base.errors import StowError
 
+OPTIMIZER = "opt.step"
+"""The part of a step that updates."""
+
 
 class Process:
-    """A new interpreter that runs one module of the demo; created by ``started``."""
+    """A new interpreter that runs one module; created by ``started``."""
 
     def __init__(
         self, name: str, child: subprocess.Popen[bytes], lines: IO[str], output: IO[bytes]
     ) -> None:
-        self._name = name
+        self.name = name
         self._child = child
         self._lines = lines
         self._output = output
@@ -31,7 +34,7 @@ class Process:
             yield said
         status = self._child.wait()
         if status != 0:
-            raise StowError(_last_words(self._name, status, self._output))
+            raise StowError(_last_words(self.name, status, self._output))
 
     def tell(self, line: str) -> None:
         """Write a line to its standard input; if it has ended, ``messages`` raises."""
@@ -52,17 +55,17 @@ class Process:
 
     def _orders(self) -> IO[bytes]:
         if self._child.stdin is None:
-            message = f"{self._name!r} was to be told something and has no standard input."
+            message = f"{self.name!r} was to be told something and has no standard input."
             raise StowError(message)
         return self._child.stdin
 
 
 @contextmanager
 def started(name: str, module: str, arguments: Sequence[str]) -> Iterator[Process]:
-    """Start ``module`` of the demo; it is killed at the end of the block, however that ends."""
+    """Run ``module`` in a new process, killed at the end of the block, however that ends."""
     reader, writer = os.pipe()
     # -P: what lies in the working directory must not be imported instead.
-    command = [sys.executable, "-P", "-m", f"tensorstow.cli.demo.{module}", *arguments]
+    command = [sys.executable, "-P", "-m", module, *arguments]
     with tempfile.TemporaryFile() as output, os.fdopen(reader, encoding="utf-8") as lines:
         try:
             child = subprocess.Popen(  # noqa: S603  # ourselves
@@ -82,6 +85,40 @@ def started(name: str, module: str, arguments: Sequence[str]) -> Iterator[Proces
                 child.kill()
             process.tell_no_more()
             child.wait()
+
+
+def teller(pipe: TextIO) -> Callable[[int, str], None]:
+    """Return what the process itself tells by, the step and the part of it that begins."""
+    return lambda step, part: say(pipe, json.dumps({"step": step, "part": part}))
+
+
+def say(pipe: TextIO, line: str) -> None:
+    """Write ``line`` and flush."""
+    pipe.write(line + "\n")
+    pipe.flush()
+
+
+def kill_in_an_update(process: Process, behind: int, tell: Callable[[int, str], None]) -> None:
+    """Kill a training process in the first update behind a step.
+
+    Args:
+        process: It tells parts of steps by ``teller``.
+        behind: Steps that are taken before, so that one of them is committed.
+        tell: Is told what it tells.
+
+    Raises:
+        StowError: It ended by itself.
+    """
+    for said in process.messages():
+        tell(said["step"], said["part"])
+        if said["step"] >= behind and said["part"] == OPTIMIZER:
+            process.kill()
+            return
+    message = (
+        f"{process.name} ended by itself before it could be killed. This is a bug: please report"
+        " it."
+    )
+    raise StowError(message)
 
 
 def _last_words(name: str, status: int, output: IO[bytes]) -> str:

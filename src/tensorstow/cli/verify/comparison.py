@@ -1,0 +1,49 @@
+"""What differed first between a run and its reference."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tensorstow.cli.verify.rows import VerifiedRun
+from tensorstow.cli.verify.training import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference of a run from its reference."""
+
+    run: VerifiedRun
+    what: str
+
+
+def differences(outcomes: Mapping[VerifiedRun, Outcome]) -> list[Difference]:
+    """Return the runs that differ from the first run of their dtype, each with what did first."""
+    found = []
+    references: dict[str, Outcome] = {}
+    for run, outcome in outcomes.items():
+        reference = references.setdefault(run.dtype, outcome)
+        what = first_difference(outcome, reference)
+        if what is not None:
+            found.append(Difference(run, what))
+    return found
+
+
+def first_difference(outcome: Outcome, reference: Outcome) -> str | None:
+    """Return what differs first in the order of training: a loss, else a parameter."""
+    pairs = zip(outcome.losses, reference.losses, strict=False)
+    for step, (loss, expected) in enumerate(pairs):
+        if loss.hex() != expected.hex():
+            return f"the loss of step {step + 1} is {loss!r} instead of {expected!r}"
+    if len(outcome.losses) != len(reference.losses):
+        return f"it took {len(outcome.losses)} steps instead of {len(reference.losses)}"
+    if outcome.digests.keys() != reference.digests.keys():
+        return "it has other parameters"
+    unequal = [n for n, digest in outcome.digests.items() if digest != reference.digests[n]]
+    if unequal:
+        return f"all losses are equal, and {_named(unequal)} at the end"
+    return None
+
+
+def _named(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"the parameter {names[0]} differs"
+    return f"{len(names)} parameters differ, the first is {names[0]},"

@@ -1,0 +1,226 @@
+"""`tensorstow verify`: compares training with states in RAM and on disk, bit for bit."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tensorstow.base.directories import DirectoryFacts, check_directory, choose_directory
+from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.sizes import format_count
+from tensorstow.cli.output import add_json, make_console, print_json, print_line, print_table
+from tensorstow.cli.process import kill_in_an_update, started
+from tensorstow.cli.verify.comparison import Difference, differences
+from tensorstow.cli.verify.rows import COMMITTED, STEPS, VerifiedRun, runs_of
+from tensorstow.cli.verify.subject import Subject, subject_of
+from tensorstow.cli.verify.training import Announce, Outcome, train
+from tensorstow.fsdp.sharding import current_device
+from tensorstow.measure.models import KNOWN
+
+_NEEDED = 1 << 30
+"""Bytes on disk: two commits of a model of 40 M parameters."""
+EXAMPLES = """\
+examples:
+  tensorstow verify /nvme                    a small transformer
+  tensorstow verify /nvme --model gpt2       GPT-2, cut to two layers
+  tensorstow verify --model mine:make_model  your own: returns a module, or (module, (batch,))
+  tensorstow verify --json | jq .is_equal
+
+exit status: 0, all bits are equal; 1, they are not; 2, it could not be carried out
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help="where states on disk go; nothing is left there (default: the first real disk among"
+        " the usual places)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a configuration of transformers (file or folder), or one of"
+        f" {', '.join(KNOWN)}: cut to two narrow layers; or module:function, as it is"
+        " (default: a small transformer)",
+    )
+    parser.add_argument(
+        "--device", help="where the model computes (default: the accelerator, else cpu)"
+    )
+    add_json(parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the command; return its exit status: 1 if any bit differs."""
+    subject = subject_of(given.model)
+    facts = (
+        choose_directory(_NEEDED)
+        if given.directory is None
+        else check_directory(given.directory, _NEEDED)
+    )
+    device = _device(given.device)
+    console = make_console(to_stderr=given.json)
+    heading = _heading(subject, facts, device)
+    if not given.json:
+        print_line(console, heading, "dim")
+    with tempfile.TemporaryDirectory(prefix="tensorstow-verify-", dir=facts.path) as place:
+        outcomes = _run_all(given.model, subject, Path(place), device, console)
+    found = differences(outcomes)
+    _check_repeats(found, device)
+    said = sentence(outcomes, found, facts.path)
+    if given.json:
+        print_json(_as_json(heading, said, outcomes, found))
+    else:
+        _print(console, said, outcomes, found)
+    return 1 if found else 0
+
+
+def sentence(
+    outcomes: Mapping[VerifiedRun, Outcome], found: list[Difference], directory: Path
+) -> str:
+    """Return in one sentence whether all are equal, or what differed first."""
+    if found:
+        first = found[0]
+        more = f" ({len(found)} of {len(outcomes)} runs differ)" if len(found) > 1 else ""
+        return f"NOT EQUAL: {first.run.title}: {first.what}{more}."
+    steps = format_count(STEPS, "step")
+    return (
+        f"All {len(outcomes)} runs are bitwise equal, each loss and each parameter after {steps}:"
+        f" states in RAM and in {directory}, every exact format, every overlap, killed and resumed."
+    )
+
+
+def _device(asked: str | None) -> torch.device:
+    if asked is None:
+        return current_device()
+    try:
+        device = torch.device(asked)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        message = f"--device {asked} was given: {error}"
+        raise OptionError(message) from error
+    return device
+
+
+def _heading(subject: Subject, facts: DirectoryFacts, device: torch.device) -> str:
+    model = subject.name
+    if subject.note:
+        model += f", {subject.note}"
+    return f"{model}; on {device}; states on disk in {facts.path} ({facts.filesystem})"
+
+
+def _run_all(
+    model: str | None, subject: Subject, place: Path, device: torch.device, console: Console
+) -> dict[VerifiedRun, Outcome]:
+    runs = runs_of(subject.dtypes)
+    columns = (
+        TextColumn("{task.fields[name]}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("[dim]{task.fields[part]}"),
+        TimeElapsedColumn(),
+    )
+    outcomes = {}
+    # Its lines go to a terminal alone: a pipe gets the outcome and nothing else.
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(runs), name="", part="")
+        for number, each in enumerate(runs):
+            progress.update(task, name=each.title, completed=number, part="")
+
+            def tell(step: int, part: str) -> None:
+                progress.update(task, part=f"step {step + 1}, {part}")
+
+            if each.is_killed:
+                directory = place / f"killed-{each.dtype}"
+                directory.mkdir()
+                _kill(model, each, directory, device, tell)
+            else:
+                directory = place
+            outcomes[each] = train(each, subject, directory, device, tell)
+        progress.update(task, name="done", completed=len(runs), part="")
+    return outcomes
+
+
+def _kill(
+    model: str | None, run: VerifiedRun, directory: Path, device: torch.device, tell: Announce
+) -> None:
+    arguments = ["--directory", str(directory), "--dtype", run.dtype, "--format", run.state_format]
+    arguments += ["--device", str(device), *(["--model", model] if model else [])]
+    arguments += ["--search", *sys.path]  # where module:function was found
+    with started(run.title, "tensorstow.cli.verify.killed", arguments) as process:
+        kill_in_an_update(process, COMMITTED, tell)
+
+
+def _check_repeats(found: list[Difference], device: torch.device) -> None:
+    """Raise StowError where torch's own kernels do not repeat themselves."""
+    for each in found:
+        if each.run.is_repeat:
+            message = (
+                f"Two runs with states in RAM differ: {each.what}. The model itself is not"
+                f" deterministic on {device}, so nothing can be compared. Try --device cpu, or a"
+                " model without operations that torch calls nondeterministic."
+            )
+            raise StowError(message)
+
+
+def _as_json(
+    heading: str,
+    said: str,
+    outcomes: Mapping[VerifiedRun, Outcome],
+    found: list[Difference],
+) -> dict[str, Any]:
+    differing = {each.run: each.what for each in found}
+    return {
+        "what": heading,
+        "is_equal": not found,
+        "sentence": said,
+        "runs": [
+            {
+                "title": run.title,
+                "dtype": run.dtype,
+                "states": run.states,
+                "state_format": run.state_format,
+                "overlap": run.overlap,
+                "is_killed": run.is_killed,
+                "losses": outcome.losses,
+                "sha256": outcome.checksum,
+                "seconds": outcome.seconds,
+                "differs": differing.get(run),
+            }
+            for run, outcome in outcomes.items()
+        ],
+    }
+
+
+def _print(
+    console: Console,
+    said: str,
+    outcomes: Mapping[VerifiedRun, Outcome],
+    found: list[Difference],
+) -> None:
+    differing = {each.run for each in found}
+    rows = [
+        (
+            *run.cells,
+            outcome.checksum[:8],
+            f"{outcome.seconds:.1f} s",
+            "differs" if run in differing else "equal",
+        )
+        for run, outcome in outcomes.items()
+    ]
+    print_table(
+        console, ("weights", "states", "format", "overlap", "SHA-256", "took", "bits"), rows
+    )
+    print_line(console, said, "bold red" if found else "bold green")
+    for each in found[1:]:
+        print_line(console, f"  {each.run.title}: {each.what}")

@@ -1,0 +1,229 @@
+"""The model that is verified: a small one, one by name that is cut, or a user's own."""
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorstow.base.errors import OptionError
+from tensorstow.measure.models import build_model, from_config
+
+_BATCH, _SEQUENCE = 2, 32
+_WIDTH = 256
+_LAYERS = 2
+_VOCABULARY = 2048
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and keyword arguments of a forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model that can be built again, with the same values each time, and fed."""
+
+    name: str
+    note: str
+    """What was cut, in a sentence; empty: nothing was."""
+    dtypes: tuple[str, ...]
+    """Of parameters: the names of the dtypes that are verified."""
+    build: Callable[[], nn.Module]
+    inputs: Callable[[nn.Module], Inputs]
+    """Makes a batch, from torch's random numbers."""
+
+    def make(self, dtype: str, device: torch.device) -> nn.Module:
+        """Return the model with the values that it always has, in training mode."""
+        torch.manual_seed(0)
+        return self.build().to(device=device, dtype=_DTYPES[dtype]).train()
+
+    def loss(self, module: nn.Module, step: int) -> torch.Tensor:
+        """Return the loss of a step; batch and dropout are drawn from the step's own seed."""
+        torch.manual_seed(1_000 + step)
+        parameter = next(module.parameters())
+        given, named = _moved(self.inputs(module), parameter.device, parameter.dtype)
+        found = module(*given, **named)
+        return _as_loss(found)
+
+
+class SmallTransformer(nn.Module):
+    """Two blocks with dropout, and a head that shares the embedding's weights."""
+
+    def __init__(self) -> None:
+        """Make it."""
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, batch_first=True)
+            for _ in range(_LAYERS)
+        )
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the next token."""
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden)) / math.sqrt(_WIDTH)
+        return nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+        )
+
+
+def subject_of(name: str | None) -> Subject:
+    """Return the model to verify.
+
+    Args:
+        name: As ``tensorstow plan`` takes it: a known name, a configuration of transformers, or
+            ``module:function``. The function returns a module, or a module and the arguments of its
+            forward as a tuple or a dict. None: a small transformer.
+
+    Raises:
+        OptionError: It says no model that can be built and fed.
+    """
+    if name is None:
+        return Subject(
+            "a small transformer",
+            "",
+            tuple(_DTYPES),
+            SmallTransformer,
+            lambda _: ((torch.randint(_VOCABULARY, (_BATCH, _SEQUENCE)),), {}),
+        )
+    named = None if _is_function(name) else build_model(name)
+    if named is None or named.config is None:
+        return _of_function(name)
+    config, note = _cut(named.config)
+
+    def inputs(_: nn.Module) -> Inputs:
+        ids = torch.randint(config.vocab_size, (_BATCH, _SEQUENCE))
+        return (), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+    def build() -> nn.Module:
+        return from_config(config, "cpu")
+
+    return Subject(name, note, tuple(_DTYPES), build, inputs)
+
+
+def _is_function(name: str) -> bool:
+    where, _, function = name.partition(":")
+    return bool(function) and all(part.isidentifier() for part in [*where.split("."), function])
+
+
+def _of_function(name: str) -> Subject:
+    where, _, function = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # behind all others, whose modules it must not hide
+    try:
+        make = getattr(importlib.import_module(where), function)
+    except (ImportError, AttributeError) as error:
+        message = f"--model {name} was given: {error}."
+        raise OptionError(message) from error
+    module, given = _parted(make())
+    if not isinstance(module, nn.Module):
+        message = f"--model {name} was given: it returned {type(module).__name__}, no nn.Module."
+        raise OptionError(message)
+    dtype = next((p.dtype for p in module.parameters()), None)
+    names = tuple(label for label, each in _DTYPES.items() if each == dtype)
+    if not names:
+        message = (
+            f"--model {name} was given, whose parameters are {dtype}: fp32 and bf16 are verified."
+        )
+        raise OptionError(message)
+    inputs = _guessed(module, name) if given is None else lambda _: _arguments(given)
+    return Subject(name, "", names, lambda: _parted(make())[0], inputs)
+
+
+def _parted(made: object) -> tuple[Any, Any]:
+    if isinstance(made, tuple) and len(made) == 2:
+        return made
+    return made, None
+
+
+def _arguments(given: object) -> Inputs:
+    if isinstance(given, Mapping):
+        return (), given
+    return (given if isinstance(given, tuple) else (given,)), {}
+
+
+def _guessed(module: nn.Module, name: str) -> Callable[[nn.Module], Inputs]:
+    """Return what makes a batch for the first layer of a module."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding):
+            count = layer.num_embeddings
+            return lambda _: ((torch.randint(count, (_BATCH, _SEQUENCE)),), {})
+        if isinstance(layer, nn.Linear):
+            width = layer.in_features
+            return lambda _: ((torch.randn(_BATCH, width),), {})
+        if isinstance(layer, nn.Conv2d):
+            channels = layer.in_channels
+            return lambda _: ((torch.randn(_BATCH, channels, _SEQUENCE, _SEQUENCE),), {})
+    message = (
+        f"--model {name} was given, and its first layer does not tell what it takes: return the"
+        " module and the arguments of its forward, `return model, (batch,)`."
+    )
+    raise OptionError(message)
+
+
+def _moved(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
+    def moved(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
+
+    given, named = inputs
+    return tuple(moved(each) for each in given), {k: moved(v) for k, v in named.items()}
+
+
+def _as_loss(found: Any) -> torch.Tensor:  # noqa: ANN401  # whatever a model returns
+    """Return the loss that a model returned, or the mean square of its first output."""
+    loss = getattr(found, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    while isinstance(found, tuple | list) or hasattr(found, "logits"):
+        found = found.logits if hasattr(found, "logits") else found[0]
+    if not isinstance(found, torch.Tensor):
+        message = f"The model returned {type(found).__name__}: a loss, or a tensor, is needed."
+        raise OptionError(message)
+    return found if found.ndim == 0 else found.float().square().mean()
+
+
+def _cut(config: Any) -> tuple[Any, str]:  # noqa: ANN401  # transformers' own
+    """Return a configuration of two narrow layers, and what was cut in a sentence."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    size = getattr(config, "head_dim", None) or width // heads
+    fewer = max(1, min(heads, _WIDTH // size))
+    narrow = fewer * (width // heads)
+    changed: dict[str, Any] = {
+        "num_hidden_layers": min(_LAYERS, config.num_hidden_layers),
+        "num_attention_heads": fewer,
+        "hidden_size": narrow,
+        "vocab_size": min(_VOCABULARY, config.vocab_size),
+    }
+    shared = getattr(config, "num_key_value_heads", None)
+    if shared is not None:
+        changed["num_key_value_heads"] = fewer if shared == heads else math.gcd(shared, fewer)
+    inner = getattr(config, "intermediate_size", None)
+    if inner is not None:
+        changed["intermediate_size"] = max(8, inner * narrow // width // 8 * 8)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        changed["layer_types"] = kinds[: changed["num_hidden_layers"]]
+    was = f"{config.num_hidden_layers} layers of width {width}"
+    for name, value in changed.items():
+        setattr(config, name, value)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, config.vocab_size - 1)
+    config.dtype = torch.float32
+    note = (
+        f"cut from {was} to {config.num_hidden_layers} of {narrow}, {config.vocab_size} tokens,"
+        " so that it trains in a minute"
+    )
+    return config, note

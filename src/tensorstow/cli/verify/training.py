@@ -1,0 +1,96 @@
+"""The training loop of every run, and what it leaves to be compared."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tensorstow
+from tensorstow.cli.digests import checksum_of, digests_of
+from tensorstow.cli.process import OPTIMIZER
+from tensorstow.cli.verify.rows import COMMITTED, STEPS, VerifiedRun
+from tensorstow.cli.verify.subject import Subject
+from tensorstow.io.local_share import usable_cores
+from tensorstow.states.policy import PipelinePolicy
+
+_CHUNK = 1 << 16
+"""Small, so that a small model has many chunks."""
+Announce = Callable[[int, str], None]
+"""Called with the step and the part of it that begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run left."""
+
+    losses: tuple[float, ...]
+    """Of each step, in fp64, which holds every loss exactly; those of a killed run's first life
+    come with its commit."""
+    digests: Mapping[str, str]
+    """SHA-256 of each final parameter."""
+    seconds: float
+
+    @property
+    def checksum(self) -> str:
+        """Return one SHA-256 over all parameters."""
+        return checksum_of(self.digests)
+
+
+def train(
+    run: VerifiedRun,
+    subject: Subject,
+    directory: Path,
+    device: torch.device,
+    progress: Announce,
+    *,
+    steps: int = STEPS,
+) -> Outcome:
+    """Train ``steps`` steps, or go on where a killed run was committed.
+
+    Args:
+        run: How.
+        subject: The model.
+        directory: For states on disk; the run's own if it is killed.
+        device: Where the model computes.
+        progress: Is told what begins.
+        steps: After how many steps to end.
+    """
+    torch.set_num_threads(usable_cores())
+    begun = time.monotonic()
+    model = subject.make(run.dtype, device)
+    given: dict[str, Any] = {}
+    if run.states == "disk":
+        given = {"dir": directory, "durability": "commit" if run.is_killed else "none"}
+        if run.is_killed:
+            given["commit_every"] = None
+    losses: list[float] = []
+    with tensorstow.AdamW(
+        model.parameters(),
+        lr=1e-3,
+        states="host" if run.states == "host" else "disk",
+        state_format=run.state_format,
+        overlap=run.overlap,
+        module=model,
+        policy=PipelinePolicy(chunk_elements=_CHUNK),
+        **given,
+    ) as optimizer:
+        start = (optimizer.resume() or 0) if run.is_killed else 0
+        if start:
+            losses = list(optimizer.extra["losses"])
+        for step in range(start, steps):
+            progress(step, "forward")
+            loss = subject.loss(model, step)
+            progress(step, "backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+            progress(step, OPTIMIZER)
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.is_killed and step + 1 == COMMITTED:
+                optimizer.commit({"losses": list(losses)})
+        optimizer.synchronize()
+        digests = digests_of(model)
+    return Outcome(tuple(losses), digests, time.monotonic() - begun)
