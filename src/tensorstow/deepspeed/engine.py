@@ -22,6 +22,7 @@ from tensorstow.deepspeed.checkpoint import (
 )
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.loss_scale import LossScale
+from tensorstow.deepspeed.monitor import Monitor
 from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.ranks import local_rank, rank_here
 from tensorstow.deepspeed.registry import RegisteredModel, register
@@ -78,6 +79,8 @@ class DeepSpeedEngine(nn.Module):
             timed=settings.wall_clock_breakdown,
             logs=self.global_rank == 0,
         )
+        self.monitor = Monitor(settings, writes=self.global_rank == 0)
+        self._loss = 0.0
         self._placed = register(RegisteredModel(module, optimizer))
         watch_loads(module, optimizer)
 
@@ -114,6 +117,7 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """Close the optimizer: its states, buffers and files are gone; the weights stay."""
+        self.monitor.close()
         self.optimizer.close()
 
     # --- a step ---
@@ -153,6 +157,8 @@ class DeepSpeedEngine(nn.Module):
         scaled = loss if factor == 1.0 else loss.float() * factor
         with self._timer.measure("backward"):
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        if self.monitor.enabled:
+            self._loss += float(loss.detach())
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -174,7 +180,19 @@ class DeepSpeedEngine(nn.Module):
             self.global_samples += self.train_batch_size()
             facts = {"skipped": self.skipped_steps, "lr": self.get_lr(), "scale": self.loss_scale}
             self._timer.log_step(self.global_steps, facts)
+            self._monitor_step()
         self.micro_steps += 1
+
+    def _monitor_step(self) -> None:
+        """Write the scalars of a step, by the names that upstream gives them."""
+        if not self.monitor.enabled:
+            return
+        found = {"train_loss": self._loss, "lr": self.get_lr()[0]}
+        if self.scale is not None:
+            found["loss_scale"] = self.loss_scale
+        samples = self.global_samples
+        self.monitor.write_events([(f"Train/Samples/{k}", v, samples) for k, v in found.items()])
+        self._loss = 0.0
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether this micro-batch is the last one of a step.

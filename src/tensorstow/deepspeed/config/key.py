@@ -85,6 +85,15 @@ ANYTHING = ValueType("anything", lambda value: value)
 STEPS = ValueType("a whole number, at least 1, or inf for never", _steps)
 
 
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError  # noqa: TRY004  # as the other kinds
+    return value
+
+
+STRING = ValueType("a text", _string)
+
+
 def is_off(value: object) -> bool:
     """Return whether a section is empty or has all its switches off."""
     if not isinstance(value, Mapping):

@@ -14,6 +14,7 @@ from tensorstow.deepspeed.config.key import (
     BOOL,
     OBJECT,
     STEPS,
+    STRING,
     TEXT,
     Key,
     Support,
@@ -278,9 +279,18 @@ _WATCHING = [
     *idle("", ANYTHING, "log_level", why='use logging.getLogger("tensorstow")'),
     *(
         key
-        for name in ("tensorboard", "wandb", "csv_monitor", "comet")
-        for key in idle(name, ANYTHING, ".*", why="nothing is sent there: log the loss yourself")
+        for name in ("tensorboard", "csv_monitor")
+        for key in (
+            honoured(f"{name}.enabled", BOOL, off=False),
+            honoured(f"{name}.output_path", STRING, off=""),
+            honoured(f"{name}.job_name", TEXT, off="DeepSpeedJobName"),
+        )
     ),
+    honoured("wandb.enabled", BOOL, off=False),
+    honoured("wandb.group", STRING, off=None),
+    honoured("wandb.team", STRING, off=None),
+    honoured("wandb.project", TEXT, off="deepspeed"),
+    section("comet", instead="use tensorboard, csv_monitor or wandb"),
     *idle("flops_profiler", ANYTHING, ".*", why="use torch.utils.flop_counter"),
     *idle("comms_logger", ANYTHING, ".*", why="use torch.profiler"),
     *idle("timers", ANYTHING, ".*", why="wall_clock_breakdown is what is measured"),

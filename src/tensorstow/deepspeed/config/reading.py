@@ -11,10 +11,12 @@ from tensorstow.deepspeed.config.settings import (
     Aio,
     Batch,
     Fp16,
+    MonitorFiles,
     Named,
     OffloadOptimizer,
     OffloadParam,
     Settings,
+    WandbMonitor,
     Zero,
 )
 from tensorstow.deepspeed.config.values import given_keys, older_names, say_once, values_of
@@ -72,6 +74,9 @@ def _settings(values: Values, world: int) -> Settings:
         ),
         steps_per_print=values["steps_per_print"],
         wall_clock_breakdown=values["wall_clock_breakdown"],
+        tensorboard=MonitorFiles(**_fields(MonitorFiles, "tensorboard", values)),
+        csv_monitor=MonitorFiles(**_fields(MonitorFiles, "csv_monitor", values)),
+        wandb=WandbMonitor(**_fields(WandbMonitor, "wandb", values)),
         dataloader_drop_last=values["dataloader_drop_last"],
     )
 

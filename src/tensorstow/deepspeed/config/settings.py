@@ -84,6 +84,25 @@ class ActivationCheckpointing:
 
 
 @dataclass(frozen=True, slots=True)
+class MonitorFiles:
+    """The section ``tensorboard`` or ``csv_monitor``."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+@dataclass(frozen=True, slots=True)
+class WandbMonitor:
+    """The section ``wandb``."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """A whole configuration, checked; None for a section that is absent or disabled."""
 
@@ -100,4 +119,7 @@ class Settings:
     )
     steps_per_print: int = 10
     wall_clock_breakdown: bool = False
+    tensorboard: MonitorFiles = field(default_factory=MonitorFiles)
+    csv_monitor: MonitorFiles = field(default_factory=MonitorFiles)
+    wandb: WandbMonitor = field(default_factory=WandbMonitor)
     dataloader_drop_last: bool = False

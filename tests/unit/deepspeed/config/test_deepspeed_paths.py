@@ -84,8 +84,8 @@ def test_a_switch_that_is_off_says_nothing() -> None:
 
 
 def test_a_section_of_others_is_one_value() -> None:
-    (one,) = given_keys({"wandb": {"enabled": True, "anything": 1}})
-    assert (one.key.path, one.path) == ("wandb.*", "wandb")
+    (one,) = given_keys({"comms_logger": {"enabled": True, "anything": 1}})
+    assert (one.key.path, one.path) == ("comms_logger.*", "comms_logger")
     (two,) = given_keys({"tensor_parallel": {"tp_overlap_comm": True}})
     assert (two.key.path, two.path) == ("tensor_parallel.*", "tensor_parallel.tp_overlap_comm")
 

@@ -114,15 +114,15 @@ def test_printing_may_be_put_off_for_ever() -> None:
 
 def test_what_has_no_meaning_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     tuned = {**BATCH, "zero_optimization": {"reduce_bucket_size": 12345, "overlap_comm": True}}
-    watched = {**BATCH, "wandb": {"enabled": True, "project": "p"}, "tensorboard": {}}
+    watched = {**BATCH, "flops_profiler": {"enabled": True, "profile_step": 2}, "timers": {}}
     with caplog.at_level(logging.WARNING, "tensorstow"):
         read_settings(tuned, 1)
         read_settings(tuned, 1)
         read_settings(watched, 1)
     first, second = (record.getMessage() for record in caplog.records)
     assert "zero_optimization.reduce_bucket_size (" in first
-    assert "wandb (" in second
-    assert "tensorboard" not in second
+    assert "flops_profiler (" in second
+    assert "timers" not in second
 
 
 def test_older_names_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,68 @@
+"""The sections ``tensorboard``, ``csv_monitor`` and ``wandb``: writes an engine's scalars."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensorstow.deepspeed.config.settings import MonitorFiles, Settings
+from tensorstow.report.scalars import (
+    CsvScalars,
+    Scalar,
+    ScalarWriter,
+    TensorBoardScalars,
+    WandbScalars,
+    require,
+)
+
+
+class Monitor:
+    """What writes the scalars of one engine; only the first rank writes.
+
+    Args:
+        settings: The configuration.
+        writes: Whether this rank writes; each checks that the packages are there.
+
+    Raises:
+        OptionError: A package that the configuration asks for is not installed.
+    """
+
+    def __init__(self, settings: Settings, *, writes: bool) -> None:
+        """Open what the configuration asks for; the class documents the arguments."""
+        for name in ("tensorboard", "wandb"):
+            if getattr(settings, name).enabled:
+                require(name)
+        self._writers: list[ScalarWriter] = []
+        if not writes:
+            return
+        if settings.tensorboard.enabled:
+            self._writers.append(TensorBoardScalars(_place(settings.tensorboard, "tensorboard")))
+        if settings.csv_monitor.enabled:
+            self._writers.append(CsvScalars(_place(settings.csv_monitor, "csv_monitor")))
+        if settings.wandb.enabled:
+            asked = settings.wandb
+            self._writers.append(WandbScalars(asked.project, asked.group, asked.team))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is written on this rank."""
+        return bool(self._writers)
+
+    def write_events(self, events: Sequence[Scalar]) -> None:
+        """Write scalars.
+
+        Args:
+            events: (name, value, count of samples) of each.
+        """
+        for writer in self._writers:
+            writer.write(events)
+
+    def close(self) -> None:
+        """Close what was opened. Idempotent."""
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+
+
+def _place(section: MonitorFiles, name: str) -> Path:
+    """Return the directory; without output_path, one in the home directory, as upstream says."""
+    base = Path(section.output_path) if section.output_path else Path.home() / name
+    return base / section.job_name

@@ -1,0 +1,143 @@
+"""Writes scalars of a run for other programs: TensorBoard, CSV files, Weights & Biases."""
+
+import csv
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from tensorstow.base.errors import OptionError, StowError
+
+Scalar = tuple[str, float, int]
+"""A name, a value, and the step or the count of samples that it belongs to."""
+
+
+class ScalarWriter(Protocol):
+    """What takes the scalars of a run."""
+
+    def write(self, scalars: Iterable[Scalar]) -> None:
+        """Write scalars, so that who reads now finds them."""
+
+    def close(self) -> None:
+        """End. Idempotent."""
+
+
+class CsvScalars:
+    """A file for each scalar, named after it, with a line for each value.
+
+    Args:
+        directory: Is made if it is not there; files in it are continued.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Make the directory; the class documents the arguments."""
+        self._directory = _made(directory)
+
+    def write(self, scalars: Iterable[Scalar]) -> None:
+        """Append a line for each scalar; a file that is new begins with a heading.
+
+        Args:
+            scalars: The scalars.
+        """
+        for name, value, step in scalars:
+            path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            with path.open("a", encoding="utf-8", newline="") as file:
+                lines = csv.writer(file)
+                if file.tell() == 0:
+                    lines.writerow(["step", name.rpartition("/")[2]])
+                lines.writerow([step, value])
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
+
+class TensorBoardScalars:
+    """An event file of TensorBoard, by ``torch.utils.tensorboard``.
+
+    Args:
+        directory: Is made if it is not there.
+
+    Raises:
+        OptionError: The package ``tensorboard`` is not installed.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Begin the file; the class documents the arguments."""
+        require("tensorboard")
+        module: Any = importlib.import_module("torch.utils.tensorboard")
+        self._writer = module.SummaryWriter(str(_made(directory)))
+
+    def write(self, scalars: Iterable[Scalar]) -> None:
+        """Write scalars to the file.
+
+        Args:
+            scalars: The scalars.
+        """
+        for name, value, step in scalars:
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._writer.close()
+
+
+class WandbScalars:
+    """A run of Weights & Biases, by its package.
+
+    Args:
+        project: The project.
+        group: The group of the run. Default: None.
+        team: The entity that the run belongs to. Default: None, the user's default.
+
+    Raises:
+        OptionError: The package ``wandb`` is not installed.
+    """
+
+    def __init__(self, project: str, group: str | None = None, team: str | None = None) -> None:
+        """Begin the run; the class documents the arguments."""
+        require("wandb")
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(project=project, group=group, entity=team)
+
+    def write(self, scalars: Iterable[Scalar]) -> None:
+        """Log scalars.
+
+        Args:
+            scalars: The scalars.
+        """
+        for name, value, step in scalars:
+            self._run.log({name: value}, step=step)
+
+    def close(self) -> None:
+        """Finish the run. Idempotent."""
+        self._run.finish()
+
+
+def require(package: str) -> None:
+    """Raise OptionError where a package is not installed.
+
+    Args:
+        package: Its name, for import and for pip.
+
+    Raises:
+        OptionError: It is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        message = (
+            f"Scalars were asked for in {package}, and the package is not installed: `pip install"
+            f" {package}`, or switch it off."
+        )
+        raise OptionError(message)
+
+
+def _made(directory: str | os.PathLike[str]) -> Path:
+    path = Path(directory).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"Scalars were to be written to {path}, which cannot be made: {error.strerror}."
+        raise StowError(message) from error
+    return path
