@@ -21,8 +21,11 @@ torch_autocast.* gradient_clipping prescale_gradients gradient_predivide_factor
 gradient_allreduce_op communication_data_type data_types.grad_accum_dtype
 zero_allow_untested_optimizer zero_force_ds_cpu_optimizer sparse_gradients sparse_attention.*
 elasticity.* autotuning.* compression_training.* data_efficiency.* curriculum_learning.*
-eigenvalue.* pipeline.* tensor_parallel.autotp_size hybrid_engine.* seed tensorboard.enabled tensorboard.output_path tensorboard.job_name wandb.enabled wandb.project wandb.group wandb.team
-csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name comet.* flops_profiler.* comms_logger.* compile.* nebula dataloader_drop_last
+eigenvalue.* pipeline.* tensor_parallel.autotp_size hybrid_engine.* seed
+tensorboard.enabled tensorboard.output_path tensorboard.job_name
+wandb.enabled wandb.project wandb.group wandb.team
+csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name
+comet.* flops_profiler.* comms_logger.* compile.* nebula dataloader_drop_last
 checkpoint.tag_validation checkpoint.load_universal checkpoint.use_node_local_storage
 checkpoint.parallel_write.pipeline_stage checkpoint.writer aio.block_size aio.queue_depth
 aio.intra_op_parallelism aio.single_submit aio.overlap_events aio.use_gds
