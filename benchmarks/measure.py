@@ -34,8 +34,9 @@ _HOLDS_WHERE = {
     "accelerator_model": "Verdicts hold at break-even alone, as it is set here: with states in host"
     ' memory compute takes 3 times as long as the update (overlap "forward") or 1.5 times'
     ' ("backward"), or as long as link or disk where they take longer. Where the update takes as'
-    " long as compute, neither can reach the bound (forward 1.67 of it, backward 1.33). No plan"
-    ' with `update_on` "device", "hybrid" or "auto" is among these.',
+    " long as compute, neither can reach the bound (forward 1.67 of it, backward 1.33). Where the"
+    ' device updates ("device", "hybrid"), the update is what its states take on the link. The host'
+    " is not simulated: beside other work on the machine steps take longer.",
 }
 """Of a subject: what its verdicts hold for, and what they say nothing of."""
 

@@ -30,6 +30,7 @@ DRAM_BYTES = 26
 read."""
 TOKENS = 4
 _WARM_UP = 2  # the first step makes states, and schedules learn their order
+_MEASURED = 5  # before the share that the device updates stays what it is
 _LANES = {"copy down": "link down", "copy up": "link up", "host waits": "host waits"}
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
 
@@ -81,6 +82,8 @@ class Timed:
     """By a step."""
     compute: float = 0
     """Seconds of a step, counted."""
+    device_share: float = 0
+    """Of the elements: what the device updates."""
     spans: list[Span] = field(default_factory=list)
 
 
@@ -123,7 +126,12 @@ def train(simulated: Any, course: Course, directory: Path) -> Timed:  # noqa: AN
     device = torch.device(simulated.DEVICE, 0)
     model, optimizer = _placed(course, device, directory)
     x = torch.ones(TOKENS, course.width, dtype=torch.bfloat16, device=device)
-    for _ in _steps(model, optimizer, x, _WARM_UP):
+    for _ in _steps(
+        model,
+        optimizer,
+        x,
+        _WARM_UP + _MEASURED * (Plan.from_json(course.plan).update_on is not None),
+    ):
         pass
     simulated.take_counts()
     before = _on_disk(model, optimizer)
@@ -139,6 +147,7 @@ def train(simulated: Any, course: Course, directory: Path) -> Timed:  # noqa: AN
     after, counts = _on_disk(model, optimizer), simulated.take_counts()
     moved = Moved(counts["bytes_down"], counts["bytes_up"], *(after[i] - before[i] for i in (0, 1)))
     found.moved = moved.each(course.steps)
+    found.device_share = optimizer.traffic().device_share
     optimizer.wait()
     torch.accelerator.synchronize()
     for _, name, start, stop, nbytes in simulated.take_trace():

@@ -7,8 +7,10 @@ a schedule lets updates run beside (forward: a third of it; backward: two thirds
 beside all of it) is as long as the slowest of the others. So compute takes 3 times (forward) or 1.5
 times (backward) as long as the update where nothing else is slower, and a step as long as compute
 where nothing serialises: the limits hold there alone, and each figure's name says how many times it
-is. With overlap "none" updates run beside nothing, by what it promises. There is no plan here whose
-``update_on`` is "device", "hybrid" or "auto".
+is. With overlap "none" updates run beside nothing, by what it promises. Where the device updates,
+states take the link's time, and the update itself none: the simulated device counts products of
+matrices and copies. What the host does is not simulated, and other work on the machine makes steps
+longer: figures are of a machine that does nothing else.
 
     python benchmarks/run.py accelerator_model   # Chrome traces: build/accelerator_model/*.json
 """
@@ -29,7 +31,7 @@ from benchmarks.accelerator.bounds import COMPUTE, DISK, DOWN, DRAM, UP, Bound
 from benchmarks.measure import Figure, Settings, at_most, not_available
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import Overlap
+from tensorstow.base.update_on import Overlap, UpdateOn
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TRACES = _ROOT / "build" / "accelerator_model"
@@ -40,6 +42,8 @@ _STATE_BYTES = 20
 """Of a bf16 parameter, read and written."""
 _WEIGHT_BYTES = 8
 """Of one on disk: read for forward and backward, and for the update; written."""
+_DOWN_BYTES = {Tier.HOST: 14, Tier.DISK: 12}
+"""Of a bf16 parameter that the device updates: m, v, master (on disk its low half) and weight."""
 _LIMITS = {Tier.DEVICE: 1.05, Tier.HOST: 1.10, Tier.DISK: 1.15}
 _LONGEST = 1200
 
@@ -85,6 +89,13 @@ def _plans(*, quick: bool) -> Iterator[Plan]:
             for overlap in overlaps[-1:] if quick else overlaps:
                 if parameters != Tier.DISK or overlap != "forward":  # which is refused
                     yield Plan(parameters=parameters, states=states, overlap=overlap)
+    sides: tuple[UpdateOn, ...] = ("device", "hybrid", "auto")
+    for states in (Tier.HOST, Tier.DISK):
+        for update_on in sides:
+            for beside in ("backward",) if quick else ("none", "backward"):
+                yield Plan(
+                    parameters=Tier.DEVICE, states=states, overlap=beside, update_on=update_on
+                )
 
 
 def _course(plan: Plan, *, quick: bool) -> Course:
@@ -99,17 +110,33 @@ def _course(plan: Plan, *, quick: bool) -> Course:
     nbytes = _STATE_BYTES * (plan.states == Tier.DISK) + _WEIGHT_BYTES * (
         plan.parameters == Tier.DISK
     )
-    beside = _WINDOW[plan.overlap] * DRAM_BYTES * elements / course.dram
+    beside = _WINDOW[plan.overlap] * _update_seconds(course)
     compute = max(link, beside, nbytes * elements / course.disk)
     return Course(**{**asdict(course), "compute": compute})
 
 
+def _update_seconds(course: Course) -> float:
+    """Return what updates take by host memory or the link, on the sides that the plan asks for."""
+    host = DRAM_BYTES * course.elements / course.dram
+    plan = Plan.from_json(course.plan)
+    device = _DOWN_BYTES[plan.states] * course.elements / course.link
+    if plan.update_on == "device":
+        return device
+    if plan.update_on == "auto":
+        return min(host, device)
+    if plan.update_on == "hybrid":
+        # Both end together; of what the host updates, gradients and weights take the link.
+        small = 2 * course.elements / course.link
+        return host - host * (host - small) / (host + device - small)
+    return host
+
+
 def _name_of(course: Course) -> str:
     plan = Plan.from_json(course.plan)
-    update = DRAM_BYTES * course.elements / course.dram
+    where = "" if plan.update_on is None else f", updated on {plan.update_on}"
     return (
-        f"parameters {plan.parameters.name}, states {plan.states.name}, {plan.overlap},"
-        f" compute {course.compute / update:.2g} x the update"
+        f"parameters {plan.parameters.name}, states {plan.states.name}, {plan.overlap}{where},"
+        f" compute {course.compute / _update_seconds(course):.2g} x the update"
     )
 
 
@@ -121,7 +148,7 @@ def _figure(course: Course, found: Mapping[str, Any]) -> Figure:
             COMPUTE: found["compute"],
             DOWN: moved["down"] / course.link,
             UP: moved["up"] / course.link,
-            DRAM: DRAM_BYTES * course.elements / course.dram,
+            DRAM: (1 - found["device_share"]) * DRAM_BYTES * course.elements / course.dram,
             DISK: (moved["read"] + moved["written"]) / course.disk,
         }
     )
@@ -130,6 +157,7 @@ def _figure(course: Course, found: Mapping[str, Any]) -> Figure:
         "seconds": found["seconds"],
         "bound_by": bound.name,
         "alone_seconds": dict(bound.seconds),
+        "device_share": found["device_share"],
         "note": f"{step:.2f} s; "
         + ", ".join(f"{lane} {alone:.2f}" for lane, alone in bound.seconds.items()),
     }
