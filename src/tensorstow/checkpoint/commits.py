@@ -183,7 +183,8 @@ class Commits:
             except UnlinkedError as error:
                 generation, unlinked = error.committed, error
             if isinstance(generation, Generation):
-                self._settle_on(generation, params)
+                self._retarget(params.store, storage_of(params))
+                self.committed, self.generation = generation.step, generation.number
         except BaseException as error:
             params.store.pipeline.check_alive()  # the caller may have been told already
             params.store.pipeline.poison(error)
@@ -191,10 +192,6 @@ class Commits:
         if unlinked is not None:
             # States and weights are as good as before: the run may go on in another directory.
             raise unlinked
-
-    def _settle_on(self, generation: Generation, params: ParamTable) -> None:
-        self._retarget(params.store, storage_of(params))
-        self.committed, self.generation = generation.step, generation.number
 
     def abandon(self) -> None:
         """Wait until the commit under way, if any, is over, whatever became of it.

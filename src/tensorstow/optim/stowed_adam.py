@@ -722,7 +722,8 @@ class StowedAdam(Optimizer):
                 if k != "step"
             }
         params.store.put(states)
-        params.forget_versions()
+        for param in params.all():
+            param.written = None  # compared with its master at the next update
         for param, entry in managed:
             param.begun = False
             self.state[param.owner] = {"step": as_step(entry["step"]), **param.views}

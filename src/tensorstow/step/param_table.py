@@ -386,11 +386,6 @@ class ParamTable:
         managed = self._by_id.items()
         return any(amsgrad.get(i, m.family.amsgrad) != m.family.amsgrad for i, m in managed)
 
-    def forget_versions(self) -> None:
-        """Compare every weight with its master at the next update."""
-        for param in self._by_id.values():
-            param.written = None
-
     def renew(self) -> None:
         """Drop all states and begin with an empty store in the same place."""
         storage: ChunkStorage | None = None

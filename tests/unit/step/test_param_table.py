@@ -103,9 +103,6 @@ def test_writing_by_others_is_seen_by_version_and_by_address() -> None:
     param.remember()
     weight.data = weight.data.clone()
     assert param.written_by_others
-    param.remember()
-    params.forget_versions()
-    assert param.written_by_others
 
 
 def test_parameters_do_not_keep_the_store_alive(tmp_path: Path) -> None:
