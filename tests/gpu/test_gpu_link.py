@@ -79,6 +79,7 @@ def test_the_device_holds_no_states(device: torch.device) -> None:
     assert torch.accelerator.memory_allocated(device) == held
 
 
+@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize("states", ["ram", "disk"])
 def test_updates_on_the_device_pass_through_three_chunks_of_its_memory(
     states: str, device: torch.device

@@ -4,6 +4,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,7 @@ from tensorstow.fsdp.gradient_offload import (
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import guard_modules, register_output_hooks
-from tensorstow.fsdp.parameter_part import ParameterPart
+from tensorstow.fsdp.report import ParameterPart
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
 from tensorstow.fsdp.sharding import (
     DiskPool,
@@ -220,7 +221,8 @@ def _to_be_reported(made: StowedAdam, request: _Request, sizes: Sizes) -> Stowed
         follows = policy.placement.disk_fraction == float(plan.states == Tier.DISK)
         return items_of(plan, sizes, conditions) if follows else []
 
-    made.recorded_parts.append(ParameterPart(request.model, request.links, predict))
+    model = weakref.ref(request.model)
+    made.recorded_parts.append(partial(ParameterPart, model, request.links, predict))
     return made
 
 

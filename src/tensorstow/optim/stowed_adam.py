@@ -84,8 +84,8 @@ class StowedAdam(Optimizer):
         self._own = self._own_params()
         self._is_made = False  # the groups are not known yet
         self._half_loaded = False
-        self.recorded_parts: list[RecordedPart] = []
-        """What else moves bytes of this run: the weights of a model that ``stow`` placed."""
+        self.recorded_parts: list[Callable[[], RecordedPart]] = []
+        """Each makes what else a recording follows: the weights of a model that ``stow`` placed."""
         self._recording: Recording | None = None
         self._around_resume: list[Callable[[], None]] = []
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
@@ -656,7 +656,11 @@ class StowedAdam(Optimizer):
 
     def _recorded_parts(self) -> list[RecordedPart]:
         link = self._params().link
-        return [LinkPart(link), CommitPart(self._core.commits), *self.recorded_parts]
+        return [
+            LinkPart(link),
+            CommitPart(self._core.commits),
+            *(make() for make in self.recorded_parts),
+        ]
 
     def _go_on_from(self, generation: Generation) -> None:
         params, module = self._params(), self._core.commits.module
