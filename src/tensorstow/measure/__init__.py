@@ -1,1 +1,1 @@
-"""What the planner measures: models built and traced without memory, and rates of the machine."""
+"""Inputs of the planner: models traced without memory, and rates of the machine."""

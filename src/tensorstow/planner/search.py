@@ -1,4 +1,4 @@
-"""Chooses a placement: every one that is there is tried against a budget, and timed by rates."""
+"""Tries every placement, keeps those that fit a budget, and picks the fastest by the rates."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
