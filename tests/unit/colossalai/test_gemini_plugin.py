@@ -131,7 +131,6 @@ def test_every_policy_computes_the_same(policy: str) -> None:
         ({"hysteresis": -1}, "hysteresis=-1 was given"),
         ({"device": "meta"}, "device='meta' was given"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):

@@ -162,7 +162,6 @@ def test_no_sync_leaves_out_reductions_and_loses_nothing(
             "mixed_precision",
         ),
     ],
-    ids=str,
 )
 def test_what_cannot_be_honoured_is_refused(
     plugin: type[Plugin], given: dict[str, Any], said: str
