@@ -7,6 +7,7 @@ import pytest
 from tensorstow.base.errors import DirectoryError, StowError
 from tensorstow.cli.demo import crash
 from tensorstow.cli.demo.configurations import SMALL
+from tensorstow.cli.process import kill_in_an_update
 
 
 def test_it_lies_in_out_where_that_can_hold_it(tmp_path: Path) -> None:
@@ -42,8 +43,10 @@ def test_nothing_stays_where_it_fails(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_run_that_was_not_killed_is_an_error() -> None:
     class Early:
+        name = crash.NAME
+
         def messages(self) -> list[dict[str, object]]:
             return [{"step": 0, "part": "opt.step"}]
 
     with pytest.raises(StowError, match="ended by itself"):
-        crash._kill_in_an_update(Early(), lambda _: None)
+        kill_in_an_update(Early(), crash.COMMITTED, lambda *_: None)
