@@ -10,7 +10,7 @@ from tensorstow.report.palette import SPAN_COLORS, SPAN_INKS
 def test_everything_that_is_drawn_has_a_colour() -> None:
     assert set(ROW_COLORS) == {row.key for row in CONFIGURATIONS}
     drawn = {"forward", "backward", "opt.step", "zero_grad", "last writes", *DISK_LANES}
-    assert set(SPAN_COLORS) == drawn
+    assert drawn <= SPAN_COLORS.keys()
     for color in (*ROW_COLORS.values(), *SPAN_COLORS.values(), *SPAN_INKS.values()):
         assert re.fullmatch("#[0-9a-f]{6}", color)
 
