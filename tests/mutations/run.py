@@ -44,7 +44,8 @@ def _row(mutation: Mutation) -> str:
 def _run(tests: Sequence[str], number: int | None = None) -> int:
     """Return how pytest ends; a test that hangs is one that fails."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "simulated.plugin"]
-    environment = {**os.environ, "PYTHONPATH": str(_TESTS)}
+    paths = os.pathsep.join(map(str, (_TESTS, _TESTS.parent)))  # the parent has benchmarks
+    environment = {**os.environ, "PYTHONPATH": paths}
     if number is not None:
         command += ["-p", "mutations.plugin"]
         environment["MUTATION"] = str(number)
