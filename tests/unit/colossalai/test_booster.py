@@ -254,6 +254,22 @@ def test_calls_that_are_refused_by_name() -> None:
 
 
 def test_an_argument_that_changes_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="tensorstow"):
-        GeminiPlugin(min_chunk_size_m=8)
+    """At the level that is seen where nobody has set one."""
+    GeminiPlugin()
+    assert not caplog.records
+    GeminiPlugin(min_chunk_size_m=8)
     assert "GeminiPlugin: min_chunk_size_m=8 changes nothing" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_keywords_of_loading_that_change_nothing_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    booster = Booster(plugin=GeminiPlugin())
+    model, optimizer, *_ = booster.boost(model_of())
+    booster.save_model(model, tmp_path / "model.pt")
+    booster.load_model(model, tmp_path / "model.pt")
+    assert "changes nothing" not in caplog.text
+    booster.load_model(model, tmp_path / "model.pt", num_threads=4)
+    assert "Booster: num_threads=4 changes nothing" in caplog.text
+    optimizer.optim.close()

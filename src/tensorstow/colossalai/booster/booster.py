@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai import checkpoint_io
+from tensorstow.colossalai.booster.plugin.placed import tell_idle
 from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
 from tensorstow.colossalai.interface import OptimizerWrapper
 
@@ -163,14 +164,15 @@ class Booster:
             model: What ``boost`` returned.
             checkpoint: A file, an index, or a directory with one or the other.
             strict: Whether the names must be the model's.
-            low_cpu_mem_mode: Changes nothing: one file at a time is in memory.
-            num_threads: Changes nothing: upstream uses it without ``low_cpu_mem_mode``.
+            low_cpu_mem_mode: Changes nothing, which False is told (WARNING): one file at a time is
+                in memory.
+            num_threads: Changes nothing, which another number is told: one thread reads.
 
         Raises:
             StoreFormatError: There is no checkpoint.
             OptionError: The names are others.
         """
-        del low_cpu_mem_mode, num_threads
+        _tell_of_loading(low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads)
         checkpoint_io.load_model(model, checkpoint, strict=strict)
 
     def save_optimizer(
@@ -225,7 +227,7 @@ class Booster:
             StoreFormatError: There is no checkpoint.
             OptionError: States that do not fit their parameters.
         """
-        del low_cpu_mem_mode, num_threads
+        _tell_of_loading(low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads)
         checkpoint_io.load_optimizer(optimizer, checkpoint)
 
     def save_lr_scheduler(
@@ -316,6 +318,12 @@ def _boosted(optimizer: object, what: str) -> OptimizerWrapper:
         )
         raise OptionError(message)
     return optimizer
+
+
+def _tell_of_loading(**given: object) -> None:
+    """Log which keywords of a load change nothing."""
+    why = "one thread reads one file at a time"
+    tell_idle(given, {"low_cpu_mem_mode": (True, why), "num_threads": (1, why)}, "Booster")
 
 
 def _shard_bytes(size_per_shard: int, *, gathers: bool, beside: bool) -> int:

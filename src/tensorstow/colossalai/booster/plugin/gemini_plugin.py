@@ -1,13 +1,12 @@
 """``GeminiPlugin``: ColossalAI's arguments, as a plan of ``tensorstow.stow``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.booster.plugin.placed import (
@@ -23,7 +22,7 @@ from tensorstow.colossalai.booster.plugin.placement_policy import (
     plan_of,
     states_off_device,
 )
-from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
+from tensorstow.colossalai.booster.plugin.plugin_base import Plugin, check_device
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
 
 _FIXED_BLOCKS = "parameters move by the model's blocks, and no chunk size is searched"
@@ -59,7 +58,7 @@ class GeminiPlugin(Plugin):
     """Parameters, gradients and states over device and host memory, sharded over ranks.
 
     Every argument of ColossalAI 0.5 is there, with ``device`` of its older versions. None is
-    ignored: it is honoured, or it can change nothing here and a log line (INFO) says why, or a
+    ignored: it is honoured, or it can change nothing here and a log line (WARNING) says why, or a
     value other than the default raises an error. Where the CPU computes, device memory is host
     memory, and all placements are the same.
 
@@ -200,33 +199,15 @@ class GeminiPlugin(Plugin):
             verbose=verbose,
         )
 
-    def configure(
+    def _place(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has an optimizer
-    ) -> Boosted:
-        """Place the model, as ``Booster.boost`` says.
-
-        Args:
-            model: As of ``Booster.boost``.
-            optimizer: As of ``Booster.boost``.
-            criterion: As of ``Booster.boost``.
-            dataloader: As of ``Booster.boost``.
-            lr_scheduler: As of ``Booster.boost``.
-
-        Returns:
-            As of ``Booster.boost``.
-
-        Raises:
-            OptionError: Something cannot be honoured; the model was not changed.
-        """
-        placed, wrapper = place(
+        optimizer: Optimizer | None,
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
+    ) -> tuple[nn.Module, Optimizer | None]:
+        return place(
             model, optimizer, lr_scheduler, self._decide, self._training, replicas=self._replicas
         )
-        return placed, wrapper, criterion, dataloader, lr_scheduler
 
     def _decide(self, asked: PlacementRequest) -> Decision:
         plan = plan_of(

@@ -1,6 +1,6 @@
 """``LowLevelZeroPlugin``: ZeRO stages 1 and 2, with states on the device or in host memory."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
@@ -23,7 +22,7 @@ from tensorstow.colossalai.booster.plugin.placed import (
     refuse_values,
     tell_idle,
 )
-from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin
+from tensorstow.colossalai.booster.plugin.plugin_base import Plugin
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
 from tensorstow.colossalai.interface import ModelWrapper
 
@@ -126,33 +125,15 @@ class LowLevelZeroPlugin(Plugin):
             )
             raise OptionError(message)
 
-    def configure(
+    def _place(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has an optimizer
-    ) -> Boosted:
-        """Place the model, as ``Booster.boost`` says.
-
-        Args:
-            model: As of ``Booster.boost``.
-            optimizer: As of ``Booster.boost``.
-            criterion: As of ``Booster.boost``.
-            dataloader: As of ``Booster.boost``.
-            lr_scheduler: As of ``Booster.boost``.
-
-        Returns:
-            As of ``Booster.boost``.
-
-        Raises:
-            OptionError: Something cannot be honoured; the model was not changed.
-        """
-        placed, wrapper = place(
+        optimizer: Optimizer | None,
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
+    ) -> tuple[nn.Module, Optimizer | None]:
+        return place(
             model, optimizer, lr_scheduler, self._decide, self._training, replicas=self._replicas
         )
-        return placed, wrapper, criterion, dataloader, lr_scheduler
 
     def support_no_sync(self) -> bool:
         """Return whether ``no_sync`` can be called.

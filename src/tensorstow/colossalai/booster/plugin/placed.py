@@ -228,4 +228,4 @@ def tell_idle(
     """
     for name, (default, why) in idle.items():
         if given[name] is not default and given[name] != default:
-            logger.info("%s: %s=%r changes nothing: %s", plugin, name, given[name], why)
+            logger.warning("%s: %s=%r changes nothing: %s", plugin, name, given[name], why)

@@ -24,7 +24,6 @@ Boosted = tuple[nn.Module, Any, Any, Any, Any]
 class Plugin(ABC):
     """How a model is placed. ``Booster`` calls it."""
 
-    @abstractmethod
     def configure(
         self,
         model: nn.Module,
@@ -44,7 +43,21 @@ class Plugin(ABC):
 
         Returns:
             As of ``Booster.boost``.
+
+        Raises:
+            OptionError: Something cannot be honoured; the model was not changed.
         """
+        placed, made = self._place(model, optimizer, lr_scheduler)
+        return placed, made, criterion, dataloader, lr_scheduler
+
+    @abstractmethod
+    def _place(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Place the model; return it and its optimizer, with which the scheduler goes on."""
 
     def support_no_sync(self) -> bool:
         """Return whether ``no_sync`` can be called.

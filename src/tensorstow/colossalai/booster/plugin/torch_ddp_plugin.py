@@ -1,17 +1,15 @@
 """``TorchDDPPlugin``: torch's DistributedDataParallel; the optimizer stays as it is."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.booster.plugin.placed import refuse_boosted, refuse_values
-from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin
+from tensorstow.colossalai.booster.plugin.plugin_base import Plugin
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.fsdp.sharding import current_device, join_ranks
 
@@ -46,7 +44,8 @@ class DDPWrapper(ModelWrapper):
 class TorchDDPPlugin(Plugin):
     """Every rank has the whole model, on its device, in torch's DistributedDataParallel.
 
-    The optimizer is the one that was given. Where there is no process group one of torchrun's ranks
+    The optimizer is the one that was given, of any class; the model is on this rank's device where
+    there is one. Where there is no process group one of torchrun's ranks
     is made, or of this process alone.
 
     Args:
@@ -87,29 +86,13 @@ class TorchDDPPlugin(Plugin):
             "static_graph": static_graph,
         }
 
-    def configure(
+    def _place(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has an optimizer
-    ) -> Boosted:
-        """Wrap the model, as ``Booster.boost`` says.
-
-        Args:
-            model: As of ``Booster.boost``; on this rank's device where there is an optimizer.
-            optimizer: Any optimizer over the model.
-            criterion: As of ``Booster.boost``.
-            dataloader: As of ``Booster.boost``.
-            lr_scheduler: As of ``Booster.boost``.
-
-        Returns:
-            As of ``Booster.boost``; None for an optimizer that was not given.
-
-        Raises:
-            OptionError: The model was boosted before, or is on another device than its optimizer.
-        """
+        optimizer: Optimizer | None,
+        lr_scheduler: Any,  # noqa: ANN401  # torch's: it goes on with the same optimizer
+    ) -> tuple[nn.Module, Optimizer | None]:
+        del lr_scheduler
         refuse_boosted(model)
         device = current_device()
         there = all(p.device.type == device.type for p in model.parameters())
@@ -123,7 +106,7 @@ class TorchDDPPlugin(Plugin):
         model.to(device)
         ddp = DistributedDataParallel(model, **self._keywords)
         wrapper = None if optimizer is None else OptimizerWrapper(optimizer)
-        return DDPWrapper(model, ddp), wrapper, criterion, dataloader, lr_scheduler
+        return DDPWrapper(model, ddp), wrapper
 
     def support_no_sync(self) -> bool:
         """Return whether ``no_sync`` can be called.

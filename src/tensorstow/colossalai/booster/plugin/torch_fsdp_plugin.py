@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
@@ -21,7 +20,7 @@ from tensorstow.colossalai.booster.plugin.placed import (
     refuse_values,
     tell_idle,
 )
-from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin
+from tensorstow.colossalai.booster.plugin.plugin_base import Plugin
 
 _REFUSED: Mapping[str, tuple[object, str]] = {
     "process_group": (None, "the ranks are all there are; tensorstow.stow(mesh=) takes others"),
@@ -91,33 +90,13 @@ class TorchFSDPPlugin(Plugin):
         self._training = TrainingOptions(_precision_of(mixed_precision), casts=casts)
         self._init = param_init_fn
 
-    def configure(
+    def _place(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has an optimizer
-    ) -> Boosted:
-        """Place the model, as ``Booster.boost`` says.
-
-        Args:
-            model: As of ``Booster.boost``.
-            optimizer: As of ``Booster.boost``.
-            criterion: As of ``Booster.boost``.
-            dataloader: As of ``Booster.boost``.
-            lr_scheduler: As of ``Booster.boost``.
-
-        Returns:
-            As of ``Booster.boost``.
-
-        Raises:
-            OptionError: Something cannot be honoured; the model was not changed.
-        """
-        placed, wrapper = place(
-            model, optimizer, lr_scheduler, self._decide, self._training, init=self._init
-        )
-        return placed, wrapper, criterion, dataloader, lr_scheduler
+        optimizer: Optimizer | None,
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
+    ) -> tuple[nn.Module, Optimizer | None]:
+        return place(model, optimizer, lr_scheduler, self._decide, self._training, init=self._init)
 
     def _decide(self, asked: PlacementRequest) -> Decision:
         below = self._on_host or asked.device_is_host
