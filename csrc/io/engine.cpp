@@ -159,9 +159,10 @@ bool Engine::settle(Block* block, std::int64_t result, Transfer** finished) {
 
 bool Engine::fail(Block* block, int error, Transfer** finished) {
   Transfer* t = block->transfer;
-  if (t->error == 0) {
+  const std::int64_t offset = block->offset + block->settled;
+  if (t->error == 0 || offset < t->error_offset) {
     t->error = error;
-    t->error_offset = block->offset + block->settled;
+    t->error_offset = offset;
     t->error_length = block->length - block->settled;
   }
   block->wanted = 0;  // nothing of it counts as moved

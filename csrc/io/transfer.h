@@ -23,8 +23,8 @@ struct Transfer {
   void (*done)(Transfer*) = nullptr;
   void* context = nullptr;
 
-  // What was found, valid in and after `done`. `error` is an errno or kEndOfFile; the first
-  // block that failed names its place.
+  // What was found, valid in and after `done`. `error` is an errno or kEndOfFile. Blocks
+  // are settled in any order: of those that failed the one at the lowest offset is told.
   int error = 0;
   std::int64_t error_offset = 0;
   std::int64_t error_length = 0;

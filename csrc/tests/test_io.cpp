@@ -153,6 +153,22 @@ void test_errors_name_their_place(Make make, Op op, int error) {
   CHECK(after.wait().error == 0);  // the engine goes on
 }
 
+void test_of_many_errors_the_lowest_is_told(Make make, Op op) {
+  const auto engine = make({4, kPage});
+  const Scratch scratch;
+  const int file = engine->add_file(scratch.facts());
+  const Memory memory = aligned_memory(8 * kPage);
+  fill(memory.get(), 8 * kPage, 5);
+  for (int round = 0; round < 10; ++round) {
+    engine->faults().add({op, 0, 1, 0, 0, 2000});  // the first block is late: others fail before it
+    engine->faults().add({op, 0, -1, EIO, 0, 0});
+    Waited failed(*engine, file, op, memory.get(), 8 * kPage, 4 * kPage);
+    CHECK(failed.wait().error == EIO);
+    CHECK(failed.wait().error_offset == 4 * kPage);
+    engine->faults().clear();
+  }
+}
+
 void test_interruptions_are_tried_again(Make make) {
   const auto engine = make({2, kPage});
   const Scratch scratch;
@@ -321,6 +337,8 @@ int main() {
       test_errors_name_their_place(make, Op::read, error);
       test_errors_name_their_place(make, Op::write, error);
     }
+    test_of_many_errors_the_lowest_is_told(make, Op::read);
+    test_of_many_errors_the_lowest_is_told(make, Op::write);
     test_interruptions_are_tried_again(make);
     test_reading_past_the_end(make);
     test_the_tail_of_a_file_that_is_no_multiple(make);
