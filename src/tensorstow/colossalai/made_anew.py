@@ -89,8 +89,8 @@ def maker_of(
     that was given. That one is closed when the new one is made.
 
     Args:
-        optimizer: CPUAdam, HybridAdam, tensorstow's or torch's Adam or AdamW. None: one of all
-            parameters, of a model that is not trained.
+        optimizer: CPUAdam, HybridAdam, tensorstow's or torch's Adam or AdamW. None: the model is
+            not trained, and there are no parameters and no states in what is made.
         model: The model before it is placed.
         in_host_memory: Tells by a parameter's name whether its states are in host memory or on
             disk.
@@ -102,8 +102,7 @@ def maker_of(
         OptionError: Another class, one that has taken steps, or one whose states would change.
     """
     if optimizer is None:
-        every = [{"params": [p for _, p in model.named_parameters()]}]
-        return OptimizerMaker(over(PlacedAdam, names_of(model, every)), in_host_memory)
+        return OptimizerMaker(over(PlacedAdam, [{"params": []}]), in_host_memory)
     if type(optimizer) not in {*_OF_TORCH, *_OURS}:
         message = (
             f"optimizer={type(optimizer).__name__} was given: boost() takes HybridAdam, CPUAdam,"

@@ -19,7 +19,13 @@ from tensorstow import Adam, AdamW
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import CPUAdam, HybridAdam
 from tensorstow.colossalai.booster import Booster
-from tensorstow.colossalai.booster.plugin import GeminiPlugin
+from tensorstow.colossalai.booster.plugin import (
+    GeminiPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 
 Made = Callable[[nn.Module], torch.optim.Optimizer]
@@ -171,9 +177,39 @@ def test_five_are_returned_and_three_as_they_were() -> None:
     assert boosted[4] is None
 
 
-def test_a_model_without_an_optimizer_is_placed_too() -> None:
-    model, _, *_ = Booster(plugin=GeminiPlugin()).boost(model_of())
-    assert torch.equal(model(batch(0)), model_of()(batch(0)))
+@pytest.mark.parametrize(
+    "plugin", [GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_without_an_optimizer_is_placed_too(
+    precision: str, plugin: type[Plugin], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="tensorstow")
+    takes = plugin in {GeminiPlugin, LowLevelZeroPlugin}
+    booster = Booster(plugin=plugin(**({"precision": precision} if takes else {})))
+    scheduler = object()
+    model, optimizer, *_, kept = booster.boost(model_of(), lr_scheduler=scheduler)
+    assert optimizer is None
+    assert kept is scheduler
+    assert "0.00 MiB of its states there, 0.00 MiB on disk" in caplog.text or not takes
+    want = model_of()
+    booster.save_model(model, tmp_path / "m")
+    for _ in range(2):
+        for p in want.parameters():
+            p.data.mul_(0.5)
+        torch.save(want.state_dict(), tmp_path / "m")
+        booster.load_model(model, tmp_path / "m")
+        with torch.no_grad():
+            found, expected = model(batch(0)), want(batch(0))
+        if takes and precision == "bf16":
+            assert found.dtype == torch.bfloat16
+            torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.1)
+        else:
+            assert torch.equal(found, expected)
+    model(batch(0)).float().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(OptionError, match=r"backward\(\) was given a NoneType"):
+        booster.backward(model(batch(0)).float().sum(), optimizer)
 
 
 def test_gradients_of_several_backwards_add_up() -> None:
@@ -266,10 +302,9 @@ def test_keywords_of_loading_that_change_nothing_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     booster = Booster(plugin=GeminiPlugin())
-    model, optimizer, *_ = booster.boost(model_of())
+    model, *_ = booster.boost(model_of())
     booster.save_model(model, tmp_path / "model.pt")
     booster.load_model(model, tmp_path / "model.pt")
     assert "changes nothing" not in caplog.text
     booster.load_model(model, tmp_path / "model.pt", num_threads=4)
     assert "Booster: num_threads=4 changes nothing" in caplog.text
-    optimizer.optim.close()

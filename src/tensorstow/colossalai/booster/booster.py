@@ -72,7 +72,8 @@ class Booster:
         Args:
             model: The model.
             optimizer: HybridAdam, CPUAdam, AdamW or Adam (tensorstow's or torch's), over the model,
-                that has taken no step. Default: None, for a model that is not trained.
+                that has taken no step. Default: None, for a model that is not trained: there are
+                no states, and None is returned.
             criterion: Is returned as it is.
             dataloader: Is returned as it is.
             lr_scheduler: A scheduler of ``optimizer``.

@@ -122,7 +122,7 @@ def place(
     *,
     replicas: int = 1,
     init: Callable[[nn.Module], None] | None = None,
-) -> tuple[ModelWrapper, OptimizerWrapper]:
+) -> tuple[ModelWrapper, OptimizerWrapper | None]:
     """Place a model by ``stow``, and hand a scheduler over.
 
     Args:
@@ -135,7 +135,7 @@ def place(
         init: As of ``stow``.
 
     Returns:
-        The model and its optimizer.
+        The model and its optimizer; None where none was given.
 
     Raises:
         OptionError: Something cannot be honoured; the model was not changed.
@@ -150,13 +150,16 @@ def place(
     make = maker_of(optimizer, model, frozenset(below).__contains__)
     placed, made = stow(model, make, plan=plan, compute_dtype=dtype, init=init)
     _report(plan, sizes, made, time.perf_counter() - began, verbose=training.verbose)
+    wrapped = ModelWrapper(placed, outputs_fp32=training.outputs_fp32)
+    if optimizer is None:
+        return wrapped, None
     scaler = None
     if training.meant == "fp16" and training.make_scaler is not None:
         scaler = training.make_scaler()
     wrapper = OptimizerWrapper(made, max_norm=training.max_norm, scaler=scaler)
     if lr_scheduler is not None:
         hand_over(lr_scheduler, wrapper)
-    return ModelWrapper(placed, outputs_fp32=training.outputs_fp32), wrapper
+    return wrapped, wrapper
 
 
 def _report(plan: Plan, sizes: Sizes, made: StowedAdam, seconds: float, *, verbose: bool) -> None:
