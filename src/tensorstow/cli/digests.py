@@ -1,4 +1,4 @@
-"""SHA-256 of a model's parameters, by name, wherever they are."""
+"""SHA-256 of a model's parameters and of an optimizer's states, by name, wherever they are."""
 
 import hashlib
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 
 def digests_of(model: nn.Module) -> dict[str, str]:
@@ -17,10 +18,28 @@ def digests_of(model: nn.Module) -> dict[str, str]:
     found = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        memory = whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        found[name] = hashlib.sha256(memory).hexdigest()
+        found[name] = _digest(value.full_tensor() if isinstance(value, DTensor) else value)
     return found
+
+
+def digests_of_states(optimizer: Optimizer, model: nn.Module) -> dict[str, str]:
+    """Return the SHA-256 of each state's bytes, by the state and its parameter.
+
+    Args:
+        optimizer: The optimizer over all of the model's parameters, in their order.
+        model: The model, on one rank.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    return {
+        f"{kind} of {names[index]}": _digest(value)
+        for index, entry in optimizer.state_dict()["state"].items()
+        for kind, value in entry.items()
+    }
+
+
+def _digest(values: torch.Tensor) -> str:
+    memory = values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return hashlib.sha256(memory).hexdigest()
 
 
 def checksum(model: nn.Module) -> str:
@@ -33,6 +52,6 @@ def checksum(model: nn.Module) -> str:
 
 
 def checksum_of(digests: Mapping[str, str]) -> str:
-    """Return one SHA-256 over the names and digests of parameters."""
+    """Return one SHA-256 over names and digests."""
     joined = "".join(f"{name} {digest}\n" for name, digest in digests.items())
     return hashlib.sha256(joined.encode()).hexdigest()

@@ -28,22 +28,26 @@ def differences(outcomes: Mapping[VerifiedRun, Outcome]) -> list[Difference]:
 
 
 def first_difference(outcome: Outcome, reference: Outcome) -> str | None:
-    """Return what differs first in the order of training: a loss, else a parameter."""
+    """Return what differs first in the order of training: a loss, a parameter, else a state."""
     pairs = zip(outcome.losses, reference.losses, strict=False)
     for step, (loss, expected) in enumerate(pairs):
         if loss.hex() != expected.hex():
             return f"the loss of step {step + 1} is {loss!r} instead of {expected!r}"
     if len(outcome.losses) != len(reference.losses):
         return f"it took {len(outcome.losses)} steps instead of {len(reference.losses)}"
-    if outcome.digests.keys() != reference.digests.keys():
-        return "it has other parameters"
-    unequal = [n for n, digest in outcome.digests.items() if digest != reference.digests[n]]
-    if unequal:
-        return f"all losses are equal, and {_named(unequal)} at the end"
+    for kind, found, known in (
+        ("parameter", outcome.digests, reference.digests),
+        ("state", outcome.states, reference.states),
+    ):
+        if found.keys() != known.keys():
+            return f"it has other {kind}s"
+        unequal = [name for name, digest in found.items() if digest != known[name]]
+        if unequal:
+            return f"all losses are equal, and {_named(kind, unequal)} at the end"
     return None
 
 
-def _named(names: Sequence[str]) -> str:
+def _named(kind: str, names: Sequence[str]) -> str:
     if len(names) == 1:
-        return f"the parameter {names[0]} differs"
-    return f"{len(names)} parameters differ, the first is {names[0]},"
+        return f"the {kind} {names[0]} differs"
+    return f"{len(names)} {kind}s differ, the first is {names[0]},"

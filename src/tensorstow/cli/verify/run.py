@@ -95,8 +95,9 @@ def sentence(
         return f"NOT EQUAL: {first.run.title}: {first.what}{more}."
     steps = format_count(STEPS, "step")
     return (
-        f"All {len(outcomes)} runs are bitwise equal, each loss and each parameter after {steps}:"
-        f" states in RAM and in {directory}, every exact format, every overlap, killed and resumed."
+        f"All {len(outcomes)} runs are bitwise equal, each loss, and each parameter and state after"
+        f" {steps}: states in RAM and in {directory}, every exact format, every overlap, killed"
+        " and resumed."
     )
 
 

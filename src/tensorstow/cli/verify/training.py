@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tensorstow
-from tensorstow.cli.digests import checksum_of, digests_of
+from tensorstow.cli.digests import checksum_of, digests_of, digests_of_states
 from tensorstow.cli.process import OPTIMIZER
 from tensorstow.cli.verify.rows import COMMITTED, STEPS, VerifiedRun
 from tensorstow.cli.verify.subject import Subject
@@ -31,12 +31,14 @@ class Outcome:
     come with its commit."""
     digests: Mapping[str, str]
     """SHA-256 of each final parameter."""
+    states: Mapping[str, str]
+    """SHA-256 of each final state of the optimizer."""
     seconds: float
 
     @property
     def checksum(self) -> str:
-        """Return one SHA-256 over all parameters."""
-        return checksum_of(self.digests)
+        """Return one SHA-256 over all parameters and states."""
+        return checksum_of({**self.digests, **self.states})
 
 
 def train(
@@ -92,5 +94,5 @@ def train(
             if run.is_killed and step + 1 == COMMITTED:
                 optimizer.commit({"losses": list(losses)})
         optimizer.synchronize()
-        digests = digests_of(model)
-    return Outcome(tuple(losses), digests, time.monotonic() - begun)
+        digests, states = digests_of(model), digests_of_states(optimizer, model)
+    return Outcome(tuple(losses), digests, states, time.monotonic() - begun)

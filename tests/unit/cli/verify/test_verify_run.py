@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from tensorstow import AdamW
 from tensorstow.cli.main import main
 from tensorstow.cli.verify import run as command
+from tensorstow.cli.verify import training
 from tensorstow.cli.verify.rows import VerifiedRun
 from tensorstow.cli.verify.training import Outcome
 
@@ -56,7 +59,7 @@ def test_all_runs_of_a_model_are_equal_and_leave_nothing(
 
 def pretended(monkeypatch: pytest.MonkeyPatch, wrong: VerifiedRun) -> None:
     """Let ``wrong`` end with another parameter."""
-    right = Outcome((2.0, 1.0), {"w": "1" * 64}, 0.5)
+    right = Outcome((2.0, 1.0), {"w": "1" * 64}, {"exp_avg of w": "3" * 64}, 0.5)
 
     def train(run: VerifiedRun, *_: object) -> Outcome:
         return replace(right, digests={"w": "2" * 64}) if run == wrong else right
@@ -77,6 +80,51 @@ def test_a_difference_is_said_with_what_differed_first(
     )
     assert said.count("differs ") == 2  # in the table and in the sentence
     assert "\x1b" not in said
+
+
+class Spoiled(AdamW):
+    """Its first parameter, or a state of it, has another lowest bit when all steps are over."""
+
+    spoils = "parameter"
+
+    def synchronize(self) -> None:
+        """Wait, and change a bit."""
+        super().synchronize()
+        (first, *_) = self.param_groups[0]["params"]
+        if self.spoils == "parameter":
+            first.data.view(-1).view(torch.int32)[3] ^= 1
+            return
+        saved = self.state_dict()
+        saved["state"][0][self.spoils].view(-1).view(torch.int32)[3] ^= 1
+        self.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("spoils", ["parameter", "exp_avg", "exp_avg_sq"])
+def test_one_bit_of_a_parameter_or_a_state_is_a_failure(
+    spoils: str,
+    model: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Behind the last step, where no loss and no other parameter shows it."""
+    true_train, wrong = training.train, VerifiedRun("fp32", "disk", "fp32", "forward")
+
+    def train(run: VerifiedRun, *given: object) -> Outcome:
+        with monkeypatch.context() as patch:
+            if run == wrong:
+                patch.setattr(Spoiled, "spoils", spoils)
+                patch.setattr(training.tensorstow, "AdamW", Spoiled)
+            return true_train(run, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "train", train)
+    monkeypatch.setattr(command, "_kill", lambda *_: None)
+    assert main(["verify", str(place), "--model", model, "--device", "cpu", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert not said["is_equal"]
+    what = "the parameter 0.weight" if spoils == "parameter" else f"the state {spoils} of 0.weight"
+    differs = f"all losses are equal, and {what} differs at the end"
+    assert [run["differs"] for run in said["runs"]] == [None, None, None, differs, None, None]
 
 
 def test_a_model_that_does_not_repeat_itself_is_no_verdict(
