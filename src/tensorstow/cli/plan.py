@@ -156,9 +156,9 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
         "break_even": _break_even(plan, asked, machine),
         "seconds_unknown": unknown,
         "disk": _wear(plan, asked, given.tbw),
-        "code": code_of(plan),
+        "code": code_of(plan, directory, commits=given.commits),
         "deepspeed": deepspeed_of(plan, dtype, given.batch or 1, directory),
-        "gemini": gemini_of(plan, dtype, directory),
+        "gemini": gemini_of(plan, dtype, directory, commits=given.commits),
     }
 
 

@@ -9,6 +9,7 @@ from tensorstow.cli.output import make_console, print_facts, print_line, print_t
 
 _LABEL_COLUMNS = 14
 _SIZES = ("ram_budget", "buffer_pool_bytes")
+_NO_GEMINI = "they cannot say it: its parameters are fp32 or bf16, not on disk, and nothing commits"
 
 
 def print_plan(facts: dict[str, Any]) -> None:
@@ -32,7 +33,7 @@ def print_plan(facts: dict[str, Any]) -> None:
     console.print("\n[bold]as a DeepSpeed configuration[/]")
     print_line(console, f"  {json.dumps(facts['deepspeed'])}")
     console.print("\n[bold]with Gemini's arguments[/]")
-    for line in facts["gemini"] or ["they cannot say it: its parameters are on device and host"]:
+    for line in facts["gemini"] or [_NO_GEMINI]:
         print_line(console, f"  {line}")
 
 

@@ -32,18 +32,25 @@ def fields_of(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def code_of(plan: Plan) -> list[str]:
+def code_of(plan: Plan, directory: str | None, *, commits: bool) -> list[str]:
     """Return three lines of Python that place ``model``.
 
     Args:
         plan: The plan.
+        directory: Where states and parameters on disk are to be.
+        commits: Whether the run commits, there.
     """
     given = ", ".join(f"{name}={value!r}" for name, value in fields_of(plan).items())
-    made = f"functools.partial(tensorstow.AdamW, lr={_LR})"
+    keywords, where = f"lr={_LR}", ""
+    if commits:
+        where = f", dir={directory or ANY_DIRECTORY!r}"
+    elif directory is not None and Tier.DISK in {plan.parameters, plan.states}:
+        keywords, where = f"{keywords}, durability='none'", f", dir={directory!r}"
+    made = f"functools.partial(tensorstow.AdamW, {keywords})"
     return [
         "import functools, tensorstow",
         f"plan = tensorstow.Plan({given})",
-        f"model, optimizer = tensorstow.stow(model, {made}, plan=plan)",
+        f"model, optimizer = tensorstow.stow(model, {made}, plan=plan{where})",
     ]
 
 
@@ -76,16 +83,19 @@ def deepspeed_of(
     return found
 
 
-def gemini_of(plan: Plan, dtype: torch.dtype, directory: str | None) -> list[str] | None:
+def gemini_of(
+    plan: Plan, dtype: torch.dtype, directory: str | None, *, commits: bool
+) -> list[str] | None:
     """Return lines of Python that boost ``model``; None: Gemini's arguments cannot say the plan.
 
     Args:
         plan: The plan.
         dtype: Of the parameters.
         directory: Where states on disk are to be.
+        commits: Whether the run commits.
     """
     precision = _GEMINI_PRECISIONS.get(dtype)
-    if plan.parameters == Tier.DISK or precision is None:
+    if plan.parameters == Tier.DISK or precision is None or commits:
         return None
     below = float(plan.parameters == Tier.HOST)
     arguments = f"offload_optim_frac=1.0, offload_param_frac={below}, precision={precision!r}"

@@ -108,6 +108,88 @@ def test_the_lines_that_are_printed_run(capsys: pytest.CaptureFixture[str]) -> N
     optimizer.close()
 
 
+BUDGETS = {
+    "states in RAM": ["--host", "1GiB"],
+    "states on disk": ["--host", "250MiB"],
+    "all on disk": ["--host", "160MiB"],
+    "on an accelerator": ["--device", "1GiB", "--host", "1GiB"],
+    "micro-batches": ["--host", "250MiB", "--accumulation-steps", "2"],
+}
+
+
+@pytest.mark.parametrize("options", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize("commits", [False, True])
+def test_the_lines_run_where_they_were_asked_to(
+    options: list[str],
+    commits: bool,  # noqa: FBT001
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = tmp_path / "run"
+    place.mkdir()
+    more = ["--disk", "2GiB", "--directory", str(place), *(["--commits"] if commits else [])]
+    found = planned(capsys, *options, *more)
+    names: dict[str, object] = {"model": build()}
+    code = found["code"]
+    assert isinstance(code, list)
+    assert len(code) == 3
+    exec("\n".join(code), names)  # noqa: S102  # it is what users copy
+    model, optimizer = names["model"], names["optimizer"]
+    assert isinstance(model, nn.Module)
+    assert isinstance(optimizer, tensorstow.AdamW)
+    for _ in range(2 if "micro-batches" in str(options) else 1):
+        trained_by(model).backward()
+    optimizer.step()
+    where = optimizer.offload_policy.placement
+    on_disk = found["plan"]["states"] == "disk"  # type: ignore[index]
+    assert where.directories == ((place,) if on_disk or commits else ())
+    assert where.durable == commits
+    plan = tensorstow.plan_of(model)
+    told = found["plan"]
+    assert isinstance(told, dict)
+    assert {name: getattr(plan, name) for name in told} == told
+    assert (found["gemini"] is None) == (commits or told["parameters"] == "disk")
+    optimizer.close()
+
+
+def test_ranks_share_what_is_held(capsys: pytest.CaptureFixture[str]) -> None:
+    whole, half = (planned(capsys, "--world-size", n) for n in ("1", "2"))
+    assert half["model"]["ranks"] == 2  # type: ignore[index]
+    bytes_of = [
+        {item["what"]: item["bytes"] for item in found["held"]}  # type: ignore[attr-defined]
+        for found in (whole, half)
+    ]
+    for what in ("parameters", "gradients", "states"):
+        assert bytes_of[1][what] == bytes_of[0][what] // 2 > 0
+
+
+def test_each_budget_is_of_its_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = planned(capsys, "--device", "1GiB", "--host", "2GiB", "--disk", "3GiB")["tiers"]
+    assert isinstance(tiers, dict)
+    budgets = {tier: each["budget"] for tier, each in tiers.items()}
+    assert budgets == {"device": 1 << 30, "host": 2 << 30, "disk": 3 << 30}
+    assert tiers["device"]["bytes"] > 80 << 20
+    less = planned(capsys, "--device", "130MiB", "--host", "2GiB")
+    assert less["plan"]["parameters"] == "host"  # type: ignore[index]
+    assert less["tried"][0]["short"].keys() == {"device"}  # type: ignore[index]
+
+
+def test_commits_take_room_on_the_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    held = planned(capsys, "--commits")["held"]
+    two = [item for item in held if item["what"] == "two commits"]  # type: ignore[attr-defined]
+    assert [item["tier"] for item in two] == ["disk"]
+
+
+def test_parameters_are_of_the_dtype_that_is_asked(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for dtype, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        assert main(["plan", small, "--dtype", dtype, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["model"]["dtypes"] == [name]
+        assert (found["gemini"] is None) == (dtype == "fp16")
+
+
 @pytest.mark.parametrize("states", ["host", "disk"])
 def test_a_real_run_holds_what_was_printed(states: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--host", "1GiB" if states == "host" else "250MiB")
