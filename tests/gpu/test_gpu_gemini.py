@@ -1,16 +1,31 @@
 """Gemini's plugin on an accelerator: what is placed where, and the bits of torch's training."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffload
 
+import tensorstow
 from compare import all_equal
+from parity.cover import feasible_pairs
+from ranks.boosted import boosted
+from ranks.matrix import GEMINI_ON_DEVICE, boosted_courses, every, named
+from ranks.pool import Ranks
+from ranks.stowed import Course, alone
+from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
-from tensorstow.colossalai.booster.plugin import GeminiPlugin
+from tensorstow.colossalai.booster.plugin import (
+    GeminiPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.tensors.dtensor import shard_of
@@ -29,7 +44,11 @@ def batch(step: int, device: torch.device) -> torch.Tensor:
 
 
 def train(device: torch.device, steps: int = 3, **plugin: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401
-    booster = Booster(plugin=GeminiPlugin(**plugin))
+    return trained_by(GeminiPlugin(**plugin), device, steps)
+
+
+def trained_by(plugin: Plugin, device: torch.device, steps: int = 3) -> tuple[nn.Module, Any]:
+    booster = Booster(plugin=plugin)
     model = model_of()
     model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
     for step in range(steps):
@@ -101,15 +120,17 @@ def test_fractions_of_bytes_are_where_they_were_asked(
     other.close()
 
 
+@pytest.mark.parametrize("which", ["warmup_non_model_data_ratio", "steady_cuda_cap_ratio"])
 def test_auto_takes_the_part_of_the_device_that_it_is_given(
-    device: torch.device, in_fp32: list[torch.Tensor]
+    which: str, device: torch.device, in_fp32: list[torch.Tensor]
 ) -> None:
     _, total = torch.accelerator.get_memory_info(device)
     unit = 4 * (WIDTH * WIDTH + WIDTH)
-    ratio = 1.0 - 3.5 * unit / total  # three blocks fit, and the small head
-    model, optimizer = train(
-        device, precision="fp32", placement_policy="auto", warmup_non_model_data_ratio=ratio
-    )
+    part = 3.5 * unit / total  # three blocks fit, and the small head
+    given = {"warmup_non_model_data_ratio": 1.0 - part}
+    if which == "steady_cuda_cap_ratio":
+        given = {which: part, "warmup_non_model_data_ratio": 0.0}
+    model, optimizer = train(device, precision="fp32", placement_policy="auto", **given)
     assert parameter_bytes(model).host_bytes == pytest.approx((BLOCKS - 3) * unit, rel=0.05)
     assert all_equal(whole(model), in_fp32)
     optimizer.close()
@@ -134,3 +155,75 @@ def test_states_on_the_device_are_saved_and_loaded(device: torch.device, tmp_pat
 def test_upstreams_precision_where_an_accelerator_computes(device: torch.device) -> None:
     model, *_ = Booster(plugin=GeminiPlugin()).boost(model_of())
     assert model(batch(0, device)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_units_go_up_ahead_as_many_as_asked(device: torch.device, prefetch: int) -> None:
+    model, optimizer = train(device, steps=1, placement_policy="cpu", max_prefetch=prefetch)
+    assert tensorstow.plan_of(model.unwrap()).prefetch == prefetch
+    optimizer.close()
+
+
+OTHERS: list[tuple[type[Plugin], dict[str, Any], bool, bool]] = [
+    (LowLevelZeroPlugin, {"stage": 1, "precision": "fp32"}, False, False),
+    (LowLevelZeroPlugin, {"stage": 2, "precision": "fp32", "cpu_offload": True}, False, True),
+    (TorchFSDPPlugin, {}, False, False),
+    (TorchFSDPPlugin, {"cpu_offload": CPUOffload(offload_params=True)}, True, True),
+]
+
+
+@pytest.mark.parametrize(("plugin", "given", "parameters", "states"), OTHERS, ids=str)
+def test_other_plugins_place_what_they_are_told_to(
+    device: torch.device,
+    in_fp32: list[torch.Tensor],
+    plugin: type[Plugin],
+    given: dict[str, Any],
+    parameters: bool,  # noqa: FBT001
+    states: bool,  # noqa: FBT001
+) -> None:
+    """``parameters`` and ``states``: whether these are in host memory."""
+    model, optimizer = trained_by(plugin(**given), device)
+    assert (parameter_bytes(model).host_bytes > 0) == parameters
+    for p in model.parameters():
+        assert shard_of(optimizer.optim.state[p]["exp_avg"]).is_cpu == states
+    if states:
+        assert all_equal(whole(model), in_fp32)
+    else:
+        for ours, theirs in zip(whole(model), in_fp32, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    optimizer.close()
+
+
+def test_ddp_moves_a_model_and_refuses_one_whose_optimizer_would_be_left_behind(
+    device: torch.device,
+) -> None:
+    booster = Booster(plugin=TorchDDPPlugin())
+    model, *_ = booster.boost(model_of())
+    assert {p.device.type for p in model.parameters()} == {device.type}
+    left = model_of()
+    with pytest.raises(OptionError, match="move the model first"):
+        booster.boost(left, torch.optim.SGD(left.parameters()))
+
+
+MATRIX = boosted_courses(GEMINI_ON_DEVICE)
+
+
+@pytest.mark.parametrize(("course", "given", "saved", "world"), MATRIX, ids=named(MATRIX))
+def test_any_two_values_of_two_axes_are_right_together(
+    tmp_path: Path,
+    device: torch.device,
+    device_ranks: Callable[[int], Ranks],
+    course: Course,
+    given: dict[str, Any],
+    saved: str,
+    world: int,
+) -> None:
+    want = alone(course, world, device)
+    for got in device_ranks(world).run(boosted, course, given, saved, tmp_path):
+        assert all_equal(got, want)
+
+
+def test_the_matrix_is_as_large_as_it_says() -> None:
+    # A change of these numbers is a change of what is proved: make it on purpose.
+    assert len(feasible_pairs(GEMINI_ON_DEVICE, every)) == 197
+    assert len(MATRIX) == 10

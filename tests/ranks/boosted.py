@@ -1,5 +1,6 @@
 """What ranks do with a booster."""
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ranks.stowed import STEPS, Course, finish, loss_of, model_for
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
-from tensorstow.colossalai.booster.plugin import Plugin
+from tensorstow.colossalai.booster.plugin import GeminiPlugin, Plugin
+from tensorstow.fsdp.sharding import current_device
 
 
 def model_of() -> nn.Module:
@@ -97,3 +100,91 @@ def goes_on(plugin: type[Plugin], given: dict[str, Any], folder: str, shard: boo
     optimizer.close()
     other.close()
     return equal
+
+
+def unsynced(plugin: type[Plugin], given: dict[str, Any]) -> list[torch.Tensor | None]:
+    """Return ``.grad`` of each parameter behind a backward in ``no_sync``."""
+    rank = torch.distributed.get_rank()
+    booster = Booster(plugin=plugin(**given))
+    model = model_of()
+    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters()))
+    with booster.no_sync(model, optimizer):
+        booster.backward(model(batch(0, rank)).square().mean(), optimizer)
+    found = [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+    booster.backward(model(batch(0, rank)).square().mean(), optimizer)  # it ends reduced
+    optimizer.zero_grad()
+    optimizer.unwrap().close()
+    return found
+
+
+def report(plugin: type[Plugin], given: dict[str, Any]) -> str:
+    """Return what is logged of a placement."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tensorstow")
+    logger.addHandler(handler)
+    try:
+        Booster(plugin=plugin(verbose=True, **given)).boost(model_of())
+    finally:
+        logger.removeHandler(handler)
+    (line,) = [each for each in told if each.startswith("placing ")]
+    return line
+
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+class BoostedLife:
+    """A course through Gemini's plugin, with an optimizer that was made before."""
+
+    def __init__(self, course: Course, given: dict[str, Any]) -> None:
+        """Place the model; ``given``: the plugin's arguments, and ``nvme_offload_fraction``."""
+        self.course, given = course, dict(given)
+        on_disk = given.pop("nvme_offload_fraction", 0.0)
+        precision = PRECISIONS[course.compute_dtype or course.dtype]
+        plugin = GeminiPlugin(precision=precision, max_norm=course.clip or 0.0, **given)
+        self.booster = Booster(plugin=plugin)
+        model = model_for(course)
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        rest = [p for p in model.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest}]
+        before = HybridAdam(groups, lr=1e-2, nvme_offload_fraction=on_disk)
+        self.model, self.optimizer, *_ = self.booster.boost(model, before)
+
+    def train(self, *steps: int) -> None:
+        """Take these steps."""
+        rank, device = torch.distributed.get_rank(), current_device()
+        for step in steps:
+            for micro in range(self.course.plan.accumulation_steps):
+                loss = loss_of(self.model, rank, step, micro, device)
+                self.booster.backward(loss, self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def boosted(
+    course: Course, given: dict[str, Any], saved: str, folder: Path | None = None
+) -> list[torch.Tensor]:
+    """Train through Gemini's plugin; return whole weights.
+
+    ``saved``: "no", or how a run is saved after its first step, in "one" file or in "many", to go
+    on in another model. The step behind that is lost.
+    """
+    life, begin = BoostedLife(course, given), 0
+    if saved != "no":
+        assert folder is not None
+        life.train(0)
+        many = saved == "many"
+        life.booster.save_model(life.model, folder / "m", shard=many)
+        life.booster.save_optimizer(life.optimizer, folder / "o", shard=many)
+        life.train(1)
+        life.optimizer.unwrap().close()
+        life, begin = BoostedLife(course, given), 1
+        with torch.no_grad():
+            for parameter in life.model.parameters():
+                parameter.zero_()  # what is right from now on comes from the files
+        life.booster.load_model(life.model, folder / "m")
+        life.booster.load_optimizer(life.optimizer, folder / "o")
+    life.train(*range(begin, STEPS))
+    return finish(life.model, life.optimizer)

@@ -1,6 +1,7 @@
 """The axes of stowed training, and the combinations that cover any two values of two of them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -28,6 +29,30 @@ ON_DEVICE: dict[str, tuple[Value, ...]] = {
     "replicas": (1, 2),
 }
 """Where ranks have an accelerator."""
+GEMINI: dict[str, tuple[Value, ...]] = {
+    "accumulation": (1, 2),
+    "clip": (False, True),
+    "dtype": ("float32", "bfloat16", "float32 in bfloat16"),
+    "tied": (True, False),
+    "frozen": (False, True),
+    "saved": ("no", "one", "many"),
+    "on disk": (0.0, 0.6),
+    "sharded": (1.0, 0.0),
+    "world": (1, 2),
+}
+"""Through ``GeminiPlugin``."""
+PLACED: dict[str, dict[str, Any]] = {
+    "states off": {"offload_optim_frac": 1.0, "shard_param_frac": 0.0},
+    "half off": {"offload_optim_frac": 1.0, "offload_param_frac": 0.5, "max_prefetch": 1},
+    "all off": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0},
+}
+"""Arguments that have all updates on the host, where they are ours."""
+GEMINI_ON_DEVICE: dict[str, tuple[Value, ...]] = {
+    "placed": tuple(PLACED),
+    **GEMINI,
+    "saved": ("no", "many"),
+    "sharded": (1.0,),
+}
 UNITS = {
     "host and device": {"blocks.1": "device"},
     "everywhere": {"blocks.1": "device", "blocks.2": "disk"},
@@ -77,3 +102,42 @@ def _course(row: Row) -> Course:
         resume=row["resume"],
         whole=row["world"] == 4,
     )
+
+
+def every(row: Mapping[str, Value]) -> bool:
+    """Return True: the door refuses none of its combinations."""
+    del row
+    return True
+
+
+def boosted_courses(axes: Axes) -> list[tuple[Course, dict[str, Any], str, int]]:
+    """Return (course, arguments of the plugin, how it is saved, ranks) of every row of the cover.
+
+    ``nvme_offload_fraction`` among the arguments is the optimizer's.
+    """
+    found = []
+    for row in all_pairs(axes, every):
+        stored, _, computed = str(row["dtype"]).partition(" in ")
+        course = Course(
+            Plan(accumulation_steps=row["accumulation"]),
+            dtype=getattr(torch, stored),
+            compute_dtype=getattr(torch, computed) if computed else None,
+            clip=0.05 if row["clip"] else None,
+            frozen=bool(row["frozen"]),
+            tied=bool(row["tied"]),
+        )
+        given = {
+            "shard_param_frac": row["sharded"],
+            "nvme_offload_fraction": row["on disk"],
+            **PLACED.get(str(row.get("placed")), {}),
+        }
+        found.append((course, given, str(row["saved"]), int(row["world"])))
+    return found
+
+
+def named(courses: list[tuple[Course, dict[str, Any], str, int]]) -> list[str]:
+    """Return the ids of these courses."""
+    return [
+        "-".join([str(c), *(f"{k}={v}" for k, v in given.items()), saved, f"world{world}"])
+        for c, given, saved, world in courses
+    ]

@@ -37,6 +37,8 @@ class Course:
     torch_clips: bool = False
     frozen: bool = False
     """Some parameters are not trained."""
+    tied: bool = True
+    """The head is the embedding."""
     resume: Resume = "none"
     """The run ends and goes on from a commit: one asked for, with a step behind it that is lost, or
     one that was due."""
@@ -51,7 +53,12 @@ class Course:
         parts += [f"on-{p.update_on}" if p.update_on else ""]
         parts += [str(self.dtype)[6:], str(self.compute_dtype)[6:] if self.compute_dtype else ""]
         parts += [f"x{p.replicas}", "clip" * (self.clip is not None), "torch" * self.torch_clips]
-        parts += ["frozen" * self.frozen, self.resume.removeprefix("none"), "whole" * self.whole]
+        parts += [
+            "frozen" * self.frozen,
+            "untied" * (not self.tied),
+            self.resume.removeprefix("none"),
+            "whole" * self.whole,
+        ]
         return "-".join(p for p in parts if p)
 
 
@@ -126,6 +133,8 @@ def model_for(course: Course) -> Model:
     for module in model.modules():
         if isinstance(module, Model | Block):
             module.whole = course.whole
+    if not course.tied:
+        model.head.weight = nn.Parameter(model.head.weight.detach().flip(0).clone())
     for name in FROZEN if course.frozen else ():
         model.get_parameter(name).requires_grad = False
     return model

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
+import tensorstow
 from compare import all_equal
-from ranks.boosted import batch, losses_on_all, model_of, whole
+from ranks.boosted import batch, losses_on_all, model_of, report, unsynced, whole
 from ranks.pool import Ranks
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import HybridAdam
@@ -22,6 +23,7 @@ from tensorstow.colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from tensorstow.planner.sizes import padded_bytes
 
 Pool = Callable[[int], Ranks]
 # ColossalAI 0.5.0, colossalai/booster/plugin/low_level_zero_plugin.py; None is its "fp16" there.
@@ -113,10 +115,129 @@ def test_every_plugin_trains_as_one_rank_does(
         optimizer.zero_grad()
 
 
-def test_two_copies_of_gemini(ranks: Pool) -> None:
+@pytest.mark.parametrize("plugin", [GeminiPlugin, LowLevelZeroPlugin])
+def test_two_copies(ranks: Pool, plugin: type[Plugin]) -> None:
     """``extra_dp_size`` is a mesh of two dimensions."""
-    shapes = ranks(2).run(losses_on_all, GeminiPlugin, {"extra_dp_size": 2}, True)  # noqa: FBT003
+    shapes = ranks(2).run(losses_on_all, plugin, {"extra_dp_size": 2}, True)  # noqa: FBT003
     assert shapes == [(2, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("plugin", [GeminiPlugin, LowLevelZeroPlugin])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_the_report_says_what_padding_wastes(
+    ranks: Pool, copies: int, plugin: type[Plugin]
+) -> None:
+    parameters = list(model_of().parameters())
+    used = sum(p.nbytes for p in parameters)
+    wasted = 0 if copies == 2 else 2 * sum(padded_bytes(p, 2) for p in parameters) - used
+    assert wasted >= 0
+    for line in ranks(2).run(report, plugin, {"extra_dp_size": copies}):
+        assert f"used {used / 2**20:.2f} MiB, wasted {wasted / 2**20:.2f} MiB" in line
+        assert f"({100 * wasted / (used + wasted):.2f}%)" in line
+
+
+SCALES = {
+    "initial_scale": 64.0,
+    "growth_factor": 4,
+    "backoff_factor": 0.25,
+    "growth_interval": 2,
+    "min_scale": 4,
+    "max_scale": 200,
+    "hysteresis": 1,
+}
+
+
+@pytest.mark.parametrize("plugin", [GeminiPlugin, LowLevelZeroPlugin])
+def test_every_argument_of_the_loss_scale_is_honoured(plugin: type[Plugin]) -> None:
+    booster = Booster(plugin=plugin(precision="fp16", **SCALES))
+    model = model_of()
+    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters()))
+    scales = []
+    for overflows in (False, False, True, True, True, False, False):
+        loss = model(batch(0, 0)).float().square().mean()
+        booster.backward(loss * 2.0**120 if overflows else loss, optimizer)
+        optimizer.step()
+        # What a step that was skipped leaves is not added to.
+        assert not overflows or all(p.grad is None for p in model.parameters())
+        optimizer.zero_grad()
+        scales.append(optimizer.loss_scale)
+    assert scales == [64, 200, 50, 12.5, 4, 4, 16]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_low_level_zero_is_stage_two_with_what_it_is_told(stage: int) -> None:
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="bf16", max_norm=1e-3))
+    model = model_of()
+    given = HybridAdam(model.parameters(), nvme_offload_fraction=1.0)
+    model, optimizer, *_ = booster.boost(model, given)
+    plan = tensorstow.plan_of(model.unwrap())
+    assert (plan.stage, plan.states) == (2, "disk")
+    assert optimizer.memory().disk_bytes > 0
+    assert booster.plugin.support_no_sync() == (stage == 1)
+    out = model(batch(0, 0))
+    assert out.dtype == torch.bfloat16
+    booster.backward(out.float().square().mean(), optimizer)
+    optimizer.step()
+    assert optimizer.get_grad_norm() > 1e-3
+    optimizer.close()
+    with pytest.raises(OptionError, match="master_weights=False was given"):
+        Booster(
+            plugin=LowLevelZeroPlugin(stage=stage, precision="bf16", master_weights=False)
+        ).boost(model_of())
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+def test_ddp_is_told_its_arguments() -> None:
+    assert TorchDDPPlugin().support_no_sync()
+    given = {
+        "broadcast_buffers": False,
+        "bucket_cap_mb": 3,
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": True,
+    }
+    model, *_ = Booster(plugin=TorchDDPPlugin(**given)).boost(model_of())
+    ddp = model.ddp
+    assert not ddp.static_graph
+    assert not ddp.broadcast_buffers
+    assert ddp.bucket_bytes_cap == 3 << 20
+    assert ddp.find_unused_parameters
+    assert ddp.gradient_as_bucket_view
+    model, *_ = Booster(plugin=TorchDDPPlugin(static_graph=True)).boost(model_of())
+    assert model.ddp.static_graph
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage"),
+    [
+        (None, 3),
+        (ShardingStrategy.FULL_SHARD, 3),
+        (ShardingStrategy.SHARD_GRAD_OP, 2),
+        (ShardingStrategy.NO_SHARD, 0),
+    ],
+)
+def test_strategies_of_fsdp_are_stages(strategy: ShardingStrategy | None, stage: int) -> None:
+    model = model_of()
+    given = HybridAdam(model.parameters(), nvme_offload_fraction=0.5)
+    plugin = TorchFSDPPlugin(sharding_strategy=strategy)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, given)
+    assert tensorstow.plan_of(model.unwrap()).stage == stage
+    numel = sum(p.numel() for p in model.parameters())
+    assert optimizer.memory().disk_bytes == 8 * round(0.5 * numel)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "given"), [(LowLevelZeroPlugin, {"stage": 1}), (TorchDDPPlugin, {})], ids=str
+)
+def test_no_sync_reduces_nothing(ranks: Pool, plugin: type[Plugin], given: dict[str, Any]) -> None:
+    """A rank has its own gradients, or none yet."""
+    for rank, found in enumerate(ranks(2).run(unsynced, plugin, given)):
+        own = model_of()
+        own(batch(0, rank)).square().mean().backward()
+        assert (plugin is LowLevelZeroPlugin) == all(each is None for each in found)
+        for ours, p in zip(found, own.parameters(), strict=True):
+            assert ours is None or torch.equal(ours, p.grad)
 
 
 @pytest.mark.parametrize(
