@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from compare import all_equal
-from tensorstow import Adam, AdamW
-from tensorstow.base.errors import OptionError
+from tensorstow import Adam, AdamW, PipelinePolicy
+from tensorstow.base.errors import OptionError, StowError
 from tensorstow.colossalai.adam import CPUAdam, HybridAdam
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import (
@@ -119,6 +119,21 @@ def test_the_share_on_disk_and_its_directory_come_along(tmp_path: Path) -> None:
     numel = sum(p.numel() for p in model.parameters())
     assert optimizer.memory().disk_bytes == 8 * round(0.25 * numel)
     assert optimizer.offload_policy.placement.directories == (tmp_path,)
+    with pytest.raises(StowError, match="closed"):
+        given.step()
+    optimizer.close()
+
+
+def test_sizes_and_threads_come_along() -> None:
+    policy = PipelinePolicy(chunk_elements=1024, threads=1)
+    model = model_of()
+    given = HybridAdam(
+        model.parameters(), nvme_offload_fraction=1.0, ram_budget="200KiB", policy=policy
+    )
+    _, optimizer, *_ = Booster(plugin=GeminiPlugin()).boost(model, given)
+    assert optimizer.offload_policy.policy == policy
+    assert optimizer.offload_policy.placement.ram_budget == 200 << 10
+    optimizer.close()
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {

@@ -145,6 +145,19 @@ def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
         "pytorch_optim.bin.index.json",
         "pytorch_optim_group.bin",
     ]
+    index = json.loads((tmp_path / "o/pytorch_optim.bin.index.json").read_text())
+    step = 4
+    assert index["metadata"]["total_size"] == 5 * (2 * 2**19 + step)
+    booster.save_optimizer(optimizer, tmp_path / "named", shard=True, prefix="run")
+    assert sorted(f.name for f in (tmp_path / "named").iterdir()) == [
+        "run.pytorch_optim-00001.bin",
+        "run.pytorch_optim.bin.index.json",
+        "run.pytorch_optim_group.bin",
+    ]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    booster.load_optimizer(optimizer, tmp_path / "named")
+    assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
 @pytest.mark.parametrize("many", [False, True])

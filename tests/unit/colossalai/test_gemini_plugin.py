@@ -1,10 +1,12 @@
 import inspect
+import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import tensorstow
 from compare import all_equal
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import HybridAdam
@@ -156,6 +158,20 @@ def test_what_a_model_shows_is_refused_before_it_changes(given: dict[str, Any], 
     optimizer.close()
 
 
+class Several(nn.Module):
+    """Returns containers, and whole numbers among others."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        """Wrap ``inner``."""
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        """Return outputs and their largest places."""
+        out = self.inner(x)
+        return {"out": out, "more": (out + 1, out.argmax(-1))}
+
+
 def whole(tensor: Any) -> torch.Tensor:  # noqa: ANN401
     """Return a copy of a tensor, or of the whole of a sharded one."""
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -198,10 +214,47 @@ def test_half_precision_computes_in_it_and_keeps_fp32_weights(precision: str) ->
     optimizer.step()
 
 
+def test_what_is_asked_is_in_the_plan() -> None:
+    given = {"max_prefetch": 3, "shard_param_frac": 0.5}
+    model, *_ = Booster(plugin=GeminiPlugin(**given)).boost(model_of())
+    plan = tensorstow.plan_of(model.unwrap())
+    assert (plan.prefetch, plan.stage, len(plan.unsharded)) == (3, 3, 2)
+    given = {"max_prefetch": 0, "shard_param_frac": 0.0}
+    model, *_ = Booster(plugin=GeminiPlugin(**given)).boost(model_of())
+    plan = tensorstow.plan_of(model.unwrap())
+    assert (plan.prefetch, plan.stage, len(plan.unsharded)) == (0, 2, 0)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_report_is_seen_where_that_is_asked(
+    verbose: bool,  # noqa: FBT001
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="tensorstow")
+    Booster(plugin=GeminiPlugin(verbose=verbose)).boost(model_of())
+    (record,) = [r for r in caplog.records if r.getMessage().startswith("placing ")]
+    assert record.levelno == (logging.WARNING if verbose else logging.INFO)
+
+
+def test_without_master_weights_a_model_of_the_precision_is_trained() -> None:
+    booster = Booster(plugin=GeminiPlugin(precision="bf16", master_weights=False))
+    model = model_of().bfloat16()
+    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
+    booster.backward(model(batch(0).bfloat16()).float().square().mean(), optimizer)
+    optimizer.step()
+    assert not all_equal(map(whole, model.parameters()), model_of().bfloat16().parameters())
+    optimizer.close()
+
+
 def test_outputs_are_fp32_where_that_is_asked() -> None:
     plugin = GeminiPlugin(precision="bf16", force_outputs_fp32=True)
-    model, *_ = Booster(plugin=plugin).boost(model_of())
-    assert model(batch(0)).dtype == torch.float32
+    model, *_ = Booster(plugin=plugin).boost(Several(model_of()))
+    found = model(batch(0))
+    assert [each.dtype for each in (found["out"], *found["more"])] == [
+        torch.float32,
+        torch.float32,
+        torch.int64,
+    ]
 
 
 def test_a_step_that_overflows_is_skipped_and_the_scale_falls() -> None:

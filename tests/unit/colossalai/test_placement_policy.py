@@ -1,13 +1,17 @@
 import pytest
 import torch
+from torch import nn
 
+from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.colossalai.booster.plugin.placement_policy import (
     CONST_BYTES,
     PlacementPolicy,
     nearest,
     plan_of,
+    states_off_device,
 )
+from tensorstow.fsdp.units import units_of
 from tensorstow.planner.sizes import Sizes, UnitSizes
 
 MIB = 1 << 20
@@ -115,3 +119,30 @@ def test_auto_keeps_on_the_device_what_has_room_there(room: int, below: set[str]
         device_room=room,
     )
     assert {str(i) for i in range(3) if made.tier_of(str(i)) == Tier.HOST} == below
+
+
+def test_max_prefetch_is_the_plan_s() -> None:
+    given = {"device_is_host": False, "states_on_disk": True, "replicas": 2, "prefetch": 5}
+    made = plan_of(PlacementPolicy("cpu"), Sizes(tuple(units(10, 10))), **given)
+    assert (made.prefetch, made.replicas, made.states) == (5, 2, Tier.DISK)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "below", "chosen"),
+    [
+        (0.0, (), set()),
+        (0.5, (), {"1.weight"}),
+        (1.0, (), {"1.weight", "2.weight", "3.weight"}),
+        (0.5, ("2",), {"2.weight", "3.weight"}),
+        (0.25, ("2",), {"2.weight"}),
+        (0.0, ("0",), set()),  # which is frozen: it has no states
+    ],
+)
+def test_fractions_of_states_are_of_what_is_trained(
+    fraction: float, below: tuple[str, ...], chosen: set[str]
+) -> None:
+    model = nn.Sequential(*(nn.Linear(8, n, bias=False) for n in (64, 16, 8, 8)))
+    model[0].weight.requires_grad_(False)  # noqa: FBT003
+    each = units_of(model, list(model))
+    made = Plan(parameters=Tier.DEVICE, units=dict.fromkeys(below, Tier.HOST))
+    assert states_off_device(PlacementPolicy(offload_optim=fraction), each, made) == chosen
