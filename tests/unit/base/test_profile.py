@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,24 @@ def test_the_cache_has_one_file_for_each_machine() -> None:
     assert sorted(each.name for each in path.parent.iterdir()) == sorted(
         [path.name, cached_profile_path(other.machine).name]
     )
+
+
+def test_whatever_rates_depend_on_names_the_file() -> None:
+    here = identify_machine()
+    assert here.keys() == {
+        "node",
+        "cpu",
+        "cores",
+        "memory_bytes",
+        "accelerator",
+        "accelerators",
+        "torch",
+    }
+    assert here["node"] == platform.node()
+    assert here["torch"] == torch.__version__
+    assert cached_profile_path() == cached_profile_path(here)
+    others = {cached_profile_path({**here, name: "another"}) for name in here}
+    assert len(others | {cached_profile_path(here)}) == len(here) + 1
 
 
 def test_an_interrupted_write_leaves_the_old_profile(monkeypatch: pytest.MonkeyPatch) -> None:

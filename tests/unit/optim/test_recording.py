@@ -10,6 +10,7 @@ from torch import nn
 import tensorstow
 from tensorstow import Plan, Tier
 from tensorstow.base.errors import OptionError, StowError
+from tensorstow.optim import recording
 
 POLICY = tensorstow.PipelinePolicy(chunk_elements=1 << 10)
 
@@ -101,6 +102,47 @@ def test_what_is_outside_of_the_block_is_not_in_it(tmp_path: Path) -> None:
     assert not model._forward_pre_hooks
 
 
+def test_bytes_are_those_of_the_recorded_steps(tmp_path: Path) -> None:
+    """By the counters, and by the log of events: each byte is on a lane once."""
+    model = make_model()
+    with adam(model, tmp_path, durability="none", ram_budget="100KiB") as optimizer:
+        take(model, optimizer, 2)
+        optimizer.synchronize()
+        before = optimizer.traffic()
+        with optimizer.recording():
+            take(model, optimizer, 3)
+            optimizer.synchronize()
+        after = optimizer.traffic()
+        figures = reported(optimizer, tmp_path / "out")
+        memory = optimizer.memory()
+    counted = {
+        "states read": after.bytes_read - before.bytes_read,
+        "states written": after.bytes_written - before.bytes_written,
+        "states not read again": after.bytes_spared - before.bytes_spared,
+        "from the accelerator": 0,
+        "to the accelerator": 0,
+    }
+    assert figures["moved"] == counted
+    assert 0 < counted["states not read again"] < counted["states read"]
+    assert counted["states read"] < counted["states written"] == figures["written"]
+    for lane, name in (("read", "states read"), ("write", "states written")):
+        spans = [e for e in figures["trace"] if str(e.get("cat")).startswith(lane)]
+        assert sum(e.get("args", {}).get("bytes", 0) for e in spans) == counted[name]
+    assert figures["peak_bytes"]["states"] == memory.host_bytes > 0
+
+
+def test_a_log_that_was_full_says_how_many_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "_MOST_SPANS", 4)
+    model = make_model()
+    with adam(model, tmp_path / "run") as optimizer:
+        with optimizer.recording():
+            take(model, optimizer, 2)
+        figures = reported(optimizer, tmp_path / "out")
+    assert figures["dropped"] == 2
+
+
 def test_micro_batches_are_told_apart(tmp_path: Path) -> None:
     model = make_model()
     with adam(model, tmp_path / "run") as optimizer, optimizer.recording():
@@ -130,6 +172,8 @@ def test_a_stowed_model_says_what_its_weights_do_and_what_was_predicted(tmp_path
     by_name = {(each["tier"], each["what"]): each for each in figures["plan"]}
     on_disk = by_name["DISK", "parameters"]
     assert on_disk["predicted"] == on_disk["measured"] > 0
+    assert figures["disk_bytes"] == on_disk["measured"] + optimizer.memory().file_bytes
+    assert figures["peak_bytes"]["disk"] == figures["disk_bytes"]
     assert by_name["HOST", "gradients"]["measured"] is None
     optimizer.close()
 
