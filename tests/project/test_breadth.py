@@ -85,7 +85,6 @@ WIDER = {
     "ParamTable": 38,
     "Commits": 24,
     "UpdatePipeline": 24,
-    "StateManager": 22,
 }
 """Classes that are still to be split, and how many methods they have: no more than that."""
 

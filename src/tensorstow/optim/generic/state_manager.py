@@ -13,7 +13,7 @@ import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import ForkError, OptionError, PoisonedError, TransferError
 from tensorstow.optim.generic.packing import LARGE_BYTES, cloned, pack, unpack
-from tensorstow.optim.generic.piece_step import Job, names_of, sliced_entry, step_piece
+from tensorstow.optim.generic.piece_step import Job, sliced_entry
 from tensorstow.optim.generic.pieces import (
     ParameterStates,
     Piece,
@@ -21,8 +21,8 @@ from tensorstow.optim.generic.pieces import (
     split_into_pieces,
 )
 from tensorstow.optim.generic.places import PieceFiles
-from tensorstow.optim.generic.shared_values import StepBatch
 from tensorstow.optim.generic.stepper import Stepper
+from tensorstow.optim.generic.streamed_step import step_in_ram, step_streamed
 from tensorstow.optim.generic.transfers import Transfers, wanted_bytes
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.policy import PipelinePolicy
@@ -80,7 +80,14 @@ class StateManager:
         for group, parameter in new:
             seen += parameter.numel()
             small = parameter.nbytes < LARGE_BYTES
-            pieces = [] if small or seen <= in_ram else self._cut_up(parameter)
+            pieces: list[Piece] = []
+            if not small and seen > in_ram:
+                pieces = split_into_pieces(
+                    parameter,
+                    elements=self._policy.chunk_elements,
+                    threads=self._stepper.threads,
+                    elementwise=self._elementwise,
+                )
             expected = expected_states(self._stepper, group, parameter, pieces)
             made.append(
                 ParameterStates(parameter, parameter.numel(), parameter.dtype, pieces, expected)
@@ -88,14 +95,6 @@ class StateManager:
         if any(member.pieces for member in made):
             self._make_room([*self._members.values(), *made])
         self._members.update({id(member.parameter): member for member in made})
-
-    def _cut_up(self, parameter: torch.Tensor) -> list[Piece]:
-        return split_into_pieces(
-            parameter,
-            elements=self._policy.chunk_elements,
-            threads=self._stepper.threads,
-            elementwise=self._elementwise,
-        )
 
     def _make_room(self, members: Sequence[ParameterStates]) -> None:
         expected = [n for member in members for n in member.expected.piece_bytes]
@@ -127,53 +126,11 @@ class StateManager:
             self._failing(BaseException),
             self._stepper.split_step(groups, state, method, closure),
         ):
-            steps = [(job, piece) for job in jobs for piece in job.member.pieces]
-            ahead = self._read_ahead(steps, 0, 0)
-            self._step_residents([job for job in jobs if not job.member.pieces])
-            for index, (job, piece) in enumerate(steps):
-                region = self._read(piece)
-                if piece.stepped:
-                    ahead = self._read_ahead(steps, index + 1, ahead)
-                packed = step_piece(self._stepper, job, piece, region)
-                if packed.slots != piece.slots:
-                    for _, other in steps[index + 1 : ahead]:
-                        self._moves().drop(other)
-                    ahead = index + 1
-                self._moves().put(piece, packed)
-                if self._policy.schedule == "naive":
-                    self.settle()
-
-    def _read_ahead(self, steps: Sequence[tuple[Job, Piece]], index: int, ahead: int) -> int:
-        """Start reading from ``index`` on; return the first that was not."""
-        ahead = max(index, ahead)
-        while ahead < len(steps) and self._policy.schedule != "naive":
-            piece = steps[ahead][1]
-            # Behind a piece that is new nothing is read: it will want room, and comes first.
-            if not piece.stepped or (piece.place and not self._moves().read_ahead(piece)):
-                break
-            ahead += 1
-        return ahead
-
-    def _step_residents(self, jobs: Sequence[Job]) -> None:
-        groups: dict[int, list[Job]] = {}
-        for job in jobs:
-            groups.setdefault(id(job.group), []).append(job)
-        runs = [
-            StepBatch(
-                same[0].group,
-                [(j.member.parameter, dict(j.resident)) for j in same],
-                names_of(same),
-            )
-            for same in groups.values()
-        ]
-        if runs:
-            for same, made in zip(groups.values(), self._stepper.run(runs), strict=True):
-                for job, entry in zip(same, made, strict=True):
-                    job.resident.clear()
-                    job.resident.update(entry)
-
-    def _read(self, piece: Piece) -> torch.Tensor | None:
-        return None if piece.place is None else self._moves().read(piece)
+            if any(job.member.pieces for job in jobs):
+                naive = self._policy.schedule == "naive"
+                step_streamed(self._stepper, self._moves(), jobs, naive=naive)
+            else:
+                step_in_ram(self._stepper, jobs)
 
     # --- reading and setting ---
 

@@ -1,0 +1,64 @@
+"""One step of many parameters: pieces are read ahead, stepped one by one, and written behind."""
+
+from collections.abc import Sequence
+
+from tensorstow.optim.generic.piece_step import Job, names_of, step_piece
+from tensorstow.optim.generic.pieces import Piece
+from tensorstow.optim.generic.shared_values import StepBatch
+from tensorstow.optim.generic.stepper import Stepper
+from tensorstow.optim.generic.transfers import Transfers
+
+
+def step_streamed(
+    stepper: Stepper, transfers: Transfers, jobs: Sequence[Job], *, naive: bool
+) -> None:
+    """Step ``jobs``: first those whose states stay in RAM, while the first pieces are read.
+
+    ``naive``: nothing is read ahead, and each piece is on disk before the next one is read.
+    """
+    steps = [(job, piece) for job in jobs for piece in job.member.pieces]
+    pieces = [piece for _, piece in steps]
+    ahead = 0 if naive else _read_ahead(transfers, pieces, 0)
+    step_in_ram(stepper, [job for job in jobs if not job.member.pieces])
+    for index, (job, piece) in enumerate(steps):
+        region = None if piece.place is None else transfers.read(piece)
+        if piece.stepped and not naive:
+            ahead = _read_ahead(transfers, pieces, max(index + 1, ahead))
+        packed = step_piece(stepper, job, piece, region)
+        if packed.slots != piece.slots:
+            for other in pieces[index + 1 : ahead]:
+                transfers.drop(other)
+            ahead = index + 1
+        transfers.put(piece, packed)
+        if naive:
+            transfers.settle()
+
+
+def _read_ahead(transfers: Transfers, pieces: Sequence[Piece], first: int) -> int:
+    """Start reading pieces from ``first`` on; return the first that was not."""
+    for index in range(first, len(pieces)):
+        piece = pieces[index]
+        # Behind a piece that is new nothing is read: it will want room, and comes first.
+        if not piece.stepped or (piece.place and not transfers.read_ahead(piece)):
+            return index
+    return len(pieces)
+
+
+def step_in_ram(stepper: Stepper, jobs: Sequence[Job]) -> None:
+    """Step parameters whose states stay in RAM: those of a group in one call."""
+    groups: dict[int, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(id(job.group), []).append(job)
+    runs = [
+        StepBatch(
+            same[0].group,
+            [(j.member.parameter, dict(j.resident)) for j in same],
+            names_of(same),
+        )
+        for same in groups.values()
+    ]
+    if runs:
+        for same, made in zip(groups.values(), stepper.run(runs), strict=True):
+            for job, entry in zip(same, made, strict=True):
+                job.resident.clear()
+                job.resident.update(entry)

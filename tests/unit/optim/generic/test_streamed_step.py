@@ -1,0 +1,73 @@
+"""What moves while pieces are stepped: the next ones are read ahead, unless it is done naively."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn, optim
+
+from tensorstow.optim.generic.piece_step import Job
+from tensorstow.optim.generic.pieces import Piece
+from tensorstow.optim.generic.state_manager import StateManager
+from tensorstow.optim.generic.stepper import Stepper
+from tensorstow.optim.generic.transfers import Transfers
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.state_store import Placement
+
+LARGE = 40_000
+
+
+def events_of_a_second_step(
+    directory: Path, schedule: Literal["pipelined", "naive"], patch: pytest.MonkeyPatch
+) -> list[str]:
+    """Return which of three pieces was asked for ahead, read or settled, in order."""
+    params = [nn.Parameter(torch.zeros(LARGE)) for _ in range(3)]
+    stepper = Stepper(optim.SGD, [{"params": params}], {"momentum": 0.5, "lr": 1.0})
+    policy = PipelinePolicy(schedule=schedule)
+    manager = StateManager(stepper, Placement(1.0, (directory,), None), policy, elementwise=False)
+    groups = [{**stepper.group_options[0], "params": params}]
+    manager.attach([(groups[0], p) for p in params])
+    jobs = [Job(groups[0], member, {}) for member in manager.members()]
+    for parameter in params:
+        parameter.grad = torch.ones(LARGE)
+    manager.step(jobs, groups, {})
+    manager.settle()
+    pieces = [member.pieces[0] for member in manager.members()]
+    events: list[str] = []
+    read, read_ahead, settle = Transfers.read, Transfers.read_ahead, Transfers.settle
+
+    def reads(self: Transfers, piece: Piece) -> torch.Tensor:
+        events.append(f"read {pieces.index(piece)}")
+        return read(self, piece)
+
+    def reads_ahead(self: Transfers, piece: Piece) -> bool:
+        if not events[-1:] or not events[-1].startswith("read "):  # read() asks for it too
+            events.append(f"ahead {pieces.index(piece)}")
+        return read_ahead(self, piece)
+
+    def settles(self: Transfers) -> None:
+        events.append("settle")
+        settle(self)
+
+    patch.setattr(Transfers, "read", reads)
+    patch.setattr(Transfers, "read_ahead", reads_ahead)
+    patch.setattr(Transfers, "settle", settles)
+    manager.step(jobs, groups, {})
+    assert all(
+        (manager.read(member)["momentum_buffer"] == 1.5).all() for member in manager.members()
+    )
+    return events
+
+
+def test_pieces_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = events_of_a_second_step(tmp_path, "pipelined", monkeypatch)
+    assert events[:4] == ["ahead 0", "ahead 1", "ahead 2", "read 0"]
+    assert "settle" not in events
+
+
+def test_naively_each_piece_is_on_disk_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = events_of_a_second_step(tmp_path, "naive", monkeypatch)
+    assert events[:6] == ["read 0", "settle", "read 1", "settle", "read 2", "settle"]
