@@ -27,6 +27,8 @@ def test_exported_names() -> None:
     assert sorted(tensorstow.colossalai.__all__) == [
         "CPUAdam",
         "HybridAdam",
+        "__version__",
+        "accelerator",
         "launch",
         "launch_from_openmpi",
         "launch_from_slurm",

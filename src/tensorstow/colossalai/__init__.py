@@ -5,6 +5,7 @@ colossalai.booster.plugin import GeminiPlugin`` becomes ``from tensorstow.coloss
 import GeminiPlugin``. docs/guides/colossalai.md says what is honoured and what is refused.
 """
 
+from tensorstow.colossalai import accelerator
 from tensorstow.colossalai.adam import CPUAdam, HybridAdam
 from tensorstow.colossalai.initialize import (
     launch,
@@ -13,9 +14,14 @@ from tensorstow.colossalai.initialize import (
     launch_from_torch,
 )
 
+__version__ = "0.5.0"
+"""The version of ColossalAI whose interface this is; scripts compare it."""
+
 __all__ = [
     "CPUAdam",
     "HybridAdam",
+    "__version__",
+    "accelerator",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",

@@ -1,0 +1,168 @@
+"""``colossalai.cluster``: who of the ranks does what the others do not."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from tensorstow.base.errors import OptionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DistCoordinator:
+    """The place of this process among the ranks. One process without a group is rank 0 of one.
+
+    The master is rank 0, the node's master the one with local rank 0.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return _place_in(None)[0]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return _place_in(None)[1]
+
+    @property
+    def local_rank(self) -> int:
+        """The rank on this machine; -1 where no launcher says so, 0 for one process alone."""
+        alone = 0 if self.world_size == 1 else -1
+        return int(os.environ.get("LOCAL_RANK", alone))
+
+    def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
+        """Return whether this is rank 0.
+
+        Args:
+            process_group: The ranks that are counted. Default: None, all.
+
+        Returns:
+            Whether it is.
+        """
+        return _place_in(process_group)[0] == 0
+
+    def is_node_master(self) -> bool:
+        """Return whether this has local rank 0.
+
+        Returns:
+            Whether it has.
+
+        Raises:
+            OptionError: No launcher has set LOCAL_RANK.
+        """
+        if self.local_rank < 0:
+            message = (
+                "DistCoordinator was asked for the node's master, and LOCAL_RANK is not set: start"
+                " the ranks with torchrun, which sets it."
+            )
+            raise OptionError(message)
+        return self.local_rank == 0
+
+    def is_last_process(self, process_group: dist.ProcessGroup | None = None) -> bool:
+        """Return whether this is the last rank.
+
+        Args:
+            process_group: The ranks that are counted. Default: None, all.
+
+        Returns:
+            Whether it is.
+        """
+        rank, size = _place_in(process_group)
+        return rank == size - 1
+
+    def print_on_master(self, msg: str, process_group: dist.ProcessGroup | None = None) -> None:
+        """Print on rank 0.
+
+        Args:
+            msg: What is printed.
+            process_group: The ranks that are counted. Default: None, all.
+        """
+        if self.is_master(process_group):
+            print(msg)  # noqa: T201  # what was asked
+
+    def print_on_node_master(self, msg: str) -> None:
+        """Print on local rank 0.
+
+        Args:
+            msg: What is printed.
+
+        Raises:
+            OptionError: As of ``is_node_master``.
+        """
+        if self.is_node_master():
+            print(msg)  # noqa: T201  # what was asked
+
+    @contextmanager
+    def priority_execution(
+        self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
+    ) -> Iterator[None]:
+        """Let one rank run the block before the others do.
+
+        Args:
+            executor_rank: The rank that runs first.
+            process_group: The ranks that wait. Default: None, all.
+
+        Yields:
+            Nothing.
+        """
+        first = _place_in(process_group)[0] == executor_rank
+        if not first:
+            self.block_all(process_group)
+        try:
+            yield
+        finally:
+            if first:
+                self.block_all(process_group)
+
+    def block_all(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Wait until every rank is here.
+
+        Args:
+            process_group: The ranks that wait. Default: None, all.
+        """
+        if dist.is_initialized():
+            dist.barrier(group=process_group)
+
+    def destroy(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """End the process group.
+
+        Args:
+            process_group: The group. Default: None, that of all ranks.
+        """
+        if dist.is_initialized():
+            dist.destroy_process_group(process_group)
+
+    def on_master_only(
+        self, process_group: dist.ProcessGroup | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+        """Return what lets a function run on rank 0 alone.
+
+        Args:
+            process_group: The ranks that are counted. Default: None, all.
+
+        Returns:
+            A decorator; on the other ranks the function returns None.
+        """
+        is_master = self.is_master(process_group)
+
+        def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+            @functools.wraps(function)
+            def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+                return function(*args, **kwargs) if is_master else None
+
+            return call
+
+        return decorate
+
+
+def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this process's rank in a group, and how many there are."""
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)

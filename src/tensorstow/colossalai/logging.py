@@ -1,0 +1,151 @@
+"""``colossalai.logging``: a logger that can be told which ranks speak."""
+
+import logging
+from collections.abc import Collection
+from functools import cache
+from os import PathLike
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tensorstow.base.errors import OptionError
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_FORMAT = logging.Formatter("colossalai - %(name)s - %(levelname)s: %(message)s")
+
+
+class DistributedLogger:
+    """A logger of the standard library whose calls take ``ranks``.
+
+    It writes to stderr, from INFO. Upstream writes the caller's file and line as a message of its
+    own before each; here there is one message.
+
+    Args:
+        name: The logger's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Create the logger; the class documents the arguments."""
+        self._logger = logging.getLogger(name)
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        handler = logging.StreamHandler()
+        handler.setFormatter(_FORMAT)
+        self._logger.addHandler(handler)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process; 0 without a process group."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    def set_level(self, level: str) -> None:
+        """Set the lowest level that is written.
+
+        Args:
+            level: "DEBUG", "INFO", "WARNING" or "ERROR".
+
+        Raises:
+            OptionError: It is none of these.
+        """
+        self._logger.setLevel(_checked(level))
+
+    def log_to_file(
+        self,
+        path: str | PathLike[str],
+        mode: str = "a",
+        level: str = "INFO",
+        suffix: str | None = None,
+    ) -> None:
+        """Write to a file as well: ``rank_<rank>.log``, or ``rank_<rank>_<suffix>.log``.
+
+        Args:
+            path: The directory, which is made.
+            mode: "a" appends to a file that is there, "w" replaces it.
+            level: The lowest level that is written to the file.
+            suffix: Is put behind the rank. Default: None, nothing.
+
+        Raises:
+            OptionError: The level is none.
+        """
+        checked = _checked(level)
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        behind = "" if suffix is None else f"_{suffix}"
+        handler = logging.FileHandler(folder / f"rank_{self.rank}{behind}.log", mode)
+        handler.setLevel(checked)
+        handler.setFormatter(_FORMAT)
+        self._logger.addHandler(handler)
+
+    def debug(self, message: str, ranks: Collection[int] | None = None) -> None:
+        """Log a message at DEBUG.
+
+        Args:
+            message: The message.
+            ranks: Those that log it. Default: None, every rank.
+        """
+        self._log(logging.DEBUG, message, ranks)
+
+    def info(self, message: str, ranks: Collection[int] | None = None) -> None:
+        """Log a message at INFO.
+
+        Args:
+            message: The message.
+            ranks: Those that log it. Default: None, every rank.
+        """
+        self._log(logging.INFO, message, ranks)
+
+    def warning(self, message: str, ranks: Collection[int] | None = None) -> None:
+        """Log a message at WARNING.
+
+        Args:
+            message: The message.
+            ranks: Those that log it. Default: None, every rank.
+        """
+        self._log(logging.WARNING, message, ranks)
+
+    def error(self, message: str, ranks: Collection[int] | None = None) -> None:
+        """Log a message at ERROR.
+
+        Args:
+            message: The message.
+            ranks: Those that log it. Default: None, every rank.
+        """
+        self._log(logging.ERROR, message, ranks)
+
+    def _log(self, level: int, message: str, ranks: Collection[int] | None) -> None:
+        if ranks is None or self.rank in ranks:
+            self._logger.log(level, "%s", message)
+
+
+@cache
+def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
+    """Return the logger of a name.
+
+    Args:
+        name: The name.
+
+    Returns:
+        The same object at each call with it.
+    """
+    return DistributedLogger(name)
+
+
+def disable_existing_loggers(
+    include: Collection[str] | None = None, exclude: Collection[str] = ("colossalai",)
+) -> None:
+    """Let loggers that exist write from WARNING.
+
+    Args:
+        include: The loggers' names. Default: None, all but those of ``exclude``.
+        exclude: Names that are left as they are, where ``include`` is None.
+    """
+    for name in list(logging.Logger.manager.loggerDict):
+        if name in include if include is not None else name not in exclude:
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _checked(level: str) -> str:
+    if level not in _LEVELS:
+        message = f"level={level!r} was given: it is one of {', '.join(_LEVELS)}."
+        raise OptionError(message)
+    return level
