@@ -9,7 +9,7 @@ as the optimizer keeps them, so a resumed run goes on bit for bit.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError, StoreFormatError, StowError
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
-from tensorstow.fsdp.export import save_safetensors
-from tensorstow.fsdp.full_tensors import full_tensor, resharded
+from tensorstow.fsdp.export import (
+    save_safetensors,
+    save_safetensors_file,
+    write_configuration,
+)
+from tensorstow.fsdp.full_tensors import resharded, whole_weights
 from tensorstow.fsdp.sharding import host_group
 
 Checkpoint = str | os.PathLike[str]
@@ -49,7 +52,8 @@ def save_model(
         shard: Whether there are several files and an index.
         prefix: Put before each name. None: nothing.
         shard_bytes: The largest size of one of several files.
-        use_safetensors: Whether files are safetensors rather than torch's.
+        use_safetensors: Whether files are safetensors rather than torch's, as one file is whose
+            name ends so.
 
     Raises:
         OptionError: Arguments that cannot be honoured together.
@@ -57,22 +61,34 @@ def save_model(
     """
     module = _module_of(model)
     path = Path(checkpoint)
-    if use_safetensors:
-        if prefix or not shard:
-            message = (
-                f"use_safetensors=True was given with shard={shard}, prefix={prefix!r}: safetensors"
-                " are written to a directory, by the model's names. Give shard=True and no prefix."
-            )
-            raise OptionError(message)
-        save_safetensors(module, path, max_shard_bytes=shard_bytes)
+    if use_safetensors or (path.suffix == _OF_SAFETENSORS and not shard):
+        _save_safetensors(module, path, prefix, shard_bytes if shard else None)
         return
     before = f"{prefix}." if prefix else ""
-    weights = ((before + name, values) for name, values in _weights(module))
+    weights = ((before + name, values) for name, values in whole_weights(module))
     if shard:
         _write_shards(path, _WEIGHTS, weights, shard_bytes, {})
+        _on_rank_0(path, lambda: write_configuration(module, path))
     else:
         whole = dict(weights) if _writes() else _drain(weights)
         _on_rank_0(path, lambda: _write(path, whole))
+
+
+def _save_safetensors(
+    module: nn.Module, path: Path, prefix: str | None, shard_bytes: int | None
+) -> None:
+    """Write a directory, or one file where ``shard_bytes`` is None."""
+    if prefix or (shard_bytes is None and path.suffix != _OF_SAFETENSORS):
+        message = (
+            f"Safetensors were to be written to {path}, prefix={prefix!r}: they have the model's"
+            f' names, and one file of them is called "...{_OF_SAFETENSORS}". Give shard=True, or'
+            " such a name, and no prefix."
+        )
+        raise OptionError(message)
+    if shard_bytes is None:
+        save_safetensors_file(module, path)
+    else:
+        save_safetensors(module, path, max_shard_bytes=shard_bytes)
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool) -> None:
@@ -123,13 +139,20 @@ def save_optimizer(
         shard_bytes: The largest size of one of several files.
 
     Raises:
+        OptionError: The file is called as safetensors are.
         StowError: Rank 0 could not write; it is raised on every rank.
     """
-    wrapper = _wrapper_of(optimizer)
-    saved = wrapper.state_dict()
-    rest = {key: value for key, value in saved.items() if key != "state"}
-    states = _whole_states(wrapper, saved["state"])
     path = Path(checkpoint)
+    if path.suffix == _OF_SAFETENSORS:
+        message = (
+            f"States were to be written to {path}: they and their groups are files of torch. Give"
+            ' another name, such as "optimizer.pt".'
+        )
+        raise OptionError(message)
+    wrapper = _wrapper_of(optimizer)
+    saved = wrapper.own_state_dict()
+    rest = {key: value for key, value in saved.items() if key != "state"}
+    states = wrapper.whole_states(saved["state"])
     if not shard:
         whole = dict(states) if _writes() else _drain(states)
         _on_rank_0(path, lambda: _write(path, {"state": whole, **rest}))
@@ -192,31 +215,6 @@ def load_lr_scheduler(scheduler: Any, checkpoint: Checkpoint) -> None:  # noqa: 
 
 
 # --- what is written ---
-
-
-def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield whole tensors by name, in host memory; tied ones by each of their names."""
-    for name, values in resharded(module).state_dict().items():
-        whole = values.full_tensor() if isinstance(values, DTensor) else values
-        yield name, whole.detach().cpu()
-
-
-def _whole_states(
-    wrapper: OptimizerWrapper, states: Mapping[int, Mapping[str, Any]]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    parameters = wrapper.parameters
-    for index, entry in states.items():
-        whole = {
-            name: _whole(value, parameters[index]) if name != "step" else value
-            for name, value in entry.items()
-        }
-        yield index, whole
-
-
-def _whole(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401
-    if not isinstance(value, torch.Tensor):
-        return value
-    return full_tensor(value, parameter).cpu()
 
 
 def _write_shards(
@@ -353,7 +351,7 @@ def _tied(module: nn.Module) -> dict[str, set[str]]:
 
 
 def _module_of(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, ModelWrapper) else model
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 
 def _wrapper_of(optimizer: Optimizer) -> OptimizerWrapper:

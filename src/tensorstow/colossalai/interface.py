@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
+from tensorstow.fsdp.full_tensors import full_tensor
 from tensorstow.optim.stowed_adam import StowedAdam
 
 logger = logging.getLogger("tensorstow")
 
 
 class ModelWrapper(nn.Module):
-    """A placed model: ``module``, or ``unwrap()``. It has the module's attributes and names.
+    """A placed model: ``module``, or ``unwrap()``. It has the module's attributes.
+
+    Its parameters' names begin with "module.", as upstream's do.
 
     Args:
         module: The placed module.
@@ -65,53 +69,7 @@ class ModelWrapper(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
-
-    def named_parameters(
-        self,
-        *args: Any,  # noqa: ANN401  # torch's
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the module's parameters by its own names.
-
-        Args:
-            args: As of ``torch.nn.Module.named_parameters``.
-            kwargs: As of ``torch.nn.Module.named_parameters``.
-
-        Yields:
-            Names and parameters.
-        """
-        yield from self.module.named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # torch's
-        """Return the module's state dict.
-
-        Args:
-            args: As of ``torch.nn.Module.state_dict``.
-            kwargs: As of ``torch.nn.Module.state_dict``.
-
-        Returns:
-            Tensors by the module's names.
-        """
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,  # noqa: FBT001, FBT002  # torch's
-        assign: bool = False,  # noqa: FBT001, FBT002
-    ) -> Any:  # noqa: ANN401
-        """Load a state dict of the module.
-
-        Args:
-            state_dict: Tensors by the module's names.
-            strict: Whether the names must be the module's.
-            assign: As of ``torch.nn.Module.load_state_dict``.
-
-        Returns:
-            The names that were missing and those that were not expected.
-        """
-        return self.module.load_state_dict(state_dict, strict, assign)
+            return getattr(self.unwrap(), name)
 
 
 class OptimizerWrapper(Optimizer):
@@ -283,11 +241,11 @@ class OptimizerWrapper(Optimizer):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002  # upstream's
     ) -> torch.Tensor:
-        """Clip the gradients of the next ``step()`` by their global 2-norm.
+        """Clip the gradients of the next ``step()`` by their global norm.
 
         Args:
             max_norm: The largest norm.
-            norm_type: 2.
+            norm_type: 2; of an optimizer of torch, as of ``torch.nn.utils.clip_grad_norm_``.
             error_if_nonfinite: Whether a norm that is not finite is an error.
 
         Returns:
@@ -296,6 +254,10 @@ class OptimizerWrapper(Optimizer):
         Raises:
             OptionError: Another norm, or the plugin clips, or the loss is scaled.
         """
+        if not isinstance(self.optim, StowedAdam):
+            return nn.utils.clip_grad_norm_(
+                self.parameters, max_norm, norm_type, error_if_nonfinite
+            )
         if norm_type != 2.0 or self._max_norm or self._scaler is not None:
             message = (
                 f"clip_grad_by_norm(norm_type={norm_type}) was called, with max_norm="
@@ -303,18 +265,20 @@ class OptimizerWrapper(Optimizer):
                 " once, gradients that are not scaled. Give max_norm= to the plugin."
             )
             raise OptionError(message)
-        stowed = _stowed(self.optim, "clip_grad_by_norm()")
-        return stowed.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
+        return self.optim.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Refuse: gradients are clipped by their norm.
+        """Clip each element of the gradients, where torch's optimizer has them whole.
 
         Args:
-            clip_value: Not used.
+            clip_value: The largest absolute value.
 
         Raises:
-            OptionError: Always.
+            OptionError: The optimizer is tensorstow's, which clips by the norm.
         """
+        if not isinstance(self.optim, StowedAdam):
+            nn.utils.clip_grad_value_(self.parameters, clip_value)
+            return
         message = (
             f"clip_grad_by_value({clip_value}) was called: gradients are clipped by their norm, by"
             " max_norm= of the plugin."
@@ -337,13 +301,50 @@ class OptimizerWrapper(Optimizer):
         raise OptionError(message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict, and the loss scale's under fp16.
+        """Return the optimizer's state dict, and the loss scale's under fp16; collective.
+
+        Returns:
+            What torch's optimizer would return, with whole states on every rank; "scaler" is the
+                loss scale's state.
+        """
+        return self.gathered_state_dict(keeps=True)
+
+    def gathered_state_dict(self, *, keeps: bool) -> dict[str, Any]:
+        """Return the state dict with whole states; collective.
+
+        Args:
+            keeps: Whether this rank has them, rather than an empty dict for each parameter.
+
+        Returns:
+            As of ``state_dict``.
+        """
+        saved = self.own_state_dict()
+        whole = self.whole_states(saved["state"])
+        return {**saved, "state": {index: entry if keeps else {} for index, entry in whole}}
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the states.
 
         Returns:
             What the optimizer returns; "scaler" is the loss scale's state.
         """
         state = self.optim.state_dict()
         return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
+
+    def whole_states(
+        self, states: Mapping[int, Mapping[str, Any]]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the whole states of one parameter after the other; collective.
+
+        Args:
+            states: This rank's part, by the parameters' order.
+
+        Yields:
+            A parameter's place in the order, and its states, in host memory.
+        """
+        parameters = self.parameters
+        for index, entry in states.items():
+            yield index, {name: _whole(v, parameters[index], name) for name, v in entry.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned, or torch's Adam saved.
@@ -356,6 +357,16 @@ class OptimizerWrapper(Optimizer):
         self.optim.load_state_dict(state)
         if self._scaler is not None and scale is not None:
             self._scaler.load_state_dict(scale)
+
+
+def _whole(value: Any, parameter: torch.Tensor, name: str) -> Any:  # noqa: ANN401
+    if name == "step" or not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
+        value = full_tensor(value, parameter)
+    elif isinstance(value, DTensor):
+        value = value.to_local()
+    return value.cpu()
 
 
 def _stowed(optimizer: Optimizer, what: str) -> StowedAdam:

@@ -86,6 +86,27 @@ def save_safetensors(
     _raise_on_every_rank(_finish(model, folder, shards) if rank == 0 else None, folder, group)
 
 
+def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write what ``save_safetensors`` writes to one file of any name, without a configuration.
+
+    Call it on every rank; rank 0 writes. It returns when the file is durable.
+
+    Args:
+        model: A stowed model, or any other.
+        path: The file. An older one is replaced when the new one is complete.
+
+    Raises:
+        StowError: Rank 0 failed to write; it is raised on every rank.
+    """
+    _run_state_dict_pre_hooks(model)
+    group = host_group()
+    rank = 0 if group is None else dist.get_rank(group)
+    file = Path(path)
+    failure = _prepare(file.parent) if rank == 0 else None
+    whole = _shard_of(file.name, dict(_contents(model)))
+    _raise_on_every_rank(_write([whole], rank, file.parent, failure), file.parent, group)
+
+
 def _prepare(folder: Path) -> Exception | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,9 +145,13 @@ def _shards(contents: Mapping[str, torch.Tensor], most: int) -> list[_Shard]:
     shards = []
     for number, part in enumerate(parts, 1):
         name = _ONE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-        entries = {n: Entry(t.dtype, tuple(t.shape)) for n, t in part.items()}
-        shards.append(_Shard(name, part, lay_out(entries, _METADATA)))
+        shards.append(_shard_of(name, part))
     return shards
+
+
+def _shard_of(name: str, part: Mapping[str, torch.Tensor]) -> _Shard:
+    entries = {n: Entry(t.dtype, tuple(t.shape)) for n, t in part.items()}
+    return _Shard(name, part, lay_out(entries, _METADATA))
 
 
 @torch.no_grad()
@@ -187,14 +212,19 @@ def _finish(model: nn.Module, folder: Path, shards: Sequence[_Shard]) -> Excepti
         for old in (folder / _ONE, *folder.glob("model-*-of-*.safetensors")):
             if old.name not in names:
                 old.unlink(missing_ok=True)
-        _write_configuration(model, folder)
+        write_configuration(model, folder)
     except OSError as error:
         return error
     return None
 
 
-def _write_configuration(model: nn.Module, folder: Path) -> None:
-    """Write what ``save_pretrained`` of transformers writes beside weights."""
+def write_configuration(model: nn.Module, folder: Path) -> None:
+    """Write what ``save_pretrained`` of transformers writes beside weights.
+
+    Args:
+        model: A model; one that is not of transformers has no configuration.
+        folder: The directory.
+    """
     if not is_of_transformers(model):
         return
     given: Any = model

@@ -1,5 +1,6 @@
 """Gathers full tensors from shards into host memory, and scatters them back."""
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -17,6 +18,22 @@ def resharded(module: nn.Module) -> nn.Module:
         if isinstance(part, FSDPModule):
             part.reshard()
     return module
+
+
+def whole_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole weights and persistent buffers, in host memory; collective.
+
+    One rank alone has the memory of its parameters there, where they are in host memory.
+
+    Args:
+        module: The module, sharded or not.
+
+    Yields:
+        Names and tensors, gathered one after the other; tied ones by each of their names.
+    """
+    for name, values in resharded(module).state_dict().items():
+        whole = values.full_tensor() if isinstance(values, DTensor) else values
+        yield name, whole.detach().cpu()
 
 
 def host_dtensor(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -171,6 +172,37 @@ def test_safetensors_are_read_as_they_are_written(tmp_path: Path, many: bool) ->
     assert all_equal(other.weights, run.weights)
 
 
+def test_one_file_of_safetensors_is_called_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """test_gemini_checkpoint_io.py writes such files, where it asks for use_async."""
+    run, other = Run(0), Run(1)
+    file = tmp_path / "new/model.safetensors"
+    run.booster.save_model(run.model, file, use_async=True)
+    assert "Booster: use_async=True changes nothing" in caplog.text
+    assert set(load_file(file)) == set(run.model.state_dict()) - {"head.weight"}  # tied
+    other.booster.load_model(other.model, file)
+    assert all_equal(other.weights, run.weights)
+    with pytest.raises(OptionError, match="they and their groups are files of torch"):
+        run.booster.save_optimizer(run.optimizer, tmp_path / "optimizer.safetensors")
+    with pytest.raises(OptionError, match="no prefix"):
+        run.booster.save_model(run.model, file, prefix="net")
+
+
+def test_files_of_torch_have_the_configuration_of_transformers_beside_them(tmp_path: Path) -> None:
+    """test_plugins_huggingface_compatibility.py."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=8)
+    torch.manual_seed(0)
+    made = transformers.GPT2LMHeadModel(config)
+    model, optimizer, *_ = Booster(plugin=GeminiPlugin()).boost(made, HybridAdam(made.parameters()))
+    Booster(plugin=GeminiPlugin()).save_model(model, tmp_path / "m", shard=True, size_per_shard=1)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "m")
+    ours = model.state_dict(only_rank_0=False)
+    assert all(torch.equal(values, ours[name]) for name, values in again.state_dict().items())
+    optimizer.close()
+
+
 def test_another_models_names_are_refused_unless_asked(tmp_path: Path) -> None:
     run = Run(0)
     torch.save({"embed.weight": torch.zeros(32, 16), "more": torch.ones(1)}, tmp_path / "part.pt")
@@ -193,9 +225,8 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"use_async": True}, "use_async=True was given"),
         ({"gather_dtensor": False}, "gather_dtensor=False was given"),
-        ({"use_safetensors": True}, "Give shard=True and no prefix"),
+        ({"use_safetensors": True}, "Give shard=True, or such a name, and no prefix"),
         ({"size_per_shard": 0}, "size_per_shard=0 was given"),
     ],
     ids=str,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 import tensorstow
 from compare import all_equal
@@ -197,14 +198,14 @@ def test_ddp_is_told_its_arguments() -> None:
         "gradient_as_bucket_view": True,
     }
     model, *_ = Booster(plugin=TorchDDPPlugin(**given)).boost(model_of())
-    ddp = model.ddp
+    ddp = model.module
     assert not ddp.static_graph
     assert not ddp.broadcast_buffers
     assert ddp.bucket_bytes_cap == 3 << 20
     assert ddp.find_unused_parameters
     assert ddp.gradient_as_bucket_view
     model, *_ = Booster(plugin=TorchDDPPlugin(static_graph=True)).boost(model_of())
-    assert model.ddp.static_graph
+    assert model.module.static_graph
 
 
 @pytest.mark.parametrize(
@@ -323,4 +324,39 @@ def test_ddp_keeps_the_optimizer_that_it_was_given() -> None:
     boosted, optimizer, *_ = Booster(plugin=TorchDDPPlugin()).boost(model, given)
     assert optimizer.unwrap() is given
     assert boosted.unwrap() is model
-    assert [n for n, _ in boosted.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert isinstance(boosted.module, DistributedDataParallel)
+
+
+NAMES = [
+    (GeminiPlugin, ""),
+    (LowLevelZeroPlugin, "module."),
+    (TorchFSDPPlugin, "module."),
+    (TorchDDPPlugin, "module.module."),
+]
+
+
+@pytest.mark.parametrize(("plugin", "before"), NAMES)
+def test_names_of_weights_are_upstreams(plugin: type[Plugin], before: str) -> None:
+    boosted, *_ = Booster(plugin=plugin()).boost(model_of())
+    expected = [f"{before}{name}" for name, _ in model_of().named_parameters()]
+    assert [name for name, _ in boosted.named_parameters()] == expected
+    assert list(boosted.state_dict()) == expected
+    other = {
+        n: torch.full_like(p, 0.5) for n, p in zip(expected, model_of().parameters(), strict=True)
+    }
+    boosted.load_state_dict(other)
+    assert all_equal(whole(boosted), list(other.values()))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_gradients_of_torchs_optimizers_are_clipped_by_torch(norm_type: float) -> None:
+    model, plain = model_of(), model_of()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted, optimizer, *_ = Booster(plugin=TorchDDPPlugin()).boost(model, given)
+    optimizer.backward(boosted(batch(0, 0)).square().sum())
+    plain(batch(0, 0)).square().sum().backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+    assert torch.equal(optimizer.clip_grad_by_norm(0.5, norm_type), norm)
+    nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+    optimizer.clip_grad_by_value(1e-3)
+    assert all_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])

@@ -135,19 +135,22 @@ class Booster:
             gather_dtensor: Refused unless True: tensors are written whole.
             prefix: Is put before each name. Default: None, nothing.
             size_per_shard: The largest size of one of several files, in MiB.
-            use_safetensors: Whether the files in a directory are safetensors.
-            use_async: Refused: it returns when the files are durable.
+            use_safetensors: Whether files are safetensors, as one file is in any case whose name
+                ends with ".safetensors".
+            use_async: Changes nothing, which True is told (WARNING): it returns when the files are
+                durable.
 
         Raises:
             OptionError: Arguments that cannot be honoured.
             StowError: Rank 0 could not write; it is raised on every rank.
         """
+        _tell_of_saving(use_async=use_async)
         checkpoint_io.save_model(
             model,
             checkpoint,
             shard=shard,
             prefix=prefix,
-            shard_bytes=_shard_bytes(size_per_shard, gathers=gather_dtensor, beside=use_async),
+            shard_bytes=_shard_bytes(size_per_shard, gathers=gather_dtensor),
             use_safetensors=use_safetensors,
         )
 
@@ -201,12 +204,13 @@ class Booster:
             OptionError: Arguments that cannot be honoured.
             StowError: Rank 0 could not write; it is raised on every rank.
         """
+        _tell_of_saving(use_async=use_async)
         checkpoint_io.save_optimizer(
             optimizer,
             checkpoint,
             shard=shard,
             prefix=prefix,
-            shard_bytes=_shard_bytes(size_per_shard, gathers=gather_dtensor, beside=use_async),
+            shard_bytes=_shard_bytes(size_per_shard, gathers=gather_dtensor),
         )
 
     def load_optimizer(
@@ -327,18 +331,21 @@ def _tell_of_loading(**given: object) -> None:
     tell_idle(given, {"low_cpu_mem_mode": (True, why), "num_threads": (1, why)}, "Booster")
 
 
-def _shard_bytes(size_per_shard: int, *, gathers: bool, beside: bool) -> int:
+def _tell_of_saving(*, use_async: bool) -> None:
+    """Log that a keyword of a save changes nothing."""
+    why = (
+        "the call returns when the files are durable. Commits are written beside training:"
+        " tensorstow.stow(model, optimizer, dir=...)"
+    )
+    tell_idle({"use_async": use_async}, {"use_async": (False, why)}, "Booster")
+
+
+def _shard_bytes(size_per_shard: int, *, gathers: bool) -> int:
     """Return the largest size of one of several files; raises OptionError for what is refused."""
     if not gathers:
         message = (
             "gather_dtensor=False was given: tensors are written whole. Each rank writes its own by"
             " torch.distributed.checkpoint, or by tensorstow.save_safetensors(by_rank=True)."
-        )
-        raise OptionError(message)
-    if beside:
-        message = (
-            "use_async=True was given: the call returns when the files are durable. Commits are"
-            " written beside training: tensorstow.stow(model, optimizer, dir=...)."
         )
         raise OptionError(message)
     if size_per_shard <= 0:

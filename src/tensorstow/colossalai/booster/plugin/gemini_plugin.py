@@ -23,6 +23,7 @@ from tensorstow.colossalai.booster.plugin.placement_policy import (
     states_off_device,
 )
 from tensorstow.colossalai.booster.plugin.plugin_base import Plugin, check_device
+from tensorstow.colossalai.gemini import GeminiModel, GeminiStates
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
 
 _FIXED_BLOCKS = "parameters move by the model's blocks, and no chunk size is searched"
@@ -206,7 +207,13 @@ class GeminiPlugin(Plugin):
         lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
     ) -> tuple[nn.Module, Optimizer | None]:
         return place(
-            model, optimizer, lr_scheduler, self._decide, self._training, replicas=self._replicas
+            model,
+            optimizer,
+            lr_scheduler,
+            self._decide,
+            self._training,
+            replicas=self._replicas,
+            wrappers=(GeminiModel, GeminiStates),
         )
 
     def _decide(self, asked: PlacementRequest) -> Decision:

@@ -111,6 +111,8 @@ class PlacementRequest:
 
 Decision = tuple[Plan, Collection[str]]
 """The plan, and the parameters whose states are in host memory wherever they are, by name."""
+Wrappers = tuple[type[ModelWrapper], type[OptimizerWrapper]]
+"""The classes of the model and of the optimizer that are returned."""
 
 
 def place(
@@ -122,6 +124,7 @@ def place(
     *,
     replicas: int = 1,
     init: Callable[[nn.Module], None] | None = None,
+    wrappers: Wrappers = (ModelWrapper, OptimizerWrapper),
 ) -> tuple[ModelWrapper, OptimizerWrapper | None]:
     """Place a model by ``stow``, and hand a scheduler over.
 
@@ -133,6 +136,7 @@ def place(
         training: How it is trained.
         replicas: Groups of ranks that each hold a full copy.
         init: As of ``stow``.
+        wrappers: The classes of what is returned.
 
     Returns:
         The model and its optimizer; None where none was given.
@@ -150,13 +154,14 @@ def place(
     make = maker_of(optimizer, model, frozenset(below).__contains__)
     placed, made = stow(model, make, plan=plan, compute_dtype=dtype, init=init)
     _report(plan, sizes, made, time.perf_counter() - began, verbose=training.verbose)
-    wrapped = ModelWrapper(placed, outputs_fp32=training.outputs_fp32)
+    of_model, of_optimizer = wrappers
+    wrapped = of_model(placed, outputs_fp32=training.outputs_fp32)
     if optimizer is None:
         return wrapped, None
     scaler = None
     if training.meant == "fp16" and training.make_scaler is not None:
         scaler = training.make_scaler()
-    wrapper = OptimizerWrapper(made, max_norm=training.max_norm, scaler=scaler)
+    wrapper = of_optimizer(made, max_norm=training.max_norm, scaler=scaler)
     if lr_scheduler is not None:
         hand_over(lr_scheduler, wrapper)
     return wrapped, wrapper

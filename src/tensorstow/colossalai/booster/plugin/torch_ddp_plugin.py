@@ -15,30 +15,28 @@ from tensorstow.fsdp.sharding import current_device, join_ranks
 
 
 class DDPWrapper(ModelWrapper):
-    """A model in torch's DistributedDataParallel, which forward goes through."""
+    """A model in torch's DistributedDataParallel, which is ``module``.
 
-    def __init__(self, module: nn.Module, ddp: DistributedDataParallel) -> None:
-        """Wrap ``module``, which is the module of ``ddp``."""
-        super().__init__(module)
-        self._ddp = [ddp]
-        """In a list: its parameters are the module's, and no others."""
+    Its parameters' names begin with "module.module.", as upstream's do.
 
-    @property
-    def ddp(self) -> DistributedDataParallel:
-        """Torch's wrapper."""
-        return self._ddp[0]
+    Args:
+        module: Torch's wrapper.
+    """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
-        """Call the module, so that backward reduces its gradients.
+    module: DistributedDataParallel
+
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  # upstream's
+        """Return the model that was given.
 
         Args:
-            args: The module's.
-            kwargs: The module's.
+            unwrap_peft: Not used: a model of peft is returned as it was given.
 
         Returns:
-            What the module returned.
+            The model.
         """
-        return self.ddp(*args, **kwargs)
+        del unwrap_peft
+        model: nn.Module = self.module.module
+        return model
 
 
 class TorchDDPPlugin(Plugin):
@@ -106,7 +104,7 @@ class TorchDDPPlugin(Plugin):
         model.to(device)
         ddp = DistributedDataParallel(model, **self._keywords)
         wrapper = None if optimizer is None else OptimizerWrapper(optimizer)
-        return DDPWrapper(model, ddp), wrapper
+        return DDPWrapper(ddp), wrapper
 
     def support_no_sync(self) -> bool:
         """Return whether ``no_sync`` can be called.
@@ -137,4 +135,4 @@ class TorchDDPPlugin(Plugin):
                 f"no_sync() was given a {type(model).__name__}: give it what boost() returned."
             )
             raise OptionError(message)
-        return model.ddp.no_sync()
+        return model.module.no_sync()
