@@ -4,6 +4,7 @@
 
     StowError
     ├── OptionError (ValueError)     an argument that cannot be used
+    ├── AbsentError (ImportError)    a name of another project that has no counterpart here
     ├── DTypeError (TypeError)       a dtype, layout or device that no kernel takes
     ├── BudgetError (ValueError)     a budget too small for what was asked
     ├── DirectoryError (OSError)     a directory that is missing, read-only, full or in RAM
@@ -69,6 +70,10 @@ class StowError(Exception):
 
 class OptionError(StowError, ValueError):
     """An argument has a value that cannot be used."""
+
+
+class AbsentError(StowError, ImportError):
+    """A name of another project that has no counterpart here."""
 
 
 class DTypeError(StowError, TypeError):

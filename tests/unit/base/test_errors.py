@@ -10,6 +10,7 @@ from tensorstow.base.errors import DirectoryError, OptionError, StowError, Trans
 
 BUILTINS = {
     "OptionError": ValueError,
+    "AbsentError": ImportError,
     "DTypeError": TypeError,
     "BudgetError": ValueError,
     "DirectoryError": OSError,

@@ -1,0 +1,24 @@
+"""``colossalai.zero``: Gemini without a booster."""
+
+from typing import NoReturn
+
+from tensorstow.colossalai.absent import refuse
+from tensorstow.colossalai.utils.model.colo_init_context import ColoInitContext
+from tensorstow.colossalai.zero.gemini.gemini_ddp import GeminiDDP
+from tensorstow.colossalai.zero.gemini.gemini_optimizer import GeminiAdamOptimizer, GeminiOptimizer
+
+__all__ = ["ColoInitContext", "GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer"]
+
+_BOOSTER = "Booster(plugin={}) places a model and makes its optimizer anew in one call"
+_LOW_LEVEL = _BOOSTER.format("LowLevelZeroPlugin(stage=1)")
+_ABSENT = {
+    "LowLevelZeroOptimizer": f"an optimizer alone does not show its model. {_LOW_LEVEL}",
+    "get_static_torch_model": "model.state_dict(only_rank_0=False) has whole weights for a model of"
+    " torch",
+    "zero_model_wrapper": _BOOSTER.format("LowLevelZeroPlugin or GeminiPlugin"),
+    "zero_optim_wrapper": _BOOSTER.format("LowLevelZeroPlugin or GeminiPlugin"),
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name, _ABSENT)

@@ -1,0 +1,23 @@
+"""``colossalai.zero.gemini``: a model and its optimizer, placed without a booster."""
+
+from typing import NoReturn
+
+from tensorstow.colossalai.absent import BY_UNITS, refuse
+from tensorstow.colossalai.zero.gemini.gemini_ddp import GeminiDDP
+from tensorstow.colossalai.zero.gemini.gemini_optimizer import GeminiAdamOptimizer, GeminiOptimizer
+
+__all__ = ["GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer"]
+
+_ABSENT = {
+    "ChunkManager": BY_UNITS,
+    "GeminiManager": BY_UNITS,
+    "TensorInfo": BY_UNITS,
+    "TensorState": BY_UNITS,
+    "get_static_torch_model": "model.state_dict(only_rank_0=False) has whole weights for a model of"
+    " torch",
+    "search_chunk_configuration": f"{BY_UNITS} whose size is searched. Leave chunk_config_dict out",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name, _ABSENT)

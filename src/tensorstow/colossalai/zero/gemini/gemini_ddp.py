@@ -1,0 +1,173 @@
+"""``GeminiDDP``: a model that Gemini places once it has its optimizer."""
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tensorstow.base.errors import OptionError
+from tensorstow.colossalai.booster.plugin.gemini_plugin import GeminiPlugin
+from tensorstow.colossalai.booster.plugin.placed import DTYPES, refuse_values, tell_idle
+from tensorstow.colossalai.gemini import GeminiModel
+from tensorstow.colossalai.interface import OptimizerWrapper
+from tensorstow.fsdp.sharding import current_device
+
+_REFUSED = {
+    "zero_group": (None, "the ranks are all there are; tensorstow.stow(mesh=) takes others"),
+    "extra_dp_group": (None, "GeminiPlugin(extra_dp_size=) has several full copies"),
+}
+_IDLE = {"scatter_after_inference": (True, "a unit that is sharded is so behind its forward")}
+
+
+class GeminiDDP(GeminiModel):
+    """A model as ``GeminiPlugin`` places it, without a booster.
+
+    It is placed when ``GeminiOptimizer`` is made over it, or by its first forward where it has no
+    optimizer. Until then its parameters are the module's own, for an optimizer to be made over.
+
+    Args:
+        module: The model.
+        chunk_config_dict: This and the next three: as of ``GeminiPlugin``.
+        chunk_init_device: See there.
+        placement_policy: See there.
+        enable_gradient_accumulation: See there.
+        max_prefetch: This and the next four: as of ``GeminiPlugin``.
+        shard_param_frac: See there.
+        offload_optim_frac: See there.
+        offload_param_frac: See there.
+        warmup_non_model_data_ratio: See there.
+        steady_cuda_cap_ratio: This and the next six: as of ``GeminiPlugin``.
+        search_range_m: See there.
+        hidden_dim: See there.
+        min_chunk_size_m: See there.
+        pin_memory: See there.
+        force_outputs_fp32: See there.
+        strict_ddp_mode: See there.
+        scatter_after_inference: Changes nothing.
+        mixed_precision: ``torch.float16``, ``torch.bfloat16`` or ``torch.float32``. Default: None,
+            float16 as upstream where an accelerator computes, float32 where the CPU does.
+        zero_group: Refused unless None.
+        memstats: As of ``GeminiPlugin``.
+        master_weights: As of ``GeminiPlugin``.
+        extra_dp_group: Refused unless None.
+        verbose: This and the next three: as of ``GeminiPlugin``.
+        enable_async_reduce: See there.
+        fp8_communication: See there.
+        use_fp8: See there.
+
+    Raises:
+        OptionError: An argument that cannot be honoured.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917  # upstream's own signature
+        self,
+        module: nn.Module,
+        chunk_config_dict: dict[Any, Any] | None = None,
+        chunk_init_device: torch.device | str | int | None = None,
+        placement_policy: str = "static",
+        enable_gradient_accumulation: bool = False,  # noqa: FBT001, FBT002  # upstream's, all below
+        max_prefetch: int = 0,
+        shard_param_frac: float = 1.0,
+        offload_optim_frac: float = 0.0,
+        offload_param_frac: float = 0.0,
+        warmup_non_model_data_ratio: float = 0.8,
+        steady_cuda_cap_ratio: float = 0.9,
+        search_range_m: int = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_m: float = 32,
+        pin_memory: bool = False,  # noqa: FBT001, FBT002
+        force_outputs_fp32: bool = False,  # noqa: FBT001, FBT002
+        strict_ddp_mode: bool = False,  # noqa: FBT001, FBT002
+        scatter_after_inference: bool = True,  # noqa: FBT001, FBT002
+        mixed_precision: torch.dtype | None = None,
+        zero_group: object = None,
+        memstats: object = None,
+        master_weights: bool = True,  # noqa: FBT001, FBT002
+        extra_dp_group: object = None,
+        verbose: bool = False,  # noqa: FBT001, FBT002
+        enable_async_reduce: bool = True,  # noqa: FBT001, FBT002
+        fp8_communication: bool = False,  # noqa: FBT001, FBT002
+        use_fp8: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Wrap the model; the class documents the arguments."""
+        given = {name: value for name, value in locals().items() if name not in _NOT_ARGUMENTS}
+        refuse_values(given, _REFUSED, type(self).__name__)
+        tell_idle(given, _IDLE, type(self).__name__)
+        dtype = given.pop("mixed_precision") or _usual_dtype()
+        precisions = {dtype: name for name, dtype in DTYPES.items()}
+        if dtype not in precisions:
+            message = (
+                f"mixed_precision={dtype} was given: it is one of"
+                f" {', '.join(map(str, precisions))}."
+            )
+            raise OptionError(message)
+        own = {name: value for name, value in given.items() if name not in {*_REFUSED, *_IDLE}}
+        plugin = GeminiPlugin(precision=precisions[dtype], **own)
+        super().__init__(module, outputs_fp32=force_outputs_fp32)
+        self.mixed_precision: torch.dtype = dtype
+        self._plugin: GeminiPlugin | None = plugin
+        """What places the model; None: it is placed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
+        """Call the module, which is placed without an optimizer where it has none.
+
+        Args:
+            args: The module's.
+            kwargs: The module's.
+
+        Returns:
+            What the module returned.
+        """
+        if self._plugin is not None:
+            self._plugin.configure(self.module)
+            self._plugin = None
+        return super().forward(*args, **kwargs)
+
+    def place(self, optimizer: Optimizer) -> OptimizerWrapper:
+        """Place the module, and make its optimizer anew.
+
+        Args:
+            optimizer: As of ``Booster.boost``.
+
+        Returns:
+            The optimizer over what was placed.
+
+        Raises:
+            OptionError: It is placed, or something cannot be honoured; the model was not changed.
+        """
+        if self._plugin is None:
+            message = (
+                "GeminiOptimizer was made over a model that is placed: make it once, before the"
+                " model's first forward."
+            )
+            raise OptionError(message)
+        _, made, *_ = self._plugin.configure(self.module, optimizer)
+        self._plugin = None
+        wrapper: OptimizerWrapper = made
+        return wrapper
+
+    @staticmethod
+    def set_params_to_ignore(params_to_ignore: Iterable[torch.Tensor]) -> NoReturn:
+        """Refuse: every parameter of the model is placed.
+
+        Args:
+            params_to_ignore: Not used.
+
+        Raises:
+            OptionError: Always.
+        """
+        del params_to_ignore
+        message = (
+            "set_params_to_ignore() was called: every parameter of the model is placed, and those"
+            " that are not trained are frozen by requires_grad_(False)."
+        )
+        raise OptionError(message)
+
+
+_NOT_ARGUMENTS = {"self", "module", "__class__"}
+
+
+def _usual_dtype() -> torch.dtype:
+    return torch.float32 if current_device().type == "cpu" else torch.float16
