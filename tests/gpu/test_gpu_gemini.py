@@ -17,6 +17,7 @@ from ranks.matrix import GEMINI_ON_DEVICE, boosted_courses, every, named
 from ranks.pool import Ranks
 from ranks.stowed import Course, alone
 from tensorstow.base.errors import OptionError
+from tensorstow.colossalai.accelerator import get_accelerator
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import (
@@ -26,6 +27,7 @@ from tensorstow.colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from tensorstow.colossalai.zero import GeminiDDP, GeminiOptimizer
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.tensors.dtensor import shard_of
@@ -227,3 +229,31 @@ def test_the_matrix_is_as_large_as_it_says() -> None:
     # A change of these numbers is a change of what is proved: make it on purpose.
     assert len(feasible_pairs(GEMINI_ON_DEVICE, every)) == 197
     assert len(MATRIX) == 10
+
+
+def test_without_a_booster(device: torch.device, in_fp32: list[torch.Tensor]) -> None:
+    model = GeminiDDP(model_of(), placement_policy="cpu", mixed_precision=torch.float32)
+    optimizer = GeminiOptimizer(HybridAdam(model.parameters(), lr=1e-2), model)
+    for step in range(3):
+        optimizer.backward(model(batch(step, device)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all_equal(list(model.state_dict(only_rank_0=False).values()), in_fp32)
+    states = optimizer.state_dict()["state"]
+    assert {v.device.type for entry in states.values() for v in entry.values()} == {"cpu"}
+    optimizer.close()
+    assert GeminiDDP(model_of()).mixed_precision == torch.float16
+
+
+def test_the_accelerator_by_upstreams_calls(device: torch.device) -> None:
+    here = get_accelerator()
+    assert here.get_current_device() == device
+    assert (here.name, here.current_device()) == (device.type, device.index)
+    assert here.device_count() == torch.accelerator.device_count()
+    here.set_device(device.index)
+    kept = torch.zeros(1 << 20, device=device)
+    here.synchronize()
+    assert here.max_memory_allocated() >= here.memory_allocated() >= kept.nbytes
+    here.empty_cache()
+    here.reset_peak_memory_stats()
+    assert here.max_memory_allocated() == here.memory_allocated()
