@@ -17,14 +17,14 @@ MOMENTS: dict[str, tuple[Any, str, str]] = {
     "room for states": (space.StoreSpace, "_grow", "after"),
     # A commit, in its order.
     "a tensor of a commit written": (store.Store, "write_tensor", "after"),
-    "states not waited for": (commits, "_record", "before"),
+    "states not waited for": (commits, "chunk_record", "before"),
     "before the sync of files": (durability.SystemDisk, "sync_file", "before"),
     "between sync and transaction": (durability.SystemDisk, "sync_file", "after"),
     "rows written, not committed": (durability.SystemDisk, "end_transaction", "before"),
     "behind the transaction": (durability.SystemDisk, "end_transaction", "after"),
-    "before chunks get new extents": (commits.Commits, "_retarget", "before"),
+    "before chunks get new extents": (commits.CommittedExtents, "retarget", "before"),
     "an extent given back": (stored.StoreStorage, "release", "after"),
-    "chunks have new extents": (commits.Commits, "_retarget", "after"),
+    "chunks have new extents": (commits.CommittedExtents, "retarget", "after"),
     # Going back.
     "resuming begins": (resuming, "_match", "before"),
     "an extent adopted": (stored.StoreStorage, "adopt", "after"),

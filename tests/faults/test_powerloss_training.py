@@ -17,6 +17,7 @@ from powerloss.training import (
     record_training,
 )
 from tensorstow.checkpoint.commits import Commits
+from tensorstow.checkpoint.committed_extents import CommittedExtents
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.param_table import ParamTable
 
@@ -76,7 +77,7 @@ def test_a_committed_extent_that_is_written_is_seen(
 ) -> None:
     case, root = Case(commit_every=2), tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(Commits, "_retarget", lambda *_: None)
+        patch.setattr(CommittedExtents, "retarget", lambda *_: None)
         events = record_training(case, root, TrainingDisk(), stops=(6,))
     ends = [i for i, e in enumerate(events) if isinstance(e, ManifestCommitted)]
     between = [(a + b) // 2 for a, b in itertools.pairwise(ends)]

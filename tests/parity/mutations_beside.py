@@ -11,7 +11,7 @@ import torch
 
 from parity.candidate import NO_TAPS, Taps
 from tensorstow.checkpoint import commits, resume
-from tensorstow.checkpoint.commits import Commits
+from tensorstow.checkpoint.committed_extents import CommittedExtents
 from tensorstow.io.device_link import DeviceEvent
 from tensorstow.optim.step_runner import StepRunner
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -139,7 +139,7 @@ def ring_is_stale(_: pytest.MonkeyPatch, __: Path) -> Taps:
 
 
 def committed_extent_is_written_again(patch: pytest.MonkeyPatch, _: Path) -> None:
-    patch.setattr(Commits, "_retarget", lambda *_: None)
+    patch.setattr(CommittedExtents, "retarget", lambda *_: None)
 
 
 def commit_without_its_weights(patch: pytest.MonkeyPatch, _: Path) -> None:
@@ -159,34 +159,34 @@ def commit_of_weights_before_the_step(patch: pytest.MonkeyPatch, _: Path) -> Non
 
 
 def step_counts_not_committed(patch: pytest.MonkeyPatch, _: Path) -> None:
-    hyper = Commits._hyper
+    hyper = commits.hyper_of
 
-    def without(self: Commits, *given: Any) -> dict[str, Any]:  # noqa: ANN401  # passed on
-        return {**hyper(self, *given), "steps": {}}
+    def without(*given: Any) -> dict[str, Any]:  # noqa: ANN401  # passed on
+        return {**hyper(*given), "steps": {}}
 
-    patch.setattr(Commits, "_hyper", without)
+    patch.setattr(commits, "hyper_of", without)
 
 
 def groups_not_committed(patch: pytest.MonkeyPatch, _: Path) -> None:
-    hyper = Commits._hyper
+    hyper = commits.hyper_of
 
-    def without(self: Commits, *given: Any) -> dict[str, Any]:  # noqa: ANN401  # passed on
-        saved = hyper(self, *given)
+    def without(*given: Any) -> dict[str, Any]:  # noqa: ANN401  # passed on
+        saved = hyper(*given)
         rule = {"amsgrad", "decoupled_weight_decay"}  # without these a resume is refused
         groups = [{k: v for k, v in g.items() if k in rule} for g in saved["groups"]]
         return {**saved, "groups": groups}
 
-    patch.setattr(Commits, "_hyper", without)
+    patch.setattr(commits, "hyper_of", without)
 
 
 def what_stays_is_not_committed(patch: pytest.MonkeyPatch, _: Path) -> None:
-    record = commits._record
+    record = commits.chunk_record
 
     def blank_if_resident(chunk: Chunk, store: StateStore, space: StoreStorage) -> ChunkRecord:
         made = record(chunk, store, space)
         return replace(made, blank=True) if chunk.resident else made
 
-    patch.setattr(commits, "_record", blank_if_resident)
+    patch.setattr(commits, "chunk_record", blank_if_resident)
 
 
 def what_stays_is_not_updated(patch: pytest.MonkeyPatch, _: Path) -> Taps:

@@ -41,7 +41,7 @@ def commit_to(
         storage.close()
         raise
     params.move_to(storage, offload_policy)
-    commits.forget_records()
+    commits.extents.forget()
     resume(generation, params, groups, states, commits.module)
     commits.resumed(generation, params)
     commits.was_given_extra |= extra is not None

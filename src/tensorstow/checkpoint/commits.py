@@ -1,4 +1,4 @@
-"""Commits: when one is due, what it contains, and the thread that makes it durable.
+"""Commits: when one is due, what is done for it, and the thread that makes it durable.
 
 [Note: A commit] Whether a step commits is decided before it begins, so that its update also puts
 the new weights into the ring beside the states. What is small (buffers, hyper-parameters, the
@@ -11,42 +11,27 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
-from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-import tensorstow._native as _native
 from tensorstow.base.errors import ForkError, OptionError, UnlinkedError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.checkpoint.agreement import COMMIT, FIRST
+from tensorstow.checkpoint.committed_extents import CommittedExtents
+from tensorstow.checkpoint.content import chunk_record, hyper_of, layout_of, names_of
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, Interval
 from tensorstow.checkpoint.serialize import check_extra, extra_of, flatten
 from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
-from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import parts_of
 from tensorstow.states.native_pipeline import StepRow
-from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
-from tensorstow.states.stored_chunks import NOWHERE, FilePosition
-from tensorstow.step.managed_param import NO_SCALARS, ManagedParam, StepPlan
+from tensorstow.step.managed_param import NO_SCALARS, StepPlan
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.step_plan import Groups, States, must_seed
-from tensorstow.store.records import (
-    ChunkRecord,
-    ChunkShape,
-    Content,
-    Generation,
-    StreamShape,
-    TensorRecord,
-)
-from tensorstow.tensors.dtensor import in_memory, shard_of
+from tensorstow.step.step_plan import Groups, States
+from tensorstow.store.records import Content, Generation
 
 logger = logging.getLogger("tensorstow")
 
@@ -89,14 +74,11 @@ class Commits:
         """A commit was asked for by ``request_commit()`` and is not made yet."""
         self.prompt = False
         """The step commits because that was asked for: it is durable when ``step()`` returns."""
+        self.extents = CommittedExtents()
         self._last = time.monotonic()
         self._owner = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[Generation] | None = None
-        self._places: dict[Chunk, FilePosition] = {}
-        self._tensors: dict[tuple[str, str], tuple[tuple[int, int], TensorRecord]] = {}
-        self._temporary: list[TensorRecord] = []
-        self._warned_left_out = False
         self._warned_foreign = False
 
     def refuse_strange(self, params: ParamTable) -> None:
@@ -183,7 +165,7 @@ class Commits:
             except UnlinkedError as error:
                 generation, unlinked = error.committed, error
             if isinstance(generation, Generation):
-                self._retarget(params.store, storage_of(params))
+                self.extents.retarget(params.store, storage_of(params))
                 self.committed, self.generation = generation.step, generation.number
         except BaseException as error:
             params.store.pipeline.check_alive()  # the caller may have been told already
@@ -246,11 +228,11 @@ class Commits:
         storage = storage_of(params)
         given: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
         plain, tensors = flatten(extra_of(given), "extra")
-        hyper, numbers = flatten(self._hyper(params, groups, states), "a parameter group")
+        hyper, numbers = flatten(hyper_of(params, groups, states), "a parameter group")
         records = [
-            *self._write_all("extra", tensors, storage),
-            *self._write_all("hyper", numbers, storage),
-            *self._write_module(params, storage),
+            *self.extents.write("extra", tensors, storage),
+            *self.extents.write("hyper", numbers, storage),
+            *self.extents.write_module(self.module, params, storage),
         ]
         hyper |= {COMMIT: self.ranks.next_id(), FIRST: self.committed is None}
         layout = layout_of(params, names_of(groups, self.module))
@@ -260,7 +242,7 @@ class Commits:
         def finish() -> Content:
             with params.store.pipeline.lock:
                 params.store.pipeline.wait_written()
-                chunks = [_record(chunk, params.store, storage) for chunk in params.store.chunks]
+                chunks = [chunk_record(c, params.store, storage) for c in params.store.chunks]
             return Content(step, layout, hyper, plain, chunks, records)
 
         return finish
@@ -297,12 +279,6 @@ class Commits:
             for extent in content.extents():
                 target.store.release(extent)
 
-    def forget_records(self) -> None:
-        """Forget what is held in a store that is left for another one."""
-        self._tensors.clear()
-        self._temporary.clear()
-        self._places.clear()
-
     def capture(self, params: ParamTable) -> None:
         """Write to disk what it has not got of the states and weights of now."""
         with self.ranks.reporting_errors(f"the commit of step {self.step}"):
@@ -317,104 +293,13 @@ class Commits:
         self.step = self.committed = generation.step
         self.generation = generation.number
         self._last = time.monotonic()
-        for record in (*self._temporary, *(record for _, record in self._tensors.values())):
-            storage_of(params).store.release(record.extent)
-        self._tensors.clear()
-        self._temporary.clear()
-        self._places = {c: params.store.pipeline.stored.place(c) for c in params.store.chunks}
+        self.extents.resumed(params.store, storage_of(params))
 
     def close(self) -> None:
         """Let the thread go. Idempotent."""
         if self._executor is not None and self._owner == os.getpid():
             self._executor.shutdown(wait=True)
             self._executor = None
-
-    def _retarget(self, store: StateStore, storage: StoreStorage) -> None:
-        """Give every chunk whose extent is committed now another one to be written to."""
-        for record in self._temporary:
-            storage.store.release(record.extent)
-        self._temporary.clear()
-        for chunk in store.chunks:
-            place = store.pipeline.stored.place(chunk)
-            if place != store.pipeline.stored.target_of(chunk):
-                continue  # not written since the commit before: its other extent is still free
-            before = self._places.get(chunk, NOWHERE)
-            if before not in {NOWHERE, place}:
-                storage.release(before)
-            self._places[chunk] = place
-            (free,) = storage.reserve([chunk.file_bytes])
-            store.pipeline.stored.target(chunk, free)
-
-    def _hyper(self, params: ParamTable, groups: Groups, states: States) -> dict[str, Any]:
-        saved = [
-            {k: v for k, v in group.items() if k not in {"params", "param_names"}}
-            for group in groups
-        ]
-        members = [[_number(params.find(p)) for p in group["params"]] for group in groups]
-        counts = {
-            str(m.number): float(states[m.owner]["step"])
-            for m in params.all()
-            if "step" in states.get(m.owner, {})
-        }
-        reseed = [m.number for m in params.all() if must_seed(m, params.store)]
-        return {
-            "groups": saved,
-            "members": members,
-            "steps": counts,
-            "reseed": reseed,
-            "update_on": params.offload_policy.update_on or "host",
-        }
-
-    def _write_all(
-        self, kind: str, tensors: Sequence[torch.Tensor], storage: StoreStorage
-    ) -> list[TensorRecord]:
-        """Write tensors that belong to this commit alone."""
-        records = []
-        for i, tensor in enumerate(tensors):
-            written = storage.store.write_tensor(kind, str(i), tensor.detach().cpu().contiguous())
-            self._temporary.append(written)  # at once: the next one may fail
-            records.append(written)
-        return records
-
-    def _write_module(self, params: ParamTable, storage: StoreStorage) -> list[TensorRecord]:
-        """Write buffers and parameters that no optimizer updates, where they changed."""
-        if self.module is None:
-            return []
-        members = {id(m.owner) for m in params.all()}
-        records = []
-        left_out = []
-        for name, tensor in module_tensors(self.module):
-            if id(tensor) in members or is_lazy(tensor):  # which has no values yet
-                continue
-            if not _has_bytes(tensor):
-                left_out.append(name)
-                continue
-            key = ("module", name)
-            with in_memory(tensor):
-                records.append(self._write_changed(key, tensor, storage))
-        if left_out and not self._warned_left_out:
-            self._warned_left_out = True
-            logger.warning(
-                "Commits do not keep %s: no bytes of their own (meta, sparse, expanded or"
-                " quantised tensors that no optimizer updates). Load them before resume()",
-                ", ".join(left_out[:_FEW]) + (" ..." if len(left_out) > _FEW else ""),
-            )
-        return records
-
-    def _write_changed(
-        self, key: tuple[str, str], tensor: torch.Tensor, storage: StoreStorage
-    ) -> TensorRecord:
-        """Write a tensor, whose bytes are in memory, unless they are what a commit has of it."""
-        held = shard_of(tensor).detach().cpu().contiguous()
-        nbytes = held.numel() * held.element_size()
-        # Both: batch_norm writes its statistics without telling the version counter.
-        mark = (tensor._version, _native.checksum(held.data_ptr(), nbytes))  # noqa: SLF001
-        before = self._tensors.get(key)
-        if before is None or before[0] != mark:
-            self._tensors[key] = (mark, storage.store.write_tensor(*key, held))
-            if before is not None:
-                self._temporary.append(before[1])
-        return self._tensors[key][1]
 
 
 def in_commit_thread() -> bool:
@@ -424,18 +309,6 @@ def in_commit_thread() -> bool:
 
 def _begin_thread() -> None:
     _here.commits = True
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether all there is of a frozen parameter or a buffer are the bytes of its elements.
-
-    A tensor made of others (quantised weights are) is put together by code that no commit keeps.
-    """
-    shard = shard_of(tensor)
-    if shard.layout != torch.strided or shard.is_meta or shard.is_quantized:
-        return False
-    expanded = 0 in shard.stride() and shard.numel() > 1
-    return not expanded and not is_traceable_wrapper_subclass(shard)
 
 
 def _run_through(plan: StepPlan, params: ParamTable) -> None:
@@ -452,18 +325,6 @@ def _run_through(plan: StepPlan, params: ParamTable) -> None:
         path.abort()
 
 
-def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers by the names that ``state_dict`` has for them.
-
-    Not by ``state_dict`` itself: that waits for updates which run behind the step.
-    """
-    yield from module.named_parameters()
-    for prefix, part in module.named_modules():
-        for name, buffer in part.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in part._non_persistent_buffers_set:  # noqa: SLF001
-                yield name, buffer
-
-
 def storage_of(params: ParamTable, asked: str = "A commit") -> StoreStorage:
     """Return the durable space; raise OptionError, naming ``asked``, where states are scratch."""
     storage = params.store.storage
@@ -474,56 +335,3 @@ def storage_of(params: ParamTable, asked: str = "A commit") -> StoreStorage:
         ' Make the optimizer with dir="..." and durability="commit", which is the default there.'
     )
     raise OptionError(message)
-
-
-def names_of(groups: Groups, module: torch.nn.Module | None) -> dict[int, str]:
-    """Return names of parameters by their id: the module's, else those that a group gives."""
-    by_id: dict[int, str] = {}
-    for group in groups:
-        given = group.get("param_names") or ()
-        by_id |= {id(p): n for p, n in zip(group["params"], given, strict=False)}
-    if module is not None:
-        by_id |= {id(p): name for name, p in module.named_parameters()}
-    return by_id
-
-
-def layout_of(params: ParamTable, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return how the states lie in chunks, as JSON."""
-    return {
-        "parameters": [
-            {
-                "name": names.get(id(m.owner)),
-                "shape": list(m.shard.shape),
-                **({} if m.order is None else {"order": list(m.order)}),
-                "dtype": str(m.family.dtype).removeprefix("torch."),
-                "amsgrad": m.family.amsgrad,
-                "format": str(m.family.format),
-            }
-            for m in params.all()
-        ],
-        "chunks": [_chunk_entry(chunk) for chunk in params.store.chunks],
-    }
-
-
-def _chunk_entry(chunk: Chunk) -> dict[str, Any]:
-    *streams, weight = (
-        StreamShape(part.width, part.per) for part in parts_of(chunk.family, chunk.plan.elements)
-    )
-    shape = ChunkShape(chunk.plan.elements, _native.UPDATE_BLOCK, tuple(streams), weight)
-    runs = [[r.parameter, r.start, r.count, r.position] for r in chunk.plan.runs]
-    return {**asdict(shape), "runs": runs}
-
-
-def _record(chunk: Chunk, store: StateStore, storage: StoreStorage) -> ChunkRecord:
-    states, weights = store.pipeline.stored.checksums(chunk)
-    return ChunkRecord(
-        chunk=chunk.number,
-        extent=storage.extent(store.pipeline.stored.place(chunk)),
-        blank=store.pipeline.stored.state(chunk) == "blank",
-        checksums=states,
-        weight_checksums=weights,
-    )
-
-
-def _number(param: ManagedParam | None) -> int | None:
-    return None if param is None else param.number

@@ -4,6 +4,7 @@ A tensor is called ``<parameter>.<state>``; parameters go by name where all have
 place in the groups, as in ``state_dict``. Hyper-parameters are JSON in the file's metadata.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -15,7 +16,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import format_count
-from tensorstow.checkpoint.commits import names_of
+from tensorstow.checkpoint.content import own_names, refuse_other_groups
 from tensorstow.checkpoint.full_state import lacks_states, without_placeholders
 from tensorstow.checkpoint.serialize import flatten, inflate
 from tensorstow.io.mapped import Mapped, replacing
@@ -151,13 +152,11 @@ def _saved_groups(
 
 def _names(groups: Groups, module: torch.nn.Module | None) -> tuple[bool, list[list[str]]]:
     """Return what parameters are called, group by group, and whether those are names."""
-    by_id = names_of(groups, module)
-    parameters = [p for group in groups for p in group["params"]]
-    named = [by_id[id(p)] for p in parameters if id(p) in by_id]
-    are_names = len(set(named)) == len(parameters)
-    if not are_names:
-        by_id = {id(p): str(i) for i, p in enumerate(parameters)}
-    return are_names, [[by_id[id(p)] for p in group["params"]] for group in groups]
+    names = own_names(groups, module)
+    if names is not None:
+        return True, names
+    places = map(str, itertools.count())
+    return False, [[next(places) for _ in group["params"]] for group in groups]
 
 
 def _add_states(
@@ -220,12 +219,7 @@ def _match(
     path: Path, saved: Sequence[Sequence[str]], here: Sequence[Sequence[str]], *, by_name: bool
 ) -> list[str]:
     """Return, for each parameter here in order, what the file calls it."""
-    if len(saved) != len(here):
-        message = (
-            f"{path} has {len(saved)} parameter groups and this optimizer {len(here)}. Make the"
-            " same groups in the same order."
-        )
-        raise OptionError(message)
+    refuse_other_groups(str(path), len(saved), len(here))
     for number, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
         if by_name and set(theirs) != set(ours):
             raise OptionError(_difference(path, number, theirs, ours))

@@ -12,7 +12,13 @@ import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, OptionError, StoreFormatError
 from tensorstow.base.sizes import format_count
 from tensorstow.base.update_on import UpdateOn, is_update_on, told
-from tensorstow.checkpoint.commits import module_tensors, names_of, storage_of
+from tensorstow.checkpoint.commits import storage_of
+from tensorstow.checkpoint.content import (
+    module_tensors,
+    names_of,
+    own_names,
+    refuse_other_groups,
+)
 from tensorstow.checkpoint.serialize import inflate
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.io import device_link
@@ -164,17 +170,14 @@ def _match(
         for i, number in enumerate(members)
         if number is not None
     }
-    _check_groups(len(hyper["groups"]), groups)
-    names = names_of(groups, module)
+    refuse_other_groups("The run that is stored here", len(hyper["groups"]), len(groups))
+    names = own_names(groups, module)
     by_name = {
-        names[id(p)]: (g, p)
-        for g, group in enumerate(groups)
-        for p in group["params"]
-        if id(p) in names
+        name: (g, parameter)
+        for g, called in enumerate(names or ())
+        for name, parameter in zip(called, groups[g]["params"], strict=True)
     }
-    named = all(e["name"] for e in entries) and len(by_name) == sum(
-        len(group["params"]) for group in groups
-    )
+    named = names is not None and all(e["name"] for e in entries)
     found = []
     for number, entry in enumerate(entries):
         at = places.get(number)
@@ -381,15 +384,6 @@ def _put_back(
     }
     value: dict[str, Any] = inflate(plain, lambda i: storage.store.read_tensor(records[i]))
     return value
-
-
-def _check_groups(saved: int, groups: Groups) -> None:
-    if saved != len(groups):
-        message = (
-            f"The run that is stored here has {saved} parameter groups and this optimizer"
-            f" {len(groups)}. Make the same groups in the same order."
-        )
-        raise OptionError(message)
 
 
 def _begin(param: ManagedParam, store: StateStore, *, reseed: bool, states: States) -> None:

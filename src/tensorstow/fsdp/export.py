@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError, StowError
+from tensorstow.checkpoint.content import module_tensors
 from tensorstow.fsdp.pretrained import is_of_transformers
 from tensorstow.fsdp.sharding import host_group
 from tensorstow.io.mapped import replacing
@@ -74,7 +75,7 @@ def save_safetensors(
     _run_state_dict_pre_hooks(model)
     group = host_group()
     writers = dist.get_world_size(group) if by_rank and group is not None else 1
-    contents = dict(_contents(model))
+    contents = dict(module_tensors(model))
     share = -(-sum(t.numel() * t.element_size() for t in contents.values()) // writers)
     shards = _shards(contents, min(max_shard_bytes, max(share, 1)) if by_rank else max_shard_bytes)
     rank = 0 if group is None else dist.get_rank(group)
@@ -103,7 +104,7 @@ def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> Non
     rank = 0 if group is None else dist.get_rank(group)
     file = Path(path)
     failure = _prepare(file.parent) if rank == 0 else None
-    whole = _shard_of(file.name, dict(_contents(model)))
+    whole = _shard_of(file.name, dict(module_tensors(model)))
     _raise_on_every_rank(_write([whole], rank, file.parent, failure), file.parent, group)
 
 
@@ -120,14 +121,6 @@ def _run_state_dict_pre_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001
             hook(module, "", False)  # noqa: FBT003  # torch's own call
-
-
-def _contents(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:  # noqa: SLF001
-                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _shards(contents: Mapping[str, torch.Tensor], most: int) -> list[_Shard]:

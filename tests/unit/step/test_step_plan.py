@@ -10,7 +10,7 @@ from torch import nn
 from parity.beside import blocks, same, weights
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.update_on import Overlap
-from tensorstow.checkpoint import commits
+from tensorstow.checkpoint import content
 from tensorstow.optim import step_runner
 from tensorstow.step.step_plan import must_seed, name_of, record_step, step_of
 
@@ -129,6 +129,6 @@ def test_seeds_that_are_ignored_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: Overlap
 ) -> None:
     want = undisturbed()
-    for module in (step_runner, commits):
+    for module in (step_runner, content):
         monkeypatch.setattr(module, "must_seed", lambda *_: False)
     assert not same(resumed_twice(tmp_path, overlap, "fp32"), want)

@@ -1,0 +1,119 @@
+"""What a commit contains, as records: names, layout, hyper-parameters and chunks."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import tensorstow._native as _native
+from tensorstow.base.errors import OptionError
+from tensorstow.states.chunks import Chunk
+from tensorstow.states.layout import parts_of
+from tensorstow.states.state_store import StateStore
+from tensorstow.states.stored import StoreStorage
+from tensorstow.step.param_table import ParamTable
+from tensorstow.step.step_plan import Groups, States, must_seed
+from tensorstow.store.records import ChunkRecord, ChunkShape, StreamShape
+
+
+def names_of(groups: Groups, module: torch.nn.Module | None) -> dict[int, str]:
+    """Return names of parameters by their id: the module's, else those that a group gives."""
+    by_id: dict[int, str] = {}
+    for group in groups:
+        given = group.get("param_names") or ()
+        by_id |= {id(p): n for p, n in zip(group["params"], given, strict=False)}
+    if module is not None:
+        by_id |= {id(p): name for name, p in module.named_parameters()}
+    return by_id
+
+
+def own_names(groups: Groups, module: torch.nn.Module | None) -> list[list[str]] | None:
+    """Return names group by group; None where not every parameter has one that no other has."""
+    by_id = names_of(groups, module)
+    parameters = [p for group in groups for p in group["params"]]
+    if len({by_id[id(p)] for p in parameters if id(p) in by_id}) < len(parameters):
+        return None
+    return [[by_id[id(p)] for p in group["params"]] for group in groups]
+
+
+def refuse_other_groups(where: str, saved: int, here: int) -> None:
+    """Raise OptionError where an optimizer has another number of groups than ``where``."""
+    if saved != here:
+        message = (
+            f"{where} has {saved} parameter groups and this optimizer {here}. Make the same groups"
+            " in the same order."
+        )
+        raise OptionError(message)
+
+
+def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers by the names that ``state_dict`` has for them.
+
+    Not by ``state_dict`` itself: that waits for updates which run behind the step.
+    """
+    yield from module.named_parameters()
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in part._non_persistent_buffers_set:  # noqa: SLF001
+                yield name, buffer
+
+
+def layout_of(params: ParamTable, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return how the states lie in chunks, as JSON."""
+    return {
+        "parameters": [
+            {
+                "name": names.get(id(m.owner)),
+                "shape": list(m.shard.shape),
+                **({} if m.order is None else {"order": list(m.order)}),
+                "dtype": str(m.family.dtype).removeprefix("torch."),
+                "amsgrad": m.family.amsgrad,
+                "format": str(m.family.format),
+            }
+            for m in params.all()
+        ],
+        "chunks": [_chunk_entry(chunk) for chunk in params.store.chunks],
+    }
+
+
+def _chunk_entry(chunk: Chunk) -> dict[str, Any]:
+    *streams, weight = (
+        StreamShape(part.width, part.per) for part in parts_of(chunk.family, chunk.plan.elements)
+    )
+    shape = ChunkShape(chunk.plan.elements, _native.UPDATE_BLOCK, tuple(streams), weight)
+    runs = [[r.parameter, r.start, r.count, r.position] for r in chunk.plan.runs]
+    return {**asdict(shape), "runs": runs}
+
+
+def hyper_of(params: ParamTable, groups: Groups, states: States) -> dict[str, Any]:
+    """Return parameter groups, step counts, and what the next update of a parameter must know."""
+    saved = [
+        {k: v for k, v in group.items() if k not in {"params", "param_names"}} for group in groups
+    ]
+    found = [[params.find(p) for p in group["params"]] for group in groups]
+    counts = {
+        str(m.number): float(states[m.owner]["step"])
+        for m in params.all()
+        if "step" in states.get(m.owner, {})
+    }
+    return {
+        "groups": saved,
+        "members": [[None if m is None else m.number for m in members] for members in found],
+        "steps": counts,
+        "reseed": [m.number for m in params.all() if must_seed(m, params.store)],
+        "update_on": params.offload_policy.update_on or "host",
+    }
+
+
+def chunk_record(chunk: Chunk, store: StateStore, storage: StoreStorage) -> ChunkRecord:
+    """Return where a chunk's states and weights are, and their checksums."""
+    stored = store.pipeline.stored
+    states, weights = stored.checksums(chunk)
+    return ChunkRecord(
+        chunk=chunk.number,
+        extent=storage.extent(stored.place(chunk)),
+        blank=stored.state(chunk) == "blank",
+        checksums=states,
+        weight_checksums=weights,
+    )
