@@ -18,6 +18,7 @@ from tensorstow.io import device_link
 from tensorstow.states.chunks import Chunk, ChunkRing
 from tensorstow.states.kernels import team_of
 from tensorstow.states.layout import STATE_DTYPES
+from tensorstow.states.lent_chunks import LentChunks
 from tensorstow.states.native_handle import NativeHandle
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.stored_chunks import StoredChunk, StoredChunks, WrittenWeights
@@ -47,7 +48,10 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """How a step runs; csrc/pipeline/pipeline.h, StepSpec."""
+    """How a step runs; csrc/pipeline/pipeline.h, StepSpec.
+
+    All pairs of these occur but two: a step that lends has no background and no order of its own.
+    """
 
     open: bool = False
     """Gradients follow one by one."""
@@ -58,8 +62,7 @@ class StepKind:
     resident_first: bool = False
     """Resident chunks before the others: those that the next forward needs first."""
     lends: bool = False
-    """The call returns at once; the caller updates the chunks of ``set_lendable``, one by one
-    (``next_lent``)."""
+    """The call returns at once; the caller updates the chunks that ``lent_chunks`` has chosen."""
 
     @property
     def goes_on(self) -> bool:
@@ -100,11 +103,12 @@ class UpdatePipeline:
         self.counters = TrafficCounters(handle)
         threads = team_of(policy)[overlap != "none"]
         self.counters.update_lane = f"update ({format_count(threads, 'thread')})"
-        self._chunks: list[Chunk] = []
         self._ring: ChunkRing | None = None
         self.steps_begun = 0
         """Steps that the native side was given, or may have been."""
-        self.lent = handle.resources.memory
+        self.lent_chunks = LentChunks(handle, naive=policy.schedule == "naive")
+        self.memory = handle.resources.memory
+        """What steps read and write beside the ring: it must outlive the native pipeline."""
         self.lock = threading.RLock()
         """Held by whoever uses the ring: a step, or reading and setting states."""
 
@@ -139,7 +143,6 @@ class UpdatePipeline:
                 there.blank,
                 (there.checksums, there.weight_checksums),
             )
-            self._chunks.append(chunk)
 
     def prefetch(self) -> None:
         """Start reading the first chunks of the next step, as many as the ring holds.
@@ -228,30 +231,6 @@ class UpdatePipeline:
         """Say that no more gradients come."""
         self.handle.live().close()
 
-    def set_lendable(self, chunks: Iterable[int]) -> None:
-        """Leave these chunks to the caller in steps that lend, between steps; all until then."""
-        self.handle.live().set_lendable(list(chunks))
-
-    def next_lent(self, *, wait: bool) -> tuple[int, int] | None:
-        """Return the next (chunk, slot) of a step that lends whose states are there to be changed.
-
-        Slot -1: memory of its own. None where the step is over or has failed, which
-        ``end_lending`` tells, or where none is there and the caller does not ``wait``; he who
-        waits must hold no chunk himself.
-        """
-        chunk, slot = self.handle.live().next_lent(wait=wait)
-        return None if chunk < 0 else (chunk, slot)
-
-    def give_back(self, chunk: int) -> None:
-        """Give a chunk back, whose memory holds the new states."""
-        self.handle.live().give_back(chunk)
-
-    def end_lending(self) -> None:
-        """Return when a step that lends is over; raise what failed."""
-        self.wait_published()
-        if self._policy.schedule == "naive":
-            self.settle()
-
     def wait_published(self) -> None:
         """Block until every parameter of the step has its new weight."""
         self.handle.check(self.handle.live().wait_published())
@@ -263,7 +242,7 @@ class UpdatePipeline:
     def wait_chunk(self, chunk: int) -> None:
         """Block until the step is done with a chunk: its weights are new, its gradients used.
 
-        In a step that lends, at most until there is a chunk for ``next_lent``.
+        In a step that lends, at most until there is a chunk to be lent.
         """
         self.handle.check(self.handle.live().wait_chunk(chunk))
 
@@ -304,11 +283,11 @@ class UpdatePipeline:
         self.handle.live()
 
     @contextmanager
-    def whole_step(self, lent: object, *, is_open: bool = False) -> Iterator[None]:
+    def whole_step(self, used: object, *, is_open: bool = False) -> Iterator[None]:
         """Begin a step inside, or end one that ``is_open``, and count it; what is raised poisons.
 
         No signal handler runs inside: an interrupt is raised behind it, when the step is whole.
-        ``lent`` is what the step reads and writes: a step that is left half way may do so still.
+        ``used`` is what the step reads and writes: a step that is left half way may do so still.
         """
         with SignalsDeferred():
             begun = self.steps_begun - is_open
@@ -316,7 +295,7 @@ class UpdatePipeline:
                 yield
             except BaseException as error:
                 if self.steps_begun != begun:
-                    self.lent.append(lent)
+                    self.memory.append(used)
                     self.poison(error)
                 raise
 
@@ -332,7 +311,6 @@ class UpdatePipeline:
         if self.handle.is_ours:
             self.counters.end()
             self.handle.close()
-            self._chunks = []
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -212,7 +212,7 @@ class StateStore:
                     for spans in shares
                 )
                 placed, where = place_in_ram(
-                    family, in_ram, capacity, kept_by(self._allocate, self.pipeline.lent)
+                    family, in_ram, capacity, kept_by(self._allocate, self.pipeline.memory)
                 )
                 whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
                 views |= {p: streams for p, streams in where.items() if p in whole}
@@ -242,7 +242,7 @@ class StateStore:
             at_home=len(placed),
         )
         bought = movable[: plan.resident]
-        allocate_resident([*share, *bought], kept_by(self._allocate, self.pipeline.lent))
+        allocate_resident([*share, *bought], kept_by(self._allocate, self.pipeline.memory))
         self._bought += sum(c.family.state_bytes(c.plan.elements) for c in bought)
         return self._ring if plan.ring == self._ring.plan else ChunkRing(plan.ring, self._allocate)
 

@@ -364,7 +364,7 @@ class BackwardOverlap(Schedule):
             path.wait()
         except BaseException:
             self.gradients.take_back()  # or the next backward would add to them: another error
-            params.store.pipeline.lent.append(self.gradients.held)  # they may be read still
+            params.store.pipeline.memory.append(self.gradients.held)  # they may be read still
             raise
         finally:
             self.gradients.restart()

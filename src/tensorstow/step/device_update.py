@@ -193,7 +193,7 @@ class DeviceUpdater:
             self._give_back()
         self._land()
         while self._free:
-            lent = self._pipeline.next_lent(wait=False)
+            lent = self._pipeline.lent_chunks.next(wait=False)
             if lent is None:
                 break
             self._take(*lent)
@@ -208,7 +208,7 @@ class DeviceUpdater:
 
         Nothing may be under way: the chunk may wait for memory that it holds.
         """
-        lent = self._pipeline.next_lent(wait=True)
+        lent = self._pipeline.lent_chunks.next(wait=True)
         if lent is None:
             self._pipeline.wait_published()
             message = "A step was over before all of its chunks were updated."
@@ -240,7 +240,7 @@ class DeviceUpdater:
     def _give_back(self) -> None:
         """Give back the chunk that has been under way longest, whose states are down."""
         trip = self._trips.popleft()
-        self._pipeline.give_back(trip.chunk)
+        self._pipeline.lent_chunks.give_back(trip.chunk)
         self._free.append(trip.slot)
         for number in trip.parameters:
             gradient = self._gradients[number]

@@ -304,7 +304,7 @@ class ParamTable:
             block, host_weights = make_host_weights(
                 [m.shard for m in group], link, [m.owner for m in group], pinned=used
             )
-            pipeline.lent.append(block)
+            pipeline.memory.append(block)
             self._blocks.add(block)
             for param, host_weight in zip(group, host_weights, strict=True):
                 param.hold_on_device(host_weight)
@@ -314,7 +314,7 @@ class ParamTable:
         if where != "device" and chosen != 1.0:
             feed = DeviceFeed(link, pipeline, chunks, known)
             self.device_feeds = [feed]
-            pipeline.lent.append(feed.staging)
+            pipeline.memory.append(feed.staging)
             self._blocks.add(feed.staging)
         if reaches_device(where) and chosen != 0.0:
             updater = DeviceUpdater(
@@ -342,7 +342,7 @@ class ParamTable:
             return
         pipeline = self.store.pipeline
         for feed in self.device_feeds:
-            pipeline.lent.remove(feed.staging)
+            pipeline.memory.remove(feed.staging)
         self.device_feeds = []
         (updater,) = self.updaters
         self.path = DeviceUpdates(

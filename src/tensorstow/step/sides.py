@@ -130,7 +130,7 @@ class DeviceUpdates:
             return
         try:
             host, device = self._run()
-            self._pipeline.end_lending()
+            self._pipeline.lent_chunks.end()
         except BaseException as error:  # an interrupt too: a chunk may be half a step ahead
             self._pipeline.poison(error)
             # Whoever goes on from a commit writes to the weights that may still be coming down.
@@ -176,7 +176,7 @@ class DeviceUpdates:
         self._device = chunks_of_device(self._chunks, share)
         there = {chunk.number for chunk in self._device}
         self.chunks_of_host = [chunk for chunk in self._chunks if chunk.number not in there]
-        self._pipeline.set_lendable(sorted(there))
+        self._pipeline.lent_chunks.choose(sorted(there))
         self._updater.serve(self._device)
         for feed in self._feeds:
             feed.serve(self.chunks_of_host)

@@ -19,8 +19,8 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DamageError, OptionError, PoisonedError
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import parts_of
-from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.device_update import MOST_SLOTS, DeviceUpdater
 
 CHUNK = 1024
@@ -462,16 +462,14 @@ def weights_left_up(patch: pytest.MonkeyPatch) -> None:
 
 def never_given_zeros(patch: pytest.MonkeyPatch) -> None:
     """Begin with what a slot held before: the pipeline clears what was never written."""
-    lent = UpdatePipeline.next_lent
+    begin = DeviceUpdater._start
 
-    def next_lent(self: UpdatePipeline, *, wait: bool) -> tuple[int, int] | None:
-        given = lent(self, wait=wait)
-        if given is not None and given[1] >= 0 and self._ring is not None:
-            chunk = next(c for c in self._chunks if c.number == given[0])
-            self._ring.streams(chunk, given[1])[0].fill_(1.0)
-        return given
+    def begin_dirty(self: DeviceUpdater, chunk: Chunk, ring_slot: int) -> None:
+        if ring_slot >= 0:
+            self._streams_of(chunk, ring_slot)[0].fill_(1.0)
+        begin(self, chunk, ring_slot)
 
-    patch.setattr(UpdatePipeline, "next_lent", next_lent)
+    patch.setattr(DeviceUpdater, "_start", begin_dirty)
 
 
 @pytest.mark.parametrize(

@@ -216,9 +216,9 @@ def test_auto_gives_back_what_the_other_side_had(
     assert held == [(True, True)] * 4 + [(not there, there)] * 4
     feeds = optimizer._params().device_feeds
     stagings = {id(feed.staging) for feed in feeds}
-    lent = optimizer._states().pipeline.lent
+    memory = optimizer._states().pipeline.memory
     assert there == (not stagings)
-    assert stagings <= {id(block) for block in lent}
+    assert stagings <= {id(block) for block in memory}
     assert same(net, want)
     assert same(others[1], others[0])
     assert same_states(optimizer, reference)
