@@ -20,6 +20,7 @@ class GeminiModel(ModelWrapper):
     Args:
         module: The placed module.
         outputs_fp32: Whether floating point outputs are cast to fp32.
+        inputs_dtype: What floating point inputs are cast to. Default: None, they are not.
     """
 
     def named_parameters(

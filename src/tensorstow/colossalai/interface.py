@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +28,22 @@ class ModelWrapper(nn.Module):
     Args:
         module: The placed module.
         outputs_fp32: Whether floating point outputs are cast to fp32.
+        inputs_dtype: What floating point inputs are cast to. Default: None, they are not.
     """
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module, *, outputs_fp32: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        outputs_fp32: bool = False,
+        inputs_dtype: torch.dtype | None = None,
+    ) -> None:
         """Create the wrapper; the class documents the arguments."""
         super().__init__()
         self.module = module
-        self._outputs_fp32 = outputs_fp32
+        self._outputs_fp32, self._inputs_dtype = outputs_fp32, inputs_dtype
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  # upstream's
         """Return the module.
@@ -59,8 +67,12 @@ class ModelWrapper(nn.Module):
         Returns:
             What the module returned.
         """
+        if self._inputs_dtype is not None:
+            args, kwargs = tree_map(partial(_cast, dtype=self._inputs_dtype), (args, kwargs))
         outputs = self.module(*args, **kwargs)
-        return tree_map(_to_fp32, outputs) if self._outputs_fp32 else outputs
+        if self._outputs_fp32:
+            return tree_map(partial(_cast, dtype=torch.float32), outputs)
+        return outputs
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature
         """Return an attribute of the module that the wrapper lacks."""
@@ -388,7 +400,7 @@ def _step_scaled(optimizer: StowedAdam, factor: float) -> None:
             del told._loss_scale  # noqa: SLF001
 
 
-def _to_fp32(value: object) -> object:
+def _cast(value: object, dtype: torch.dtype) -> object:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.float()
+        return value.to(dtype)
     return value

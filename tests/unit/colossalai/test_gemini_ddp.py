@@ -171,6 +171,22 @@ def test_steps_are_those_without_gemini(policy: dict[str, Any], dtype: torch.dty
         assert_same_weights(model, plain.model)
 
 
+def test_weights_in_half_precision_alone() -> None:
+    """test_optim.py with master_weights=False: the model is cast for good."""
+    half = {"mixed_precision": torch.bfloat16, "master_weights": False}
+    model, optimizer = gemini_of(Chain, **half)
+    cast, same = gemini_of(lambda: Chain().bfloat16(), **half)
+    for step in range(2):
+        for m, o in ((model, optimizer), (cast, same)):
+            o.backward(loss_of(m(batch(step))))
+            o.step()
+            o.zero_grad()
+    ours, theirs = (m.state_dict(only_rank_0=False) for m in (model, cast))
+    weights = [name for name in ours if name != "scale"]  # buffers are not cast
+    assert {ours[name].dtype for name in weights} == {torch.bfloat16}
+    assert all(torch.equal(ours[name], theirs[name]) for name in weights)
+
+
 @pytest.mark.parametrize("make", [OfTheRoot, Lent, Listed])
 def test_models_of_odd_shapes(make: Made) -> None:
     """test_optim.py, exam_tiny_example."""

@@ -143,7 +143,10 @@ def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], said: str) ->
     ("given", "said"),
     [
         ({"extra_dp_size": 2}, "replicas=2 was given"),
-        ({"precision": "bf16", "master_weights": False}, "master_weights=False was given"),
+        (
+            {"extra_dp_size": 2, "precision": "bf16", "master_weights": False},
+            "replicas=2 was given",
+        ),
     ],
     ids=str,
 )
@@ -236,14 +239,25 @@ def test_the_report_is_seen_where_that_is_asked(
     assert record.levelno == (logging.WARNING if verbose else logging.INFO)
 
 
-def test_without_master_weights_a_model_of_the_precision_is_trained() -> None:
-    booster = Booster(plugin=GeminiPlugin(precision="bf16", master_weights=False))
-    model = model_of().bfloat16()
-    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
-    booster.backward(model(batch(0).bfloat16()).float().square().mean(), optimizer)
-    optimizer.step()
-    assert not all_equal(map(whole, model.parameters()), model_of().bfloat16().parameters())
-    optimizer.close()
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_without_master_weights_a_model_is_cast_for_good(precision: str) -> None:
+    plugin = GeminiPlugin(precision=precision, master_weights=False, initial_scale=64)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    runs = []
+    for model in (model_of(), model_of().to(dtype)):
+        given = HybridAdam(model.parameters(), lr=1e-2)
+        boosted, optimizer, *_ = Booster(plugin=plugin).boost(model, given)
+        for step in range(3):
+            out = boosted(batch(step))  # what goes in is cast too
+            assert out.dtype == dtype
+            optimizer.backward(out.float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {p.dtype for p in boosted.parameters()} == {dtype}
+        runs.append(list(map(whole, boosted.parameters())))
+        optimizer.close()
+    assert all_equal(*runs)
+    assert not all_equal(runs[0], model_of().to(dtype).parameters())
 
 
 def test_outputs_are_fp32_where_that_is_asked() -> None:

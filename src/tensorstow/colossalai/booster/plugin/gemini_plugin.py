@@ -87,7 +87,8 @@ class GeminiPlugin(Plugin):
         precision: "fp32", "bf16" or "fp16": what is computed in. Parameters keep their dtype, so
             those in fp32 are the master weights. Default: None, "fp16" as upstream where an
             accelerator computes, "fp32" where the CPU does.
-        master_weights: False is refused unless the precision is the parameters' own.
+        master_weights: False casts the parameters to the precision for good. States in host memory
+            and on disk keep what a 16-bit weight lacks, so its updates are not lost.
         pin_memory: Changes nothing: host memory is pinned for an accelerator, within the limit
             ``TENSORSTOW_PINNED_LIMIT`` (docs/guides/whole-models.md).
         force_outputs_fp32: Whether floating point outputs of the model are cast to fp32.

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,8 @@ class TrainingOptions:
         precision: "fp32", "bf16" or "fp16". None: "fp16" on an accelerator, "fp32" on the CPU.
         make_scaler: Makes the loss scale of fp16. None: the loss is not scaled.
         max_norm: The 2-norm that gradients are clipped to; 0: not at all.
-        master_weights: Whether parameters may be in another dtype than is computed in.
+        master_weights: Whether parameters keep their dtype, rather than being cast for good to the
+            one that is computed in.
         outputs_fp32: Whether outputs are cast to fp32.
         verbose: Whether the report on the placement is a warning rather than information.
         casts: Whether parameters are cast to the precision; False: they are computed with as they
@@ -81,22 +83,20 @@ class TrainingOptions:
 
         Returns:
             The dtype; None: every parameter is of it.
-
-        Raises:
-            OptionError: ``master_weights`` is False where parameters are cast.
         """
         dtype = DTYPES[self.meant]
         others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
-        if not others or not self.casts:
-            return None
-        if not self.master_weights:
-            message = (
-                f'master_weights=False was given with precision="{self.meant}" and parameters in'
-                f" {', '.join(sorted(map(str, others)))}, which are the master weights. Leave it"
-                f" out, or cast the model to {dtype} first, whose states keep what a weight lacks."
-            )
-            raise OptionError(message)
-        return dtype
+        return dtype if others and self.casts else None
+
+    @property
+    def inputs_dtype(self) -> torch.dtype | None:
+        """What goes into forward is cast to; None: it is not."""
+        return DTYPES[self.meant] if self.casts and self.meant != "fp32" else None
+
+    @property
+    def kept_dtype(self) -> torch.dtype | None:
+        """What parameters are cast to for good; None: they keep their dtype."""
+        return None if self.master_weights else DTYPES[self.meant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +146,19 @@ def place(
     """
     refuse_boosted(model)
     began = time.perf_counter()
-    dtype = training.compute_dtype(model)
-    units = units_of(model)
-    sizes = Sizes.of(units, max(world_size() // replicas, 1))
-    on_disk, on_cpu = disk_fraction_of(optimizer) > 0, current_device().type == "cpu"
-    plan, below = decide(PlacementRequest(units, sizes, on_disk, on_cpu))
-    make = maker_of(optimizer, model, frozenset(below).__contains__)
-    placed, made = stow(model, make, plan=plan, compute_dtype=dtype, init=init)
+    with _cast(model, training.kept_dtype):
+        dtype = training.compute_dtype(model)
+        units = units_of(model)
+        sizes = Sizes.of(units, max(world_size() // replicas, 1))
+        on_disk, on_cpu = disk_fraction_of(optimizer) > 0, current_device().type == "cpu"
+        plan, below = decide(PlacementRequest(units, sizes, on_disk, on_cpu))
+        make = maker_of(optimizer, model, frozenset(below).__contains__)
+        placed, made = stow(model, make, plan=plan, compute_dtype=dtype, init=init)
     _report(plan, sizes, made, time.perf_counter() - began, verbose=training.verbose)
     of_model, of_optimizer = wrappers
-    wrapped = of_model(placed, outputs_fp32=training.outputs_fp32)
+    wrapped = of_model(
+        placed, outputs_fp32=training.outputs_fp32, inputs_dtype=training.inputs_dtype
+    )
     if optimizer is None:
         return wrapped, None
     scaler = None
@@ -165,6 +168,21 @@ def place(
     if lr_scheduler is not None:
         hand_over(lr_scheduler, wrapper)
     return wrapped, wrapper
+
+
+@contextmanager
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Cast the parameters, to what they were again where the block fails; None: leave them."""
+    others = (p for p in model.parameters() if p.is_floating_point() and p.dtype != dtype)
+    before = [] if dtype is None else [(p, p.data) for p in others]
+    for parameter, values in before:
+        parameter.data = values.to(dtype)
+    try:
+        yield
+    except BaseException:
+        for parameter, values in before:
+            parameter.data = values
+        raise
 
 
 def _report(plan: Plan, sizes: Sizes, made: StowedAdam, seconds: float, *, verbose: bool) -> None:

@@ -105,7 +105,11 @@ class GeminiDDP(GeminiModel):
             raise OptionError(message)
         own = {name: value for name, value in given.items() if name not in {*_REFUSED, *_IDLE}}
         plugin = GeminiPlugin(precision=precisions[dtype], **own)
-        super().__init__(module, outputs_fp32=force_outputs_fp32)
+        super().__init__(
+            module,
+            outputs_fp32=force_outputs_fp32,
+            inputs_dtype=None if dtype == torch.float32 else dtype,
+        )
         self.mixed_precision: torch.dtype = dtype
         self._plugin: GeminiPlugin | None = plugin
         """What places the model; None: it is placed."""
