@@ -1,7 +1,8 @@
 """Predicted against measured: bytes of each tier and seconds of a step, of small models on the CPU.
 
 Each case is a process of its own. Bytes that tensors and buffers have are compared tier by tier;
-beside them stands the process's resident memory, which also has what the allocator keeps.
+beside them stands the process's resident memory, which also has what the allocator keeps. Of models
+that the planner does not trace (``models.OTHERS``) bytes alone are compared.
 """
 
 import importlib.util
@@ -10,14 +11,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from benchmarks.cpu.models import OTHERS, Loss
 from benchmarks.measure import Figure, Settings, at_most, not_available
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile
@@ -98,7 +101,7 @@ def figures(settings: Settings) -> Iterator[Figure]:
     directory = settings.scratch(8 << 30)
     profile = calibrate([directory])
     text = json.dumps(profile.as_dict())
-    for model in _QUICK_MODELS if settings.quick else _MODELS:
+    for model in _QUICK_MODELS if settings.quick else [*_MODELS, *OTHERS]:
         for plan in _PLANS:
             steps = 2 if settings.quick else max(settings.pairs // 2, 3)
             found = _in_child(Case(model, plan, str(directory), text, steps))
@@ -109,8 +112,9 @@ def _compared(name: str, found: dict[str, Any]) -> Iterator[Figure]:
     for tier, (predicted, measured) in found["bytes"].items():
         if measured or predicted:
             yield _off(f"{name}: bytes on {tier.upper()}", _BYTES_OFF, predicted, measured)
-    yield _off(f"{name}: peak resident memory", None, *found["resident"])
-    yield _off(f"{name}: seconds of a step", _SECONDS_OFF, *found["seconds"])
+    if found["resident"] is not None:
+        yield _off(f"{name}: peak resident memory", None, *found["resident"])
+        yield _off(f"{name}: seconds of a step", _SECONDS_OFF, *found["seconds"])
 
 
 def _off(name: str, limit: float | None, predicted: float, measured: float) -> Figure:
@@ -139,6 +143,17 @@ def _in_child(case: Case) -> dict[str, Any]:
 
 def _run(case: Case) -> dict[str, Any]:
     """Predict a case, train it, and return what was predicted and measured."""
+    return _run_other(case) if case.model in OTHERS else _run_traced(case)
+
+
+def _run_other(case: Case) -> dict[str, Any]:
+    model, loss = OTHERS[case.model]()
+    predicted = _predicted(_PLANS[case.plan], model)
+    measured, _ = _train(case, model.train(), loss)
+    return {"bytes": _pairs(predicted, measured), "resident": None, "seconds": None}
+
+
+def _run_traced(case: Case) -> dict[str, Any]:
     file = Path(case.directory) / f".tensorstow-bench-{time.monotonic_ns()}.json"
     file.write_text(json.dumps({**_MODELS, **_QUICK_MODELS}[case.model]), encoding="utf-8")
     try:
@@ -153,21 +168,45 @@ def _run(case: Case) -> dict[str, Any]:
     done = (traced.operations, traced.tensor_bytes, traced.calls)
     batch = MicroBatch(_BATCH * _SEQUENCE, *done)
     step = time_of(plan, sizes, conditions, batch, machine)
-    predicted = dict.fromkeys(Tier, 0)
-    for item in items_of(plan, sizes, conditions):
-        predicted[item.tier] += item.nbytes
+    predicted = _predicted(plan, named.module)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now
     before = resident_bytes()
     model = from_config(named.config, "cpu").train()
+    ids = torch.randint(500, (_BATCH, _SEQUENCE), generator=torch.Generator())
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return found
+
+    measured, seconds = _train(case, model, loss)
+    host = predicted[Tier.HOST] + max(traced.beside_gradients, 0)
+    return {
+        "bytes": _pairs(predicted, measured),
+        "resident": (host, (peak_bytes() or 0) - before),
+        "seconds": (step.seconds, statistics.median(seconds)),
+    }
+
+
+def _predicted(plan: Plan, model: nn.Module) -> dict[Tier, int]:
+    """Return the bytes of each tier that the planner predicts."""
+    predicted = dict.fromkeys(Tier, 0)
+    sizes = Sizes.of(units_of(model), 1)
+    for item in items_of(plan, sizes, Conditions(device_is_host=True)):
+        predicted[item.tier] += item.nbytes
+    return predicted
+
+
+def _train(case: Case, model: nn.Module, loss: Loss) -> tuple[dict[Tier, int], list[float]]:
+    """Train some steps; return the bytes that each tier held, and seconds of each step."""
+    plan = _PLANS[case.plan]
     make = partial(AdamW, lr=1e-4, dir=case.directory, durability="none")
     if plan.states != Tier.DISK:
         make = partial(AdamW, lr=1e-4)
     model, optimizer = stow(model, make, plan=plan)
-    ids = torch.randint(500, (_BATCH, _SEQUENCE), generator=torch.Generator())
     seconds, gradients = [], 0
     for turn in range(2 + case.steps):
         start = time.perf_counter()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        loss(model).backward()
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         optimizer.step()
         optimizer.zero_grad()
@@ -184,12 +223,13 @@ def _run(case: Case) -> dict[str, Any]:
         Tier.HOST: held.ram_bytes + held.ring_bytes + gradients + own,
         Tier.DISK: held.file_bytes + weights.disk_bytes,
     }
-    host = predicted[Tier.HOST] + max(traced.beside_gradients, 0)
-    return {
-        "bytes": {str(tier): (predicted[tier], measured[tier]) for tier in Tier},
-        "resident": (host, (peak_bytes() or 0) - before),
-        "seconds": (step.seconds, statistics.median(seconds)),
-    }
+    return measured, seconds
+
+
+def _pairs(
+    predicted: Mapping[Tier, int], measured: Mapping[Tier, int]
+) -> dict[str, tuple[int, int]]:
+    return {str(tier): (predicted[tier], measured[tier]) for tier in Tier}
 
 
 if __name__ == "__main__":
