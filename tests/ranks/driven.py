@@ -76,7 +76,8 @@ def placed(settings: Settings) -> tuple[nn.Module, tensorstow.AdamW]:
     def make(named: object, **placement: object) -> tensorstow.AdamW:
         return tensorstow.AdamW(named, lr=1e-2, **placement_keywords(settings, placement))
 
-    model, optimizer = tensorstow.stow(model, make, plan=plan_of(settings), mesh=mesh_here())
+    plan = plan_of(settings, device_is_host=True)
+    model, optimizer = tensorstow.stow(model, make, plan=plan, mesh=mesh_here())
     masters.assign(model, optimizer)
     return model, optimizer
 

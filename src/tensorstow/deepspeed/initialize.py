@@ -21,7 +21,7 @@ from tensorstow.deepspeed.plans import directory_of, dtype_of, placement_keyword
 from tensorstow.deepspeed.ranks import init_distributed
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
 from tensorstow.fsdp.made_optimizer import Make, hand_over
-from tensorstow.fsdp.sharding import world_size
+from tensorstow.fsdp.sharding import current_device, world_size
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -105,7 +105,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
 
 
 def _placed(model: nn.Module, make: Make, settings: Settings) -> tuple[nn.Module, StowedAdam]:
-    plan = plan_of(settings)
+    plan = plan_of(settings, device_is_host=current_device().type == "cpu")
 
     def make_placed(named: Any, **placement: Any) -> StowedAdam:  # noqa: ANN401
         return make(named, **placement_keywords(settings, placement))

@@ -1,5 +1,6 @@
 """Translates a DeepSpeed configuration to a plan, a dtype and a directory."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,43 +9,69 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import Overlap
+from tensorstow.base.update_on import UpdateOn
 from tensorstow.deepspeed.config.settings import Device, Settings
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.policy import PipelinePolicy
+
+logger = logging.getLogger("tensorstow")
 
 _PARAMETERS: Mapping[Device, Tier] = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _STATES: Mapping[Device, Tier] = {"none": Tier.HOST, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
-def plan_of(settings: Settings, *, overlap: Overlap = "none") -> Plan:
+def plan_of(settings: Settings, *, device_is_host: bool) -> Plan:
     """Return the plan that ``settings`` mean.
 
     ``stage`` is the plan's. ``offload_param`` "none", "cpu", "nvme" are DEVICE, HOST, DISK.
-    ``offload_optimizer`` "none" and "cpu" are both HOST, "nvme" is DISK, at every stage: updates
-    run on the CPU, so states on the device are states in host memory, with the same results. For
-    the same reason ``ratio`` has no effect. ``mics_shard_size`` ranks hold a full copy.
-    ``max_in_cpu`` elements of parameters on disk may be in memory; 0: the minimum.
+    ``offload_optimizer`` "none" and "cpu" are both HOST, "nvme" is DISK, at every stage: where
+    states are on the device upstream, they are in host memory here, with the same results.
+    ``ratio`` of them is updated by the CPU, the rest by the accelerator. ``mics_shard_size`` ranks
+    hold a full copy. ``max_in_cpu`` elements of parameters on disk may be in memory; 0: the
+    minimum.
 
-    ``overlap``: when updates run. Raises OptionError for "backward" with clipping or fp16, which
-    need every gradient before the first update.
+    Updates run beside the next forward, which is exact under clipping and loss scaling too, but
+    where parameters are on disk or the accelerator has a share of them: then in ``step()``.
+
+    ``device_is_host``: whether the CPU computes. Raises OptionError for a ``ratio`` where
+    parameters are not on the accelerator.
     """
     zero = settings.zero
-    if overlap == "backward" and (settings.gradient_clipping > 0 or settings.fp16 is not None):
-        message = (
-            'overlap="backward" was asked for with gradient clipping or fp16, which look at all'
-            ' gradients before any is used. Use "forward", which is exact under both, or "none".'
-        )
-        raise OptionError(message)
+    parameters = _PARAMETERS[zero.offload_param.device]
+    update_on = _update_on(settings, parameters, device_is_host=device_is_host)
+    in_step = parameters == Tier.DISK or update_on is not None
     return Plan(
-        parameters=_PARAMETERS[zero.offload_param.device],
+        parameters=parameters,
         states=_STATES[zero.offload_optimizer.device],
         stage=zero.stage,
         replicas=_replicas(settings),
-        overlap=overlap,
+        overlap="none" if in_step else "forward",
+        update_on=update_on,
         accumulation_steps=settings.batch.accumulation,
         buffer_pool_bytes=_buffer_pool_bytes(settings),
     )
+
+
+def _update_on(settings: Settings, parameters: Tier, *, device_is_host: bool) -> UpdateOn | None:
+    """Return the share that an accelerator updates (``Plan.update_on``); None: nothing."""
+    offload = settings.zero.offload_optimizer
+    if offload.device == "none" or offload.ratio == 1.0:
+        return None
+    if device_is_host:
+        logger.warning(
+            "zero_optimization.offload_optimizer.ratio=%s changes nothing: there is no accelerator"
+            " to update the rest on",
+            offload.ratio,
+        )
+        return None
+    if parameters != Tier.DEVICE:
+        message = (
+            f"zero_optimization.offload_optimizer.ratio={offload.ratio} was given with"
+            f" offload_param.device={settings.zero.offload_param.device!r}: the accelerator"
+            " updates parameters that are on it. Leave one of both out."
+        )
+        raise OptionError(message)
+    return 1.0 - offload.ratio if offload.ratio else "device"
 
 
 def world_of(settings: Settings) -> int:

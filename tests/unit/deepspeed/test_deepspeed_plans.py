@@ -29,10 +29,15 @@ def settings(zero: Zero | None = None, **more: object) -> Settings:
     return Settings(BATCH, zero=zero or Zero(), **more)
 
 
+def placed(given: Settings, *, device_is_host: bool = True) -> Plan:
+    return plan_of(given, device_is_host=device_is_host)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stage_and_accumulation_are_the_plan_s(stage: int) -> None:
-    plan = plan_of(settings(Zero(stage=stage)))
-    assert plan == Plan(parameters="device", states="host", stage=stage, accumulation_steps=3)
+    plan = placed(settings(Zero(stage=stage)))
+    where = Plan(parameters="device", states="host", overlap="forward")
+    assert plan == where.but(stage=stage, accumulation_steps=3)
 
 
 @pytest.mark.parametrize(
@@ -47,23 +52,39 @@ def test_devices_are_tiers(optimizer: str, param: str, states: str, parameters: 
     zero = Zero(
         stage=3, offload_optimizer=OffloadOptimizer(optimizer), offload_param=OffloadParam(param)
     )
-    plan = plan_of(settings(zero))
+    plan = placed(settings(zero))
     assert (plan.states, plan.parameters) == (states, parameters)
 
 
 def test_groups_of_mics_are_replicas() -> None:
     assert world_of(settings()) == 4
-    assert plan_of(settings(Zero(stage=3, mics_shard_size=2))).replicas == 2
+    assert placed(settings(Zero(stage=3, mics_shard_size=2))).replicas == 2
     with pytest.raises(OptionError, match="mics_shard_size=3"):
-        plan_of(settings(Zero(stage=3, mics_shard_size=3)))
+        placed(settings(Zero(stage=3, mics_shard_size=3)))
 
 
-def test_updates_beside_backward_are_refused_where_gradients_are_looked_at_first() -> None:
-    assert plan_of(settings(), overlap="backward").overlap == "backward"
-    for more in ({"gradient_clipping": 1.0}, {"fp16": Fp16()}):
-        assert plan_of(settings(**more), overlap="forward").overlap == "forward"
-        with pytest.raises(OptionError, match="before any is used"):
-            plan_of(settings(**more), overlap="backward")
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_updates_run_beside_the_next_forward_but_with_parameters_on_disk(device: str) -> None:
+    zero = Zero(3, OffloadOptimizer("nvme", "/a"), OffloadParam(device, "/b"))
+    for more in ({}, {"gradient_clipping": 1.0}, {"fp16": Fp16()}):
+        assert placed(settings(zero, **more)).overlap == ("none" if device == "nvme" else "forward")
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_the_accelerator_updates_what_the_cpu_does_not(device: str) -> None:
+    zero = Zero(3, OffloadOptimizer(device, "/a", ratio=0.25))
+    plan = placed(settings(zero), device_is_host=False)
+    assert (plan.update_on, plan.overlap) == (0.75, "none")
+    zero = Zero(3, OffloadOptimizer("cpu", ratio=0.25), OffloadParam("cpu"))
+    with pytest.raises(OptionError, match=r"ratio=0\.25 was given with offload_param"):
+        placed(settings(zero), device_is_host=False)
+
+
+def test_a_share_without_an_accelerator_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    zero = Zero(3, OffloadOptimizer("cpu", ratio=0.25))
+    assert placed(settings(zero)).update_on is None
+    assert "ratio=0.25 changes nothing: there is no accelerator" in caplog.text
+    assert placed(settings(Zero(3, OffloadOptimizer("none", ratio=0.25)))).update_on is None
 
 
 def test_dtypes() -> None:
@@ -96,5 +117,5 @@ def test_states_in_memory_are_told_of_no_directory() -> None:
 @pytest.mark.parametrize(("elements", "nbytes"), [(0, None), (1000, 2000)])
 def test_elements_in_memory_are_the_shelves_bytes(elements: int, nbytes: int | None) -> None:
     param = OffloadParam("nvme", "/a", max_in_cpu=elements)
-    plan = plan_of(settings(Zero(3, offload_param=param), bf16=True))
+    plan = placed(settings(Zero(3, offload_param=param), bf16=True))
     assert plan.buffer_pool_bytes == nbytes

@@ -38,7 +38,7 @@ class Fp16:
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptimizer:
-    """Where optimizer states live; ``ratio`` is the share of them that is offloaded."""
+    """Where optimizer states live; ``ratio`` is the share of them that the CPU updates."""
 
     device: Device = "none"
     nvme_path: str | None = None

@@ -1,0 +1,46 @@
+"""DeepSpeed's door on an accelerator: shares of updates, and updates beside the next forward."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstow.deepspeed as deepspeed
+from compare import all_equal
+
+WIDTH, BLOCKS = 64, 4
+
+
+def train(device: torch.device, **offload: Any) -> tuple[list[torch.Tensor], Any]:  # noqa: ANN401
+    """Train some steps with clipping; return the weights and the engine."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": 0.1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", **offload}},
+        },
+    )
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, WIDTH, generator=generator).to(device)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    optimizer.wait()
+    return [value.cpu().clone() for value in engine.module.state_dict().values()], optimizer
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_share_of_updates_runs_on_the_device(ratio: float, device: torch.device) -> None:
+    want, whole = train(device)
+    assert whole.offload_policy.overlap == "forward"
+    got, shared = train(device, ratio=ratio)
+    assert shared.offload_policy.overlap == "none"
+    assert (whole.memory().device_bytes > 0, shared.memory().device_bytes > 0) == (False, True)
+    assert all_equal(got, want)
+    whole.close()
+    shared.close()
