@@ -122,18 +122,36 @@ def test_fractions_of_bytes_are_where_they_were_asked(
     other.close()
 
 
-@pytest.mark.parametrize("which", ["warmup_non_model_data_ratio", "steady_cuda_cap_ratio"])
-def test_auto_takes_the_part_of_the_device_that_it_is_given(
-    which: str, device: torch.device, in_fp32: list[torch.Tensor]
+@pytest.mark.parametrize(
+    ("steady", "warmup", "first", "later"),
+    [(0.0, 0.0, 0, 0), (0.9, None, 3, BLOCKS), (None, 0.0, 3, 0)],
+)
+def test_auto_lets_units_stay_on_the_device_by_what_it_measures(
+    device: torch.device,
+    in_fp32: list[torch.Tensor],
+    steady: float | None,
+    warmup: float | None,
+    first: int,
+    later: int,
 ) -> None:
+    """The first step by both ratios, the rest by one and what the first took."""
     _, total = torch.accelerator.get_memory_info(device)
     unit = 4 * (WIDTH * WIDTH + WIDTH)
-    part = 3.5 * unit / total  # three blocks fit, and the small head
-    given = {"warmup_non_model_data_ratio": 1.0 - part}
-    if which == "steady_cuda_cap_ratio":
-        given = {which: part, "warmup_non_model_data_ratio": 0.0}
-    model, optimizer = train(device, precision="fp32", placement_policy="auto", **given)
-    assert parameter_bytes(model).host_bytes == pytest.approx((BLOCKS - 3) * unit, rel=0.05)
+    part = 3.5 * unit / total  # three blocks have room, and the small head
+    ratios = {
+        "warmup_non_model_data_ratio": 1.0 - part if warmup is None else warmup,
+        "steady_cuda_cap_ratio": part if steady is None else steady,
+    }
+    booster = Booster(plugin=GeminiPlugin(placement_policy="auto", precision="fp32", **ratios))
+    model = model_of()
+    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
+    stayed = []
+    for step in range(3):
+        booster.backward(model(batch(step, device)).square().mean(), optimizer)
+        stayed.append(parameter_bytes(model).device_cache_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [(n + unit // 9) // unit for n in stayed] == [first, later, later]
     assert all_equal(whole(model), in_fp32)
     optimizer.close()
 

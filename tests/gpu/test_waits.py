@@ -502,10 +502,10 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
 
 
 def units(
-    link: StreamLink, *, ahead: int = 0, cast: bool = False
+    link: StreamLink, *, ahead: int = 0, cast: bool = False, limit_bytes: int | None = None
 ) -> tuple[H2DPrefetcher, list[HostShard]]:
     """Return a prefetcher of units of one shard each, whose values are their numbers."""
-    prefetcher = H2DPrefetcher(link, ahead=ahead, beside_forward=False)
+    prefetcher = H2DPrefetcher(link, ahead=ahead, overlap="none", limit_bytes=limit_bytes)
     shards = []
     for number in range(4):
         block = PinnedBlock(4 * COUNT, link.device, link.synchronize)
@@ -545,6 +545,37 @@ def test_what_is_gathered_has_gone_up_before(link: StreamLink, *, cast: bool) ->
     got = [gathered(prefetcher, shard, cast=cast, late=LATE / 4) for shard in shards]
     for number, one in enumerate(got):
         assert one.eq(number).all()
+
+
+def test_a_copy_that_was_kept_gives_way_behind_its_reader(link: StreamLink) -> None:
+    """A forward without a backward: the last unit's copy was kept for one."""
+    prefetcher, shards = units(link)
+    for number in (0, 1, 2, 3, 3, 2, 1, 0):
+        gathered(prefetcher, shards[number])
+    for number in (0, 1, 2):
+        gathered(prefetcher, shards[number])
+    last = gathered(prefetcher, shards[3], late=LATE)
+    for shard in shards[:2]:  # FSDP2 gathers one ahead: both buffers are needed
+        prefetcher.all_gather_input(shard, torch.float32)
+    assert last.eq(3).all()
+
+
+def test_copies_that_stay_are_waited_for_and_filled_again_behind_their_readers(
+    link: StreamLink,
+) -> None:
+    prefetcher, shards = units(link, limit_bytes=1 << 20)
+    assert prefetcher.cache is not None
+    prefetcher.cache.assume(0)
+    hold_up(link)
+    for step in range(3):
+        for number in (0, 1, 2, 3, 3, 2, 1, 0):
+            assert gathered(prefetcher, shards[number], late=LATE / 8).eq(number + step).all()
+        prefetcher.discard()
+        for shard in shards:
+            shard.home.add_(1)
+    prefetcher.cache.assume(1 << 20)
+    prefetcher.buffers.free_own(list(prefetcher._units.values()))
+    assert gathered(prefetcher, shards[0]).eq(3).all()
 
 
 def test_buffers_are_made_of_memory_that_is_in_use_still(link: StreamLink) -> None:

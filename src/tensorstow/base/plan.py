@@ -38,6 +38,10 @@ class Plan:
         buffer_pool_bytes: Bytes of host memory per rank for buffers of parameters on disk, in
             steps, commits and resuming; at least the three largest units. Default: None, these and
             ``prefetch`` more. docs/guides/whole-models.md says which cases need more.
+        device_limit: Bytes of an accelerator's memory up to which copies of units in host memory or
+            on disk stay there from forward to backward, so that each is copied once. Everything
+            else that torch has allocated is measured, step by step, and subtracted. Default: None,
+            no copy stays.
 
     Raises:
         OptionError: A value that cannot be used, or values that contradict each other.
@@ -55,6 +59,7 @@ class Plan:
     prefetch: int = 2
     ram_budget: int | str | None = None
     buffer_pool_bytes: int | str | None = None
+    device_limit: int | str | None = None
 
     def __post_init__(self) -> None:
         """Check every value; raises OptionError."""
@@ -63,7 +68,7 @@ class Plan:
         units = {name: _tier(tier, f"units[{name!r}]") for name, tier in self.units.items()}
         object.__setattr__(self, "units", units)
         object.__setattr__(self, "unsharded", tuple(self.unsharded))
-        for name in ("ram_budget", "buffer_pool_bytes"):
+        for name in ("ram_budget", "buffer_pool_bytes", "device_limit"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
         if self.stage not in _STAGES:
@@ -143,6 +148,13 @@ class Plan:
             message = (
                 f"buffer_pool_bytes={self.buffer_pool_bytes} was given, and no unit's parameters"
                 ' are on disk. Leave it out, or say parameters="disk".'
+            )
+            raise OptionError(message)
+
+        if self.device_limit is not None and self._tiers == {Tier.DEVICE}:
+            message = (
+                f"device_limit={self.device_limit} was given with all parameters on the device: it"
+                ' is for copies of others. Leave it out, or say parameters="host".'
             )
             raise OptionError(message)
 

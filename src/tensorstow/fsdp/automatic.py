@@ -32,6 +32,8 @@ _TOKENS = 2048
 _COMPUTE_PART = 0.5
 """Of the free memory of the tier that computes: activations, whose size is not known, take some."""
 _OTHER_PART = 0.8
+_LIMIT_PART = 0.9
+"""Of the device's memory, for what is measured: fragments and what is not torch's take the rest."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -42,6 +44,8 @@ class _Known:
 
     budget: Budget
     profile: Profile | None
+    device_limit: int | None
+    """The bytes of an accelerator within which copies of units may stay there."""
 
 
 def choose_plan(
@@ -66,13 +70,25 @@ def choose_plan(
         BudgetError: No placement fits; it says what is short.
     """
     own = machine_budget(units, device, directory) if budget is None else budget
-    known = _agree(_Known(own, read_profile()), device)
+    limit = _device_limit(device) if budget is None else own.bytes_of(Tier.DEVICE)
+    known = _agree(_Known(own, read_profile(), limit), device)
     parameters = sum(n for _, n in asked.sizes.trained) * asked.sizes.ranks
     batch = MicroBatch.estimate(parameters, _TOKENS)
     asked = replace(asked, budget=known.budget, batch=batch)
     found = _search(asked, known.profile, device, directory)
     _log(found, asked, told="given" if budget is not None else "of this machine")
-    return found.chosen.plan
+    plan = found.chosen.plan
+    if device.type == "cpu" or all(plan.tier_of(u.name) == Tier.DEVICE for u in asked.sizes.units):
+        return plan
+    return plan.but(device_limit=known.device_limit)
+
+
+def _device_limit(device: torch.device) -> int | None:
+    """Return what torch may allocate of an accelerator that is not used by others."""
+    if device.type == "cpu":
+        return None
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(_LIMIT_PART * (free + torch.accelerator.memory_reserved(device)))
 
 
 def machine_budget(
@@ -132,7 +148,8 @@ def _agree(own: _Known, device: torch.device) -> _Known:
     for tier in Tier:
         sizes = [n for each in everybody if (n := each.budget.bytes_of(tier)) is not None]
         least[str(tier)] = min(sizes, default=None)
-    return _Known(Budget(**least), everybody[0].profile)
+    limits = [each.device_limit for each in everybody if each.device_limit is not None]
+    return _Known(Budget(**least), everybody[0].profile, min(limits, default=None))
 
 
 def _search(

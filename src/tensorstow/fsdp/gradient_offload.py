@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import round_up
 from tensorstow.fsdp.stowed_parameter import storage_of
+from tensorstow.fsdp.units import found_in
 from tensorstow.fsdp.validation import validate_no_hooks
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
@@ -654,11 +655,11 @@ def _allocate_buffers(
 
 def offloaded_bytes(model: torch.nn.Module) -> int:
     """Return the bytes copied of gradients of parameters of ``model`` that are on the device."""
-    offload = _OFFLOADS.get(model)
+    offload = found_in(_OFFLOADS, model)
     return 0 if offload is None else offload.bytes_down
 
 
 def offload_pinned_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of pinned memory that gradients of ``model`` are copied to."""
-    offload = _OFFLOADS.get(model)
+    offload = found_in(_OFFLOADS, model)
     return 0 if offload is None else offload.pinned_bytes

@@ -9,6 +9,8 @@ for none: a buffer is filled again behind the all-gather that read it.
     free -> copying (h2d) -> in use (FSDP2 copies from it) -> free
                           -> in use again without a copy, where the same unit comes next
 
+A unit whose copy stays for its backward ([Note: Device cache]) has a buffer of its own.
+
 Bytes that a copy can read by itself, page-locked ones in compute dtype, are read where they are.
 Others (in a pool's buffer, pageable, to be cast) pass through pinned memory beside the device's, so
 that a pool's buffer is given back at once.
@@ -27,7 +29,7 @@ a parameter: copies are discarded before weights change and once more behind tha
 """
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +39,10 @@ import torch
 from torch import nn
 
 from tensorstow.base.sizes import round_up
+from tensorstow.base.update_on import Overlap
+from tensorstow.fsdp.device_cache import DeviceCache
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage, UseOrder
+from tensorstow.fsdp.units import found_in
 from tensorstow.io.buffer_pool import PooledBuffer
 from tensorstow.io.device_link import DeviceEvent, DeviceLink, is_away
 from tensorstow.io.pinned import PinnedBlock
@@ -81,18 +86,20 @@ class _Unit:
 
 @dataclass(eq=False, slots=True)
 class _Buffer:
-    """The device's memory for one unit, and pinned memory for what cannot be copied by itself."""
+    """The device's memory for one unit."""
 
     memory: torch.Tensor
-    staging: torch.Tensor | None
     ready: DeviceEvent
-    """Behind what used the device's memory last."""
-    copied: DeviceEvent | None = None
-    """Behind the last copy to it."""
+    """Behind what used it last."""
 
-    def is_staging_free(self, unit: _Unit) -> bool:
-        """Return whether ``unit`` would wait for no copy from the pinned memory."""
-        return not any(unit.staged) or self.copied is None or self.copied.query()
+
+@dataclass(eq=False, slots=True)
+class _Staging:
+    """Pinned memory for what of one unit cannot be copied by itself; None: it is not pinned."""
+
+    memory: torch.Tensor | None
+    copied: DeviceEvent | None = None
+    """Behind the last copy from it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,7 +118,7 @@ class _Copied:
 
 
 class DeviceBuffers:
-    """The memory that shards pass through, allocated once for a few units."""
+    """The memory that shards pass through: of a few units for all, and own of those that stay."""
 
     def __init__(self, link: DeviceLink, ahead: int) -> None:
         """Allocate nothing yet; copy over ``link``, with up to ``ahead`` units prefetched."""
@@ -119,7 +126,10 @@ class DeviceBuffers:
         self._ahead = ahead
         self._units: list[_Unit] = []
         self._buffers: list[_Buffer] | None = None
-        self._staging: PinnedBlock | None = None
+        self._own: dict[_Unit, _Buffer] = {}
+        self._staging: list[_Staging] = []
+        """The one that was used longest ago first."""
+        self._staging_block: PinnedBlock | None = None
         self._last_copy: DeviceEvent | None = None
         """Behind the last copy, and so behind all: they are on one stream."""
 
@@ -129,8 +139,13 @@ class DeviceBuffers:
 
     @property
     def device_bytes(self) -> int:
-        """Return the bytes of the device's memory."""
+        """Return the bytes of the device's memory that all units pass through."""
         return self._count * self._largest
+
+    @property
+    def own_bytes(self) -> int:
+        """Return the bytes of the device's memory that units have of their own."""
+        return sum(buffer.memory.nbytes for buffer in self._own.values())
 
     @property
     def staging_bytes(self) -> int:
@@ -140,28 +155,45 @@ class DeviceBuffers:
     @property
     def pinned_bytes(self) -> int:
         """Return how many bytes of that are pinned."""
-        return 0 if self._staging is None else self._staging.pinned_bytes
+        return 0 if self._staging_block is None else self._staging_block.pinned_bytes
 
     def free_one(self, taken: Collection[_Buffer]) -> _Buffer | None:
-        """Return a buffer that is not among ``taken``; None: there is none."""
+        """Return a buffer for any unit that is not among ``taken``; None: there is none."""
         if self._buffers is None:
             self._buffers = self._allocate()
         return next((buffer for buffer in self._buffers if buffer not in taken), None)
 
+    def own(self, unit: _Unit) -> _Buffer:
+        """Return the unit's own buffer."""
+        if unit not in self._own:
+            self._own[unit] = self._buffer(sum(unit.sizes))
+        return self._own[unit]
+
+    def free_own(self, units: Iterable[_Unit]) -> None:
+        """Free the buffers that these units have of their own, which hold no copy."""
+        for unit in units:
+            self._own.pop(unit, None)
+
+    def is_staging_free(self, unit: _Unit) -> bool:
+        """Return whether ``unit`` would wait for no copy from pinned memory."""
+        first = self._staging[0].copied if any(unit.staged) and self._staging else None
+        return first is None or first.query()
+
     def copy(self, unit: _Unit, buffer: _Buffer) -> _Copied:
         """Begin copying a unit's shards to ``buffer``."""
-        if not buffer.is_staging_free(unit) and buffer.copied is not None:
-            buffer.copied.synchronize()  # the link is behind: pinned memory is still read
+        staging = self._take_staging() if any(unit.staged) else None
         if unit.pager is not None:
             unit.pager.pin()
         try:
-            on_device, pairs = self._lay_out(unit, buffer)
+            on_device, pairs = self._lay_out(unit, buffer, staging)
             # Where some of it is pageable, that has been read when this returns.
             self._last_copy = complete = self.link.h2d(pairs, [buffer.ready])
         finally:
             if unit.pager is not None:
                 unit.pager.unpin()
-        buffer.copied = buffer.ready = complete
+        buffer.ready = complete
+        if staging is not None:
+            staging.copied = complete
         return _Copied(unit, buffer, on_device, complete)
 
     def wait_for_copies(self) -> None:
@@ -170,9 +202,19 @@ class DeviceBuffers:
             self._last_copy.synchronize()
             self._last_copy = None
 
+    def _take_staging(self) -> _Staging:
+        """Return pinned memory that no copy reads any more."""
+        if not self._staging:
+            self._staging = self._allocate_staging()
+        staging = self._staging.pop(0)
+        if staging.copied is not None:
+            staging.copied.synchronize()  # the link is behind: pinned memory is still read
+        self._staging.append(staging)
+        return staging
+
     @staticmethod
     def _lay_out(
-        unit: _Unit, buffer: _Buffer
+        unit: _Unit, buffer: _Buffer, staging: _Staging | None
     ) -> tuple[dict[int, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Return each shard's part of ``buffer``, and pairs of targets and sources to copy."""
         on_device, pairs = {}, []
@@ -182,8 +224,8 @@ class DeviceBuffers:
             nbytes = shard.padded.numel() * dtype.itemsize
             target = buffer.memory[at : at + nbytes].view(dtype).view(shard.padded.shape)
             source = shard.padded
-            if is_staged and buffer.staging is not None:
-                part = buffer.staging[staged_at : staged_at + nbytes]
+            if is_staged and staging is not None and staging.memory is not None:
+                part = staging.memory[staged_at : staged_at + nbytes]
                 source = part.view(dtype).view(target.shape)
                 source.copy_(shard.padded)
                 staged_at += size
@@ -196,18 +238,19 @@ class DeviceBuffers:
         return on_device, pairs
 
     def _allocate(self) -> list[_Buffer]:
-        count, largest, staged = self._count, self._largest, self._largest_staged
-        device = self.link.device
-        block = PinnedBlock(count * staged, device, self.link.synchronize) if staged else None
-        self._staging = block
-        made = []
-        for number in range(count):
-            memory = torch.empty(largest, dtype=torch.uint8, device=device)
-            staging = None
-            if block is not None and block.pinned:
-                staging = block.tensor(number * staged, staged, torch.uint8)
-            made.append(_Buffer(memory, staging, self.link.record_event()))
-        return made
+        return [self._buffer(self._largest) for _ in range(self._count)]
+
+    def _buffer(self, nbytes: int) -> _Buffer:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.link.device)
+        return _Buffer(memory, self.link.record_event())
+
+    def _allocate_staging(self) -> list[_Staging]:
+        count, staged, device = self._count, self._largest_staged, self.link.device
+        block = PinnedBlock(count * staged, device, self.link.synchronize)
+        self._staging_block = block
+        if not block.pinned:
+            return [_Staging(None) for _ in range(count)]
+        return [_Staging(block.tensor(i * staged, staged, torch.uint8)) for i in range(count)]
 
     @property
     def _count(self) -> int:
@@ -225,18 +268,26 @@ class DeviceBuffers:
 class H2DPrefetcher:
     """Copies one model's shards to the device ahead of their all-gather. Any thread may call."""
 
-    def __init__(self, link: DeviceLink, *, ahead: int, beside_forward: bool) -> None:
+    def __init__(
+        self, link: DeviceLink, *, ahead: int, overlap: Overlap, limit_bytes: int | None = None
+    ) -> None:
         """Know no unit yet.
 
         Args:
             link: What copies.
             ahead: How many units are prefetched beyond the one that is asked for.
-            beside_forward: Whether updates run beside the next forward.
+            overlap: What updates run beside.
+            limit_bytes: What torch may have allocated on the device for copies to stay there from
+                forward to backward; None: none stays.
         """
         self.link = link
         self.buffers = DeviceBuffers(link, ahead)
+        self.cache: DeviceCache[_Unit] | None = None
+        """Chooses the units whose copies stay; None: there are none."""
+        if limit_bytes is not None:
+            self.cache = DeviceCache(link.device, limit_bytes)
         self._ahead = ahead
-        self._beside_forward = beside_forward
+        self._overlap = overlap
         self._units: dict[int, _Unit] = {}
         """By the id of each of their shards."""
         self._copies: dict[_Unit, _Copied] = {}
@@ -274,6 +325,8 @@ class H2DPrefetcher:
         staged = [not shard.is_page_locked or shard.padded.dtype != dtype for shard, dtype in pairs]
         unit = _Unit(shards, dtypes, staged, prefetcher)
         self.buffers.add(unit)
+        if self.cache is not None:
+            self.cache.add(unit, sum(unit.sizes))
         for shard in shards:
             self._units[id(shard)] = unit
             shard.discard_copies = partial(self._discard_unit, unit)
@@ -322,8 +375,10 @@ class H2DPrefetcher:
                 return
             following = next(self._order.following(), None)
             if following is copied.unit and not self._may_be_updated(copied.unit):
-                copied.asked.clear()  # the same unit comes next: behind a forward, its backward
-                copied.used.clear()
+                self._keep(copied)  # the same unit comes next: behind a forward, its backward
+            elif self._stays(copied):
+                self._keep(copied)
+                self._prefetch_following()
             else:
                 self._release(copied)
                 self._prefetch_following()
@@ -359,6 +414,9 @@ class H2DPrefetcher:
     def _post_step(self, *_: object) -> None:
         with self._alone():
             self.discard()
+            if self.cache is not None:
+                self.cache.measure(self.buffers.own_bytes)
+                self.buffers.free_own(u for u in self._units.values() if u not in self.cache)
             self.prefetch()
 
     def _discard_unit(self, unit: _Unit) -> None:
@@ -395,12 +453,12 @@ class H2DPrefetcher:
 
     def _prefetch(self, unit: _Unit) -> bool:
         """Begin copying a unit that nobody has asked for, where nothing is to be waited for."""
-        if self._beside_forward and not unit.is_newest:
+        if self._overlap == "forward" and not unit.is_newest:
             return False
         if unit.pager is not None and not unit.pager.is_ready():
             return False
-        buffer = self._free_buffer()
-        if buffer is None or not buffer.is_staging_free(unit):
+        buffer = self._free_buffer(unit)
+        if buffer is None or not self.buffers.is_staging_free(unit):
             return False
         self._copy_to(unit, buffer)
         return True
@@ -410,9 +468,10 @@ class H2DPrefetcher:
         for shard in unit.shards:
             shard.before_read()
         unit.is_newest = True
-        buffer = self._free_buffer()
+        buffer = self._free_buffer(unit)
         if buffer is None:
-            guessed = next((c for c in self._copies.values() if not c.asked), None)
+            shared = [c for c in self._copies.values() if not self._has_own(c)]
+            guessed = next((c for c in shared if not c.asked), None)
             if guessed is None:
                 return None
             self._release(guessed)
@@ -423,8 +482,24 @@ class H2DPrefetcher:
         copied = self._copies[unit] = self.buffers.copy(unit, buffer)
         return copied
 
-    def _free_buffer(self) -> _Buffer | None:
+    def _free_buffer(self, unit: _Unit) -> _Buffer | None:
+        if self.cache is not None and unit in self.cache:
+            return self.buffers.own(unit)
         return self.buffers.free_one([copied.buffer for copied in self._copies.values()])
+
+    def _has_own(self, copied: _Copied) -> bool:
+        return self.cache is not None and copied.unit in self.cache
+
+    def _stays(self, copied: _Copied) -> bool:
+        """Return whether the copy is the newest weight until the next step."""
+        updated = self._overlap == "backward" and self._may_be_updated(copied.unit)
+        return self._has_own(copied) and not updated
+
+    def _keep(self, copied: _Copied) -> None:
+        """Let the copy be asked for again."""
+        copied.buffer.ready = self.link.record_event()
+        copied.asked.clear()
+        copied.used.clear()
 
     def _release(self, copied: _Copied) -> None:
         """Let the buffer be filled again, behind what the caller's stream was given so far."""
@@ -442,4 +517,4 @@ class H2DPrefetcher:
 
 def h2d_prefetcher_of(model: nn.Module) -> H2DPrefetcher | None:
     """Return what copies the shards of ``model`` to a device; None where nothing does."""
-    return _PREFETCHERS.get(model)
+    return found_in(_PREFETCHERS, model)

@@ -43,6 +43,8 @@ class ParameterBytes:
     """Host memory that weights pass through which the device cannot copy where they are."""
     device_bytes: int
     """The device's memory that weights pass through before they are gathered."""
+    device_cache_bytes: int
+    """The device's memory in which copies of weights stay (``Plan.device_limit``)."""
 
 
 def parameter_bytes(model: nn.Module) -> ParameterBytes:
@@ -70,6 +72,7 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         + (0 if h2d is None else h2d.buffers.pinned_bytes),
         staging_bytes=0 if h2d is None else h2d.buffers.staging_bytes,
         device_bytes=0 if h2d is None else h2d.buffers.device_bytes,
+        device_cache_bytes=0 if h2d is None else h2d.buffers.own_bytes,
     )
 
 

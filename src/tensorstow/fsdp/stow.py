@@ -42,7 +42,7 @@ from tensorstow.fsdp.sharding import (
     world_size,
 )
 from tensorstow.fsdp.state_dicts import register_state_dict_hooks
-from tensorstow.fsdp.units import Unit, aliases_of, units_of
+from tensorstow.fsdp.units import Unit, aliases_of, found_in, units_of
 from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks
 from tensorstow.fsdp.validation import (
     OptimizerFactory,
@@ -109,7 +109,7 @@ def plan_of(model: nn.Module) -> Plan:
     Raises:
         OptionError: ``stow`` has not placed this model.
     """
-    found = _PLANS.get(model)
+    found = found_in(_PLANS, model)
     if found is None:
         message = "plan_of() was called for a model that stow() did not place."
         raise OptionError(message)
@@ -302,8 +302,10 @@ def _h2d_prefetcher(plan: Plan, device: torch.device) -> H2DPrefetcher | None:
     """Return what copies shards to a device that has memory of its own."""
     if not is_away(device):
         return None
-    beside_forward = plan.overlap == "forward"
-    return H2DPrefetcher(open_link(device), ahead=plan.prefetch, beside_forward=beside_forward)
+    limit = None if plan.device_limit is None else int(plan.device_limit)
+    return H2DPrefetcher(
+        open_link(device), ahead=plan.prefetch, overlap=plan.overlap, limit_bytes=limit
+    )
 
 
 def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:

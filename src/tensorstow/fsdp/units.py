@@ -1,12 +1,15 @@
 """Units: modules whose parameters are all-gathered and freed together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.step.forward_waits import blocks_of
+
+T = TypeVar("T")
 
 ROOT = ""
 """The name of the unit that has what is in no block: embeddings, the head, the last norm."""
@@ -25,6 +28,19 @@ class Unit:
     def nbytes(self) -> int:
         """Return the bytes of all ranks' parameters together."""
         return sum(p.numel() * p.element_size() for p in self.parameters.values())
+
+
+def found_in(table: Mapping[nn.Module, T], model: nn.Module) -> T | None:
+    """Return what a table has for a model, or for the model that a wrapper of it holds.
+
+    Args:
+        table: By the model that was placed.
+        model: The model, or a module round it.
+
+    Returns:
+        The entry; None: there is none.
+    """
+    return next((table[module] for module in model.modules() if module in table), None)
 
 
 def units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> list[Unit]:

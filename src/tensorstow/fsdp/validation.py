@@ -157,19 +157,27 @@ def validate_units(plan: Plan, units: Iterable[Unit]) -> None:
 
 
 def validate_device(plan: Plan, device: torch.device) -> None:
-    """Check that updates can run where the plan says.
+    """Check that an accelerator is there where the plan needs one.
 
     Args:
-        plan: The plan; of it, ``update_on``.
+        plan: The plan; of it, ``update_on`` and ``device_limit``.
         device: What this rank computes on.
 
     Raises:
-        OptionError: Updates are to run on an accelerator, and this rank has none.
+        OptionError: This rank has no accelerator, and something is to be on one.
     """
-    if reaches_device(plan.update_on) and not device_link.is_remote(torch.empty(0, device=device)):
+    if device_link.is_remote(torch.empty(0, device=device)):
+        return
+    if reaches_device(plan.update_on):
         message = (
             f"{told(plan.update_on)} was given, and this rank computes on {device}: there is no"
             ' accelerator to update on. Leave update_on out, or say "host".'
+        )
+        raise OptionError(message)
+    if plan.device_limit is not None:
+        message = (
+            f"device_limit={plan.device_limit} was given, and this rank computes on {device}: there"
+            " is no accelerator for copies of units to stay on. Leave it out."
         )
         raise OptionError(message)
 

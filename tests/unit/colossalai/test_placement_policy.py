@@ -98,27 +98,20 @@ def test_a_fraction_is_sharded_between_forward_and_backward(
     assert (made.stage, made.unsharded) == (3, unsharded)
 
 
-@pytest.mark.parametrize(
-    ("room", "below"),
-    [
-        (9, {"0", "1", "2"}),
-        (99, {"1"}),
-        (100, {"0", "2"}),
-        (150, {"0"}),
-        (160, set()),
-    ],
-)
-def test_auto_keeps_on_the_device_what_has_room_there(room: int, below: set[str]) -> None:
+@pytest.mark.parametrize("here", [False, True])
+def test_auto_lets_copies_stay_on_the_device(*, here: bool) -> None:
     made = plan_of(
         PlacementPolicy("auto"),
         Sizes(tuple(units(10, 100, 50))),
-        device_is_host=False,
+        device_is_host=here,
         states_on_disk=False,
         replicas=1,
         prefetch=0,
-        device_room=room,
+        device_limit=70,
     )
-    assert {str(i) for i in range(3) if made.tier_of(str(i)) == Tier.HOST} == below
+    assert made.parameters == Tier.HOST
+    assert not made.units
+    assert made.device_limit == (None if here else 70)
 
 
 def test_max_prefetch_is_the_plan_s() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tensorstow.base.update_on import Overlap
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
 from tensorstow.io.buffer_pool import BufferPool
@@ -33,16 +34,27 @@ class Counted(PlainLink):
 
 
 def made(
-    count: int, *, link: PlainLink, ahead: int = 1, beside_forward: bool = False
+    count: int,
+    *,
+    link: PlainLink,
+    ahead: int = 1,
+    overlap: Overlap = "none",
+    stay: int | None = None,
 ) -> tuple[H2DPrefetcher, list[HostShard]]:
-    """Return a prefetcher of units of one shard each, whose values are their numbers."""
-    prefetcher = H2DPrefetcher(link, ahead=ahead, beside_forward=beside_forward)
+    """Return a prefetcher of units of one shard each, whose values are their numbers.
+
+    Copies of the first ``stay`` of them stay on the device.
+    """
+    limit = None if stay is None else 128 * stay
+    prefetcher = H2DPrefetcher(link, ahead=ahead, overlap=overlap, limit_bytes=limit)
     shards = []
     for number in range(count):
         block = PinnedBlock(4 * ROWS, CPU, link.synchronize)
         shards.append(HostShard(block.tensor(0, ROWS, torch.float32).data, ROWS, block))
         shards[-1].home.fill_(number)
         prefetcher.add_unit(shards[-1:], [torch.float32], None)
+    if prefetcher.cache is not None:
+        prefetcher.cache.assume(0)
     return prefetcher, shards
 
 
@@ -96,6 +108,45 @@ def test_a_unit_that_is_gathered_twice_is_copied_once() -> None:
             gather(prefetcher, shards[number])
         prefetcher.discard()
     assert link.copied == [0, 1, 2, 2, 1, 0, 0, 1, 2, 1, 0]
+
+
+@pytest.mark.parametrize("stay", [0, 2, 3])
+def test_a_unit_whose_copy_stays_is_copied_once_in_a_step(stay: int) -> None:
+    link = Counted()
+    prefetcher, shards = made(4, link=link, ahead=0, stay=stay)
+    for step in range(3):
+        link.copied.clear()
+        for _ in range(2):  # two micro-batches
+            for number in (0, 1, 2, 3, 3, 2, 1, 0):
+                assert gather(prefetcher, shards[number]).eq(number + step).all()
+        counts = [link.copied.count(number + step) for number in range(4)]
+        assert counts[:stay] == [1] * stay
+        assert min(counts[stay:]) >= 2
+        prefetcher.discard()
+        for shard in shards:
+            shard.home.add_(1)
+    assert prefetcher.buffers.own_bytes == 128 * stay
+    prefetcher.buffers.free_own(list(prefetcher._units.values()))
+    assert prefetcher.buffers.own_bytes == 0
+
+
+def test_a_copy_that_stays_is_old_when_its_weight_is_written() -> None:
+    prefetcher, shards = made(2, link=PlainLink(), stay=2)
+    for shard in shards:
+        gather(prefetcher, shard)
+    with shards[0].access(write=True):
+        shards[0].home.fill_(7)
+    assert gather(prefetcher, shards[0]).eq(7).all()
+
+
+def test_copies_that_stay_do_not_give_way_to_others() -> None:
+    link = Counted()
+    prefetcher, shards = made(4, link=link, ahead=0, stay=2)
+    gather(prefetcher, shards[0])
+    gather(prefetcher, shards[1])
+    for shard in shards:  # all at once: more than there are buffers for all
+        prefetcher.all_gather_input(shard, torch.float32)
+    assert link.copied == [0, 1, 2, 3]
 
 
 def test_more_gathers_than_buffers_are_copied_at_once() -> None:
@@ -192,7 +243,7 @@ def test_what_a_step_is_followed_by_is_copied_at_its_end() -> None:
 
 def test_beside_forward_only_what_was_waited_for_is_copied_ahead() -> None:
     link = Counted()
-    prefetcher, shards = made(3, link=link, beside_forward=True)
+    prefetcher, shards = made(3, link=link, overlap="forward")
     waited: list[int] = []
     for number, shard in enumerate(shards):
         shard.before_read = lambda number=number: waited.append(number)  # type: ignore[misc]
@@ -231,11 +282,30 @@ def test_in_a_backward_nothing_is_copied_ahead_that_may_be_updated() -> None:
     assert not prefetcher._copies
 
 
+def test_beside_backward_a_copy_does_not_stay_behind_its_update() -> None:
+    link = Counted()
+    prefetcher, shards = made(2, link=link, overlap="backward", stay=2)
+    x = torch.zeros(1, requires_grad=True)
+
+    def gathered(shard: HostShard, _: torch.Tensor) -> None:
+        gather(prefetcher, shard)
+
+    for _ in range(2):  # micro-batches; the first updates nothing, which is not known here
+        y = x * 1
+        for shard in shards:
+            gather(prefetcher, shard)
+            y = y * 1
+            y.register_hook(partial(gathered, shard))
+        y.backward()
+        assert not prefetcher._copies
+    assert sorted(link.copied) == [0, 0, 1, 1]
+
+
 def test_a_buffer_is_pinned_for_the_copy_alone(tmp_path: Path) -> None:
     pool = BufferPool(tmp_path, 1 << 20, 1 << 20)
     disk = Prefetcher(1)
     link = Counted()
-    prefetcher = H2DPrefetcher(link, ahead=1, beside_forward=False)
+    prefetcher = H2DPrefetcher(link, ahead=1, overlap="none")
     shards = []
     for number in range(3):
         buffer = pool.add(4096)

@@ -25,6 +25,7 @@ from tensorstow.colossalai.booster.plugin.placement_policy import (
 from tensorstow.colossalai.booster.plugin.plugin_base import Plugin, check_device
 from tensorstow.colossalai.gemini import GeminiModel, GeminiStates
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
+from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 
 _FIXED_BLOCKS = "parameters move by the model's blocks, and no chunk size is searched"
 _REFUSED: Mapping[str, tuple[object, str]] = {
@@ -68,8 +69,9 @@ class GeminiPlugin(Plugin):
         chunk_init_device: Changes nothing.
         placement_policy: "static", by the three fractions; "cuda", all on the device; "cpu", all in
             host memory; "const", the same with at most 512 MiB of parameters on their way to the
-            device; "auto", states in host memory, and the parameters too that find no room on the
-            device. They are placed once: units do not move while training.
+            device; "auto", all in host memory, and copies of parameters stay on the device from
+            forward to backward while there is room: units are chosen anew when a step has measured
+            what activations take, and each change is logged.
         enable_gradient_accumulation: Changes nothing: gradients of several backwards add up, in
             fp32.
         max_prefetch: How many units are copied to the device before they are asked for.
@@ -82,8 +84,9 @@ class GeminiPlugin(Plugin):
         offload_param_frac: The fraction of the parameters' bytes in host memory, frozen ones
             included: the units whose bytes are nearest to it. At most ``offload_optim_frac``.
         warmup_non_model_data_ratio: Under "auto", the part of the device's memory that is left to
-            everything else.
-        steady_cuda_cap_ratio: Under "auto", the largest part that parameters may take.
+            everything else in the first step.
+        steady_cuda_cap_ratio: Under "auto", the part of the device's memory that copies and
+            everything else may take together.
         precision: "fp32", "bf16" or "fp16": what is computed in. Parameters keep their dtype, so
             those in fp32 are the master weights. Default: None, "fp16" as upstream where an
             accelerator computes, "fp32" where the CPU does.
@@ -181,7 +184,7 @@ class GeminiPlugin(Plugin):
             if not 0.0 <= given[name] <= 1.0:
                 message = f"{name}={given[name]} was given: it is a number between 0 and 1."
                 raise OptionError(message)
-        self._device_part = min(steady_cuda_cap_ratio, 1.0 - warmup_non_model_data_ratio)
+        self._limit_part, self._assumed_part = steady_cuda_cap_ratio, warmup_non_model_data_ratio
         scaler = partial(
             DynamicGradScaler,
             initial_scale,
@@ -207,7 +210,7 @@ class GeminiPlugin(Plugin):
         optimizer: Optimizer | None,
         lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
     ) -> tuple[nn.Module, Optimizer | None]:
-        return place(
+        placed, made = place(
             model,
             optimizer,
             lr_scheduler,
@@ -216,6 +219,12 @@ class GeminiPlugin(Plugin):
             replicas=self._replicas,
             wrappers=(GeminiModel, GeminiStates),
         )
+        h2d_prefetcher = h2d_prefetcher_of(placed)
+        if h2d_prefetcher is not None and h2d_prefetcher.cache is not None:
+            # Until a step is measured the rest of the device, up to the limit, is for copies.
+            assumed = max(0.0, self._limit_part + self._assumed_part - 1.0)
+            h2d_prefetcher.cache.assume(_device_bytes(assumed))
+        return placed, made
 
     def _decide(self, asked: PlacementRequest) -> Decision:
         plan = plan_of(
@@ -225,11 +234,12 @@ class GeminiPlugin(Plugin):
             states_on_disk=asked.states_on_disk,
             replicas=self._replicas,
             prefetch=self._prefetch,
-            device_room=0 if asked.device_is_host else self._device_room(),
+            device_limit=0 if asked.device_is_host else _device_bytes(self._limit_part),
         )
         return plan, states_off_device(self._policy, asked.units, plan)
 
-    def _device_room(self) -> int:
-        """Return what parameters may take of the device: the same on every rank of its kind."""
-        _, total = torch.accelerator.get_memory_info()
-        return int(total * self._device_part)
+
+def _device_bytes(part: float) -> int:
+    """Return a part of the device's memory, the same on every rank of its kind."""
+    _, total = torch.accelerator.get_memory_info()
+    return int(total * part)

@@ -22,8 +22,8 @@ class PlacementPolicy:
 
     Args:
         name: "static", whose fractions are those given; "cuda", all on the device; "cpu" and
-            "const", all in host memory; "auto", states in host memory, and the parameters too that
-            find no room on the device.
+            "const", all in host memory; "auto", all in host memory, and copies of parameters stay
+            on the device where there is room, as measured.
         shard_param: The fraction of the parameters' bytes that is sharded: 1 is ZeRO stage 3, 0 is
             stage 2.
         offload_optim: The fraction of the states' bytes that is in host memory.
@@ -79,7 +79,7 @@ def plan_of(
     states_on_disk: bool,
     replicas: int,
     prefetch: int,
-    device_room: int = 0,
+    device_limit: int = 0,
 ) -> Plan:
     """Return the plan that a policy means.
 
@@ -90,7 +90,7 @@ def plan_of(
         states_on_disk: Whether the optimizer keeps states on disk.
         replicas: Groups of ranks that each hold a full copy (``extra_dp_size``).
         prefetch: Units that are copied to the device ahead (``max_prefetch``).
-        device_room: Under "auto" the bytes that parameters may take of the device.
+        device_limit: Under "auto" the bytes of the device within which copies of parameters stay.
 
     Returns:
         The plan; units are in host memory, and unsharded, such that their bytes are nearest to the
@@ -100,9 +100,8 @@ def plan_of(
     whole = {unit.name: unit.whole_bytes for unit in sizes.units}
     shares = {unit.name: unit.share_bytes for unit in sizes.units}
     below = set(shares) if device_is_host else nearest(shares, offload * sum(shares.values()))
-    if not device_is_host and offload == 1.0:
-        room = device_room if policy.name == "auto" else 0
-        below = set(shares) - fitting(shares, room)  # units of no bytes too
+    if offload == 1.0:
+        below = set(shares)  # units of no bytes too
     most = Tier.HOST if len(below) == len(sizes.units) else Tier.DEVICE
     return Plan(
         parameters=most,
@@ -112,6 +111,7 @@ def plan_of(
         unsharded=sorted(nearest(whole, (1 - shard) * sum(whole.values()))) if shard else (),
         replicas=replicas,
         prefetch=_const_prefetch(sizes.units) if policy.name == "const" else prefetch,
+        device_limit=device_limit if policy.name == "auto" and not device_is_host else None,
     )
 
 
