@@ -231,20 +231,20 @@ MUTATIONS = (
         _UPDATER, "self._trips[0].fallen.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"
     ),
     Mutation(
-        "step/sides.py",
+        "step/device_updates.py",
         "self._link.synchronize()",
         "pass",
         f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
     ),
     Mutation(
-        "step/sides.py",
+        "step/device_updates.py",
         "self._link.record_event().synchronize()",
         "pass",
         f"{_WAITS}::test_what_makes_gradients_is_not_measured",
     ),
     Mutation(
-        "step/param_table.py",
-        "self._link.synchronize()\n",
+        "step/sides.py",
+        "self._links.weights.synchronize()\n",
         "pass\n",
         f"{_WAITS}::test_nothing_is_under_way_of_a_step_that_was_given_up",
     ),
@@ -394,9 +394,9 @@ MUTATIONS = (
         f"{_COUNTS}::test_a_forward_waits_for_gradients_that_are_late_and_for_nothing_else",
     ),
     Mutation(
-        "step/param_table.py",
-        "PinnedBlock(nbytes, self._link.device, self._link.synchronize)",
-        'PinnedBlock(nbytes, torch.device("cpu"), self._link.synchronize)',
+        "step/optimizer_links.py",
+        "PinnedBlock(nbytes, self.weights.device, self.weights.synchronize)",
+        'PinnedBlock(nbytes, torch.device("cpu"), self.weights.synchronize)',
         "gpu/test_gpu_updates.py::test_states_go_up_while_others_come_down",
     ),
     # --- the host's own ---

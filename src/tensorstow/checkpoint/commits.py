@@ -282,7 +282,7 @@ class Commits:
     def capture(self, params: ParamTable) -> None:
         """Write to disk what it has not got of the states and weights of now."""
         with self.ranks.reporting_errors(f"the commit of step {self.step}"):
-            params.refresh()
+            params.sides.refresh()
             self.prepare(params)
             rows = [StepRow(weight=param.weight) for param in params.all()]
             with SignalsDeferred():
@@ -313,7 +313,7 @@ def _begin_thread() -> None:
 
 def _run_through(plan: StepPlan, params: ParamTable) -> None:
     """Let the pipeline go through a step without updates, which writes what the disk lacks."""
-    path = params.path
+    path = params.sides.path
     path.begin(plan)
     try:
         path.close()

@@ -68,13 +68,11 @@ def resume(
     params.store.check_budget(plans)
     there = _updated_on(generation.hyper, params, order)
     try:
-        if there is not None:
-            params.update_on(there)
         for param in params.all():
             states.pop(param.owner, None)
-        params.restore(order, families, plans, adopt)
+        params.restore(order, families, plans, adopt, there)
         _load_weights(generation, params, storage)
-        params.deliver()
+        params.sides.deliver()
         _load_module(generation, params, module, storage)
         hyper = _put_back(generation.hyper, "hyper", generation, storage)
         for group, values in zip(groups, hyper["groups"], strict=True):

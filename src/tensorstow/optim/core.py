@@ -82,7 +82,7 @@ class Core:
 
         def is_used(number: int) -> bool:
             params = table()
-            return params is None or not params.uses(number)
+            return params is None or not params.sides.path.needs(params.all()[number])
 
         gradients = ConsumedGradients(run.accumulation_steps, is_used)
         if offload_policy.overlap != "none" and run.module is not None:

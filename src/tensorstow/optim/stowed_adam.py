@@ -655,7 +655,7 @@ class StowedAdam(Optimizer):
     # --- inside ---
 
     def _recorded_parts(self) -> list[RecordedPart]:
-        link = self._params().link
+        link = self._params().links.weights
         return [
             LinkPart(link),
             CommitPart(self._core.commits),

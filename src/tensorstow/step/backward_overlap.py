@@ -292,12 +292,12 @@ class BackwardOverlap(Schedule):
         pipeline = params.store.pipeline
         if not self._last_order:
             # Nothing is known of this model yet: backward mostly goes from its end to its begin.
-            last_first = range(len(params) - 1, -1, -1)
+            last_first = range(len(params.all()) - 1, -1, -1)
             pipeline.order(by_last(params.store.chunks, last_first))
         if self._poison:
             shadow(plan)
         try:
-            params.path.begin(plan, Beside.BACKWARD)
+            params.sides.path.begin(plan, Beside.BACKWARD)
             self._written = {u.param.number: _written(u.param) for u in plan.updates}
             self._watch_backward(plan)
             self._plan = plan
@@ -310,7 +310,7 @@ class BackwardOverlap(Schedule):
         if self._plan is None:
             message = "A gradient was handed over outside of a step."
             raise OptionError(message)
-        path = self._params.path
+        path = self._params.sides.path
 
         def use(gradient: torch.Tensor, copied: DeviceEvent | None) -> None:
             # Before the weight changes: a graph that still needs the old one must not go on.
@@ -350,7 +350,7 @@ class BackwardOverlap(Schedule):
         if opened is None:
             message = "A step was ended that had not begun."
             raise OptionError(message)
-        params, path = self._params, self._params.path
+        params, path = self._params, self._params.sides.path
         on_time = len(self.gradients.arrived)
         for update in plan.updates:
             self.on_gradient(update.param)

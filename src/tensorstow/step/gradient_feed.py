@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Protocol
 
 import torch
 
@@ -83,51 +82,6 @@ class GradientFeed:
     def abort(self) -> None:
         """Let go of what the step was lent: it has failed, or its store is gone."""
         self.end()
-
-
-class StepPath(Protocol):
-    """What a schedule takes a step by; ``StepFeeds``, or ``DeviceUpdates``."""
-
-    def begin(self, plan: StepPlan, beside: Beside = Beside.NOTHING) -> None:
-        """Begin a step, with the gradients that ``plan`` has."""
-
-    def offer(
-        self, param: ManagedParam, gradient: torch.Tensor, copied: DeviceEvent | None = None
-    ) -> None:
-        """Take a final gradient, whose elements are there behind ``copied``; None: they are."""
-
-    def close(self) -> None:
-        """Hand over the rest: no more gradients come."""
-
-    def wait(self, numbers: Collection[int] | None = None) -> None:
-        """Return when these parameters, or all, have their new weights."""
-
-    def wait_for_one(self, numbers: Sequence[int]) -> bool:
-        """Return when a gradient more is used, or there; False at once where none can be."""
-
-    def needs(self, param: ManagedParam) -> bool:
-        """Return whether the gradient of ``param`` may still be read."""
-
-    def join(self) -> None:
-        """Let the caller's stream be behind the weights that were sent to the device."""
-
-    def abort(self) -> None:
-        """Let go of what the step was lent: it has failed, or its store is gone."""
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return the pinned memory that gradients pass through."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the device memory that states pass through."""
-
-    @property
-    def device_share(self) -> float:
-        """Return the share of the states that the next step updates on the device."""
-
-    def divide(self, share: float) -> tuple[Sequence[Chunk], Sequence[Chunk]]:
-        """Let the device update ``share`` of the states; return the host's and its chunks."""
 
 
 class HostFeed(GradientFeed):

@@ -102,7 +102,7 @@ class Schedule:
 
     def abort(self) -> None:
         """Forget the step that is open or under way: its store is gone, or has failed."""
-        self._params.path.abort()
+        self._params.sides.path.abort()
 
     # --- what users do with gradients ---
 
@@ -132,7 +132,7 @@ class Synchronous(Schedule):
 
     def step(self, plan: StepPlan, states: States) -> None:
         """Return when every weight is new."""
-        path = self._params.path
+        path = self._params.sides.path
         path.begin(plan)
         try:
             path.close()

@@ -1,257 +1,179 @@
-"""Runs a step's updates on the device, or on device and host at once.
+"""Which side, host or device, updates what, and by which path gradients get there."""
 
-[Note: Both at once] Gradients of the host's chunks come down (``DeviceFeed``), states of the
-device's go up (``DeviceUpdater``), in one open step of the pipeline, whose ring both share. So
-neither is waited for while the other may hold what it waits for: while both have something under
-way, both are looked at again and again.
-
-[Note: Device updates beside backward] There a chunk goes its way as soon as all of its gradients
-are final. Hooks of gradients begin what can be begun and wait for nothing; ``close`` does the rest.
-While shares are being measured nothing begins before ``close``: what the sides take is compared
-beside nothing else.
-"""
-
-import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 import torch
 
-from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.tiers import Tier
-from tensorstow.formats.reference import AdamScalars
-from tensorstow.io.device_link import DeviceEvent, DeviceLink
-from tensorstow.states.chunks import Chunk
-from tensorstow.states.native_pipeline import StepKind, UpdatePipeline
-from tensorstow.step.chunk_gate import ChunkGate
+from tensorstow.base.update_on import reaches_device
+from tensorstow.io import device_link
+from tensorstow.states.offload_policy import OffloadPolicy
+from tensorstow.states.state_store import StateStore
 from tensorstow.step.device_feed import DeviceFeed
-from tensorstow.step.device_update import DeviceUpdater, Work
-from tensorstow.step.division import Division, Took, chunks_of_device, elements_of
-from tensorstow.step.gradient_feed import Beside, HostFeed, StepFeeds
-from tensorstow.step.managed_param import ManagedParam, StepPlan
-from tensorstow.tensors.dtensor import flat
+from tensorstow.step.device_update import DeviceUpdater
+from tensorstow.step.device_updates import DeviceUpdates
+from tensorstow.step.disk_feed import DiskFeed
+from tensorstow.step.division import Division
+from tensorstow.step.gradient_feed import GradientFeed, HostFeed, StepFeeds
+from tensorstow.step.host_weight import deliver, host_weight_bytes, make_host_weights
+from tensorstow.step.managed_param import ManagedParam
+from tensorstow.step.optimizer_links import OptimizerLinks
 
-_NAP = 2e-4
-"""Seconds; a chunk takes about as long on either side."""
 
-
-class DeviceUpdates:
-    """One optimizer's steps on both sides. It lives on the thread that steps."""
+class UpdateSides:
+    """What takes gradients to their updates for the parameters of one store."""
 
     def __init__(
-        self,
-        link: DeviceLink,
-        pipeline: UpdatePipeline,
-        chunks: Sequence[Chunk],
-        feeds: Sequence[DeviceFeed],
-        updater: DeviceUpdater,
-        division: Division,
+        self, offload_policy: OffloadPolicy, store: StateStore, links: OptimizerLinks
     ) -> None:
-        """Take what feeds the host's chunks, if it may have any, and what updates the device's."""
-        self._link = link
-        self._pipeline = pipeline
-        self._chunks = chunks
-        self._feeds = feeds
-        self._updater = updater
-        self._division = division
-        self._commits_only = StepFeeds(pipeline, chunks, {Tier.HOST: HostFeed(pipeline)})
-        self._gate = ChunkGate(chunks)
-        self._plan: StepPlan | None = None
-        self._is_beside = False
-        """Chunks are updated before ``close``."""
-        self._unsent = 0
-        self.chunks_of_host: Sequence[Chunk] = ()
-        self._device: Sequence[Chunk] = chunks
+        """Begin with no parameters."""
+        self._policy = offload_policy
+        self._store = store
+        self._links = links
+        self._params: Sequence[ManagedParam] = ()
+        self._connected = 0
+        """How many of them have their host weights, and are known to the path."""
+        self.device_feeds: list[DeviceFeed] = []
+        """One where gradients of an accelerator's parameters are copied down."""
+        self.updaters: list[DeviceUpdater] = []
+        """One where updates may run on the accelerator."""
+        self.division = Division(offload_policy.update_on)
+        self._share: float | None = None
+        self.path: StepFeeds | DeviceUpdates = self._path_of_feeds()
+        """By which a schedule takes its steps ([Note: Feeds])."""
 
-    # --- a step ---
+    # --- as parameters come ---
 
-    def begin(self, plan: StepPlan, beside: Beside = Beside.NOTHING) -> None:
-        """Begin a step, with the gradients that ``plan`` has; ``close`` ends it.
+    def connect(self, params: Sequence[ManagedParam]) -> None:
+        """Serve ``params``, all of the store's by number; where that failed before, once more.
 
-        Args:
-            plan: Who takes part, by which numbers.
-            beside: What the caller does meanwhile.
-
-        Raises:
-            OptionError: ``beside`` is FORWARD.
+        Those that are on an accelerator get host weights; the path is another one then.
         """
-        if beside is Beside.FORWARD:
-            message = (
-                "Updates on the device were asked for beside the next forward, which would have to"
-                ' wait for them by module. Use overlap="backward" or "none", or update_on="host".'
+        self._params = params
+        new = params[self._connected :]
+        if params and not new:
+            return
+        remote = [param for param in new if device_link.is_remote(param.parameter)]
+        if remote:
+            self._connect_device(remote)
+        if not self.updaters:
+            self.path = self._path_of_feeds()
+        self._connected = len(params)
+
+    def _connect_device(self, remote: Sequence[ManagedParam]) -> None:
+        link, pipeline, chunks = self._links.weights, self._store.pipeline, self._store.chunks
+        for used in (True, False):
+            group = [param for param in remote if self._reads_host_weight(param) == used]
+            block, host_weights = make_host_weights(
+                [m.shard for m in group], link, [m.owner for m in group], pinned=used
             )
-            raise OptionError(message)
-        if not plan.updates:
-            self._commits_only.begin(plan)
-            return
-        self._plan = plan
-        self._is_beside = beside is Beside.BACKWARD and self._division.is_settled
-        kind = StepKind(open=True, capture=plan.commits, lends=True)
-        self._pipeline.step(plan.rows, plan.scalars, kind)
-        self._gate.begin({update.param.number for update in plan.updates})
-        self._updater.begin(works_of(plan), all_weights=plan.commits)
-        for feed in self._feeds:
-            feed.begin(plan, self._gate)
-        for update in plan.updates:
-            if update.gradient is not None:  # sent by ``close``, which knows the best order
-                self._gate.arrive(update.param.number)
+            pipeline.memory.append(block)
+            self._links.blocks.add(block)
+            for param, host_weight in zip(group, host_weights, strict=True):
+                param.hold_on_device(host_weight)
+        known = {param.number: param.on_host for param in self.on_device()}
+        where, chosen = self._policy.update_on, self.division.chosen
+        self.device_feeds = []
+        if where != "device" and chosen != 1.0:
+            feed = DeviceFeed(link, pipeline, chunks, known)
+            self.device_feeds = [feed]
+            pipeline.memory.append(feed.staging)
+            self._links.blocks.add(feed.staging)
+        if reaches_device(where) and chosen != 0.0:
+            updater = DeviceUpdater(
+                self._links.states, pipeline, chunks, known, self._store.streams_at
+            )
+            self.updaters = [updater]
+            self._links.blocks.add(updater.tables)
+            feeds, division = self.device_feeds, self.division
+            self.path = DeviceUpdates(link, pipeline, chunks, feeds, updater, division)
+            before, self._share = self._share, None
+            self._divide()
+            if before is not None:
+                self._share = before  # where it is another one now, refresh() fetches what moves
+        else:
+            self.updaters = []
 
-    def offer(
-        self, param: ManagedParam, gradient: torch.Tensor, copied: DeviceEvent | None = None
-    ) -> None:
-        """Take a final gradient; update the chunks that await no more, where that may begin.
+    def _path_of_feeds(self) -> StepFeeds:
+        """Return one feed for each tier that has weights."""
+        pipeline, chunks = self._store.pipeline, self._store.chunks
+        feeds: dict[Tier, GradientFeed] = {}
+        if any(param.tier is Tier.DISK for param in self._params):
+            feeds[Tier.DISK] = DiskFeed(pipeline, chunks, self._params)
+        feeds[Tier.HOST] = HostFeed(pipeline)
+        for feed in self.device_feeds:
+            feeds[Tier.DEVICE] = feed
+        return StepFeeds(pipeline, chunks, feeds)
 
-        Args:
-            param: Whose gradient it is.
-            gradient: Contiguous, in the order of the weight's memory.
-            copied: None: no gradient has come down to be updated on the device.
+    def on_device(self) -> list[ManagedParam]:
+        """Return the parameters that are on an accelerator."""
+        return [param for param in self._params if param.tier is Tier.DEVICE]
 
-        Raises:
-            StowError: ``copied`` is an event.
-        """
-        if copied is not None:
-            message = "A gradient in host memory was offered to a step that updates on the device."
-            raise StowError(message)
-        complete = self._gate.arrive(param.number)
-        self._updater.offer(param.number, gradient)
-        for feed in self._feeds:
-            feed.offer(param, gradient)
-        if self._is_beside:
-            for chunk in complete:
-                self._updater.send(chunk)
-                for feed in self._feeds:
-                    feed.send(chunk)
-            self._move_on()
+    def _reads_host_weight(self, param: ManagedParam) -> bool:
+        """Return whether steps need the weight in host memory."""
+        idle = self._policy.update_on == "device" and not self._policy.placement.durable
+        return not (idle and param.family.dtype == torch.float32)
 
-    def close(self) -> None:
-        """Run the updates that have not been, and wait for all."""
-        plan = self._plan
-        if plan is None:
-            return
-        try:
-            host, device = self._run()
-            self._pipeline.lent_chunks.end()
-        except BaseException as error:  # an interrupt too: a chunk may be half a step ahead
-            self._pipeline.poison(error)
-            # Whoever goes on from a commit writes to the weights that may still be coming down.
-            with suppress(RuntimeError):  # the device fails here once more, and has been told
-                self._link.synchronize()
-            raise
-        self._plan = None
-        self._division.note(host, device, commits=plan.commits)
-
-    def wait(self, numbers: Collection[int] | None = None) -> None:
-        """Return: ``close`` has waited for all."""
-
-    def wait_for_one(self, numbers: Sequence[int]) -> bool:
-        """Return False: no gradient is ever held beside the caller's work."""
-        del numbers
-        return False
-
-    def needs(self, param: ManagedParam) -> bool:
-        """Return whether the gradient of ``param`` may still be read."""
-        return not self._pipeline.is_published(param.number)
-
-    def join(self) -> None:
-        """Return: updates run in the caller's stream, and ``close`` has joined the host's."""
-
-    def abort(self) -> None:
-        """Forget the step: its store is gone, or it has failed."""
-        self._plan = None
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return the pinned memory that gradients and weights pass through."""
-        return sum(feed.plan.nbytes for feed in self._feeds)
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the device memory that states pass through."""
-        return self._updater.device_bytes
-
-    # --- which side updates what ---
-
-    def divide(self, share: float) -> tuple[Sequence[Chunk], Sequence[Chunk]]:
-        """Let the device update ``share`` of the elements from now on; return its chunks."""
-        self._device = chunks_of_device(self._chunks, share)
-        there = {chunk.number for chunk in self._device}
-        self.chunks_of_host = [chunk for chunk in self._chunks if chunk.number not in there]
-        self._pipeline.lent_chunks.choose(sorted(there))
-        self._updater.serve(self._device)
-        for feed in self._feeds:
-            feed.serve(self.chunks_of_host)
-        return self.chunks_of_host, self._device
-
-    @property
-    def device_share(self) -> float:
-        """Return the share of the elements that the device updates."""
-        return elements_of(self._device) / max(elements_of(self._chunks), 1)
-
-    # --- inside ---
-
-    def _run(self) -> tuple[Took, Took]:
-        """Update what is left of an open step, whose gradients are all there.
-
-        Returns what the host and the device took, when all weights are new for whatever the
-        caller's stream does next.
-        """
-        if self._division.counts:  # what makes the gradients is waited for first
-            self._link.record_event().synchronize()
-        begin = time.monotonic()
-        self._unsent = 1 + len(self._feeds)
-        self._updater.close(self._sent)
-        for feed in self._feeds:
-            feed.close(self._sent)
-        ended: dict[str, float] = {}
-        while True:
-            self._move_on()
-            if self._updater.is_over:
-                ended.setdefault("device", time.monotonic() - begin)
-            if all(feed.is_over for feed in self._feeds):
-                ended.setdefault("host", time.monotonic() - begin)
-            if len(ended) == 2:
-                break
-            self._wait()
-        for feed in self._feeds:
-            feed.wait()
-        return (
-            Took(elements_of(self.chunks_of_host), ended["host"]),
-            Took(elements_of(self._device), ended["device"]),
+    def host_weight_bytes(self) -> int:
+        """Return the host memory of the weights that steps need there."""
+        return host_weight_bytes(
+            param.parameter for param in self.on_device() if self._reads_host_weight(param)
         )
 
-    def _move_on(self) -> None:
-        """Do what can be done without waiting for anything."""
-        self._updater.move_on()
-        for feed in self._feeds:
-            feed.move_on()
+    # --- between steps ---
 
-    def _sent(self) -> None:
-        """Close the pipeline's step when neither side will hand over any more gradients."""
-        self._unsent -= 1
-        if self._unsent == 0:
-            self._pipeline.close_step()
+    def refresh(self, *, whole: bool = True) -> None:
+        """Share chunks out anew, and fetch weights on an accelerator that are newer there.
 
-    def _wait(self) -> None:
-        """Return when one side can go on."""
-        busy = [feed for feed in self._feeds if not feed.is_over]
-        if self._updater.under_way and busy:
-            time.sleep(_NAP)
+        A step begins with it. Not ``whole``: only weights that a step which commits nothing looks
+        at.
+        """
+        whole = self._divide() or whole
+        self._let_go_of_a_side()
+        self._links.fetch(m for m in self._params if whole or m.needs_host_weight)
+
+    def _divide(self) -> bool:
+        """Give host and device their chunks; return whether these are others than before."""
+        share = self.division.share
+        if share == self._share:
+            return False
+        self._share = share
+        host, device = self.path.divide(share)
+        there = {n for chunk in device for n in chunk.owners}
+        here = {n for chunk in host for n in chunk.owners}
+        for param in self._params:
+            param.updated_there = param.number in there
+            param.updated_here = param.number in here
+        return True
+
+    def _let_go_of_a_side(self) -> None:
+        """Give back the memory of the side that "auto" has not chosen."""
+        chosen = self.division.chosen
+        if chosen is None or not (self.device_feeds and self.updaters):
             return
-        if self._updater.under_way:
-            self._updater.end_one()
+        if chosen == 0.0:
+            self.updaters = []
+            self.path = self._path_of_feeds()
             return
-        for feed in busy:
-            feed.wait_for_one()
-            return
-        self._updater.take_one()
+        pipeline = self._store.pipeline
+        for feed in self.device_feeds:
+            pipeline.memory.remove(feed.staging)
+        self.device_feeds = []
+        (updater,) = self.updaters
+        self.path = DeviceUpdates(
+            self._links.weights, pipeline, self._store.chunks, [], updater, self.division
+        )
 
+    def deliver(self) -> None:
+        """Let every parameter on an accelerator be what host memory has of it."""
+        remote = self.on_device()
+        torch.autograd.graph.increment_version([param.parameter for param in remote])
+        deliver((param.on_host for param in remote), self._links.weights)
 
-def works_of(plan: StepPlan) -> dict[int, Work]:
-    """Return what the step does with each parameter, by number."""
-    table = [AdamScalars(*row) for row in plan.scalars.tolist()]
-    works = {}
-    for update in plan.updates:
-        row = plan.rows[update.param.number]
-        gradient = None if update.gradient is None else flat(update.gradient)
-        works[update.param.number] = Work(gradient, table[row.scalars], row.key, row.seed_master)
-    return works
+    def give_up(self) -> None:
+        """Forget the step that is open, if any, when nothing of it is under way on the device.
+
+        What goes next is the memory that its copies and updates use; weights may be loaded anew.
+        """
+        self.path.abort()
+        self._links.weights.synchronize()

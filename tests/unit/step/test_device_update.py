@@ -49,7 +49,7 @@ def make_there(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401
 
 
 def updater_of(optimizer: StowedAdam) -> DeviceUpdater:
-    updater = next(iter(optimizer._params().updaters), None)
+    updater = next(iter(optimizer._params().sides.updaters), None)
     assert updater is not None
     return updater
 
@@ -181,7 +181,7 @@ def test_states_are_where_the_accelerator_copies_from(monkeypatch: pytest.Monkey
             super().__init__(nbytes, *given)
 
     make_remote(monkeypatch)
-    monkeypatch.setattr("tensorstow.step.param_table.PinnedBlock", Counted)
+    monkeypatch.setattr("tensorstow.step.optimizer_links.PinnedBlock", Counted)
     optimizer = make_there(Vectors(SIZES), states=0.5)
     held = optimizer.memory()
     assert held.ring_bytes in taken
@@ -233,8 +233,8 @@ def test_a_run_is_updated_where_it_was_unless_users_say_otherwise(
     optimizer = make(net, dir=tmp_path, update_on=asked, commit_every=None)
     assert optimizer.resume() == 2
     there = asked != "host"
-    assert bool(optimizer._params().updaters) == there
-    assert bool(optimizer._params().device_feeds) != there
+    assert bool(optimizer._params().sides.updaters) == there
+    assert bool(optimizer._params().sides.device_feeds) != there
     assert optimizer.offload_policy.update_on == ("device" if there else "host")
     train(net, optimizer, 2)
     assert same(net, want)
@@ -243,7 +243,7 @@ def test_a_run_is_updated_where_it_was_unless_users_say_otherwise(
     # And what was said last is what the next one finds.
     again = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path)
     again.resume()
-    assert bool(again._params().updaters) == there
+    assert bool(again._params().sides.updaters) == there
     again.close()
 
 
@@ -255,7 +255,7 @@ def test_a_run_of_the_host_stays_there_and_may_move(
     for asked, there in ((None, False), ("device", True)):
         optimizer = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path, update_on=asked)
         optimizer.resume()
-        assert bool(optimizer._params().updaters) == there
+        assert bool(optimizer._params().sides.updaters) == there
         optimizer.close()
 
 

@@ -11,8 +11,8 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.formats.reference import AdamScalars
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.step.device_updates import works_of
 from tensorstow.step.managed_param import StepPlan
-from tensorstow.step.sides import works_of
 
 SMALL = PipelinePolicy(chunk_elements=1024)
 

@@ -38,7 +38,7 @@ def test_numbers_are_given_once(tmp_path: Path) -> None:
     params.attach([first], plain(first))
     params.attach([first, second], plain(first, second))
     assert [params.get(p).number for p in (first, second)] == [0, 1]
-    assert len(params) == 2
+    assert len(params.all()) == 2
     assert params.find(weights(1)[0]) is None
     with pytest.raises(KeyError):
         params.get(weights(1)[0])

@@ -1,0 +1,84 @@
+"""The links of one optimizer to the accelerator of its parameters, and pinned memory for them."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import UpdateOn, reaches_device, told
+from tensorstow.io import device_link
+from tensorstow.io.device_link import DeviceLink, PlainLink
+from tensorstow.io.pinned import PinnedBlock
+from tensorstow.step.host_weight import refresh
+from tensorstow.step.managed_param import ManagedParam
+
+
+class OptimizerLinks:
+    """The two links, which go nowhere before there are parameters on an accelerator."""
+
+    def __init__(self) -> None:
+        """Begin with no accelerator."""
+        self.weights: DeviceLink = PlainLink()
+        """For gradients and weights."""
+        self.states: DeviceLink = self.weights
+        """For the states that are updated on the accelerator."""
+        self._is_open = False
+        self.blocks: weakref.WeakSet[PinnedBlock] = weakref.WeakSet()
+        """The memory at this end of them."""
+
+    def open(
+        self,
+        parameters: Sequence[torch.Tensor],
+        served: Iterable[ManagedParam],
+        where: UpdateOn | None,
+    ) -> bool:
+        """Return whether ``parameters`` has any on an accelerator, to which links go from now on.
+
+        Args:
+            parameters: Those that are to get states.
+            served: Those on an accelerator that have them.
+            where: Where updates run.
+
+        Raises:
+            OptionError: They are on several accelerators, or on the host and updates are not.
+        """
+        remote = [p for p in parameters if device_link.is_remote(p)]
+        devices = {p.device for p in (*(param.parameter for param in served), *remote)}
+        if len(devices) > 1:
+            names = " and ".join(sorted(map(str, devices)))
+            message = (
+                f"Parameters on {names} were given to one optimizer, whose link goes to one"
+                " accelerator. Make an optimizer for the parameters of each."
+            )
+            raise OptionError(message)
+        if reaches_device(where) and len(remote) < len(parameters):
+            message = (
+                f"{len(parameters) - len(remote)} of {len(parameters)} parameters are in host"
+                f" memory, and {told(where)} was asked for, which updates on the accelerator"
+                ' that has them. Move the model there first, or use update_on="host".'
+            )
+            raise OptionError(message)
+        if remote and not self._is_open:
+            self.weights, self._is_open = device_link.open_link(remote[0].device), True
+            self.states = self.weights.beside()
+        return bool(remote)
+
+    def pin(self, nbytes: int) -> PinnedBlock:
+        """Return memory that the accelerator copies from and to, for states."""
+        if not self._is_open:
+            message = "Memory for states was asked for before the accelerator was known."
+            raise StowError(message)
+        block = PinnedBlock(nbytes, self.weights.device, self.weights.synchronize)
+        self.blocks.add(block)
+        return block
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the bytes of ``blocks`` that are pinned."""
+        return sum(block.pinned_bytes for block in self.blocks)
+
+    def fetch(self, params: Iterable[ManagedParam]) -> None:
+        """Fetch those weights of ``params`` that others wrote on the accelerator."""
+        refresh((m.on_host for m in params if m.tier is Tier.DEVICE), self.weights)
