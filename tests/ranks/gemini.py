@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from ranks.boosted import batch, model_of
-from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.zero import GeminiDDP, GeminiOptimizer
 
@@ -20,9 +19,12 @@ def whole_on_one() -> dict[str, Any]:
     optimizer = GeminiOptimizer(given, model)
     optimizer.backward(model(batch(0, 0)).square().mean())
     optimizer.step()
-    everywhere = model.state_dict(only_rank_0=False)
-    states = optimizer.state_dict(only_rank_0=False)["state"]
-    found = optimizer.state_dict()
+    everywhere = {n: v.clone() for n, v in model.state_dict(only_rank_0=False).items()}
+    states, found = (
+        {i: {n: v.clone() for n, v in entry.items()} for i, entry in whole["state"].items()}
+        for whole in (optimizer.state_dict(only_rank_0=False), optimizer.state_dict())
+    )
+    found = {**optimizer.state_dict(), "state": found}
     told: dict[str, Any] = {
         "weights": [tuple(v.shape) for v in model.state_dict().values()],
         "states": [sorted(entry) for entry in found["state"].values()],
@@ -30,11 +32,14 @@ def whole_on_one() -> dict[str, Any]:
             *everywhere.values(),
             *(states[i][name] for i in states for name in ("exp_avg", "exp_avg_sq")),
         ],
-        "said": "",
     }
-    try:
-        optimizer.load_state_dict(found)
-    except OptionError as error:
-        told["said"] = str(error)
+    optimizer.zero_grad()
+    optimizer.backward(model(batch(1, 0)).square().mean())
+    optimizer.step()  # the states are others now
+    optimizer.load_state_dict(found)
+    again = optimizer.state_dict(only_rank_0=False)["state"]
+    told["is_loaded"] = all(
+        torch.equal(values, again[i][name]) for i in states for name, values in states[i].items()
+    )
     optimizer.close()
     return told

@@ -10,6 +10,7 @@ from torch import nn
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.fsdp.full_tensors import whole_weights
+from tensorstow.fsdp.sharding import host_group
 
 
 class GeminiModel(ModelWrapper):
@@ -136,22 +137,29 @@ class GeminiStates(OptimizerWrapper):
         return self.gathered_state_dict(keeps=_keeps(only_rank_0))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load whole states; call it on every rank with all of them.
+        """Load whole states; call it on every rank, with all of them or with those of its own.
 
         Args:
-            state_dict: What ``state_dict(only_rank_0=False)`` returned, or torch's Adam saved.
-
-        Raises:
-            OptionError: This rank has none of the states that rank 0 has.
+            state_dict: What ``state_dict()`` returned on this rank, or torch's Adam saved.
         """
-        if any(not entry for entry in state_dict["state"].values()):
-            message = (
-                "load_state_dict() was given what state_dict() returns on the ranks behind rank 0,"
-                " without states: call state_dict(only_rank_0=False), or Booster.save_optimizer and"
-                " load_optimizer."
-            )
-            raise OptionError(message)
-        super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict, "state": _from_rank_0(state_dict["state"])})
+
+
+def _from_rank_0(states: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
+    """Return the states of rank 0 where ``only_rank_0`` left a rank without, else this rank's."""
+    group = host_group()
+    if group is None:
+        return states
+    lacking = [False] * dist.get_world_size(group)
+    dist.all_gather_object(lacking, any(not entry for entry in states.values()), group)
+    if not any(lacking):
+        return states
+    found = {}
+    for index, entry in states.items():
+        told = [entry]
+        dist.broadcast_object_list(told, 0, group)
+        found[index] = told[0]
+    return found
 
 
 def _keeps(only_rank_0: bool) -> bool:  # noqa: FBT001
