@@ -249,6 +249,18 @@ def test_the_matrix_is_as_large_as_it_says() -> None:
     assert len(MATRIX) == 10
 
 
+def test_states_on_the_device_are_there_when_loaded(device: torch.device) -> None:
+    """The count of steps too: the fused kernel wants it beside the weights."""
+    _, optimizer = train(device, steps=1, precision="fp32", offload_optim_frac=0.5)
+    before = {p: e["step"].device for p, e in optimizer.optim.state.items()}
+    assert {d.type for d in before.values()} == {"cpu", device.type}
+    saved = optimizer.state_dict()
+    assert {v.device.type for e in saved["state"].values() for v in e.values()} == {"cpu"}
+    optimizer.load_state_dict(saved)
+    assert {p: e["step"].device for p, e in optimizer.optim.state.items()} == before
+    optimizer.close()
+
+
 def test_without_a_booster(device: torch.device, in_fp32: list[torch.Tensor]) -> None:
     model = GeminiDDP(model_of(), placement_policy="cpu", mixed_precision=torch.float32)
     optimizer = GeminiOptimizer(HybridAdam(model.parameters(), lr=1e-2), model)

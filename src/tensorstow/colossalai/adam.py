@@ -226,7 +226,13 @@ class HybridAdam(CPUAdam):
         """
         super().load_state_dict(state_dict)
         for parameter, entry in self.state.items():
-            if is_sharded(parameter) and not self._own.takes(parameter):
+            if self._own.takes(parameter):
+                continue
+            if isinstance(entry.get("step"), torch.Tensor):
+                entry["step"] = entry["step"].to(
+                    parameter.device
+                )  # where the fused kernel wants it
+            if is_sharded(parameter):
                 for key, value in entry.items():
                     if key != "step" and not is_sharded(value):
                         own = part_of(value, parameter, f"The saved {key!r}")

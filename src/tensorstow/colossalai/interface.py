@@ -372,9 +372,9 @@ class OptimizerWrapper(Optimizer):
 
 
 def _whole(value: Any, parameter: torch.Tensor, name: str) -> Any:  # noqa: ANN401
-    if name == "step" or not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
+    if name != "step" and isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
         value = full_tensor(value, parameter)
     elif isinstance(value, DTensor):
         value = value.to_local()
