@@ -38,6 +38,7 @@ soak: $(DONE)/test mutations ## That, and attack files and system calls, kill tr
 	PYTHONPATH=tests $(BIN)/python -m attacks.soak $(KILLS)
 	PYTHONPATH=tests $(BIN)/python -m crash.soak $(KILLS)
 	TENSORSTOW_ROUNDS=200 $(BIN)/python -m pytest --timeout 3600 tests/faults/test_given_back.py
+	$(BIN)/python -m pytest -m soak
 
 gpu-test: $(DONE)/test ## Run what needs an accelerator (skipped without one)
 	$(BIN)/python -m pytest tests/gpu
@@ -69,6 +70,8 @@ format: $(DONE)/dev ## Rewrite Python, C++ and the tables of modules in the hous
 # The native core alone, without Python: fast to build, and sanitizers see all of the process.
 CMAKE_TESTS = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
   -DSTOW_PYTHON=OFF -DSTOW_TESTS=ON -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
+# What sanitizers look at is the same at -O1, which compiles in a third of the time.
+SANITIZED = -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
 CTEST = $(BIN)/ctest --output-on-failure --no-tests=error --parallel 2
 # Thread sanitizer of older compilers stops at addresses that newer kernels hand out at random.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
@@ -79,10 +82,10 @@ native-tests: $(DONE)/python
 	$(CTEST) --test-dir build/native
 
 sanitize: $(DONE)/python
-	$(CMAKE_TESTS) -B build/asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSTOW_SANITIZE=address,undefined
+	$(CMAKE_TESTS) -B build/asan $(SANITIZED) -DSTOW_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/asan
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(CTEST) --test-dir build/asan
-	$(CMAKE_TESTS) -B build/tsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSTOW_SANITIZE=thread
+	$(CMAKE_TESTS) -B build/tsan $(SANITIZED) -DSTOW_SANITIZE=thread
 	$(BIN)/cmake --build build/tsan
 	TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) $(CTEST) --test-dir build/tsan
 

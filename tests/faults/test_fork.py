@@ -241,7 +241,7 @@ engine = optimizer._states().engine
 engine.inject_fault("read", times=-1, delay_us=1000)
 engine.inject_fault("write", times=-1, delay_us=1000)
 left = []
-for turn in range(5):
+for turn in range(2):
     backward()
     if overlap != "backward":
         optimizer.step()
@@ -271,4 +271,4 @@ def test_children_forked_in_mid_step_exit(overlap: str, how: str) -> None:
         timeout=60,
         check=False,
     )
-    assert (out.returncode, out.stdout) == (0, "[0, 0, 0, 0, 0]\n"), out.stderr
+    assert (out.returncode, out.stdout) == (0, "[0, 0]\n"), out.stderr

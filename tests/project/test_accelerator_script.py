@@ -72,7 +72,7 @@ def test_a_rehearsal_leaves_figures_and_is_not_repeated(tmp_path: Path) -> None:
     assert done.stderr.count("done before") == len(REHEARSED)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_trace_of_each_way_is_made_once(tmp_path: Path) -> None:
     done = call(tmp_path, "traces")

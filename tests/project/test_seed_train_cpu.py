@@ -62,10 +62,10 @@ def test_losses_are_equal_with_and_without_offload(
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_document_as_it_stands(seed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_ram = losses_of(seed, monkeypatch, 0.0, enough=3)
-    assert len(in_ram) == 3
+    in_ram = losses_of(seed, monkeypatch, 0.0, enough=2)
+    assert len(set(in_ram)) == 2
     assert all(10.5 < loss < 11.5 for loss in in_ram)  # the document saw 10.951 to 10.994
-    assert losses_of(seed, monkeypatch, 1.0) == in_ram
+    assert losses_of(seed, monkeypatch, 1.0, enough=2) == in_ram
 
 
 if __name__ == "__main__":
