@@ -217,17 +217,18 @@ def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Ite
     own, sums = sizes.gradient_bytes, 4 * sum(elements for _, elements in sizes.trained)
     waiting = sums if several else own
     beside = plan.overlap == "backward"
+    away = not conditions.device_is_host
+    if away and plan.parameters == Tier.DEVICE and (beside or reaches_device(plan.update_on)):
+        # Backward does not wait for updates there: all may be, where they are slower.
+        yield Item(Tier.DEVICE, "gradients", waiting)
+        return
     if beside:
         # Of one micro-batch, those of the last: only then are updates begun.
         units = [4 * u.trained_elements if several else u.gradient_bytes for u in sizes.units]
         waiting = waiting if several else min(waiting, WINDOW_BYTES + max(units, default=0))
-    if conditions.device_is_host:
-        yield Item(Tier.HOST, "gradients", waiting)
-        return
-    if plan.parameters == Tier.DEVICE and (beside or reaches_device(plan.update_on)):
-        yield Item(Tier.DEVICE, "gradients", waiting)
-        return
     yield Item(Tier.HOST, "gradients", waiting)
+    if not away:
+        return
     if several and sums > own:
         # A gradient of the first micro-batch is copied to pinned memory that stays.
         yield Item(Tier.HOST, "gradients of the first micro-batch", own)

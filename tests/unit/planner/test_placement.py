@@ -238,6 +238,8 @@ def test_sums_of_micro_batches_are_counted_in_fp32() -> None:
     assert held(beside, AWAY) == away
     there = several.but(parameters="device", overlap="backward")
     assert held(there, AWAY) == {(Tier.DEVICE, "gradients"): 2 * COUNT * G}
+    one = there.but(accumulation_steps=1)  # no window there: backward waits for no update
+    assert held(one, AWAY) == {(Tier.DEVICE, "gradients"): COUNT * G}
     same = sizes(1)  # fp32 gradients: the sum is where the first one is
     wide = {(i.tier, i.what) for i in items_of(several, same, AWAY)}
     assert (Tier.HOST, "gradients of the first micro-batch") not in wide
