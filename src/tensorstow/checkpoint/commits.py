@@ -26,7 +26,7 @@ from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, Interval
 from tensorstow.checkpoint.serialize import check_extra, extra_of, flatten
 from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
-from tensorstow.states.native_pipeline import StepRow
+from tensorstow.states.native_pipeline import StepRow, poisoning
 from tensorstow.states.stored import StoreStorage
 from tensorstow.step.managed_param import NO_SCALARS, StepPlan
 from tensorstow.step.param_table import ParamTable
@@ -316,11 +316,9 @@ def _run_through(plan: StepPlan, params: ParamTable) -> None:
     path = params.sides.path
     path.begin(plan)
     try:
-        path.close()
-        path.wait()
-    except BaseException as error:
-        params.store.pipeline.poison(error)
-        raise
+        with poisoning(params.store.pipeline):
+            path.close()
+            path.wait()
     finally:
         path.abort()
 

@@ -13,12 +13,7 @@ from tensorstow.base.errors import DamageError, OptionError, StoreFormatError
 from tensorstow.base.sizes import format_count
 from tensorstow.base.update_on import UpdateOn, is_update_on, told
 from tensorstow.checkpoint.commits import storage_of
-from tensorstow.checkpoint.content import (
-    module_tensors,
-    names_of,
-    own_names,
-    refuse_other_groups,
-)
+from tensorstow.checkpoint.content import module_tensors, names_of, own_names, refuse_other_groups
 from tensorstow.checkpoint.serialize import inflate
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.io import device_link

@@ -23,9 +23,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
 from tensorstow.fsdp.automatic import choose_plan
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
-from tensorstow.fsdp.gradient_offload import (
-    GradientOffload,
-)
+from tensorstow.fsdp.gradient_offload import GradientOffload
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import guard_modules, register_output_hooks

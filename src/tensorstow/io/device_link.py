@@ -207,19 +207,19 @@ class PlainLink:
 
     def record_event(self) -> DeviceEvent:
         """Return an event that is over."""
-        return _COMPLETE
+        return COMPLETE
 
     def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
         """Copy; return an event that is over."""
         del after
         self.bytes_down += self._copy(DOWN, pairs)
-        return _COMPLETE
+        return COMPLETE
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
         """Copy; return an event that is over."""
         del after
         self.bytes_up += self._copy(UP, pairs)
-        return _COMPLETE
+        return COMPLETE
 
     def join(self, event: DeviceEvent) -> None:
         """Return: it is over."""
@@ -265,7 +265,8 @@ class _Complete:
         pass
 
 
-_COMPLETE = _Complete()
+COMPLETE: DeviceEvent = _Complete()
+"""The event of what is over."""
 
 
 def is_remote(tensor: torch.Tensor) -> bool:

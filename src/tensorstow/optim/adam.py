@@ -14,126 +14,6 @@ from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.policy import PipelinePolicy
 
 
-class AdamW(StowedAdam):
-    """``torch.optim.AdamW`` with its states in RAM, on disk, or split between the two.
-
-    Every placement of the states gives bitwise the same parameters. Source: Loshchilov and Hutter,
-    "Decoupled Weight Decay Regularization", 2019; ``amsgrad``: Reddi, Kale and Kumar, "On the
-    Convergence of Adam and Beyond", 2018.
-
-    Args:
-        params: Parameters, named parameters, or parameter groups, as for torch's class.
-        lr: The learning rate. Default: 1e-3.
-        betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
-        eps: Is added to the root of the second moment. Default: 1e-8.
-        weight_decay: The decoupled weight decay. Default: 1e-2.
-        amsgrad: Whether the running maximum of the second moment is used.
-        maximize: Whether parameters move along the gradient instead of against it.
-        foreach: Accepted if None or False; True is refused.
-        capturable: Accepted if False.
-        differentiable: Accepted if False.
-        fused: Accepted, and changes nothing.
-        states: "host" (or "ram"), "disk", or the fraction of the states' bytes that is on disk, 0
-            to 1.
-        dir: The directory of a run, or several to stripe over, whose commits outlive the process;
-            with ``durability="none"``, of scratch files. Default: None, scratch files on a real
-            disk that is chosen and logged.
-        ram_budget: Bytes, or text such as "512MiB", for states on disk: 48 MiB are the ring buffer
-            that they pass through, the rest holds states that stay in RAM. Default: None, the ring
-            buffer.
-        state_format: "fp32"; "split", which is exact and the default for bfloat16 parameters whose
-            states are on disk; "bf16" or "int8", which are inexact.
-        update_on: Where updates run, with the same bits. "host"; "device", on the accelerator that
-            has the parameters; "hybrid", on both at once, or a number between 0 and 1, the device's
-            share; "auto", the faster of "host" and "device". "hybrid" and "auto" measure the first
-            steps. Default: None, as a resumed run did, else "host".
-        overlap: "none"; "forward", updates run during the next forward of ``module``; "backward",
-            updates run during the backward that computes the gradients, without clipping or
-            GradScaler.
-        module: The model that owns the parameters: for names, buffers, and hooks that wait for
-            updates.
-        accumulation_steps: Backward passes per step; used by ``overlap="backward"`` only.
-        durability: "commit" or "none". Default: None, "commit" with ``dir``, else "none".
-        commit_every: A time ("10min"), a number of steps, or None for ``commit()`` by hand.
-        extra: A function that returns a dict to save with each commit: numbers, text, bytes, lists,
-            tuples, sets, dicts, tensors and NumPy arrays.
-        grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
-        policy: Sizes, threads and the I/O backend of the pipeline; no value changes a result.
-
-    Raises:
-        OptionError: An argument that cannot be used.
-        DTypeError: A parameter of a dtype, layout or device that no kernel takes.
-        DirectoryError: A directory that is missing, read-only, too full or in RAM.
-    """
-
-    def __init__(  # noqa: PLR0913  # torch's own signature, then ours
-        self,
-        params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,  # noqa: FBT001, FBT002
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        states: StatePlacement = "host",
-        dir: DirectoryOption = None,  # noqa: A002
-        ram_budget: str | int | None = None,
-        state_format: str | None = None,
-        update_on: UpdateOn | None = None,
-        overlap: Overlap = "none",
-        module: torch.nn.Module | None = None,
-        accumulation_steps: int = 1,
-        durability: Durability = None,
-        commit_every: str | int | None = DEFAULT_EVERY,
-        extra: Callable[[], Extra] | None = None,
-        grad_dtype: torch.dtype | None = None,
-        policy: PipelinePolicy | None = None,
-    ) -> None:
-        """Create the optimizer; the class documents the arguments."""
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                "foreach": foreach,
-                "capturable": capturable,
-                "differentiable": differentiable,
-                "fused": fused,
-                "decoupled_weight_decay": True,
-            },
-            options.offload_policy(
-                options.placement(states, dir, ram_budget, durability),
-                policy=policy,
-                overlap=overlap,
-                state_format=state_format,
-                amsgrad=amsgrad,
-                update_on=update_on,
-            ),
-            run=options.run_options(
-                module,
-                accumulation_steps=accumulation_steps,
-                commit_every=commit_every,
-                extra=extra,
-            ),
-            grad_dtype=grad_dtype,
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Stay AdamW whatever is loaded, as torch's does: an Adam's groups say otherwise."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group["decoupled_weight_decay"] = True
-
-
 class Adam(StowedAdam):
     """``torch.optim.Adam`` with its states in RAM, on disk, or split between the two.
 
@@ -234,3 +114,119 @@ class Adam(StowedAdam):
             ),
             grad_dtype=grad_dtype,
         )
+
+
+class AdamW(Adam):
+    """``torch.optim.AdamW`` with its states in RAM, on disk, or split between the two.
+
+    Every placement of the states gives bitwise the same parameters. Source: Loshchilov and Hutter,
+    "Decoupled Weight Decay Regularization", 2019; ``amsgrad``: Reddi, Kale and Kumar, "On the
+    Convergence of Adam and Beyond", 2018.
+
+    Args:
+        params: Parameters, named parameters, or parameter groups, as for torch's class.
+        lr: The learning rate. Default: 1e-3.
+        betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
+        eps: Is added to the root of the second moment. Default: 1e-8.
+        weight_decay: The decoupled weight decay. Default: 1e-2.
+        amsgrad: Whether the running maximum of the second moment is used.
+        maximize: Whether parameters move along the gradient instead of against it.
+        foreach: Accepted if None or False; True is refused.
+        capturable: Accepted if False.
+        differentiable: Accepted if False.
+        fused: Accepted, and changes nothing.
+        states: "host" (or "ram"), "disk", or the fraction of the states' bytes that is on disk, 0
+            to 1.
+        dir: The directory of a run, or several to stripe over, whose commits outlive the process;
+            with ``durability="none"``, of scratch files. Default: None, scratch files on a real
+            disk that is chosen and logged.
+        ram_budget: Bytes, or text such as "512MiB", for states on disk: 48 MiB are the ring buffer
+            that they pass through, the rest holds states that stay in RAM. Default: None, the ring
+            buffer.
+        state_format: "fp32"; "split", which is exact and the default for bfloat16 parameters whose
+            states are on disk; "bf16" or "int8", which are inexact.
+        update_on: Where updates run, with the same bits. "host"; "device", on the accelerator that
+            has the parameters; "hybrid", on both at once, or a number between 0 and 1, the device's
+            share; "auto", the faster of "host" and "device". "hybrid" and "auto" measure the first
+            steps. Default: None, as a resumed run did, else "host".
+        overlap: "none"; "forward", updates run during the next forward of ``module``; "backward",
+            updates run during the backward that computes the gradients, without clipping or
+            GradScaler.
+        module: The model that owns the parameters: for names, buffers, and hooks that wait for
+            updates.
+        accumulation_steps: Backward passes per step; used by ``overlap="backward"`` only.
+        durability: "commit" or "none". Default: None, "commit" with ``dir``, else "none".
+        commit_every: A time ("10min"), a number of steps, or None for ``commit()`` by hand.
+        extra: A function that returns a dict to save with each commit: numbers, text, bytes, lists,
+            tuples, sets, dicts, tensors and NumPy arrays.
+        grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
+        policy: Sizes, threads and the I/O backend of the pipeline; no value changes a result.
+
+    Raises:
+        OptionError: An argument that cannot be used.
+        DTypeError: A parameter of a dtype, layout or device that no kernel takes.
+        DirectoryError: A directory that is missing, read-only, too full or in RAM.
+    """
+
+    def __init__(  # noqa: PLR0913  # torch's own signature, then ours
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,  # noqa: FBT001, FBT002
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        states: StatePlacement = "host",
+        dir: DirectoryOption = None,  # noqa: A002
+        ram_budget: str | int | None = None,
+        state_format: str | None = None,
+        update_on: UpdateOn | None = None,
+        overlap: Overlap = "none",
+        module: torch.nn.Module | None = None,
+        accumulation_steps: int = 1,
+        durability: Durability = None,
+        commit_every: str | int | None = DEFAULT_EVERY,
+        extra: Callable[[], Extra] | None = None,
+        grad_dtype: torch.dtype | None = None,
+        policy: PipelinePolicy | None = None,
+    ) -> None:
+        """Create the optimizer; the class documents the arguments."""
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            states=states,
+            dir=dir,
+            ram_budget=ram_budget,
+            state_format=state_format,
+            update_on=update_on,
+            overlap=overlap,
+            module=module,
+            accumulation_steps=accumulation_steps,
+            durability=durability,
+            commit_every=commit_every,
+            extra=extra,
+            grad_dtype=grad_dtype,
+            policy=policy,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Stay AdamW whatever is loaded, as torch's does: an Adam's groups say otherwise."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True

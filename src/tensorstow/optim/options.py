@@ -10,14 +10,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parse_size
-from tensorstow.base.update_on import (
-    CHOICES,
-    Overlap,
-    UpdateOn,
-    is_update_on,
-    reaches_device,
-    told,
-)
+from tensorstow.base.update_on import CHOICES, Overlap, UpdateOn, is_update_on, reaches_device, told
 from tensorstow.checkpoint.run import Extra, Interval, RunOptions
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.offload_policy import OffloadPolicy

@@ -18,7 +18,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra
-from tensorstow.states.native_pipeline import StepRow, can_update
+from tensorstow.states.native_pipeline import StepRow, can_update, poisoning
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
 from tensorstow.step.calls import Calls, a_call
@@ -332,11 +332,8 @@ class StepRunner:
         """Wait for a gradient of the open step that is still coming down; False: there is none."""
         if self._schedule.phase is not Phase.OPEN:
             return False
-        try:
+        with poisoning(self._params.store.pipeline):  # an interrupt: it may be gone and not used
             return self._params.sides.path.wait_for_one(())
-        except BaseException as error:  # an interrupt: it may be gone and not used
-            self._params.store.pipeline.poison(error)
-            raise
 
     def _end_open_step(self) -> None:
         params, schedule = self._params, self._schedule

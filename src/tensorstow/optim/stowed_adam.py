@@ -29,22 +29,17 @@ from tensorstow.optim.recording import CommitPart, LinkPart, RecordedPart, Recor
 from tensorstow.optim.step_runner import OwnParams
 from tensorstow.report.run_page import write_report
 from tensorstow.states.memory import StateMemory
+from tensorstow.states.native_pipeline import poisoning
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.traffic import TraceEvent, Traffic
 from tensorstow.step import validation
 from tensorstow.step.calls import Calls, a_call
 from tensorstow.step.legal_calls import Call
-from tensorstow.step.managed_param import (
-    in_order_of,
-)
+from tensorstow.step.managed_param import in_order_of
 from tensorstow.step.norms import squared_norms
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.step_plan import (
-    as_step,
-    name_of,
-    step_of,
-)
+from tensorstow.step.step_plan import as_step, name_of, step_of
 from tensorstow.store.records import Generation, Summary
 from tensorstow.tensors.dtensor import (
     gradient_of,
@@ -670,12 +665,9 @@ class StowedAdam(Optimizer):
         finally:
             if params.store is not before:
                 self._core.schedule.abort()
-        try:
+        with poisoning(params.store.pipeline):
             self._core.commits.resumed(generation, params)
             self._drop_gradients()
-        except BaseException as error:
-            params.store.pipeline.poison(error)
-            raise
 
     def _own_params(self) -> OwnParams:
         """Return what tells which parameters are ours; it must not refer to the optimizer."""

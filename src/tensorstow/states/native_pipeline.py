@@ -313,6 +313,16 @@ class UpdatePipeline:
             self.handle.close()
 
 
+@contextmanager
+def poisoning(pipeline: UpdatePipeline) -> Iterator[None]:
+    """Refuse everything behind an error inside: it left half done what had begun."""
+    try:
+        yield
+    except BaseException as error:
+        pipeline.poison(error)
+        raise
+
+
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 

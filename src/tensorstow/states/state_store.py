@@ -2,13 +2,7 @@
 
 import os
 import weakref
-from collections.abc import (
-    Generator,
-    Hashable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +43,7 @@ from tensorstow.states.layout import (
 )
 from tensorstow.states.memory import StateMemory, chunk_state_bytes, plan_host
 from tensorstow.states.native_handle import Resources
-from tensorstow.states.native_pipeline import UpdatePipeline
+from tensorstow.states.native_pipeline import UpdatePipeline, poisoning
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import ScratchStorage
 from tensorstow.states.stored_chunks import NOWHERE, StoredChunk
@@ -349,16 +343,13 @@ class StateStore:
                 blank = self.pipeline.stored.state(chunk) == "blank"
                 if not given or (blank and not any(states[p] for p in given)):
                     continue
-                try:
+                with poisoning(self.pipeline):
                     for _, streams in self._transfers.in_memory([chunk], self._ring):
                         for part, kept in slices(chunk, streams):
                             _set(part, kept, states, self.weights)
                         if not chunk.resident:
                             self._transfers.save(chunk, self._ring)
                         self.pipeline.stored.rewritten(chunk, streams)
-                except BaseException as error:
-                    self.pipeline.poison(error)
-                    raise
             for number in states:
                 if (family := self.families[number]).has_master:
                     master = states[number].get("master")

@@ -21,6 +21,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.io.device_link import DeviceEvent
+from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.chunk_order import by_last
 from tensorstow.step.gradient_feed import Beside
 from tensorstow.step.legal_calls import Call, Phase, require
@@ -296,14 +297,11 @@ class BackwardOverlap(Schedule):
             pipeline.order(by_last(params.store.chunks, last_first))
         if self._poison:
             shadow(plan)
-        try:
+        with poisoning(pipeline):  # an interrupt: open for the pipeline, and not for us
             params.sides.path.begin(plan, Beside.BACKWARD)
             self._written = {u.param.number: _written(u.param) for u in plan.updates}
             self._watch_backward(plan)
             self._plan = plan
-        except BaseException as error:  # an interrupt: open for the pipeline, and not for us
-            pipeline.poison(error)
-            raise
 
     def on_gradient(self, param: ManagedParam) -> None:
         """Hand over the gradient of ``param``, which is final."""

@@ -12,16 +12,15 @@ of a chunk whose parameters live on several tiers is decided by one count ([Note
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 
 import torch
 
 from tensorstow.base.tiers import Tier
-from tensorstow.io.device_link import DeviceEvent
+from tensorstow.io.device_link import COMPLETE, DeviceEvent
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.native_pipeline import StepKind, UpdatePipeline
+from tensorstow.states.native_pipeline import StepKind, UpdatePipeline, poisoning
 from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 
@@ -142,7 +141,7 @@ class StepFeeds:
         self._pipeline.step(rows, plan.scalars, kind)
         if not self._is_open:
             return
-        with self._poisoning():
+        with poisoning(self._pipeline):
             due = [u.param.number for u in plan.updates if rows[u.param.number].expected]
             given = [n for n, row in enumerate(rows) if row.gradient is not None]
             self._gate.begin(due, given)
@@ -166,7 +165,7 @@ class StepFeeds:
         if copied is None and not self._arriving:
             self._take(param, gradient)
             return
-        self._arriving.append((param, gradient, copied or _THERE))
+        self._arriving.append((param, gradient, copied or COMPLETE))
         while self._arriving and self._arriving[0][2].query():
             self._take_first()
 
@@ -175,7 +174,7 @@ class StepFeeds:
         if not self._is_open:
             return
         self._is_open = False
-        with self._poisoning():
+        with poisoning(self._pipeline):
             while self._arriving:
                 self._take_first()
             self._unsent = len(self._feeds)
@@ -274,25 +273,3 @@ class StepFeeds:
         self._unsent -= 1
         if self._unsent == 0:
             self._pipeline.close_step()
-
-    @contextmanager
-    def _poisoning(self) -> Iterator[None]:
-        """Whatever fails inside leaves a step half taken: nobody may go on from there."""
-        try:
-            yield
-        except BaseException as error:
-            self._pipeline.poison(error)
-            raise
-
-
-class _There:
-    """The event of elements that are there."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-_THERE = _There()

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.legal_calls import Phase
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
@@ -134,12 +135,9 @@ class Synchronous(Schedule):
         """Return when every weight is new."""
         path = self._params.sides.path
         path.begin(plan)
-        try:
+        with poisoning(self._params.store.pipeline):
             path.close()
             path.wait()
-        except BaseException as error:
-            self._params.store.pipeline.poison(error)
-            raise
         params = [update.param for update in plan.updates]
         record_step(params, plan.counts, states, commits=plan.commits)
         for param in params:

@@ -28,14 +28,6 @@ def weight_checksums(shape: ChunkShape, address: int) -> bytes:
     return _pack(shape, [(shape.weight, address)])
 
 
-def tensor_checksum(address: int, nbytes: int) -> int:
-    """Return the checksum of a tensor of ``nbytes`` at ``address``."""
-    seed = 0
-    for start in range(0, nbytes, PIECE_BYTES):
-        seed = _native.checksum(address + start, min(PIECE_BYTES, nbytes - start), seed)
-    return seed
-
-
 def differing_runs(found: bytes, kept: bytes) -> Iterator[tuple[int, int]]:
     """Return the runs (first, last + 1) of blocks whose checksums differ or are missing."""
     blocks = max(len(found), len(kept)) // 4

@@ -15,11 +15,7 @@ from tensorstow.store.datafiles import Label, data_path, read_label
 from tensorstow.store.lock import peek
 from tensorstow.store.manifest import MANIFEST_NAME
 from tensorstow.store.records import HEADER_BYTES, Extent, Summary, chunk_shapes
-from tensorstow.store.rows import (
-    read_directories,
-    read_extents,
-    read_summaries,
-)
+from tensorstow.store.rows import read_directories, read_extents, read_summaries
 from tensorstow.store.schema import check_marks, read_failure, read_format, read_meta
 from tensorstow.store.verify import check_all, check_heads, load
 

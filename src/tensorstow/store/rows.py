@@ -9,14 +9,7 @@ from typing import Any
 
 from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.store.digests import SqlRow, digest_of
-from tensorstow.store.records import (
-    ChunkRecord,
-    Content,
-    Extent,
-    Generation,
-    Summary,
-    TensorRecord,
-)
+from tensorstow.store.records import ChunkRecord, Content, Extent, Generation, Summary, TensorRecord
 
 _TABLES_OF_RECORDS = ("chunks", "tensors")
 

@@ -12,9 +12,7 @@ from typing import Self
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.errors import (
-    named,
-)
+from tensorstow.base.errors import named
 from tensorstow.io.files import File
 from tensorstow.store.durability import Disk, SystemDisk
 from tensorstow.store.opening import Parts, open_parts

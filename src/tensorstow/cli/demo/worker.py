@@ -28,13 +28,7 @@ from tensorstow.cli.demo.configurations import (
     ModelSize,
 )
 from tensorstow.cli.demo.result import RunResult
-from tensorstow.cli.demo.training import (
-    Clock,
-    Progress,
-    Training,
-    make_model,
-    make_optimizer,
-)
+from tensorstow.cli.demo.training import Clock, Progress, Training, make_model, make_optimizer
 from tensorstow.cli.demo.ulp_difference import compare_one_step
 from tensorstow.cli.digests import checksum
 from tensorstow.cli.process import say, teller
