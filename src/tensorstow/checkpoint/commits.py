@@ -11,9 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -134,25 +134,15 @@ class Commits:
         if self._owner != os.getpid():
             message = "A commit was waited for in a forked process: it is the parent's."
             raise ForkError(message)
-        with self._stalling():
-            wait(
-                [self._pending]
-            )  # an interrupt leaves it under way, to be waited for by the next call
-        with SignalsDeferred():
-            self._join(params)
-
-    @contextmanager
-    def _stalling(self) -> Iterator[None]:
-        """Log the block as a wait for the disk, while there is a log."""
-        log = self.log
         start = time.monotonic()
         try:
-            yield
+            wait([self._pending])  # an interrupt leaves it to the next call
         finally:
-            if log is not None:
-                log.add(
-                    LoggedTransfer("stall", "a commit being made durable", start, time.monotonic())
-                )
+            if (log := self.log) is not None:
+                what = "a commit being made durable"
+                log.add(LoggedTransfer("stall", what, start, time.monotonic()))
+        with SignalsDeferred():
+            self._join(params)
 
     def _join(self, params: ParamTable) -> None:
         if self._pending is None:

@@ -56,7 +56,7 @@ def complete_state_dict(
     entries: dict[Any, Any], parameters: Sequence[torch.Tensor], params: ParamTable
 ) -> None:
     """Add the states that live on disk to what torch gathered for a state dict."""
-    params.store.settle()
+    params.store.pipeline.settle()
     # By parameter: users keep entries under keys of their own, which go as they are, as in torch.
     found = {
         i: param

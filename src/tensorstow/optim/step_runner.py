@@ -92,7 +92,7 @@ class OptimizerContents:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self.optimizer: Callable[[], object] = _nobody
+        self.optimizer: Callable[[], object] = lambda: None
         """A weak reference to the optimizer itself, which wrappers of its class are not."""
         self._groups: Groups = []
         self._states: States = {}
@@ -489,7 +489,3 @@ def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> Ste
 def _row_of_bystander(param: ManagedParam) -> StepRow:
     """Name its weight alone: a commit takes that too."""
     return StepRow(weight=param.weight)
-
-
-def _nobody() -> None:
-    return None

@@ -361,7 +361,7 @@ class StowedAdam(Optimizer):
     def synchronize(self) -> None:
         """Wait until updates and writes are done; raises the errors of work after ``step()``."""
         self._core.steps.settle()
-        self._states().settle()
+        self._states().pipeline.settle()
 
     @a_call("resume")
     def resume(self, which: str | int | None = None) -> int | None:

@@ -147,7 +147,7 @@ class StateStore:
         touched.
         """
         with self.pipeline.lock:
-            self.settle()
+            self.pipeline.settle()
             first = len(self.sizes)
             chunks, views = self._cut(sizes, families, capacity, apart or [None] * len(sizes))
             self._connect(chunks, self._plan_ring(chunks))
@@ -283,10 +283,6 @@ class StateStore:
         names = self.families[parameter].states
         return dict(zip(names, self._views.get(parameter, ()), strict=False))
 
-    def settle(self) -> None:
-        """Wait until every write is over and no buffer is in use."""
-        self.pipeline.settle()
-
     def read(self, parameters: Iterable[int]) -> dict[int, dict[str, torch.Tensor]]:
         """Return copies of the states of ``parameters`` as 1-D fp32 tensors by name."""
         out = {
@@ -309,7 +305,7 @@ class StateStore:
         """
         wanted = set(parameters)
         with self.pipeline.lock:
-            self.settle()
+            self.pipeline.settle()
             reseeded = {p for p in wanted if self._is_reseeded(p)}
             chunks = [c for c in self.chunks if not wanted.isdisjoint(c.owners)]
             for chunk, streams in self._transfers.in_memory(chunks, self._ring):
@@ -337,7 +333,7 @@ class StateStore:
         the store.
         """
         with self.pipeline.lock:
-            self.settle()
+            self.pipeline.settle()
             for chunk in self.chunks:
                 given = [p for p in chunk.owners if p in states]
                 blank = self.pipeline.stored.state(chunk) == "blank"

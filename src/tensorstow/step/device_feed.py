@@ -86,7 +86,7 @@ class DeviceFeed(GradientFeed):
         """Serve the parameters of ``host_weights``, by number; take the staging memory."""
         self.link = link
         self._pipeline = pipeline
-        self._report_sent: Callable[[], None] = _nobody
+        self._report_sent: Callable[[], None] = lambda: None
         self._host_weights = host_weights
         self._transfers: dict[int, _ChunkTransfer] = {}
         self._of: dict[int, list[_ChunkTransfer]] = {}
@@ -311,7 +311,3 @@ class DeviceFeed(GradientFeed):
             self._stage = _Stage.FAILED
             self._pipeline.poison(error)
             raise
-
-
-def _nobody() -> None:
-    pass

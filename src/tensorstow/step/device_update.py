@@ -115,7 +115,7 @@ class DeviceUpdater:
         self._weights: dict[int, torch.Tensor] = {}
         """What the step writes: the memory that it began with, which it holds."""
         self._gradients: dict[int, _FinalGradient] = {}
-        self._report_sent: Callable[[], None] = _nobody
+        self._report_sent: Callable[[], None] = lambda: None
         self._all_weights = False
         self._pending: set[int] = set()
         """Chunks that have gradients, and were not landed."""
@@ -310,10 +310,6 @@ class DeviceUpdater:
                 parts_of(chunk.family, elements)[:-1], chunk.family.specs, strict=True
             )
         ]
-
-
-def _nobody() -> None:
-    pass
 
 
 def _state_bytes(chunk: Chunk) -> int:

@@ -36,13 +36,8 @@ class OptimizerLinks:
     ) -> bool:
         """Return whether ``parameters`` has any on an accelerator, to which links go from now on.
 
-        Args:
-            parameters: Those that are to get states.
-            served: Those on an accelerator that have them.
-            where: Where updates run.
-
-        Raises:
-            OptionError: They are on several accelerators, or on the host and updates are not.
+        ``served``: those on an accelerator that have states; ``where``: what updates run on. Raises
+        OptionError where they are on several accelerators, or on the host and updates are not.
         """
         remote = [p for p in parameters if device_link.is_remote(p)]
         devices = {p.device for p in (*(param.parameter for param in served), *remote)}

@@ -98,11 +98,11 @@ def test_trace_has_every_chunk_in_every_lane(tmp_path: Path) -> None:
     rows = [StepRow(weight, gradient)]
     table = torch.tensor([scalars_at(1)]).numpy()
     store.pipeline.step(rows, table)
-    store.settle()
+    store.pipeline.settle()
     store.pipeline.counters.start_trace()
     before = time.monotonic()
     store.pipeline.step(rows, table)
-    store.settle()
+    store.pipeline.settle()
     events = store.pipeline.counters.trace()
     for lane in ("read", "update", "write"):
         mine = [e for e in events if e.lane == lane]
@@ -119,13 +119,13 @@ def test_disk_and_update_are_no_faster_than_asked(tmp_path: Path) -> None:
     rows = [StepRow(torch.randn(16_384), torch.randn(16_384))]
     table = torch.tensor([scalars_at(1)]).numpy()
     store.pipeline.step(rows, table)
-    store.settle()
+    store.pipeline.settle()
     store.pipeline.counters.start_trace()
     _native.slow_down(disk_bytes_per_s=8e6, update_elements_per_s=4e5)
     began = time.monotonic()
     try:
         store.pipeline.step(rows, table)
-        store.settle()
+        store.pipeline.settle()
     finally:
         _native.slow_down()
     events = store.pipeline.counters.trace()
