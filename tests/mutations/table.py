@@ -334,8 +334,8 @@ MUTATIONS = (
     ),
     Mutation(
         _H2D,
-        "copied.buffer.ready = self.link.record_event()\n        copied.asked.clear()",
-        "copied.asked.clear()",
+        "self.buffer.ready = link.record_event()\n        self.asked.clear()",
+        "self.asked.clear()",
         f"{_WAITS}::test_a_copy_that_was_kept_gives_way_behind_its_reader",
     ),
     Mutation(

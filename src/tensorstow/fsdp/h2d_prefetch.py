@@ -116,6 +116,12 @@ class _Copied:
     used: set[int] = field(default_factory=set)
     """And copied from."""
 
+    def keep(self, link: DeviceLink) -> None:
+        """Let the copy be asked for again."""
+        self.buffer.ready = link.record_event()
+        self.asked.clear()
+        self.used.clear()
+
 
 class DeviceBuffers:
     """The memory that shards pass through: of a few units for all, and own of those that stay."""
@@ -354,7 +360,7 @@ class H2DPrefetcher:
             copied = self._copy(unit)
         shard.before_read()
         if copied is None or copied.on_device[id(shard)].dtype != dtype:
-            return self._copy_and_wait(shard, dtype)
+            return _copy_and_wait(shard, dtype, self.link.device)
         if not copied.asked:
             self.link.join(copied.complete)
             self._record_all_gather(unit)
@@ -375,9 +381,9 @@ class H2DPrefetcher:
                 return
             following = next(self._order.following(), None)
             if following is copied.unit and not self._may_be_updated(copied.unit):
-                self._keep(copied)  # the same unit comes next: behind a forward, its backward
+                copied.keep(self.link)  # the same unit comes next: behind a forward, its backward
             elif self._stays(copied):
-                self._keep(copied)
+                copied.keep(self.link)
                 self._prefetch_following()
             else:
                 self._release(copied)
@@ -460,7 +466,7 @@ class H2DPrefetcher:
         buffer = self._free_buffer(unit)
         if buffer is None or not self.buffers.is_staging_free(unit):
             return False
-        self._copy_to(unit, buffer)
+        self._copies[unit] = self.buffers.copy(unit, buffer)
         return True
 
     def _copy(self, unit: _Unit) -> _Copied | None:
@@ -476,9 +482,6 @@ class H2DPrefetcher:
                 return None
             self._release(guessed)
             buffer = guessed.buffer
-        return self._copy_to(unit, buffer)
-
-    def _copy_to(self, unit: _Unit, buffer: _Buffer) -> _Copied:
         copied = self._copies[unit] = self.buffers.copy(unit, buffer)
         return copied
 
@@ -495,24 +498,19 @@ class H2DPrefetcher:
         updated = self._overlap == "backward" and self._may_be_updated(copied.unit)
         return self._has_own(copied) and not updated
 
-    def _keep(self, copied: _Copied) -> None:
-        """Let the copy be asked for again."""
-        copied.buffer.ready = self.link.record_event()
-        copied.asked.clear()
-        copied.used.clear()
-
     def _release(self, copied: _Copied) -> None:
         """Let the buffer be filled again, behind what the caller's stream was given so far."""
         del self._copies[copied.unit]
         if copied.asked:
             copied.buffer.ready = self.link.record_event()
 
-    def _copy_and_wait(self, shard: ShardStorage, dtype: torch.dtype) -> torch.Tensor:
-        """Copy a shard at once: FSDP2 gathers more units ahead than there are buffers."""
-        with shard.access(write=False):
-            given = shard.padded.to(self.link.device, dtype)
-        shard.bytes_up += given.nbytes
-        return given
+
+def _copy_and_wait(shard: ShardStorage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copy a shard at once: FSDP2 gathers more units ahead than there are buffers."""
+    with shard.access(write=False):
+        given = shard.padded.to(device, dtype)
+    shard.bytes_up += given.nbytes
+    return given
 
 
 def h2d_prefetcher_of(model: nn.Module) -> H2DPrefetcher | None:
