@@ -132,6 +132,7 @@ def test_every_policy_computes_the_same(policy: str) -> None:
         ({"growth_interval": 0}, "growth_interval=0 was given"),
         ({"hysteresis": -1}, "hysteresis=-1 was given"),
         ({"device": "meta"}, "device='meta' was given"),
+        ({"extra_dp_size": 0}, "extra_dp_size=0 was given"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], said: str) -> None:

@@ -257,6 +257,7 @@ def test_no_sync_leaves_out_reductions_and_loses_nothing(
     ("plugin", "given", "said"),
     [
         (LowLevelZeroPlugin, {"stage": 3}, "stage=3 was given"),
+        (LowLevelZeroPlugin, {"extra_dp_size": 0}, "extra_dp_size=0 was given"),
         (LowLevelZeroPlugin, {"norm_type": 1.0}, "norm_type"),
         (LowLevelZeroPlugin, {"use_fp8": True}, "use_fp8"),
         (LowLevelZeroPlugin, {"fp8_communication": True}, "fp8_communication"),

@@ -13,6 +13,7 @@ from tensorstow.colossalai.booster.plugin.placed import (
     Decision,
     PlacementRequest,
     TrainingOptions,
+    check_copies,
     place,
     refuse_values,
     tell_idle,
@@ -175,6 +176,7 @@ class GeminiPlugin(Plugin):
         given = dict(locals())
         refuse_values(given, _REFUSED, type(self).__name__)
         tell_idle(given, _IDLE, type(self).__name__)
+        check_copies(extra_dp_size)
         check_device(device)
         self._policy = PlacementPolicy(
             placement_policy, shard_param_frac, offload_optim_frac, offload_param_frac

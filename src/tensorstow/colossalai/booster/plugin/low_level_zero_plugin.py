@@ -18,6 +18,7 @@ from tensorstow.colossalai.booster.plugin.placed import (
     Decision,
     PlacementRequest,
     TrainingOptions,
+    check_copies,
     place,
     refuse_values,
     tell_idle,
@@ -100,6 +101,7 @@ class LowLevelZeroPlugin(Plugin):
         given = dict(locals())
         refuse_values(given, _REFUSED, type(self).__name__)
         tell_idle(given, _IDLE, type(self).__name__)
+        check_copies(extra_dp_size)
         if stage not in {1, 2}:
             message = f"stage={stage!r} was given: it is 1 or 2. GeminiPlugin is stage 3."
             raise OptionError(message)

@@ -221,6 +221,23 @@ def refuse_boosted(model: nn.Module) -> None:
         raise OptionError(message)
 
 
+def check_copies(extra_dp_size: int) -> None:
+    """Check how many groups of ranks hold a full copy each.
+
+    Args:
+        extra_dp_size: The number.
+
+    Raises:
+        OptionError: It is none.
+    """
+    if isinstance(extra_dp_size, bool) or extra_dp_size < 1:
+        message = (
+            f"extra_dp_size={extra_dp_size!r} was given: it is how many groups of ranks hold a full"
+            " copy each, at least 1. Over all ranks there is one."
+        )
+        raise OptionError(message)
+
+
 def refuse_values(
     given: Mapping[str, Any], refused: Mapping[str, tuple[object, str]], plugin: str
 ) -> None:
