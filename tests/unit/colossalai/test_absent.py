@@ -6,6 +6,9 @@ import tensorstow.colossalai
 from tensorstow.base.errors import AbsentError
 
 ABSENT = [
+    ("booster.plugin", "HybridParallelPlugin", "GeminiPlugin places what one device cannot hold"),
+    ("nn.optimizer", "FusedAdam", "HybridAdam updates parameters on an accelerator"),
+    ("nn.optimizer", "Lamb", r"tensorstow\.StowedOptimizer"),
     ("zero", "LowLevelZeroOptimizer", r"Booster\(plugin=LowLevelZeroPlugin\(stage=1\)\)"),
     ("zero", "zero_model_wrapper", "places a model"),
     ("zero", "zero_optim_wrapper", "makes its optimizer anew"),

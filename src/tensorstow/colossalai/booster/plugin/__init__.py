@@ -1,5 +1,8 @@
 """``colossalai.booster.plugin``: how a model is placed."""
 
+from typing import NoReturn
+
+from tensorstow.colossalai.absent import refuse
 from tensorstow.colossalai.booster.plugin.gemini_plugin import GeminiPlugin
 from tensorstow.colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroPlugin
 from tensorstow.colossalai.booster.plugin.plugin_base import Plugin
@@ -7,3 +10,13 @@ from tensorstow.colossalai.booster.plugin.torch_ddp_plugin import TorchDDPPlugin
 from tensorstow.colossalai.booster.plugin.torch_fsdp_plugin import TorchFSDPPlugin
 
 __all__ = ["GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+
+_ABSENT = dict.fromkeys(
+    ("HybridParallelPlugin", "MoeHybridParallelPlugin"),
+    "models are not cut by layers, stages or experts. GeminiPlugin places what one device cannot"
+    " hold elsewhere",
+)
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name, _ABSENT)
