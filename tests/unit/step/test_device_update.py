@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from models import Vectors
 from remote import LateLink, make_remote
 from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DamageError, OptionError, PoisonedError
+from tensorstow.base.update_on import UpdateOn
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.chunks import Chunk
@@ -206,6 +208,88 @@ def test_a_step_that_commits_brings_fp32_weights_down(
     states = sum(c.family.state_bytes(c.plan.elements) for c in optimizer._states().chunks)
     assert moved[1] == moved[3] == states
     assert moved[0] == moved[2] >= states + 4 * sum(SIZES)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_what_a_step_holds_is_let_go_behind_it(
+    overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_remote(monkeypatch)
+    net = Vectors(SIZES)
+    optimizer = make_there(net, overlap=overlap)
+    train(net, optimizer)
+    seen: list[StorageWeakRef] = []
+    for part in net.parts:
+        part.register_hook(lambda g: seen.append(StorageWeakRef(g.untyped_storage())))
+    train(net, optimizer)
+    optimizer.zero_grad()
+    weights = [StorageWeakRef(part.data.untyped_storage()) for part in net.parts]
+    for part in net.parts:
+        part.data = part.data.clone()
+    gc.collect()
+    assert len(seen) == len(SIZES)
+    assert [each.expired() for each in (*seen, *weights)] == [True] * 2 * len(SIZES)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("where", ["device", 0.5, "hybrid", "auto"])
+def test_chunks_are_handed_over_beside_backward_and_few_at_a_time(
+    where: UpdateOn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the updater; not while shares are measured, which compares the sides beside nothing."""
+    want, net = Vectors(SIZES), Vectors(SIZES)
+    train(want, make(want), 5)
+    make_remote(monkeypatch)
+    optimizer = make_there(net, overlap="backward", update_on=where)
+    updater = updater_of(optimizer)
+    in_backward: list[bool] = []
+    add = updater._pipeline.add_chunk_gradients
+
+    def counted(chunk: int, pieces: Any) -> None:  # noqa: ANN401
+        if chunk in updater._chunks:  # others are the host's, by its feed
+            in_backward.append(is_running)
+            assert updater._ahead < MOST_SLOTS
+        add(chunk, pieces)
+
+    monkeypatch.setattr(updater._pipeline, "add_chunk_gradients", counted)
+    beside = []
+    for _ in range(5):
+        is_running = True
+        optimizer.zero_grad()
+        torch.autograd.backward(net())
+        is_running = False
+        beside.append(any(in_backward))
+        in_backward.clear()
+        settled = optimizer._params().sides.division.is_settled
+        optimizer.step()
+        in_backward.clear()
+        assert not beside[-1] or settled
+    assert all(beside) or where in {"hybrid", "auto"}  # whose shares are as fast as the sides
+    assert same(net, want)
+    optimizer.close()
+
+
+def test_gradients_of_the_hosts_chunks_come_down_beside_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_remote(monkeypatch)
+    net = Vectors(SIZES)
+    optimizer = make_there(net, overlap="backward", update_on=0.5, states="ram")
+    train(net, optimizer)
+    (feed,) = optimizer._params().sides.device_feeds
+    sent: list[int] = []
+    send = feed.send
+    monkeypatch.setattr(feed, "send", lambda chunk: (sent.append(chunk), send(chunk)))
+    optimizer.zero_grad()
+    before = optimizer.traffic().bytes_down
+    torch.autograd.backward(net())
+    hosts = {chunk.number for chunk in optimizer._states().chunks} - set(
+        optimizer._params().sides.updaters[0]._chunks
+    )
+    assert hosts <= set(sent)
+    assert optimizer.traffic().bytes_down > before
+    optimizer.step()
     optimizer.close()
 
 
