@@ -178,9 +178,14 @@ def test_upstreams_precision_where_an_accelerator_computes(device: torch.device)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_units_go_up_ahead_as_many_as_asked(device: torch.device, prefetch: int) -> None:
-    model, optimizer = train(device, steps=1, placement_policy="cpu", max_prefetch=prefetch)
+def test_units_go_up_ahead_as_many_as_asked(
+    device: torch.device, prefetch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"placement_policy": "cpu", "max_prefetch": prefetch, "verbose": True}
+    model, optimizer = train(device, steps=1, **given)
     assert tensorstow.plan_of(model.unwrap()).prefetch == prefetch
+    below = sum(p.nbytes for p in model_of().parameters()) / 2**20
+    assert f"{below:.2f} MiB of this rank's parameters in host memory" in caplog.text
     optimizer.close()
 
 

@@ -1,7 +1,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -97,6 +97,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, plugin: dict[str, Any], shard
     assert all_equal(other.weights, run.weights)
     assert other.optimizer.loss_scale == run.optimizer.loss_scale
     assert other.schedule.get_last_lr() == run.schedule.get_last_lr()
+    assert other.schedule.state_dict() == run.schedule.state_dict()
 
 
 @pytest.mark.parametrize("shard", [False, True])
@@ -149,6 +150,17 @@ def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "o/pytorch_optim.bin.index.json").read_text())
     step = 4
     assert index["metadata"]["total_size"] == 5 * (2 * 2**19 + step)
+    saved = optimizer.state_dict()["state"]
+    zeros = {
+        i: {k: v if k == "step" else torch.zeros_like(v) for k, v in entry.items()}
+        for i, entry in saved.items()
+    }
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": zeros})
+    booster.load_optimizer(optimizer, tmp_path / "o")
+    loaded = optimizer.state_dict()["state"]
+    assert len(loaded) == 5
+    for i, entry in saved.items():
+        assert all(torch.equal(loaded[i][name], value) for name, value in entry.items())
     booster.save_optimizer(optimizer, tmp_path / "named", shard=True, prefix="run")
     assert sorted(f.name for f in (tmp_path / "named").iterdir()) == [
         "run.pytorch_optim-00001.bin",
@@ -244,6 +256,24 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
     with pytest.raises(StowError, match="Rank 0 could not write"):
         run.booster.save_model(run.model, tmp_path / "file/model.pt")
     assert (tmp_path / "file").read_text() == "before"
+
+
+def test_a_write_that_fails_halfway_leaves_no_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(0)
+    run.booster.save_model(run.model, tmp_path / "model.pt")
+    before = (tmp_path / "model.pt").read_bytes()
+
+    def fail(_: object, file: IO[bytes]) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(StowError, match="What was there before is still there"):
+        run.booster.save_model(run.model, tmp_path / "model.pt")
+    assert (tmp_path / "model.pt").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
 
 
 def test_an_optimizer_that_was_not_boosted_is_refused(tmp_path: Path) -> None:

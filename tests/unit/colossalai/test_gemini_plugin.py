@@ -288,6 +288,30 @@ def test_fp16_needs_the_boosters_backward() -> None:
     model(batch(0)).float().mean().backward()
     with pytest.raises(OptionError, match=r"without Booster\.backward"):
         optimizer.step()
+    optimizer.zero_grad()
+    booster.backward(model(batch(0)).float().mean(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(batch(1)).float().mean().backward()  # a step with it says nothing of the next
+    with pytest.raises(OptionError, match=r"without Booster\.backward"):
+        optimizer.step()
+
+
+def test_gradients_of_fp16_are_multiplied_by_the_loss_scale() -> None:
+    found = []
+    for scale in (1.0, 256.0):
+        booster = Booster(plugin=GeminiPlugin(precision="fp16", initial_scale=scale))
+        model = model_of()
+        model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters()))
+        booster.backward(model(batch(0)).float().square().mean(), optimizer)
+        found.append([whole(p.grad).float() / scale for p in model.parameters()])
+        optimizer.step()
+        assert optimizer.get_grad_norm() == pytest.approx(
+            float(torch.stack([g.double().square().sum() for g in found[-1]]).sum().sqrt())
+        )
+    assert any(g.any() for g in found[0])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-5)
 
 
 def test_frozen_parameters_are_placed_and_not_trained() -> None:
