@@ -137,7 +137,8 @@ def test_the_lines_run_where_they_were_asked_to(
     model, optimizer = names["model"], names["optimizer"]
     assert isinstance(model, nn.Module)
     assert isinstance(optimizer, tensorstow.AdamW)
-    for _ in range(2 if "micro-batches" in str(options) else 1):
+    micro_batches = 2 if "--accumulation-steps" in options else 1
+    for _ in range(micro_batches):
         trained_by(model).backward()
     optimizer.step()
     where = optimizer.offload_policy.placement
@@ -145,6 +146,7 @@ def test_the_lines_run_where_they_were_asked_to(
     assert where.directories == ((place,) if on_disk or commits else ())
     assert where.durable == commits
     plan = tensorstow.plan_of(model)
+    assert plan.accumulation_steps == micro_batches
     told = found["plan"]
     assert isinstance(told, dict)
     assert {name: getattr(plan, name) for name in told} == told

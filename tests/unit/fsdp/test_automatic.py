@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,11 @@ def test_a_machines_budget_is_a_part_of_what_is_free(
     assert found.host == 50 * G
     assert machine_budget(units_of(model()), CPU, tmp_path).host == 50 * G + BYTES // 2
     assert found.device is None
+    with monkeypatch.context() as patch:
+        patch.setattr(automatic, "local_ranks", lambda: SimpleNamespace(count=4))
+        patch.setattr(automatic, "check_directory", lambda _: SimpleNamespace(free_bytes=100 * G))
+        shared = machine_budget([], CPU, tmp_path)
+    assert (shared.host, shared.disk) == (50 * G // 4, 80 * G // 4)
     assert found.disk > 0  # type: ignore[operator]
     assert machine_budget([], CPU, tmp_path / "to be made").disk is None
     assert machine_budget([], CPU, "/dev/shm").disk is None  # refused when it is opened

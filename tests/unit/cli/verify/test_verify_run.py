@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tensorstow import AdamW
 from tensorstow.cli.main import main
 from tensorstow.cli.verify import run as command
 from tensorstow.cli.verify import training
-from tensorstow.cli.verify.rows import VerifiedRun
+from tensorstow.cli.verify.rows import COMMITTED, VerifiedRun, runs_of
 from tensorstow.cli.verify.training import Outcome
 
 MODEL = """
@@ -38,9 +39,31 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
+class Noted(AdamW):
+    """Notes how each run is made, and the step that it goes on from."""
+
+    made: list[tuple[object, object, object]]
+    resumed: list[int | None]
+
+    def __init__(self, *given: Any, **keywords: Any) -> None:  # noqa: ANN401
+        """Make it as AdamW."""
+        self.made.append(tuple(keywords[name] for name in ("states", "state_format", "overlap")))
+        super().__init__(*given, **keywords)
+
+    def resume(self, which: str | int | None = None) -> int | None:
+        """Go on as AdamW does."""
+        found = super().resume(which)
+        self.resumed.append(found)
+        return found
+
+
 def test_all_runs_of_a_model_are_equal_and_leave_nothing(
-    model: str, place: Path, capsys: pytest.CaptureFixture[str]
+    model: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And each is what it is called."""
+    monkeypatch.setattr(Noted, "made", [], raising=False)
+    monkeypatch.setattr(Noted, "resumed", [], raising=False)
+    monkeypatch.setattr(training.tensorstow, "AdamW", Noted)
     assert main(["verify", str(place), "--model", model, "--device", "cpu", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["is_equal"]
@@ -54,6 +77,8 @@ def test_all_runs_of_a_model_are_equal_and_leave_nothing(
         "none",
     ]
     assert said["runs"][-1]["is_killed"]
+    assert Noted.made == [(r.states, r.state_format, r.overlap) for r in runs_of(["fp32"])]
+    assert Noted.resumed == [COMMITTED]
     assert list(place.iterdir()) == []
 
 
