@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tensorstow
 from compare import all_equal
-from ranks.boosted import batch, losses_on_all, model_of, report, unsynced, whole
+from ranks.boosted import batch, losses_on_all, model_of, report, samples, unsynced, whole
 from ranks.pool import Ranks
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import HybridAdam
@@ -135,6 +135,13 @@ def test_the_report_says_what_padding_wastes(
     for line in ranks(2).run(report, plugin, {"extra_dp_size": copies}):
         assert f"used {used / 2**20:.2f} MiB, wasted {wasted / 2**20:.2f} MiB" in line
         assert f"({100 * wasted / (used + wasted):.2f}%)" in line
+
+
+@pytest.mark.parametrize("plugin", [GeminiPlugin, TorchDDPPlugin])
+def test_ranks_have_samples_of_their_own(ranks: Pool, plugin: type[Plugin]) -> None:
+    first, second = ranks(2).run(samples, plugin)
+    assert len(first) == len(second) == 5
+    assert sorted(first + second) == list(range(10))
 
 
 SCALES = {
