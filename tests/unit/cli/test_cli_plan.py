@@ -1,6 +1,7 @@
 """`tensorstow plan`: a placement, its bytes beside the budget, what is short."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +88,7 @@ def test_rejected_placements_say_what_is_short(capsys: pytest.CaptureFixture[str
 def test_the_smallest_budget_that_is_named_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", MODEL, "--host", "1MiB", "--disk", "1MiB"]) == 2
     said = capsys.readouterr().err
+    assert re.search(r"does not fit: [\d.]+ MiB of HOST .*more than the budget are needed", said)
     named = said.split("in bytes: ")[1].split(";")[0].split(" and ")
     least = {f"--{tier}": n for tier, n in (each.split("=") for each in named)}
     budget = {"--host": "1MiB", "--disk": "1MiB"} | least
@@ -245,6 +247,11 @@ def test_the_cached_profile_gives_seconds(small: str, capsys: pytest.CaptureFixt
     assert step["seconds"] == pytest.approx(sum(each["seconds"] for each in step["phases"]))
     assert step["tokens_per_second"] == pytest.approx(64 / step["seconds"])
     assert step["binding"] in step["busy"]
+    more = ["--world-size", "2", "--accumulation-steps", "3"]
+    assert main(["plan", small, *size, *more, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"]["tokens"] == 2 * 32 * 2 * 3
+    assert found["activations"]["bytes"] > 0
     assert main(["plan", MODEL, "--json"]) == 0  # no batch: no seconds, but break-even
     assert json.loads(capsys.readouterr().out)["step"] is None
 
