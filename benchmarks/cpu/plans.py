@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from benchmarks.cpu.models import OTHERS, Loss
-from benchmarks.measure import Figure, Settings, at_most, not_available
+from benchmarks.measure import Figure, Settings, at_least, at_most, not_available
+from tensorstow.base.budget import Budget
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile
 from tensorstow.base.tiers import Tier
@@ -32,7 +33,8 @@ from tensorstow.measure.activations import trace
 from tensorstow.measure.calibration import calibrate
 from tensorstow.measure.models import build_model, from_config
 from tensorstow.optim.adam import AdamW
-from tensorstow.planner.placement import Conditions, items_of
+from tensorstow.planner.placement import Conditions, bytes_of, items_of
+from tensorstow.planner.search import Asked, search
 from tensorstow.planner.seconds import MachineRates, MicroBatch, time_of
 from tensorstow.planner.sizes import Sizes
 from tensorstow.report.rss import peak_bytes, resident_bytes
@@ -77,8 +79,9 @@ _PLANS = {
     "states on DISK, forward": Plan(states=Tier.DISK, overlap="forward"),
     "states on DISK, backward": Plan(states=Tier.DISK, overlap="backward"),
     "all on DISK": Plan(Tier.DISK, Tier.DISK),
+    "all on DISK, backward": Plan(Tier.DISK, Tier.DISK, overlap="backward"),
 }
-_BYTES_OFF, _SECONDS_OFF = 0.05, 0.2
+_BYTES_OFF, _SECONDS_OFF, _SPEED = 0.05, 0.2, 0.95
 _CHILD_SECONDS = 300
 
 
@@ -102,10 +105,27 @@ def figures(settings: Settings) -> Iterator[Figure]:
     profile = calibrate([directory])
     text = json.dumps(profile.as_dict())
     for model in _QUICK_MODELS if settings.quick else [*_MODELS, *OTHERS]:
+        seconds, choices = {}, {}
         for plan in _PLANS:
             steps = 2 if settings.quick else max(settings.pairs // 2, 3)
             found = _in_child(Case(model, plan, str(directory), text, steps))
             yield from _compared(f"{model}, {plan}", found)
+            if found["seconds"] is not None:
+                seconds[plan], choices = found["seconds"][1], found["choices"]
+        for budget, (chosen, fitting) in choices.items():
+            yield _speed(f"{model}, {budget}", chosen, {name: seconds[name] for name in fitting})
+
+
+def _speed(name: str, chosen: str, seconds: Mapping[str, float]) -> Figure:
+    """Return the speed of the plan that a search chooses, as a part of the fastest's.
+
+    The fastest is of those that fit and refuse nothing, as the search has it.
+    """
+    free = {plan: took for plan, took in seconds.items() if not plan.endswith("backward")}
+    fastest = min((free or seconds).values())
+    detail = {"chosen": chosen, "seconds": dict(seconds)}
+    found = fastest / seconds[chosen]
+    return Figure(f"{name}: chosen plan against the fastest", at_least(_SPEED), found, "x", detail)
 
 
 def _compared(name: str, found: dict[str, Any]) -> Iterator[Figure]:
@@ -184,7 +204,31 @@ def _run_traced(case: Case) -> dict[str, Any]:
         "bytes": _pairs(predicted, measured),
         "resident": (host, (peak_bytes() or 0) - before),
         "seconds": (step.seconds, statistics.median(seconds)),
+        "choices": _choices(Asked(sizes, Budget(), conditions, batch=batch, machine=machine)),
     }
+
+
+def _choices(asked: Asked) -> dict[str, tuple[str, list[str]]]:
+    """Return the plan that is chosen for each of three budgets, and those that fit it."""
+    host = {
+        name: bytes_of(plan, asked.sizes, asked.conditions)[Tier.HOST]
+        for name, plan in _PLANS.items()
+    }
+    found = {}
+    for budget, most in (
+        ("no limit", None),
+        ("less than RAM", host["RAM"] - 1),
+        ("less than with states on DISK", host["states on DISK"] - 1),
+    ):
+        within = replace(asked, budget=Budget(host=most), spend=False)
+        plan = search(within).chosen.plan
+        where = (plan.parameters, plan.states, plan.overlap)
+        (chosen,) = (
+            name for name, p in _PLANS.items() if (p.parameters, p.states, p.overlap) == where
+        )
+        fitting = [name for name, needed in host.items() if most is None or needed <= most]
+        found[budget] = (chosen, sorted({*fitting, chosen}))
+    return found
 
 
 def _predicted(plan: Plan, model: nn.Module) -> dict[Tier, int]:

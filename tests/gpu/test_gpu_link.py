@@ -8,6 +8,7 @@ import torch
 from benchmarks.accelerator import bounds
 from training import SIZES, SMALL, Net, make, spin, train
 
+from tensorstow.io import pinned
 from tensorstow.io.device_link import StreamLink, is_remote
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.memory import plan_staging
@@ -44,6 +45,15 @@ def test_memory_is_pinned(device: torch.device) -> None:
     assert all(m.weight.is_pinned() for m in optimizer._params().all())
     held = optimizer.memory()
     assert held.pinned_bytes == held.host_weight_bytes + held.staging_bytes
+
+
+def test_torch_pins_where_nothing_registers_memory(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "_runtime", lambda _: None)
+    block = PinnedBlock(3000, device, torch.accelerator.synchronize)
+    assert block.pinned_bytes == 4096
+    assert block.tensor(0, 3000, torch.uint8).is_pinned()
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)

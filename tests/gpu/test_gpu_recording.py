@@ -58,9 +58,12 @@ def test_copies_are_timed_by_the_clock_of_the_device() -> None:
     for each in (link, early, link.beside(), link):
         up = each.h2d([(there, here)])
         each.d2h([(here, there)], [up]).synchronize()
+    with link._h2d_stream:
+        simulated.busy(0.1)
+    link.h2d([(there, here)])  # which is under way when the log ends
     link.end_log()
     over = time.monotonic()
-    assert [copy.nbytes for copy in log.transfers] == 8 * [here.nbytes]
-    assert sorted(copy.lane for copy in log.transfers) == 4 * ["link down"] + 4 * ["link up"]
+    assert [copy.nbytes for copy in log.transfers] == 9 * [here.nbytes]
+    assert sorted(copy.lane for copy in log.transfers) == 4 * ["link down"] + 5 * ["link up"]
     for copy in log.transfers:
         assert submitted - 0.1 < copy.start < copy.stop < over + 0.1

@@ -6,7 +6,7 @@ simulated accelerator alone knows; on others they look at the bits.
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,11 +114,12 @@ def test_copies_run_beside_the_caller_s_stream(link: StreamLink) -> None:
 
 
 @pytest.fixture
-def host_weight(link: StreamLink) -> HostWeight:
-    """Return the mirror of a weight of ones."""
+def host_weight(link: StreamLink) -> Iterator[HostWeight]:
+    """Return the mirror of a weight of ones, which is pinned as long as its block is there."""
     weight = nn.Parameter(torch.ones(COUNT, device=link.device))
-    (made,) = make_host_weights([weight], link)[1]
-    return made
+    block, (made,) = make_host_weights([weight], link)
+    yield made
+    del block
 
 
 def test_a_weight_that_is_still_to_be_written_is_fetched_as_it_will_be(
@@ -140,6 +141,15 @@ def test_a_weight_is_delivered_behind_its_readers(
     after = host_weight.parameter.detach().clone()
     assert before.eq(1).all()
     assert after.eq(2).all()
+
+
+def test_a_weight_is_delivered_before_whatever_comes_next(
+    link: StreamLink, host_weight: HostWeight
+) -> None:
+    host_weight.host.fill_(2)
+    hold_up(link)
+    deliver([host_weight], link)
+    assert host_weight.parameter.detach().clone().eq(2).all()
 
 
 @pytest.mark.parametrize("update_on", ["host", "device"])

@@ -141,7 +141,7 @@ MUTATIONS = (
         _MIRRORS,
         "link.join(link.h2d(pairs, [link.record_event()]))",
         "link.h2d(pairs, [link.record_event()])",
-        f"{_WAITS}::test_a_weight_is_delivered_behind_its_readers",
+        f"{_WAITS}::test_a_weight_is_delivered_before_whatever_comes_next",
     ),
     # --- gradients down and weights up, by chunk ---
     Mutation(
@@ -410,7 +410,7 @@ MUTATIONS = (
         "io/pinned.py",
         'device="cpu", pin_memory=True)',
         'device="cpu")',
-        f"{_LINK}::test_memory_is_pinned",
+        f"{_LINK}::test_torch_pins_where_nothing_registers_memory",
     ),
     # --- rates ---
     Mutation(
