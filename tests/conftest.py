@@ -15,6 +15,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse ids that differ from process to process: several could not share the tests out."""
+    found = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if found:
+        message = f"An address is in the id of {found[0]}: give ids=, or another value."
+        raise pytest.UsageError(message)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _share_of_the_cores() -> None:
     """Let torch's threads, which spin while they wait, leave other processes of tests theirs."""

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import weakref
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 import tensorstow
 from compare import all_equal
 from tensorstow import Budget, Plan
+from tensorstow.fsdp import device_cache
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -66,8 +68,8 @@ PLANS = [
     Plan(parameters="host"),
     Plan(parameters="host", overlap="forward", prefetch=0),
     Plan(parameters="host", overlap="backward", accumulation_steps=2),
-    Plan(parameters="disk", states="disk", accumulation_steps=2, prefetch=1),
-    Plan(parameters="disk", overlap="backward"),
+    Plan(parameters="host", states="disk", accumulation_steps=2, prefetch=1),
+    Plan(parameters="host", overlap="backward", units={"0": "disk"}),
     Plan(parameters="host", units={"1": "disk", "2": "device"}),
 ]
 
@@ -83,8 +85,8 @@ def test_the_same_bits_with_copies_that_stay(plan: Plan, device: torch.device) -
         held = parameter_bytes(model).device_cache_bytes
         optimizer.close()
     assert all_equal(*found)
-    away = sum(plan.tier_of(str(i)) != "device" for i in range(BLOCKS))
-    assert held == away * BLOCK_BYTES // (2 if dtype else 1)
+    here = sum(plan.tier_of(str(i)) == "host" for i in range(BLOCKS))
+    assert held == here * BLOCK_BYTES // (2 if dtype else 1)
     assert moved[1] < moved[0]
 
 
@@ -92,13 +94,13 @@ def test_a_unit_is_copied_once_for_forward_and_backward(device: torch.device) ->
     model, optimizer = stowed(Plan(parameters="host", device_limit=AMPLE, prefetch=0))
     x = torch.ones(4, WIDTH, device=device)
     moved = [0]
-    for _ in range(3):
+    for _ in range(5):
         model(x).square().mean().backward()
         moved.append(parameter_bytes(model).link_bytes_up)
         optimizer.step()
         optimizer.zero_grad()
-    assert moved[1] == 2 * BLOCKS * BLOCK_BYTES  # the first step is measured
-    assert [b - a for a, b in pairwise(moved[1:])] == [BLOCKS * BLOCK_BYTES] * 2
+    assert moved[2] >= 2 * (2 * BLOCKS - 1) * BLOCK_BYTES  # two steps are measured
+    assert [b - a for a, b in pairwise(moved[2:])] == [BLOCKS * BLOCK_BYTES] * 3
     optimizer.close()
 
 
@@ -109,9 +111,33 @@ def wait_both_ways(_: nn.Module, given: tuple[torch.Tensor]) -> None:
         given[0].register_hook(lambda _: torch.accelerator.synchronize())
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_units_that_are_gathered_once_have_no_copies(stage: int, device: torch.device) -> None:
+    plan = Plan(parameters="host", device_limit=AMPLE, stage=stage, unsharded=["1"] * (stage == 3))
+    model, optimizer = stowed(plan)
+    train(model, optimizer, device)
+    copies = 0 if stage == 2 else BLOCKS - 1
+    assert parameter_bytes(model).device_cache_bytes == copies * BLOCK_BYTES
+    optimizer.close()
+
+
+def test_what_is_written_between_steps_is_what_is_computed_with(device: torch.device) -> None:
+    """To what `state_dict` returns, which over one rank is host memory itself."""
+    model, optimizer = stowed(Plan(parameters="host", device_limit=AMPLE))
+    train(model, optimizer, device)
+    x = torch.ones(4, WIDTH, device=device)
+    with torch.no_grad():
+        model(x)
+        for value in model.state_dict().values():
+            value.zero_()
+        assert torch.equal(model(x), x)
+    optimizer.close()
+
+
 def test_no_more_stays_than_fits_what_a_step_leaves(
-    device: torch.device, caplog: pytest.LogCaptureFixture
+    device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(device_cache, "_CACHES", weakref.WeakSet())
     gc.collect()
     torch.accelerator.reset_peak_memory_stats()  # what earlier tests took is not this model's
     model, optimizer = stowed(Plan(parameters="host", device_limit=1))
@@ -144,9 +170,9 @@ def test_no_more_stays_than_fits_what_a_step_leaves(
 @pytest.mark.usefixtures("device")
 def test_a_plan_that_is_chosen_fills_the_device() -> None:
     """Within a budget that is too small for all parameters."""
-    limit = 5 * BLOCK_BYTES
+    limit = 23 * BLOCK_BYTES // 2
     model, optimizer = stowed("auto", budget=Budget(device=limit))  # type: ignore[arg-type]
     plan = tensorstow.plan_of(model)
-    assert plan.parameters != "device"
+    assert plan.parameters == "host"
     assert plan.device_limit == limit
     optimizer.close()

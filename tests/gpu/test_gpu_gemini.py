@@ -1,5 +1,6 @@
 """Gemini's plugin on an accelerator: what is placed where, and the bits of torch's training."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tensorstow.colossalai.booster.plugin import (
     TorchFSDPPlugin,
 )
 from tensorstow.colossalai.zero import GeminiDDP, GeminiOptimizer
+from tensorstow.fsdp import device_cache
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.tensors.dtensor import shard_of
@@ -133,8 +135,10 @@ def test_auto_lets_units_stay_on_the_device_by_what_it_measures(
     warmup: float | None,
     first: int,
     later: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first step by both ratios, the rest by one and what the first took."""
+    """Two steps by both ratios, the rest by one and what these took."""
+    monkeypatch.setattr(device_cache, "_CACHES", weakref.WeakSet())
     _, total = torch.accelerator.get_memory_info(device)
     unit = 4 * (WIDTH * WIDTH + WIDTH)
     part = 3.5 * unit / total  # three blocks have room, and the small head
@@ -151,7 +155,7 @@ def test_auto_lets_units_stay_on_the_device_by_what_it_measures(
         stayed.append(parameter_bytes(model).device_cache_bytes)
         optimizer.step()
         optimizer.zero_grad()
-    assert [(n + unit // 9) // unit for n in stayed] == [first, later, later]
+    assert [(n + unit // 9) // unit for n in stayed] == [first, first, later]
     assert all_equal(whole(model), in_fp32)
     optimizer.close()
 
@@ -228,6 +232,14 @@ def test_ddp_moves_a_model_and_refuses_one_whose_optimizer_would_be_left_behind(
     left = model_of()
     with pytest.raises(OptionError, match="move the model first"):
         booster.boost(left, torch.optim.SGD(left.parameters()))
+
+
+def test_ddp_synchronizes_batch_norm(device: torch.device) -> None:
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model, *_ = Booster(plugin=TorchDDPPlugin()).boost(norm)
+    assert any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    model(torch.randn(3, 4, device=device)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 MATRIX = boosted_courses(GEMINI_ON_DEVICE)

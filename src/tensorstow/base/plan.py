@@ -38,10 +38,10 @@ class Plan:
         buffer_pool_bytes: Bytes of host memory per rank for buffers of parameters on disk, in
             steps, commits and resuming; at least the three largest units. Default: None, these and
             ``prefetch`` more. docs/guides/whole-models.md says which cases need more.
-        device_limit: Bytes of an accelerator's memory up to which copies of units in host memory or
-            on disk stay there from forward to backward, so that each is copied once. Everything
-            else that torch has allocated is measured, step by step, and subtracted. Default: None,
-            no copy stays.
+        device_limit: Bytes of an accelerator's memory up to which copies of units in host memory
+            stay there from forward to backward, so that each is copied once. Everything else that
+            torch has allocated is measured, step by step, and subtracted. Default: None, no copy
+            stays.
 
     Raises:
         OptionError: A value that cannot be used, or values that contradict each other.
@@ -151,10 +151,10 @@ class Plan:
             )
             raise OptionError(message)
 
-        if self.device_limit is not None and self._tiers == {Tier.DEVICE}:
+        if self.device_limit is not None and Tier.HOST not in self._tiers:
             message = (
-                f"device_limit={self.device_limit} was given with all parameters on the device: it"
-                ' is for copies of others. Leave it out, or say parameters="host".'
+                f"device_limit={self.device_limit} was given with no parameters in host memory: it"
+                ' is for copies of these. Leave it out, or say parameters="host".'
             )
             raise OptionError(message)
 

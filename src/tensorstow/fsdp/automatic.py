@@ -32,8 +32,9 @@ _TOKENS = 2048
 _COMPUTE_PART = 0.5
 """Of the free memory of the tier that computes: activations, whose size is not known, take some."""
 _OTHER_PART = 0.8
-_LIMIT_PART = 0.9
-"""Of the device's memory, for what is measured: fragments and what is not torch's take the rest."""
+_LIMIT_PART = 0.75
+"""Of the device's memory, for what is measured. Fragments take the rest, and steps that need more
+than any before."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -78,7 +79,7 @@ def choose_plan(
     found = _search(asked, known.profile, device, directory)
     _log(found, asked, told="given" if budget is not None else "of this machine")
     plan = found.chosen.plan
-    if device.type == "cpu" or all(plan.tier_of(u.name) == Tier.DEVICE for u in asked.sizes.units):
+    if device.type == "cpu" or plan.parameters != Tier.HOST:
         return plan
     return plan.but(device_limit=known.device_limit)
 

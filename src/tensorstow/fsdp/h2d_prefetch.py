@@ -16,10 +16,11 @@ Others (in a pool's buffer, pageable, to be cast) pass through pinned memory bes
 that a pool's buffer is given back at once.
 
 [Note: Old weights] What is copied must be the newest weight, and host memory must not change under
-a copy. Before a step, a resume or a write to a parameter, copies are waited for and discarded.
-Beside backward a weight is updated when its gradient is final, so what was gathered in a backward
-is not prefetched again in it. Under overlap="forward" a weight is prefetched only when somebody has
-waited for its update.
+a copy. Before a step, a resume or a write to a parameter, copies are waited for and discarded. A
+write to what ``state_dict`` returns over one rank shows in the tensor's version, which is compared
+when a copy is asked for. Beside backward a weight is updated when its gradient is final, so what
+was gathered in a backward is not prefetched again in it. Under overlap="forward" a weight is
+prefetched only when somebody has waited for its update.
 
 FSDP2 gathers in the device's thread during backward, and of a backward that has raised it may do so
 while the caller is in the next call already ([Note: Hooks] in step/calls.py). So whatever looks at
@@ -111,10 +112,17 @@ class _Copied:
     on_device: dict[int, torch.Tensor]
     """Each shard on the device, by the id of its storage."""
     complete: DeviceEvent
+    versions: Sequence[int]
+    """Of the shards' weights when they were copied: others, if somebody wrote them by torch."""
     asked: set[int] = field(default_factory=set)
     """Shards that FSDP2 has asked for."""
     used: set[int] = field(default_factory=set)
     """And copied from."""
+
+    @property
+    def is_old(self) -> bool:
+        """Return whether a weight was written since."""
+        return self.versions != _versions_of(self.unit)
 
     def keep(self, link: DeviceLink) -> None:
         """Let the copy be asked for again."""
@@ -188,6 +196,7 @@ class DeviceBuffers:
     def copy(self, unit: _Unit, buffer: _Buffer) -> _Copied:
         """Begin copying a unit's shards to ``buffer``."""
         staging = self._take_staging() if any(unit.staged) else None
+        versions = _versions_of(unit)
         if unit.pager is not None:
             unit.pager.pin()
         try:
@@ -200,7 +209,7 @@ class DeviceBuffers:
         buffer.ready = complete
         if staging is not None:
             staging.copied = complete
-        return _Copied(unit, buffer, on_device, complete)
+        return _Copied(unit, buffer, on_device, complete, versions)
 
     def wait_for_copies(self) -> None:
         """Return when no copy reads host memory, also of a unit that gave way to another one."""
@@ -291,7 +300,8 @@ class H2DPrefetcher:
         self.cache: DeviceCache[_Unit] | None = None
         """Chooses the units whose copies stay; None: there are none."""
         if limit_bytes is not None:
-            self.cache = DeviceCache(link.device, limit_bytes)
+            buffers = self.buffers
+            self.cache = DeviceCache(link.device, limit_bytes, lambda: buffers.own_bytes)
         self._ahead = ahead
         self._overlap = overlap
         self._units: dict[int, _Unit] = {}
@@ -317,6 +327,8 @@ class H2DPrefetcher:
         shards: Sequence[ShardStorage],
         dtypes: Sequence[torch.dtype],
         prefetcher: Prefetcher | None,
+        *,
+        is_gathered_twice: bool = True,
     ) -> None:
         """Take a unit. All units are added before the first all-gather.
 
@@ -324,6 +336,8 @@ class H2DPrefetcher:
             shards: The unit's shards; none: nothing is added.
             dtypes: The dtype that each is computed in.
             prefetcher: What reads ahead from disk, where they are there.
+            is_gathered_twice: Whether backward gathers it too: a copy in host memory may stay for
+                that.
         """
         if not shards:
             return
@@ -331,7 +345,7 @@ class H2DPrefetcher:
         staged = [not shard.is_page_locked or shard.padded.dtype != dtype for shard, dtype in pairs]
         unit = _Unit(shards, dtypes, staged, prefetcher)
         self.buffers.add(unit)
-        if self.cache is not None:
+        if self.cache is not None and is_gathered_twice and unit.pager is None:
             self.cache.add(unit, sum(unit.sizes))
         for shard in shards:
             self._units[id(shard)] = unit
@@ -354,7 +368,8 @@ class H2DPrefetcher:
         self, unit: _Unit, shard: ShardStorage, dtype: torch.dtype
     ) -> torch.Tensor:
         copied = self._copies.get(unit)
-        if copied is None or id(shard) in copied.asked:  # another all-gather
+        is_old = copied is not None and not copied.asked and copied.is_old
+        if copied is None or is_old or id(shard) in copied.asked:  # another all-gather
             if copied is not None:
                 self._release(copied)  # one that an exception has ended
             copied = self._copy(unit)
@@ -421,7 +436,7 @@ class H2DPrefetcher:
         with self._alone():
             self.discard()
             if self.cache is not None:
-                self.cache.measure(self.buffers.own_bytes)
+                self.cache.measure()
                 self.buffers.free_own(u for u in self._units.values() if u not in self.cache)
             self.prefetch()
 
@@ -503,6 +518,10 @@ class H2DPrefetcher:
         del self._copies[copied.unit]
         if copied.asked:
             copied.buffer.ready = self.link.record_event()
+
+
+def _versions_of(unit: _Unit) -> list[int]:
+    return [shard.padded._version for shard in unit.shards]  # noqa: SLF001  # as of `home`
 
 
 def _copy_and_wait(shard: ShardStorage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -201,6 +201,8 @@ def shard_unit(
             list(storages.values()),
             [sharding.precision.param_dtype or s.padded.dtype for s in storages.values()],
             None if pool is None else pool.prefetcher,
+            is_gathered_twice=sharding.reshard_after_forward
+            and unit.name not in sharding.unsharded,
         )
     known = {id(storage) for storage in storages.values()}
     found: list[tuple[DTensor, ShardStorage]] = []

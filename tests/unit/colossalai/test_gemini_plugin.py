@@ -105,7 +105,7 @@ def test_every_policy_computes_the_same(policy: str) -> None:
     ("given", "said"),
     [
         ({"chunk_config_dict": {}}, "chunk_config_dict={} was given to GeminiPlugin"),
-        ({"memstats": object()}, "memstats="),
+        ({"memstats": "anything"}, "memstats="),
         ({"tp_size": 2}, "tp_size=2"),
         ({"enable_all_optimization": True}, "enable_all_optimization=True"),
         ({"enable_fused_normalization": True}, "enable_fused_normalization=True"),

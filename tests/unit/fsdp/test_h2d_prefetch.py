@@ -1,6 +1,7 @@
 """Shards are copied before they are asked for, in few buffers, and discarded when they are old."""
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.update_on import Overlap
+from tensorstow.fsdp import device_cache
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
 from tensorstow.io.buffer_pool import BufferPool
@@ -19,6 +21,11 @@ from tensorstow.step.calls import Calls
 
 CPU = torch.device("cpu")
 ROWS = 8
+
+
+@pytest.fixture(autouse=True)
+def _no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_cache, "_CACHES", weakref.WeakSet())
 
 
 class Counted(PlainLink):
@@ -137,6 +144,30 @@ def test_a_copy_that_stays_is_old_when_its_weight_is_written() -> None:
     with shards[0].access(write=True):
         shards[0].home.fill_(7)
     assert gather(prefetcher, shards[0]).eq(7).all()
+
+
+@pytest.mark.parametrize("stay", [0, 2])
+def test_a_copy_is_old_when_what_state_dict_returns_is_written(stay: int) -> None:
+    """Which nobody is told of."""
+    prefetcher, shards = made(2, link=PlainLink(), stay=stay)
+    for _ in range(2):
+        for shard in shards:
+            gather(prefetcher, shard)
+    prefetcher.prefetch()
+    for shard in shards:
+        shard.home.detach().view(-1).mul_(0).add_(7)
+    for shard in shards:
+        assert gather(prefetcher, shard).eq(7).all()
+
+
+def test_what_backward_does_not_gather_has_no_copy_that_stays() -> None:
+    prefetcher, _ = made(1, link=PlainLink(), stay=9)
+    assert prefetcher.cache is not None
+    before = prefetcher.cache.chosen_bytes
+    shard = HostShard(torch.zeros(ROWS), ROWS)
+    prefetcher.add_unit([shard], [torch.float32], None, is_gathered_twice=False)
+    prefetcher.cache.assume(0)
+    assert prefetcher.cache.chosen_bytes == before > 0
 
 
 def test_copies_that_stay_do_not_give_way_to_others() -> None:

@@ -74,7 +74,7 @@ class GeminiPlugin(Plugin):
             forward to backward while there is room: units are chosen anew when a step has measured
             what activations take, and each change is logged.
         enable_gradient_accumulation: Changes nothing: gradients of several backwards add up, in
-            fp32.
+            fp32 where the CPU updates, in the parameter's dtype where the device does.
         max_prefetch: How many units are copied to the device before they are asked for.
         shard_param_frac: The fraction of the parameters' bytes that is sharded between forward and
             backward too: 1.0 is ZeRO stage 3, 0.0 is stage 2; between, the others are those of the

@@ -43,8 +43,9 @@ class TorchDDPPlugin(Plugin):
     """Every rank has the whole model, on its device, in torch's DistributedDataParallel.
 
     The optimizer is the one that was given, of any class; the model is on this rank's device where
-    there is one. Where there is no process group one of torchrun's ranks
-    is made, or of this process alone.
+    there is one. Where there is no process group one of torchrun's ranks is made, or of this
+    process alone. On an accelerator BatchNorm becomes SyncBatchNorm, as upstream; on the CPU, for
+    which torch has none, each rank has statistics of its own.
 
     Args:
         broadcast_buffers: As of ``DistributedDataParallel``.
@@ -102,6 +103,9 @@ class TorchDDPPlugin(Plugin):
             raise OptionError(message)
         join_ranks(device)
         model.to(device)
+        if device.type != "cpu":
+            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+            model = convert(model)
         ddp = DistributedDataParallel(model, **self._keywords)
         wrapper = None if optimizer is None else OptimizerWrapper(optimizer)
         return DDPWrapper(ddp), wrapper
