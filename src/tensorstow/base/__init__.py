@@ -1,1 +1,1 @@
-"""Errors, sizes, tiers, plans and cores: what needs neither torch nor the native core."""
+"""Errors, sizes, tiers, plans and cores: what needs no native core."""

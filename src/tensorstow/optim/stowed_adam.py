@@ -190,9 +190,8 @@ class StowedAdam(Optimizer):
         """Return what torch's optimizer would return, with the states that are on disk.
 
         Returns:
-            A dict with "state" and "param_groups". States on disk are tensors in a file that is
-                mapped
-            into memory; see docs/guides/checkpoints.md.
+            A dict with "state" and "param_groups". States on disk are tensors in a memory-mapped
+                file; see docs/guides/checkpoints.md.
         """
         return super().state_dict()
 
@@ -316,7 +315,7 @@ class StowedAdam(Optimizer):
         return norm
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Return a context in which backward accumulates gradients that are not final yet.
+        """Return a context for all micro-batches of a step but the last.
 
         With ``overlap="backward"`` no update begins inside; with another overlap it changes
         nothing.
@@ -396,13 +395,13 @@ class StowedAdam(Optimizer):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the caller kept with the commit that ``resume()`` loaded."""
+        """The ``extra`` that was saved with the commit that ``resume()`` loaded."""
         return self._core.extra
 
     def register_resume_hook(self, hook: Callable[[], None]) -> None:
-        """Call ``hook`` before ``resume()`` writes weights, and once more behind that.
+        """Register a function that is called before ``resume()`` writes weights, and after it.
 
-        For whoever has copies of them, which another thread may make meanwhile.
+        So that copies of weights can be dropped, also those that another thread makes meanwhile.
 
         Args:
             hook: Takes no arguments; its result is ignored.
@@ -415,14 +414,14 @@ class StowedAdam(Optimizer):
 
     @property
     def alone(self) -> Callable[[], AbstractContextManager[object]]:
-        """What makes a context that other threads' calls of the optimizer wait for.
+        """Return a function that makes a context in which other threads' calls wait.
 
-        For whoever shares the weights with it. Inside one of its calls it is a part of that.
+        For whatever shares the weights with the optimizer. Inside a call it is part of that call.
         """
         return self._calls.alone
 
     def take_gradient(self) -> bool:
-        """Wait for a gradient that is coming down, and let updates beside backward begin by it.
+        """Wait until one gradient has arrived in host memory, and begin updates that it completes.
 
         Returns:
             False where none is on its way; then nothing was waited for.
