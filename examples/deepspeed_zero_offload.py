@@ -110,7 +110,7 @@ def needs(args: argparse.Namespace, ranks: int = 1) -> dict[Tier, int]:
     settings = read_settings(args.deepspeed_config, ranks)
     sizes = Sizes.of(units_of(model), ranks)
     conditions = Conditions(device_is_host=False, state_format=state_format_of(torch.bfloat16))
-    held = dict(bytes_of(plan_of(settings), sizes, conditions))
+    held = dict(bytes_of(plan_of(settings, device_is_host=False), sizes, conditions))
     inputs = args.num_layers * settings.batch.micro * args.sequence * args.hidden_size
     held[Tier.DEVICE] += inputs * torch.bfloat16.itemsize
     return held

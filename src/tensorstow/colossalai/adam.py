@@ -225,8 +225,9 @@ class HybridAdam(CPUAdam):
             OptionError: States that do not fit their parameter; nothing has changed.
         """
         super().load_state_dict(state_dict)
-        for parameter, entry in self.state.items():
-            if self._own.takes(parameter):
+        states: dict[Any, Any] = self.state  # also under keys of the caller's own, which stay
+        for parameter, entry in states.items():
+            if not isinstance(parameter, torch.Tensor) or self._own.takes(parameter):
                 continue
             if isinstance(entry.get("step"), torch.Tensor):
                 entry["step"] = entry["step"].to(
