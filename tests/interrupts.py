@@ -1,5 +1,6 @@
 """An exception or a signal at the n-th place where Python looks for signals in tensorstow."""
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -48,9 +49,14 @@ def at_event(number: int, happen: Callable[[], None], act: Callable[[], object])
             sys.setprofile(None)
             happen()
 
+    # A finalizer that the collector runs meanwhile would swallow what is raised in it.
+    collects = gc.isenabled()
+    gc.disable()
     sys.setprofile(profile)
     try:
         act()
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
     return seen >= number
