@@ -157,6 +157,13 @@ class Plan:
                 ' is for copies of these. Leave it out, or say parameters="host".'
             )
             raise OptionError(message)
+        if self.device_limit is not None and self.stage < 3:
+            message = (
+                f"device_limit={self.device_limit} was given with stage={self.stage}, which gathers"
+                " parameters once for forward and backward: no copy would be used again. Leave it"
+                " out, or say stage=3."
+            )
+            raise OptionError(message)
 
     def tier_of(self, unit: str) -> Tier:
         """Return the tier of a unit's parameters.

@@ -55,6 +55,7 @@ def test_json_goes_there_and_back() -> None:
         ({"ram_budget": "64MiB"}, "all of which stay there"),
         ({"buffer_pool_bytes": "1MiB"}, "no unit's parameters are on disk"),
         ({"parameters": "device", "device_limit": "1GiB"}, "no parameters in host memory"),
+        ({"stage": 2, "device_limit": "1GiB"}, "no copy would be used again"),
         ({"states": "disk", "ram_budget": "64" + "M"}, "ram_budget"),
     ],
 )
