@@ -55,13 +55,15 @@ def plan_of(settings: Settings, *, device_is_host: bool) -> Plan:
 def _update_on(settings: Settings, parameters: Tier, *, device_is_host: bool) -> UpdateOn | None:
     """Return the share that an accelerator updates (``Plan.update_on``); None: nothing."""
     offload = settings.zero.offload_optimizer
-    if offload.device == "none" or offload.ratio == 1.0:
+    if offload.ratio == 1.0:
         return None
-    if device_is_host:
+    if offload.device == "none" or device_is_host:
         logger.warning(
-            "zero_optimization.offload_optimizer.ratio=%s changes nothing: there is no accelerator"
-            " to update the rest on",
+            "zero_optimization.offload_optimizer.ratio=%s changes nothing: %s",
             offload.ratio,
+            "there is no accelerator to update the rest on"
+            if device_is_host
+            else 'with device="none" the CPU updates all of them',
         )
         return None
     if parameters != Tier.DEVICE:

@@ -84,7 +84,9 @@ def test_a_share_without_an_accelerator_is_told(caplog: pytest.LogCaptureFixture
     zero = Zero(3, OffloadOptimizer("cpu", ratio=0.25))
     assert placed(settings(zero)).update_on is None
     assert "ratio=0.25 changes nothing: there is no accelerator" in caplog.text
-    assert placed(settings(Zero(3, OffloadOptimizer("none", ratio=0.25)))).update_on is None
+    off = settings(Zero(3, OffloadOptimizer("none", ratio=0.5)))
+    assert placed(off, device_is_host=False).update_on is None
+    assert 'ratio=0.5 changes nothing: with device="none"' in caplog.text
 
 
 def test_dtypes() -> None:
