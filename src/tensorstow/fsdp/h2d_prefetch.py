@@ -221,10 +221,10 @@ class DeviceBuffers:
         """Return pinned memory that no copy reads any more."""
         if not self._staging:
             self._staging = self._allocate_staging()
-        staging = self._staging.pop(0)
+        staging = self._staging[0]
         if staging.copied is not None:
             staging.copied.synchronize()  # the link is behind: pinned memory is still read
-        self._staging.append(staging)
+        self._staging.append(self._staging.pop(0))
         return staging
 
     @staticmethod
