@@ -85,7 +85,7 @@ class GeminiPlugin(Plugin):
         offload_param_frac: The fraction of the parameters' bytes in host memory, frozen ones
             included: the units whose bytes are nearest to it. At most ``offload_optim_frac``.
         warmup_non_model_data_ratio: Under "auto", the part of the device's memory that is left to
-            everything else in the first step.
+            everything else until two steps are measured.
         steady_cuda_cap_ratio: Under "auto", the part of the device's memory that copies and
             everything else may take together.
         precision: "fp32", "bf16" or "fp16": what is computed in. Parameters keep their dtype, so

@@ -47,13 +47,13 @@ class LowLevelZeroPlugin(Plugin):
         stage: 1 or 2. In both gradients are sharded when they are reduced; under 1 ``no_sync``
             leaves out the reduction.
         precision: As of ``GeminiPlugin``.
-        initial_scale: As of ``GeminiPlugin``, as are the next six.
-        min_scale: See there.
-        growth_factor: See there.
-        backoff_factor: See there.
-        growth_interval: See there.
-        hysteresis: See there.
-        max_scale: See there.
+        initial_scale: The first loss scale; this and the next six are of fp16.
+        min_scale: The least loss scale.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` good steps.
+        backoff_factor: What it is multiplied by at an overflow.
+        growth_interval: Good steps in a row until the scale grows.
+        hysteresis: Overflows until the scale falls.
+        max_scale: The largest loss scale.
         max_norm: As of ``GeminiPlugin``.
         norm_type: 2.
         reduce_bucket_size_in_m: Changes nothing.

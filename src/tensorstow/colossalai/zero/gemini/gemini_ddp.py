@@ -29,33 +29,37 @@ class GeminiDDP(GeminiModel):
 
     Args:
         module: The model.
-        chunk_config_dict: This and the next three: as of ``GeminiPlugin``.
-        chunk_init_device: See there.
-        placement_policy: See there.
-        enable_gradient_accumulation: See there.
-        max_prefetch: This and the next four: as of ``GeminiPlugin``.
-        shard_param_frac: See there.
-        offload_optim_frac: See there.
-        offload_param_frac: See there.
-        warmup_non_model_data_ratio: See there.
-        steady_cuda_cap_ratio: This and the next six: as of ``GeminiPlugin``.
-        search_range_m: See there.
-        hidden_dim: See there.
-        min_chunk_size_m: See there.
-        pin_memory: See there.
-        force_outputs_fp32: See there.
-        strict_ddp_mode: See there.
+        chunk_config_dict: Refused unless None.
+        chunk_init_device: Changes nothing.
+        placement_policy: "static", "cuda", "cpu", "const" or "auto", as of ``GeminiPlugin``.
+        enable_gradient_accumulation: Changes nothing: gradients of several backwards add up.
+        max_prefetch: How many units are copied to the device before they are asked for.
+        shard_param_frac: The fraction of the parameters' bytes that is sharded between forward and
+            backward too.
+        offload_optim_frac: The fraction of the states' bytes in host memory.
+        offload_param_frac: The fraction of the parameters' bytes in host memory.
+        warmup_non_model_data_ratio: Under "auto", the part of the device's memory that is left to
+            everything but parameters until steps are measured.
+        steady_cuda_cap_ratio: Under "auto", the part of the device's memory that copies of
+            parameters and everything else may take together.
+        search_range_m: Changes nothing: no chunk size is searched.
+        hidden_dim: Changes nothing.
+        min_chunk_size_m: Changes nothing.
+        pin_memory: Changes nothing: host memory is pinned for an accelerator.
+        force_outputs_fp32: Whether floating point outputs of the model are cast to fp32.
+        strict_ddp_mode: Changes nothing.
         scatter_after_inference: Changes nothing.
         mixed_precision: ``torch.float16``, ``torch.bfloat16`` or ``torch.float32``. Default: None,
             float16 as upstream where an accelerator computes, float32 where the CPU does.
         zero_group: Refused unless None.
-        memstats: As of ``GeminiPlugin``.
-        master_weights: As of ``GeminiPlugin``.
+        memstats: Refused unless None.
+        master_weights: Whether parameters keep their dtype, rather than being cast for good to
+            ``mixed_precision``.
         extra_dp_group: Refused unless None.
-        verbose: This and the next three: as of ``GeminiPlugin``.
-        enable_async_reduce: See there.
-        fp8_communication: See there.
-        use_fp8: See there.
+        verbose: Whether the report on the placement is a warning rather than information.
+        enable_async_reduce: Changes nothing.
+        fp8_communication: Refused.
+        use_fp8: Refused.
 
     Raises:
         OptionError: An argument that cannot be honoured.

@@ -33,13 +33,13 @@ class GeminiOptimizer(GeminiStates):
             ``module``, without a step. It is closed, and made anew over what is placed.
         module: The model, a ``GeminiDDP``.
         gpu_margin_mem_ratio: Refused unless 0.
-        initial_scale: This and the next six: as of ``GeminiPlugin``.
-        min_scale: See there.
-        growth_factor: See there.
-        backoff_factor: See there.
-        growth_interval: See there.
-        hysteresis: See there.
-        max_scale: See there.
+        initial_scale: The first loss scale; this and the next six are of fp16.
+        min_scale: The least loss scale.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` good steps.
+        backoff_factor: What it is multiplied by at an overflow.
+        growth_interval: Good steps in a row until the scale grows.
+        hysteresis: Overflows until the scale falls.
+        max_scale: The largest loss scale.
         max_norm: The 2-norm that gradients are clipped to in each step; 0: not at all.
         norm_type: 2.
         tp_group: Refused unless None.
