@@ -27,6 +27,7 @@ ON_DEVICE: dict[str, tuple[Value, ...]] = {
     "parameters": ("device", "host", "disk", "host and device", "everywhere"),
     "update_on": ("host", "device", 0.4, "hybrid", "auto"),
     "replicas": (1, 2),
+    "stay": (False, True),
 }
 """Where ranks have an accelerator."""
 GEMINI: dict[str, tuple[Value, ...]] = {
@@ -63,8 +64,11 @@ def allowed(row: Mapping[str, Value]) -> bool:
     """Return whether a plan and its optimizer take this."""
     on_disk = row.get("parameters") in {"disk", "everywhere"}
     by_device = row.get("update_on", "host") != "host"
+    in_host_memory = row.get("parameters", "host") not in {"device", "disk"}
     return not (
-        (by_device and row.get("parameters", "device") != "device")
+        # Copies stay of what is in host memory, and gathered twice.
+        (row.get("stay") and (not in_host_memory or by_device or row.get("stage", 3) != 3))
+        or (by_device and row.get("parameters", "device") != "device")
         or (by_device and row.get("overlap") == "forward")
         # Replicas of one rank alone are none, and under stage 0 every rank is one.
         or (row.get("replicas") == 2 and (row.get("world") == 1 or row.get("stage") == 0))
@@ -91,6 +95,7 @@ def _course(row: Row) -> Course:
         replicas=row.get("replicas", 1),
         overlap=row["overlap"],
         accumulation_steps=row["accumulation"],
+        device_limit="1GiB" if row.get("stay") else None,
     )
     return Course(
         plan,

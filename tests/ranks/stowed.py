@@ -15,6 +15,8 @@ from torch.nn import functional
 import tensorstow
 from ranks.twin import mesh_here
 from tensorstow import Plan
+from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
+from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.sharding import current_device
 
 CPU = torch.device("cpu")
@@ -50,7 +52,7 @@ class Course:
         p = self.plan
         parts = [f"z{p.stage}", p.parameters, *(f"{n}={t}" for n, t in p.units.items())]
         parts += [p.states, p.overlap, f"acc{p.accumulation_steps}"]
-        parts += [f"on-{p.update_on}" if p.update_on else ""]
+        parts += [f"on-{p.update_on}" if p.update_on else "", "stay" * (p.device_limit is not None)]
         parts += [str(self.dtype)[6:], str(self.compute_dtype)[6:] if self.compute_dtype else ""]
         parts += [f"x{p.replicas}", "clip" * (self.clip is not None), "torch" * self.torch_clips]
         parts += [
@@ -176,6 +178,9 @@ class Life:
             mesh=mesh_here(),
             dir=directory,
         )
+        prefetcher = h2d_prefetcher_of(self.model)
+        if prefetcher is not None and prefetcher.cache is not None:
+            prefetcher.cache.assume(0)  # copies stay at once, and not behind two steps
 
     def train(self, *steps: int) -> None:
         """Take these steps."""
@@ -189,6 +194,8 @@ class Life:
                 optimizer.clip_grad_norm_(course.clip)
             optimizer.step()
             optimizer.zero_grad()
+            if course.plan.device_limit is not None:
+                assert parameter_bytes(model).device_cache_bytes > 0
 
 
 def stowed(course: Course, directory: Path | None = None) -> list[torch.Tensor]:
