@@ -15,6 +15,8 @@ STOWED = [
     (Plan(parameters="device", states="disk", overlap="forward"), 8),
     (Plan(parameters="device", states="disk", overlap="backward"), 7),
     (Plan(parameters="device", states="disk", update_on="device"), 8),
+    (Plan(parameters="device", states="disk", update_on="hybrid"), 8),
+    (Plan(parameters="device", states="disk", update_on="hybrid", overlap="backward"), 8),
     (Plan(parameters="host", states="disk"), 7),
     (Plan(parameters="host", states="disk", overlap="forward"), 7),
     (Plan(parameters="host", states="disk", overlap="backward"), 7),
@@ -27,7 +29,9 @@ PLAIN = [
     ({"overlap": "forward"}, 7),
     ({"overlap": "backward"}, 7),
     ({"update_on": "device"}, 8),
-    ({"update_on": "hybrid"}, 9),
+    ({"update_on": "device", "overlap": "backward"}, 8),
+    ({"update_on": "hybrid"}, 8),
+    ({"update_on": "hybrid", "overlap": "backward"}, 8),
 ]
 """Options of an optimizer over a model that is on the device."""
 

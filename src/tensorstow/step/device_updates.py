@@ -3,7 +3,8 @@
 [Note: Both at once] Gradients of the host's chunks come down (``DeviceFeed``), states of the
 device's go up (``DeviceUpdater``), in one open step of the pipeline, whose ring both share. So
 neither is waited for while the other may hold what it waits for: while both have something under
-way, both are looked at again and again.
+way, both are looked at again and again. Each side is given the parameters of its own chunks; one
+whose elements lie in chunks of both is given to both.
 
 [Note: Device updates beside backward] There a chunk goes its way as soon as all of its gradients
 are final. Hooks of gradients begin what can be begun and wait for nothing; ``close`` does the rest.
@@ -14,6 +15,7 @@ beside nothing else.
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -89,9 +91,11 @@ class DeviceUpdates:
         kind = StepKind(open=True, capture=plan.commits, lends=True)
         self._pipeline.step(plan.rows, plan.scalars, kind)
         self._gate.begin({update.param.number for update in plan.updates})
-        self._updater.begin(works_of(plan), all_weights=plan.commits)
+        there = [update for update in plan.updates if update.param.updated_there]
+        self._updater.begin(works_of(replace(plan, updates=there)), all_weights=plan.commits)
+        here = [update for update in plan.updates if update.param.updated_here]
         for feed in self._feeds:
-            feed.begin(plan, self._gate)
+            feed.begin(replace(plan, updates=here), self._gate)
         for update in plan.updates:
             if update.gradient is not None:  # sent by ``close``, which knows the best order
                 self._gate.arrive(update.param.number)
@@ -113,8 +117,9 @@ class DeviceUpdates:
             message = "A gradient in host memory was offered to a step that updates on the device."
             raise StowError(message)
         complete = self._gate.arrive(param.number)
-        self._updater.offer(param.number, gradient)
-        for feed in self._feeds:
+        if param.updated_there:
+            self._updater.offer(param.number, gradient)
+        for feed in self._feeds if param.updated_here else ():
             feed.offer(param, gradient)
         if self._is_beside:
             for chunk in complete:
