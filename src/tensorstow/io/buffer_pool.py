@@ -23,7 +23,7 @@ import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, PoisonedError
 from tensorstow.io.arena import Arena
 from tensorstow.io.engine import open_engine
-from tensorstow.io.files import ALIGN, IoFuture, accepts_direct, scratch_file
+from tensorstow.io.files import ALIGN, IoFuture, backend_for, scratch_file
 from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
 
 _KEPT = 2
@@ -95,8 +95,7 @@ class BufferPool:
         Raises DirectoryError where the directory has no room.
         """
         self.directory = directory
-        backend = None if accepts_direct(directory) else "threads"
-        self._file = scratch_file(open_engine(backend), directory, nbytes)
+        self._file = scratch_file(open_engine(backend_for([directory])), directory, nbytes)
         weakref.finalize(self, self._file.close)
         self._capacity = capacity
         self._end = self._largest = 0

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import tensorstow._native as _native
 from tensorstow.base.errors import DirectoryError
 from tensorstow.base.sizes import round_up
-from tensorstow.io.files import ALIGN, File, scratch_file
+from tensorstow.io.files import ALIGN, File, IoFuture, scratch_file
 from tensorstow.io.free_list import FreeList
 
 GROWTH_BYTES = 16 << 20
@@ -37,6 +39,7 @@ class ScratchFiles:
 
         Raises DirectoryError where a directory is missing, read-only, in RAM or too full.
         """
+        self.engine = engine
         self.files: list[File] = []
         self._free = [FreeList() for _ in directories]
         self._sizes = list(sizes)
@@ -56,6 +59,11 @@ class ScratchFiles:
         """The bytes of all files, used and free."""
         return sum(self._sizes)
 
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of extents that were not released."""
+        return self.nbytes - sum(free.nbytes for free in self._free)
+
     def take(self, nbytes: int) -> ScratchExtent:
         """Return an extent of ``nbytes`` (above 0) in the next file, at a multiple of ALIGN.
 
@@ -72,6 +80,14 @@ class ScratchFiles:
         for extent in extents:
             end = extent.offset + round_up(extent.nbytes, ALIGN)
             self._free[extent.file].add(extent.offset, end)
+
+    def read(self, extent: ScratchExtent, memory: torch.Tensor) -> IoFuture:
+        """Start filling ``memory`` from the beginning of ``extent``."""
+        return self.files[extent.file].read(memory, extent.offset)
+
+    def write(self, extent: ScratchExtent, memory: torch.Tensor) -> IoFuture:
+        """Start writing ``memory`` to the beginning of ``extent``."""
+        return self.files[extent.file].write(memory, extent.offset)
 
     def close(self) -> None:
         """Wait for what is in flight and drop the files. Idempotent."""

@@ -1,4 +1,4 @@
-"""Disk space of chunks in scratch files, freed when the process ends."""
+"""Optimizer states in scratch files: where they go, and the positions of chunks in them."""
 
 import logging
 from collections.abc import Sequence
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import tensorstow._native as _native
 from tensorstow.base.directories import choose_directory
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.engine import open_engine
-from tensorstow.io.files import File, accepts_direct, scratch_file
+from tensorstow.io.files import ALIGN, File, backend_for
+from tensorstow.io.scratch import GROWTH_BYTES, ScratchFiles
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.stored_chunks import FilePosition
 
@@ -16,7 +17,10 @@ logger = logging.getLogger("tensorstow")
 
 
 class ScratchStorage:
-    """Unnamed files in one directory or several; a chunk has one place for ever."""
+    """``ChunkStorage`` in scratch files; a chunk has one position for ever.
+
+    Chunks that come later get scratch files of their own.
+    """
 
     durable = False
 
@@ -27,6 +31,7 @@ class ScratchStorage:
         self._directories = tuple(directories)
         self._policy = policy
         self._moving = moving
+        self._scratch: list[ScratchFiles] = []
         self._files: dict[int, File] = {}
         self.engine: _native.Engine | None = None
 
@@ -50,25 +55,15 @@ class ScratchStorage:
             return []
         directories = self._directories or (choose_scratch(sum(widths)),)
         if self.engine is None:
-            direct = all(accepts_direct(d) for d in directories)
-            self.engine = self._start(self._policy.backend if direct else "threads")
-        made: list[File] = []
-        try:
-            for turn, directory in enumerate(directories):
-                share = sum(widths[turn :: len(directories)])
-                made.append(scratch_file(self.engine, directory, share))
-        except BaseException:
-            for file in made:
-                file.close()
-            raise
-        self._files |= {file.number: file for file in made}
-        ends = [0] * len(made)
-        places = []
-        for index, width in enumerate(widths):
-            turn = index % len(made)
-            places.append((made[turn].number, ends[turn]))
-            ends[turn] += width
-        return places
+            self.engine = self._start(backend_for(directories, self._policy.backend))
+        turns, padded = len(directories), [round_up(width, ALIGN) for width in widths]
+        scratch = ScratchFiles(
+            self.engine, directories, [sum(padded[turn::turns]) for turn in range(turns)]
+        )
+        self._scratch.append(scratch)
+        self._files |= {file.number: file for file in scratch.files}
+        extents = [scratch.take(width) for width in widths]
+        return [(scratch.files[extent.file].number, extent.offset) for extent in extents]
 
     def _start(self, backend: str | None) -> _native.Engine:
         return open_engine(backend, depth=self._policy.depth, node=self._policy.node)
@@ -88,10 +83,30 @@ class ScratchStorage:
 
     def close(self) -> None:
         """Drop the files. Idempotent."""
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+        for scratch in self._scratch:
+            scratch.close()
+        self._scratch, self._files = [], {}
         self.engine = None
+
+
+def open_scratch(
+    directories: Sequence[Path], expected: int, policy: PipelinePolicy
+) -> ScratchFiles:
+    """Return scratch files for optimizer states, with an I/O engine of their own.
+
+    Args:
+        directories: Where; empty: one is chosen and logged.
+        expected: The bytes that are reserved, over all directories.
+        policy: Has the engine's backend, depth and node.
+
+    Raises:
+        DirectoryError: A directory is missing, read-only, in RAM or too full.
+    """
+    chosen = tuple(directories) or (choose_scratch(expected),)
+    backend = backend_for(chosen, policy.backend)
+    engine = open_engine(backend, depth=policy.depth, node=policy.node)
+    share = round_up(-(-expected // len(chosen)), GROWTH_BYTES)
+    return ScratchFiles(engine, chosen, [share] * len(chosen))
 
 
 def choose_scratch(nbytes: int) -> Path:

@@ -9,7 +9,7 @@ import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import LockedError, OptionError
 from tensorstow.io.engine import open_engine
-from tensorstow.io.files import File, accepts_direct
+from tensorstow.io.files import File, backend_for
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.stored_chunks import FilePosition
 from tensorstow.store.records import Extent
@@ -30,9 +30,9 @@ class StoreStorage:
             )
             raise OptionError(message)
         make_directories(directories)
-        direct = all(accepts_direct(d) for d in directories)
+        backend = backend_for(directories, policy.backend)
         self.engine: _native.Engine | None = open_engine(
-            policy.backend if direct else "threads", depth=policy.depth, node=policy.node
+            backend, depth=policy.depth, node=policy.node
         )
         self.store = _open_store(directories, self.engine)
         self._numbers = [file.number for file in self.store.files]

@@ -51,6 +51,22 @@ def test_extents_go_round_the_files_and_fill_what_is_reserved(tmp_path: Path) ->
     files.close()
 
 
+def test_bytes_come_back(tmp_path: Path) -> None:
+    files = files_in([tmp_path / "a", tmp_path / "b"], [0, 0])
+    sent = [torch.full((ALIGN,), i, dtype=torch.uint8) for i in range(5)]
+    taken = [files.take(ALIGN) for _ in sent]
+    assert files.used_bytes == 5 * ALIGN
+    for extent, tensor in zip(taken, sent, strict=True):
+        files.write(extent, tensor).wait()
+    for extent, tensor in zip(taken, sent, strict=True):
+        back = torch.empty_like(tensor)
+        files.read(extent, back).wait()
+        assert torch.equal(back, tensor)
+    files.release(taken[1:])
+    assert files.used_bytes == ALIGN
+    files.close()
+
+
 def test_a_released_extent_is_used_again(tmp_path: Path) -> None:
     files = files_in([tmp_path / "a"], [0])
     first = files.take(3 * MIB)

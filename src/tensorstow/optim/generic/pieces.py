@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 
 from tensorstow.io.files import IoFuture
+from tensorstow.io.scratch import ScratchExtent
 from tensorstow.optim.generic.packing import LARGE_BYTES, PackedEntry, TensorSlot, pack, tensors_in
 from tensorstow.optim.generic.partition import Partition, can_partition, partition
-from tensorstow.optim.generic.places import Place
 from tensorstow.optim.generic.ring import RingBlock
 from tensorstow.optim.generic.stepper import Stepper
 
@@ -40,9 +40,9 @@ class Piece:
     stowed: dict[str, Any] = field(default_factory=dict)
     """What is on disk, by name, with a Slot in place of each tensor."""
     slots: tuple[TensorSlot, ...] = ()
-    place: Place | None = None
+    extent: ScratchExtent | None = None
     stepped: bool = False
-    """What the class keeps is known: without a place there is nothing to stow."""
+    """What the class keeps is known: without an extent there is nothing to stow."""
     state: PieceState = PieceState.ON_DISK
     block: RingBlock | None = None
     transfer: IoFuture | None = None
@@ -55,7 +55,7 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Return the bytes that move."""
-        return self.place.nbytes if self.place is not None else 0
+        return self.extent.nbytes if self.extent is not None else 0
 
 
 @dataclass(eq=False, slots=True)
@@ -78,7 +78,7 @@ class ParameterStates:
     @property
     def stows(self) -> bool:
         """Return whether some of its states are on disk."""
-        return any(piece.place is not None for piece in self.pieces)
+        return any(piece.extent is not None for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import ForkError, OptionError, PoisonedError, TransferError
+from tensorstow.io.scratch import ScratchFiles
 from tensorstow.optim.generic.packing import LARGE_BYTES, cloned, pack, unpack
 from tensorstow.optim.generic.piece_step import Job, sliced_entry
 from tensorstow.optim.generic.pieces import (
@@ -20,12 +21,12 @@ from tensorstow.optim.generic.pieces import (
     expected_states,
     split_into_pieces,
 )
-from tensorstow.optim.generic.places import PieceFiles
 from tensorstow.optim.generic.stepper import Stepper
 from tensorstow.optim.generic.streamed_step import step_in_ram, step_streamed
 from tensorstow.optim.generic.transfers import Transfers, wanted_bytes
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.scratch import open_scratch
 from tensorstow.states.state_store import Placement
 from tensorstow.states.traffic import Traffic
 
@@ -50,10 +51,10 @@ class StateManager:
         # By id: hashing a tensor is a call into Python. Members hold their parameters.
         self._members: dict[int, ParameterStates] = {}
         self._transfers: Transfers | None = None
-        self._places: list[PieceFiles] = []
+        self._scratch: list[ScratchFiles] = []
         self._owner = os.getpid()
         self._poison: BaseException | None = None
-        self._finalizer = weakref.finalize(self, _release, self._places, self._owner)
+        self._finalizer = weakref.finalize(self, _release, self._scratch, self._owner)
         self.lock = threading.RLock()
         """Held by whoever uses the ring: a step, or reading and setting states."""
 
@@ -101,9 +102,9 @@ class StateManager:
         largest, total = max(expected, default=0), sum(expected)
         if self._transfers is None:
             wanted_bytes(total, largest, self._placement.ram_budget)
-            places = PieceFiles(self._placement.directories, total, self._policy)
-            self._places.append(places)
-            self._transfers = Transfers(places, self._placement.ram_budget)
+            scratch = open_scratch(self._placement.directories, total, self._policy)
+            self._scratch.append(scratch)
+            self._transfers = Transfers(scratch, self._placement.ram_budget)
         self._transfers.make_room(total, largest)
 
     # --- a step ---
@@ -139,7 +140,7 @@ class StateManager:
         whole: dict[str, Any] = {}
         with self.lock, self._failing(TransferError):
             for piece in member.pieces:
-                if piece.place is None:
+                if piece.extent is None:
                     continue
                 part = unpack(piece.stowed, self._moves().read(piece))
                 try:
@@ -189,7 +190,7 @@ class StateManager:
             logical_bytes=ram_bytes + disk_bytes,
             ram_bytes=ram_bytes,
             disk_bytes=disk_bytes,
-            file_bytes=sum(places.file_bytes for places in self._places),
+            file_bytes=sum(scratch.used_bytes for scratch in self._scratch),
             ring_bytes=0 if self._transfers is None else self._transfers.capacity,
         )
 
@@ -216,14 +217,14 @@ class StateManager:
     @property
     def engine(self) -> _native.Engine | None:
         """The I/O engine. Tests put faults in here."""
-        return self._places[0].engine if self._places else None
+        return self._scratch[0].engine if self._scratch else None
 
     def close(self) -> None:
         """Drop states, memory and files. Idempotent."""
         with self.lock:
             self._finalizer()
             self._members, self._transfers = {}, None
-            self._places = []
+            self._scratch = []
 
     def live(self) -> None:
         """Raise where nothing can be done any more: a fork, an earlier failure, a close."""
@@ -260,7 +261,7 @@ class StateManager:
             raise
 
 
-def _release(places: Sequence[PieceFiles], owner: int) -> None:
+def _release(files: Sequence[ScratchFiles], owner: int) -> None:
     if owner == os.getpid():  # a forked child has neither the threads nor a right to the files
-        for each in places:
+        for each in files:
             each.close()

@@ -21,7 +21,7 @@ def step_streamed(
     ahead = 0 if naive else _read_ahead(transfers, pieces, 0)
     step_in_ram(stepper, [job for job in jobs if not job.member.pieces])
     for index, (job, piece) in enumerate(steps):
-        region = None if piece.place is None else transfers.read(piece)
+        region = None if piece.extent is None else transfers.read(piece)
         if piece.stepped and not naive:
             ahead = _read_ahead(transfers, pieces, max(index + 1, ahead))
         packed = step_piece(stepper, job, piece, region)
@@ -39,7 +39,7 @@ def _read_ahead(transfers: Transfers, pieces: Sequence[Piece], first: int) -> in
     for index in range(first, len(pieces)):
         piece = pieces[index]
         # Behind a piece that is new nothing is read: it will want room, and comes first.
-        if not piece.stepped or (piece.place and not transfers.read_ahead(piece)):
+        if not piece.stepped or (piece.extent and not transfers.read_ahead(piece)):
             return index
     return len(pieces)
 

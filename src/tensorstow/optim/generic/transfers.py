@@ -7,9 +7,9 @@ import torch
 
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.sizes import format_bytes
+from tensorstow.io.scratch import ScratchFiles
 from tensorstow.optim.generic.packing import PackedEntry
 from tensorstow.optim.generic.pieces import Piece, PieceState
-from tensorstow.optim.generic.places import PieceFiles
 from tensorstow.optim.generic.ring import PieceRing
 from tensorstow.states.traffic import Traffic
 
@@ -19,9 +19,9 @@ DEFAULT_RING_BYTES = 64 << 20
 class Transfers:
     """Reads and writes of pieces, in the order in which they are asked for."""
 
-    def __init__(self, places: PieceFiles, budget: int | None) -> None:
+    def __init__(self, files: ScratchFiles, budget: int | None) -> None:
         """Begin with no memory; ``budget`` bounds it, and None lets a larger piece run alone."""
-        self.places = places
+        self._files = files
         self._budget = budget
         self._ring = PieceRing(0)
         self._writing: deque[Piece] = deque()
@@ -58,14 +58,14 @@ class Transfers:
         """Start reading ``piece``; return False where there is no room for it now."""
         if piece.state is PieceState.WRITING:
             self._finish_until(piece)
-        if piece.state is not PieceState.ON_DISK or piece.place is None:
+        if piece.state is not PieceState.ON_DISK or piece.extent is None:
             return True
         self._reap()
         piece.block = self._ring.allocate(piece.nbytes)
         if piece.block is None:
             return False
         piece.state = PieceState.READING
-        piece.transfer = self.places.read(piece.place, piece.block.region)
+        piece.transfer = self._files.read(piece.extent, piece.block.region)
         self._read += piece.nbytes
         return True
 
@@ -90,9 +90,9 @@ class Transfers:
 
     def write(self, piece: Piece) -> None:
         """Start writing a piece that is here."""
-        if piece.place is None or piece.state is not PieceState.IN_MEMORY:
+        if piece.extent is None or piece.state is not PieceState.IN_MEMORY:
             return
-        piece.transfer = self.places.write(piece.place, _region(piece))
+        piece.transfer = self._files.write(piece.extent, _region(piece))
         piece.state = PieceState.WRITING
         self._writing.append(piece)
         self._written += piece.nbytes
@@ -107,7 +107,7 @@ class Transfers:
         self._rest(piece)
 
     def put(self, piece: Piece, packed: PackedEntry) -> None:
-        """Write what ``packed`` holds to the piece's place; find it another where it has changed.
+        """Write what ``packed`` holds to the piece's extent; take another where it has changed.
 
         In that case nothing may be read ahead.
         """
@@ -118,7 +118,7 @@ class Transfers:
                 packed = packed.copied()  # it may lie in the memory that is given back now
             self.drop(piece)
             self._relocate(piece, packed)
-            if piece.place is None:
+            if piece.extent is None:
                 return
             region = self.begin(piece, packed.nbytes)
         for slot, tensor in packed.tensors:
@@ -139,14 +139,14 @@ class Transfers:
             self._finish_oldest()
 
     def _relocate(self, piece: Piece, packed: PackedEntry) -> None:
-        """Give a piece at rest a place of the size that ``packed`` wants, or none."""
-        if piece.place is not None:
-            self.places.free(piece.place)
-        piece.place, piece.stowed, piece.slots = None, {}, ()
+        """Give a piece at rest an extent of the size that ``packed`` wants, or none."""
+        if piece.extent is not None:
+            self._files.release([piece.extent])
+        piece.extent, piece.stowed, piece.slots = None, {}, ()
         piece.stepped = True
         if packed.nbytes:
             self.make_room(packed.nbytes, packed.nbytes)
-            piece.place = self.places.take(packed.nbytes)
+            piece.extent = self._files.take(packed.nbytes)
             piece.slots = packed.slots
 
     def _finish_until(self, piece: Piece) -> None:

@@ -8,16 +8,16 @@ import torch
 from tensorstow.base.errors import BudgetError
 from tensorstow.optim.generic.packing import pack, unpack
 from tensorstow.optim.generic.pieces import Piece, PieceState
-from tensorstow.optim.generic.places import PieceFiles
 from tensorstow.optim.generic.transfers import Transfers, wanted_bytes
 from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.scratch import open_scratch
 
 BLOCK = 4096
 
 
 def transfers_with(directory: Path, pieces: int, blocks: int) -> tuple[Transfers, list[Piece]]:
     """Return pieces of one block each, filled with their number, and a ring of ``blocks``."""
-    transfers = Transfers(PieceFiles([directory], 0, PipelinePolicy()), blocks * BLOCK)
+    transfers = Transfers(open_scratch([directory], 0, PipelinePolicy()), blocks * BLOCK)
     transfers.make_room(pieces * BLOCK, BLOCK)
     made = [Piece() for _ in range(pieces)]
     for number, piece in enumerate(made):
@@ -62,10 +62,10 @@ def test_a_piece_on_its_way_out_is_read_after_it_has_landed(tmp_path: Path) -> N
 
 def test_a_piece_that_grows_moves(tmp_path: Path) -> None:
     transfers, pieces = transfers_with(tmp_path, 2, 4)
-    before = pieces[0].place
+    before = pieces[0].extent
     entry = unpack(pieces[0].stowed, transfers.read(pieces[0]))
     transfers.put(pieces[0], pack({**entry, "y": torch.ones(1000)}, least=0))
-    assert pieces[0].place != before
+    assert pieces[0].extent != before
     assert value(transfers, pieces[0]) == 0
     assert (unpack(pieces[0].stowed, transfers.read(pieces[0]))["y"] == 1).all()
     transfers.drop(pieces[0])
@@ -75,7 +75,7 @@ def test_a_piece_that_grows_moves(tmp_path: Path) -> None:
 def test_a_piece_that_is_forgotten_is_nowhere(tmp_path: Path) -> None:
     transfers, [piece] = transfers_with(tmp_path, 1, 1)
     transfers.forget(piece)
-    assert (piece.place, piece.slots, piece.stepped) == (None, (), False)
+    assert (piece.extent, piece.slots, piece.stepped) == (None, (), False)
     assert transfers.traffic().bytes_written == BLOCK
 
 
