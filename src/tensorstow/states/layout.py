@@ -157,27 +157,61 @@ def space_elements(runs: Sequence[Segment]) -> int:
 
 def cut(runs: Sequence[Segment], capacity: int) -> Iterator[ChunkPlan]:
     """Cut a space every ``capacity`` elements (a multiple of LANE)."""
+    for plan, count in cut_alike(runs, capacity):
+        yield plan
+        for number in range(1, count):
+            first = plan.runs[0]
+            start = first.start + number * capacity
+            yield ChunkPlan((Segment(first.parameter, start, capacity, 0),), capacity)
+
+
+def cut_alike(runs: Sequence[Segment], capacity: int) -> Iterator[tuple[ChunkPlan, int]]:
+    """Cut a space every ``capacity`` elements; return chunks of one large parameter together.
+
+    Args:
+        runs: The space.
+        capacity: A multiple of LANE.
+
+    Returns:
+        A chunk, and how many there are of its size, one behind the other: more than one only
+        where each has ``capacity`` elements of one parameter and nothing else.
+
+    Raises:
+        OptionError: ``capacity`` is none.
+    """
     if capacity <= 0 or capacity % LANE:
         message = (
             f"Chunks of {capacity} elements were asked for: use a positive multiple of {LANE}."
         )
         raise OptionError(message)
     total = space_elements(runs)
-    index = 0
-    for begin in range(0, total, capacity):
-        end = min(begin + capacity, total)
+    begin = index = 0
+    while begin < total:
         while index < len(runs) and runs[index].position + runs[index].count <= begin:
             index += 1
-        pieces = []
-        for number in range(index, len(runs)):
-            run = runs[number]
-            low, high = max(run.position, begin), min(run.position + run.count, end)
-            if run.position >= end:
-                break
-            if low < high:
-                start = run.start + low - run.position
-                pieces.append(Segment(run.parameter, start, high - low, low - begin))
-        yield ChunkPlan(tuple(pieces), end - begin)
+        run = runs[index] if index < len(runs) else None
+        if run is not None and run.position <= begin:
+            whole = (run.position + run.count - begin) // capacity
+            if whole:
+                first = Segment(run.parameter, run.start + begin - run.position, capacity, 0)
+                yield ChunkPlan((first,), capacity), whole
+                begin += whole * capacity
+                continue
+        end = min(begin + capacity, total)
+        yield ChunkPlan(tuple(_pieces(runs, index, begin, end)), end - begin), 1
+        begin = end
+
+
+def _pieces(runs: Sequence[Segment], index: int, begin: int, end: int) -> Iterator[Segment]:
+    """Yield what lies between two positions of a space, from the run at ``index`` on."""
+    for number in range(index, len(runs)):
+        run = runs[number]
+        if run.position >= end:
+            break
+        low, high = max(run.position, begin), min(run.position + run.count, end)
+        if low < high:
+            start = run.start + low - run.position
+            yield Segment(run.parameter, start, high - low, low - begin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from tensorstow.states.layout import (
     Family,
     RingPlan,
     chunk_bytes,
-    cut,
+    cut_alike,
     lay_out,
     plan_ring,
     slot_bytes,
@@ -20,6 +20,8 @@ from tensorstow.states.layout import (
 DEFAULT_STAGING_BYTES = 64 << 20
 _WIDEST = 4  # bytes of a gradient's element: fp32
 _PAGE = 4096
+AlikeChunks = tuple[Family, ChunkPlan, int]
+"""A chunk, and how many there are of its size, one behind the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class HostPlan:
 
 
 def plan_host(
-    chunks: Sequence[tuple[Family, ChunkPlan]],
+    chunks: Sequence[AlikeChunks],
     *,
     budget: int | None,
     slots: int | None = None,
@@ -103,19 +105,22 @@ def plan_host(
     gradients land last, and the next forward needs their weights first, so their transfers are the
     ones that nothing hides. The first ``at_home`` chunks are not for sale: they have a place.
     """
-    widths = [slot_bytes(f, p.elements, with_weights=with_weights) for f, p in chunks]
-    slot = max(widths, default=0)
-    ring = plan_ring(slot, len(chunks), budget=budget, slots=slots)
+    widths = [slot_bytes(f, p.elements, with_weights=with_weights) for f, p, _ in chunks]
+    slot, total = max(widths, default=0), sum(count for *_, count in chunks)
+    ring = plan_ring(slot, total, budget=budget, slots=slots)
     left = 0 if budget is None else budget - ring.nbytes
     resident = 0
-    movable = chunks[at_home:]
-    for family, plan in movable:
-        left -= family.state_bytes(plan.elements)
-        if left < 0:
+    for family, plan, count in chunks:
+        passed = min(at_home, count)
+        at_home -= passed
+        each, movable = family.state_bytes(plan.elements), count - passed
+        bought = min(movable, left // each)
+        resident += bought
+        left -= bought * each
+        if bought < movable:
             break
-        resident += 1
     # A commit writes what stays too, through the ring.
-    moving = len(chunks) if with_weights else len(chunks) - resident
+    moving = total if with_weights else total - resident
     return HostPlan(plan_ring(slot, moving, budget=budget, slots=slots), resident)
 
 
@@ -134,7 +139,7 @@ def predict_memory(
     """
     ram, disk = split(sizes, disk_fraction, group=max(spec.per for spec in family.specs))
     in_ram = sum(family.state_bytes(s.stop - s.start) for s in ram)
-    chunks = [(family, plan) for plan in cut(lay_out(disk), chunk_elements)]
+    chunks = [(family, *alike) for alike in cut_alike(lay_out(disk), chunk_elements)]
     return _sum_up(in_ram, chunks, plan_host(chunks, budget=budget, slots=slots))
 
 
@@ -160,14 +165,14 @@ def predict_whole(
     if not on_disk and not durable:
         held = sum(family.state_bytes(size) for family, sizes in lines for size in sizes)
         return _sum_up(held, [], plan_host([], budget=None))
-    alike: dict[tuple[int, ...], list[ChunkPlan]] = {}  # deep models have many lines that are
-    chunks = []
+    alike: dict[tuple[int, ...], list[tuple[ChunkPlan, int]]] = {}  # as layers of deep models are
+    chunks: list[AlikeChunks] = []
     for family, given in lines:
         sizes = tuple(given)
         if sizes not in alike:
-            alike[sizes] = list(cut(lay_out(split(sizes, 1.0)[1]), chunk_elements))
-        chunks += [(family, plan) for plan in alike[sizes]]
-    at_home = 0 if on_disk else len(chunks)
+            alike[sizes] = list(cut_alike(lay_out(split(sizes, 1.0)[1]), chunk_elements))
+        chunks += [(family, *each) for each in alike[sizes]]
+    at_home = 0 if on_disk else sum(count for *_, count in chunks)
     host = plan_host(chunks, budget=budget, with_weights=durable, at_home=at_home)
     kept = HostPlan(host.ring, at_home + host.resident)
     return _sum_up(0, chunks, kept, with_weights=durable)
@@ -175,20 +180,27 @@ def predict_whole(
 
 def _sum_up(
     in_ram: int,
-    chunks: Sequence[tuple[Family, ChunkPlan]],
+    chunks: Sequence[AlikeChunks],
     host: HostPlan,
     *,
     with_weights: bool = False,
 ) -> StateMemory:
     """Return the bytes by place; ``in_ram``: of states that are in no chunk of ``chunks``."""
-    bought = sum(chunk_state_bytes(f, p) for f, p in chunks[: host.resident])
-    moving = sum(chunk_state_bytes(f, p) for f, p in chunks[host.resident :])
-    stored = chunks if with_weights else chunks[host.resident :]
+    bought = moving = stored = 0
+    resident = host.resident
+    for family, plan, count in chunks:
+        kept = min(resident, count)
+        resident -= kept
+        nbytes = chunk_state_bytes(family, plan)
+        bought += kept * nbytes
+        moving += (count - kept) * nbytes
+        on_disk = count if with_weights else count - kept
+        stored += on_disk * chunk_bytes(family, plan.elements, with_weights=with_weights)
     return StateMemory(
         logical_bytes=in_ram + bought + moving,
         ram_bytes=in_ram + bought,
         disk_bytes=moving,
-        file_bytes=sum(chunk_bytes(f, p.elements, with_weights=with_weights) for f, p in stored),
+        file_bytes=stored,
         ring_bytes=host.ring.nbytes,
     )
 

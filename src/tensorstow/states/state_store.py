@@ -172,7 +172,7 @@ class StateStore:
     def check_budget(self, chunks: Sequence[Chunk]) -> None:
         """Raise BudgetError unless ``chunks`` fit into the budget when they are all there is."""
         plan_host(
-            [(c.family, c.plan) for c in chunks],
+            [(c.family, c.plan, 1) for c in chunks],
             budget=self.placement.ram_budget,
             slots=self.policy.most_slots,
             with_weights=self.storage.durable,
@@ -229,7 +229,7 @@ class StateStore:
         movable = [c for c in new if not c.resident and c not in shared]
         budget = self.placement.ram_budget
         plan = plan_host(
-            [(c.family, c.plan) for c in (*placed, *movable)],
+            [(c.family, c.plan, 1) for c in (*placed, *movable)],
             budget=None if budget is None else budget - self._bought,
             slots=self.policy.most_slots,
             with_weights=durable,
