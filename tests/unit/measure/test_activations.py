@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from tensorstow.measure import activations
 from tensorstow.measure.activations import trace
-from tensorstow.measure.models import NamedModel, build_model
+from tensorstow.measure.models import NamedModel, build_model, from_config
 
 pytest.importorskip("transformers")
 TIED = {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "vocab_size": 512}
@@ -50,3 +53,23 @@ def test_more_tokens_hold_more_and_a_matrix_takes_six_operations(tmp_path: Path)
         p.numel() for n, p in model.module.named_parameters() if p.ndim == 2 and "embed" not in n
     )
     assert 6 * weights * 64 <= one.operations <= 1.3 * 6 * weights * 64
+
+
+def test_what_is_held_is_what_torchs_memory_tracker_says(tmp_path: Path) -> None:
+    config = _model(TIED, 2, tmp_path).config
+    with FakeTensorMode():
+        module = from_config(config, "cpu").train()
+        ids = torch.zeros((2, 16), dtype=torch.long)
+        tracker, seen = MemTracker(), activations.Peaks(module)
+        tracker.track_external(module)
+
+        def held() -> int:
+            return int(tracker.get_tracker_snapshot()[torch.device("cpu")]["Total"])
+
+        with tracker, seen:
+            assert seen.held == held() > 0
+            loss = module(input_ids=ids, labels=ids, use_cache=False).loss
+            after_forward = seen.held
+            assert after_forward == held()
+            loss.backward()
+            assert seen.held == held() != after_forward
