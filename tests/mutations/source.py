@@ -17,6 +17,8 @@ _ELSEWHERE = (
     *("cli/", "tensornvme/", "store/", "optim/generic/"),
     # `pin_memory` is an argument of torch's DataLoader, as the caller gives it.
     "colossalai/booster/plugin/plugin_base.py",
+    # And of Gemini's, where it changes nothing.
+    *("colossalai/booster/plugin/gemini_plugin.py", "colossalai/zero/gemini/gemini_ddp.py"),
     # `synchronize` is there for scripts to call: nothing here waits by it.
     "colossalai/accelerator.py",
 )

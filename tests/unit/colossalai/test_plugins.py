@@ -14,7 +14,7 @@ import tensorstow
 from compare import all_equal
 from ranks.boosted import batch, losses_on_all, model_of, report, samples, unsynced, whole
 from ranks.pool import Ranks
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, StowError
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import (
@@ -24,6 +24,7 @@ from tensorstow.colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from tensorstow.colossalai.booster.plugin.placed import refuse_values
 from tensorstow.planner.sizes import padded_bytes
 
 Pool = Callable[[int], Ranks]
@@ -367,3 +368,13 @@ def test_gradients_of_torchs_optimizers_are_clipped_by_torch(norm_type: float) -
     nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
     optimizer.clip_grad_by_value(1e-3)
     assert all_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_arguments_are_checked_by_the_table_that_has_them() -> None:
+    table: dict[str, tuple[object, str]] = {"size": (1, "there is one"), "dtype": (None, "why")}
+    refuse_values("Plugin", table, size=1, dtype=None)
+    with pytest.raises(OptionError, match=r"^size=2 was given to Plugin: there is one\. Leave"):
+        refuse_values("Plugin", table, size=2, dtype=None)
+    for given in ({"size": 1}, {"size": 1, "dtype": None, "device": None}):
+        with pytest.raises(StowError, match="a table of others: d"):
+            refuse_values("Plugin", table, **given)

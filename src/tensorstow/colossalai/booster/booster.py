@@ -325,10 +325,15 @@ def _boosted(optimizer: object, what: str) -> OptimizerWrapper:
     return optimizer
 
 
-def _tell_of_loading(**given: object) -> None:
+def _tell_of_loading(*, low_cpu_mem_mode: bool, num_threads: int) -> None:
     """Log which keywords of a load change nothing."""
     why = "one thread reads one file at a time"
-    tell_idle(given, {"low_cpu_mem_mode": (True, why), "num_threads": (1, why)}, "Booster")
+    tell_idle(
+        "Booster",
+        {"low_cpu_mem_mode": (True, why), "num_threads": (1, why)},
+        low_cpu_mem_mode=low_cpu_mem_mode,
+        num_threads=num_threads,
+    )
 
 
 def _tell_of_saving(*, use_async: bool) -> None:
@@ -337,7 +342,7 @@ def _tell_of_saving(*, use_async: bool) -> None:
         "the call returns when the files are durable. Commits are written beside training:"
         " tensorstow.stow(model, optimizer, dir=...)"
     )
-    tell_idle({"use_async": use_async}, {"use_async": (False, why)}, "Booster")
+    tell_idle("Booster", {"use_async": (False, why)}, use_async=use_async)
 
 
 def _shard_bytes(size_per_shard: int, *, gathers: bool) -> int:

@@ -173,18 +173,47 @@ class GeminiPlugin(Plugin):
         device: torch.device | str | int | None = None,
     ) -> None:
         """Create the plugin; the class documents the arguments."""
-        given = dict(locals())
-        refuse_values(given, _REFUSED, type(self).__name__)
-        tell_idle(given, _IDLE, type(self).__name__)
+        owner = type(self).__name__
+        refuse_values(
+            owner,
+            _REFUSED,
+            chunk_config_dict=chunk_config_dict,
+            memstats=memstats,
+            tp_size=tp_size,
+            enable_all_optimization=enable_all_optimization,
+            enable_fused_normalization=enable_fused_normalization,
+            enable_flash_attention=enable_flash_attention,
+            enable_sequence_parallelism=enable_sequence_parallelism,
+            enable_jit_fused=enable_jit_fused,
+            use_fp8=use_fp8,
+            fp8_communication=fp8_communication,
+            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
+            norm_type=norm_type,
+        )
+        tell_idle(
+            owner,
+            _IDLE,
+            hidden_dim=hidden_dim,
+            search_range_m=search_range_m,
+            min_chunk_size_m=min_chunk_size_m,
+            chunk_init_device=chunk_init_device,
+            strict_ddp_mode=strict_ddp_mode,
+            enable_async_reduce=enable_async_reduce,
+            pin_memory=pin_memory,
+            enable_gradient_accumulation=enable_gradient_accumulation,
+        )
         check_copies(extra_dp_size)
         check_device(device)
         self._policy = PlacementPolicy(
             placement_policy, shard_param_frac, offload_optim_frac, offload_param_frac
         )
         self._prefetch, self._replicas = max_prefetch, extra_dp_size
-        for name in ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio"):
-            if not 0.0 <= given[name] <= 1.0:
-                message = f"{name}={given[name]} was given: it is a number between 0 and 1."
+        for name, part in (
+            ("warmup_non_model_data_ratio", warmup_non_model_data_ratio),
+            ("steady_cuda_cap_ratio", steady_cuda_cap_ratio),
+        ):
+            if not 0.0 <= part <= 1.0:
+                message = f"{name}={part} was given: it is a number between 0 and 1."
                 raise OptionError(message)
         self._limit_part, self._assumed_part = steady_cuda_cap_ratio, warmup_non_model_data_ratio
         scaler = partial(

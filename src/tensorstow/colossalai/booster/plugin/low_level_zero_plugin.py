@@ -98,9 +98,22 @@ class LowLevelZeroPlugin(Plugin):
         extra_dp_size: int = 1,
     ) -> None:
         """Create the plugin; the class documents the arguments."""
-        given = dict(locals())
-        refuse_values(given, _REFUSED, type(self).__name__)
-        tell_idle(given, _IDLE, type(self).__name__)
+        owner = type(self).__name__
+        refuse_values(
+            owner,
+            _REFUSED,
+            norm_type=norm_type,
+            use_fp8=use_fp8,
+            fp8_communication=fp8_communication,
+            cast_inputs=cast_inputs,
+        )
+        tell_idle(
+            owner,
+            _IDLE,
+            reduce_bucket_size_in_m=reduce_bucket_size_in_m,
+            overlap_communication=overlap_communication,
+            overlap_allgather=overlap_allgather,
+        )
         check_copies(extra_dp_size)
         if stage not in {1, 2}:
             message = f"stage={stage!r} was given: it is 1 or 2. GeminiPlugin is stage 3."

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
@@ -239,36 +239,45 @@ def check_copies(extra_dp_size: int) -> None:
 
 
 def refuse_values(
-    given: Mapping[str, Any], refused: Mapping[str, tuple[object, str]], plugin: str
+    plugin: str, refused: Mapping[str, tuple[object, str]], /, **given: object
 ) -> None:
     """Refuse arguments that have to be as they are by default.
 
     Args:
-        given: Values by name.
-        refused: The defaults, and why they have to be.
         plugin: The plugin's name.
+        refused: The default of each, and why it has to be.
+        given: The value of each.
 
     Raises:
         OptionError: One is another.
     """
-    for name, (default, why) in refused.items():
-        if given[name] is not default and given[name] != default:
-            message = (
-                f"{name}={given[name]!r} was given to {plugin}: {why}. Leave it out ({default!r})."
-            )
-            raise OptionError(message)
+    for name, default, why in _not_default(refused, given):
+        message = (
+            f"{name}={given[name]!r} was given to {plugin}: {why}. Leave it out ({default!r})."
+        )
+        raise OptionError(message)
 
 
-def tell_idle(
-    given: Mapping[str, Any], idle: Mapping[str, tuple[object, str]], plugin: str
-) -> None:
+def tell_idle(plugin: str, idle: Mapping[str, tuple[object, str]], /, **given: object) -> None:
     """Log which of the arguments that were given change nothing, and why.
 
     Args:
-        given: Values by name.
-        idle: The defaults, and why other values change nothing.
         plugin: The plugin's name.
+        idle: The default of each, and why other values change nothing.
+        given: The value of each.
     """
-    for name, (default, why) in idle.items():
+    for name, _, why in _not_default(idle, given):
+        logger.warning("%s: %s=%r changes nothing: %s", plugin, name, given[name], why)
+
+
+def _not_default(
+    known: Mapping[str, tuple[object, str]], given: Mapping[str, object]
+) -> Iterator[tuple[str, object, str]]:
+    """Yield name, default and reason of each value that is not the default."""
+    if known.keys() != given.keys():
+        names = ", ".join(sorted(known.keys() ^ given.keys()))
+        message = f"Arguments were checked by a table of others: {names}."
+        raise StowError(message)
+    for name, (default, why) in known.items():
         if given[name] is not default and given[name] != default:
-            logger.warning("%s: %s=%r changes nothing: %s", plugin, name, given[name], why)
+            yield name, default, why

@@ -1,5 +1,6 @@
 """``TorchDDPPlugin``: torch's DistributedDataParallel; the optimizer stays as it is."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +13,11 @@ from tensorstow.colossalai.booster.plugin.placed import refuse_boosted, refuse_v
 from tensorstow.colossalai.booster.plugin.plugin_base import Plugin
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.fsdp.sharding import current_device, join_ranks
+
+_REFUSED: Mapping[str, tuple[object, str]] = {
+    "check_reduction": (False, "torch has deprecated it"),
+    "fp8_communication": (False, "gradients are reduced in their own dtype"),
+}
 
 
 class DDPWrapper(ModelWrapper):
@@ -71,11 +77,12 @@ class TorchDDPPlugin(Plugin):
         fp8_communication: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         """Create the plugin; the class documents the arguments."""
-        refused: dict[str, tuple[object, str]] = {
-            "check_reduction": (False, "torch has deprecated it"),
-            "fp8_communication": (False, "gradients are reduced in their own dtype"),
-        }
-        refuse_values(dict(locals()), refused, type(self).__name__)
+        refuse_values(
+            type(self).__name__,
+            _REFUSED,
+            check_reduction=check_reduction,
+            fp8_communication=fp8_communication,
+        )
         # Torch warns of the name, whatever the value is.
         self._keywords: dict[str, Any] = {} if broadcast_buffers else {"broadcast_buffers": False}
         self._keywords |= {

@@ -75,9 +75,21 @@ class TorchFSDPPlugin(Plugin):
         fp8_communication: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         """Create the plugin; the class documents the arguments."""
-        given = dict(locals())
-        refuse_values(given, _REFUSED, type(self).__name__)
-        tell_idle(given, _IDLE, type(self).__name__)
+        owner = type(self).__name__
+        refuse_values(
+            owner,
+            _REFUSED,
+            process_group=process_group,
+            auto_wrap_policy=auto_wrap_policy,
+            ignored_modules=ignored_modules,
+            fp8_communication=fp8_communication,
+        )
+        tell_idle(
+            owner,
+            _IDLE,
+            backward_prefetch=backward_prefetch,
+            sync_module_states=sync_module_states,
+        )
         if sharding_strategy not in _STAGES:
             message = (
                 f"sharding_strategy={sharding_strategy} was given: it is FULL_SHARD, SHARD_GRAD_OP"

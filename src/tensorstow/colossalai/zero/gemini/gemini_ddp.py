@@ -96,10 +96,19 @@ class GeminiDDP(GeminiModel):
         use_fp8: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         """Wrap the model; the class documents the arguments."""
-        given = {name: value for name, value in locals().items() if name not in _NOT_ARGUMENTS}
-        refuse_values(given, _REFUSED, type(self).__name__)
-        tell_idle(given, _IDLE, type(self).__name__)
-        dtype = given.pop("mixed_precision") or _usual_dtype()
+        owner = type(self).__name__
+        refuse_values(
+            owner,
+            _REFUSED,
+            zero_group=zero_group,
+            extra_dp_group=extra_dp_group,
+        )
+        tell_idle(
+            owner,
+            _IDLE,
+            scatter_after_inference=scatter_after_inference,
+        )
+        dtype = mixed_precision or _usual_dtype()
         precisions = {dtype: name for name, dtype in DTYPES.items()}
         if dtype not in precisions:
             message = (
@@ -107,8 +116,31 @@ class GeminiDDP(GeminiModel):
                 f" {', '.join(map(str, precisions))}."
             )
             raise OptionError(message)
-        own = {name: value for name, value in given.items() if name not in {*_REFUSED, *_IDLE}}
-        plugin = GeminiPlugin(precision=precisions[dtype], **own)
+        plugin = GeminiPlugin(
+            precision=precisions[dtype],
+            chunk_config_dict=chunk_config_dict,
+            chunk_init_device=chunk_init_device,
+            placement_policy=placement_policy,
+            enable_gradient_accumulation=enable_gradient_accumulation,
+            max_prefetch=max_prefetch,
+            shard_param_frac=shard_param_frac,
+            offload_optim_frac=offload_optim_frac,
+            offload_param_frac=offload_param_frac,
+            warmup_non_model_data_ratio=warmup_non_model_data_ratio,
+            steady_cuda_cap_ratio=steady_cuda_cap_ratio,
+            search_range_m=search_range_m,
+            hidden_dim=hidden_dim,
+            min_chunk_size_m=min_chunk_size_m,
+            pin_memory=pin_memory,
+            force_outputs_fp32=force_outputs_fp32,
+            strict_ddp_mode=strict_ddp_mode,
+            memstats=memstats,
+            master_weights=master_weights,
+            verbose=verbose,
+            enable_async_reduce=enable_async_reduce,
+            fp8_communication=fp8_communication,
+            use_fp8=use_fp8,
+        )
         super().__init__(
             module,
             outputs_fp32=force_outputs_fp32,
@@ -172,9 +204,6 @@ class GeminiDDP(GeminiModel):
             " that are not trained are frozen by requires_grad_(False)."
         )
         raise OptionError(message)
-
-
-_NOT_ARGUMENTS = {"self", "module", "__class__"}
 
 
 def _usual_dtype() -> torch.dtype:

@@ -72,9 +72,21 @@ class GeminiOptimizer(GeminiStates):
         enable_async_reduce: bool = True,
     ) -> None:
         """Place the model; the class documents the arguments."""
-        given = dict(locals())
-        refuse_values(given, _REFUSED, type(self).__name__)
-        tell_idle(given, _IDLE, type(self).__name__)
+        owner = type(self).__name__
+        refuse_values(
+            owner,
+            _REFUSED,
+            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
+            norm_type=norm_type,
+            tp_group=tp_group,
+            params_info=params_info,
+        )
+        tell_idle(
+            owner,
+            _IDLE,
+            verbose=verbose,
+            enable_async_reduce=enable_async_reduce,
+        )
         if not isinstance(module, GeminiDDP):
             message = (
                 f"GeminiOptimizer was given a {type(module).__name__}: give it a GeminiDDP, or let"
