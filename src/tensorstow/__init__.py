@@ -1,5 +1,6 @@
 """Train models that do not fit in memory: parameters, gradients and states over RAM and disk."""
 
+from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -8,12 +9,14 @@ from tensorstow.base.errors import StowError
 from tensorstow.base.first_calls import make_first_calls
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.checkpoint.optimizer_export import state_dict_of
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 from tensorstow.states.policy import PipelinePolicy
 
 if TYPE_CHECKING:
     from tensorstow.fsdp.export import save_safetensors
+    from tensorstow.fsdp.report import parameter_bytes
     from tensorstow.fsdp.stow import plan_of, stow
 
 __all__ = [
@@ -26,8 +29,10 @@ __all__ = [
     "StowedOptimizer",
     "Tier",
     "__version__",
+    "parameter_bytes",
     "plan_of",
     "save_safetensors",
+    "state_dict_of",
     "stow",
 ]
 
@@ -35,20 +40,18 @@ __version__ = version("tensorstow")
 
 make_first_calls()
 
+_OF_FSDP = {
+    "parameter_bytes": "tensorstow.fsdp.report",
+    "plan_of": "tensorstow.fsdp.stow",
+    "save_safetensors": "tensorstow.fsdp.export",
+    "stow": "tensorstow.fsdp.stow",
+}
+"""Names that are imported when they are asked for, and where they are."""
+
 
 def __getattr__(name: str) -> object:
-    """Import the engine when it is asked for: FSDP2 takes a second, and optimizers need it not."""
-    if name == "stow":
-        from tensorstow.fsdp.stow import stow  # noqa: PLC0415
-
-        return stow
-    if name == "plan_of":
-        from tensorstow.fsdp.stow import plan_of  # noqa: PLC0415
-
-        return plan_of
-    if name == "save_safetensors":
-        from tensorstow.fsdp.export import save_safetensors  # noqa: PLC0415
-
-        return save_safetensors
+    """Import what needs FSDP2 when it is asked for: that takes a second, and optimizers do not."""
+    if name in _OF_FSDP:
+        return getattr(import_module(_OF_FSDP[name]), name)
     message = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(message)

@@ -20,8 +20,10 @@ def test_exported_names() -> None:
         "StowedOptimizer",
         "Tier",
         "__version__",
+        "parameter_bytes",
         "plan_of",
         "save_safetensors",
+        "state_dict_of",
         "stow",
     ]
     assert sorted(tensorstow.colossalai.__all__) == [

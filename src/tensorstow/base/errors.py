@@ -60,7 +60,14 @@ _NO_ADVICE = "Look at `dmesg`, or name another directory."
 
 
 def advice_for(errno: int) -> str:
-    """Return what to do about ``errno``; 0 stands for the end of a file."""
+    """Return what to do about an error of the system.
+
+    Args:
+        errno: Its number; 0 stands for the end of a file.
+
+    Returns:
+        A sentence.
+    """
     return _ADVICE.get(errno, _NO_ADVICE)
 
 
@@ -143,7 +150,15 @@ class DamageError(StoreError, OSError):
 def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise DirectoryError for what the system refuses inside, where nothing more is known of it.
 
-    ``asked``: what was asked for, of ``path``, as the begin of a sentence.
+    Args:
+        asked: What was asked for, of ``path``, as the begin of a sentence.
+        path: A file or a directory.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        DirectoryError: An OSError came up that is none of ours.
     """
     try:
         yield
@@ -163,8 +178,13 @@ def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
 class TransferError(StowError, OSError):
     """A read or write failed in the system, or moved fewer bytes than were asked for.
 
-    ``errno`` 0 stands for an end of file in the middle of the range: no system call failed,
-    yet the bytes are not there.
+    Args:
+        path: The file.
+        operation: "read", "write", "open" ...
+        offset: Of the first byte in the file.
+        length: In bytes.
+        errno: The system's number; 0 stands for an end of file in the middle of the range: no
+            system call failed, yet the bytes are not there.
     """
 
     path: str
@@ -183,7 +203,7 @@ class TransferError(StowError, OSError):
         length: int,
         errno: int,
     ) -> None:
-        """Describe ``operation`` ("read", "write", "open" ...) on bytes of the file ``path``."""
+        """Describe the operation; the class documents the arguments."""
         self.path = os.fspath(path)
         self.operation = operation
         self.offset = offset

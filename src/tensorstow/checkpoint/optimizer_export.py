@@ -6,6 +6,7 @@ place in the groups, as in ``state_dict``. Hyper-parameters are JSON in the file
 
 import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -99,14 +100,24 @@ def _refuse_shards(groups: Groups) -> None:
 
 
 def state_dict_of(
-    path: Path, groups: Groups, module: torch.nn.Module | None = None
+    path: str | os.PathLike[str], groups: Groups, module: torch.nn.Module | None = None
 ) -> dict[str, Any]:
-    """Return what ``save`` wrote as a ``state_dict`` for an optimizer of ``groups``.
+    """Return what an optimizer's ``save_safetensors`` wrote as a ``state_dict``, of torch's too.
 
-    For torch's own optimizers too. The tensors are the file's own memory: nothing is read before
-    it is used. Parameters are matched by name where the file and ``groups`` (or ``module``) have
-    them, else by place. Raises OptionError where they are not the same.
+    Args:
+        path: The file.
+        groups: ``param_groups`` of the optimizer that is to load it.
+        module: Has the parameters' names. Default: None, those that ``groups`` have, if any.
+            Where the file or the parameters have no names, they are matched by their places.
+
+    Returns:
+        "state" and "param_groups", for ``load_state_dict``. The tensors are the file's mapped
+        memory: nothing is read before it is used.
+
+    Raises:
+        OptionError: It is another kind of file, or other parameters.
     """
+    path = Path(path)
     table = read_table(path)
     if table.metadata.get(_OURS) != _VERSION:
         message = (

@@ -52,6 +52,9 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
 
     Args:
         model: A model that ``stow`` placed. Of any other all counts are 0.
+
+    Returns:
+        The counts: bytes held now and at most, and bytes moved since the model was placed.
     """
     shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
     on_disk = [shard for shard in shards if shard.pager is not None]

@@ -33,7 +33,11 @@ from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
 
 
 def current_device() -> torch.device:
-    """Return the accelerator of this rank, or the CPU where there is none."""
+    """Return the device that this rank computes on.
+
+    Returns:
+        The accelerator with its index, or the CPU where there is none.
+    """
     found = torch.accelerator.current_accelerator()
     if found is None or not torch.accelerator.is_available():
         return torch.device("cpu")
