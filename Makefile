@@ -70,8 +70,8 @@ format: $(DONE)/dev ## Rewrite Python, C++ and the tables of modules in the hous
 # The native core alone, without Python: fast to build, and sanitizers see all of the process.
 CMAKE_TESTS = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
   -DSTOW_PYTHON=OFF -DSTOW_TESTS=ON -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
-# What sanitizers look at is the same at -O1, which compiles in a third of the time.
-SANITIZED = -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
+# What sanitizers look at is the same at -Og, which compiles in a fifth of the time.
+SANITIZED = -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-Og -g1"
 CTEST = $(BIN)/ctest --output-on-failure --no-tests=error --parallel 2
 # Thread sanitizer of older compilers stops at addresses that newer kernels hand out at random.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
