@@ -24,6 +24,36 @@ class ResidualLinear(nn.Module):
         return out
 
 
+class ResidualMatrix(nn.Module):
+    """Adds its input times one matrix to its input."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        """Make a matrix of ``width`` rows and columns, drawn from ``seed``."""
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(width, width, generator=generator) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features of the input's shape."""
+        out: Tensor = x + x @ self.weight
+        return out
+
+
+class ResidualStack(nn.Module):
+    """Linear blocks one after the other, each added to what comes in."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        """Make ``blocks`` layers from ``width`` features to as many."""
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+
+    def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
+        """Return features of the input's shape; ``skipped``: the block that is left out."""
+        for number, block in enumerate(self.blocks):
+            x = x if number == skipped else x + block(x)
+        return x
+
+
 class ResidualMLP(nn.Module):
     """Adds a perceptron of two matrices, a tanh between them, to its input."""
 

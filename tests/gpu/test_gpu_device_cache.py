@@ -13,6 +13,7 @@ from torch import nn
 
 import tensorstow
 from compare import all_equal
+from models import ResidualMatrix
 from tensorstow import Budget, Plan
 from tensorstow.fsdp import device_cache
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
@@ -24,20 +25,8 @@ BLOCK_BYTES = 4 * WIDTH * WIDTH
 AMPLE = "1GiB"
 
 
-class Block(nn.Module):
-    """A matrix, and a residual."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + x @ self.weight
-
-
 def stowed(plan: Plan, **given: Any) -> tuple[nn.Module, StowedAdam]:  # noqa: ANN401
-    model = nn.Sequential(*(Block(i) for i in range(BLOCKS)))
+    model = nn.Sequential(*(ResidualMatrix(WIDTH, i) for i in range(BLOCKS)))
     return tensorstow.stow(model, partial(tensorstow.AdamW, lr=1e-2), plan=plan, **given)
 
 

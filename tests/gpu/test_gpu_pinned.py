@@ -13,6 +13,7 @@ from torch import nn
 
 import tensorstow
 from compare import all_equal
+from models import ResidualMatrix
 from tensorstow import Plan
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.report import parameter_bytes
@@ -54,13 +55,11 @@ def _nobody_was_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "_warned", set())
 
 
-class Busy(nn.Module):
+class Busy(ResidualMatrix):
     """A block that the device takes ``seconds`` to compute, and as long again in backward."""
 
     def __init__(self, seed: int, seconds: float = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / 16)
+        super().__init__(WIDTH, seed)
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +68,7 @@ class Busy(nn.Module):
 
             simulated.busy(self.seconds)
             x.register_hook(lambda _: simulated.busy(self.seconds)) if x.requires_grad else None
-        return x @ self.weight + x
+        return super().forward(x)
 
 
 def made(seconds: float = 0) -> nn.Sequential:

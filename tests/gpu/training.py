@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from models import Vectors
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.formats.state_format import _PIECE, StateFormat
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -19,15 +20,10 @@ ENCODING = {StateFormat.BF16: 32.0, StateFormat.INT8: 44.1875}
 """Bytes for each element that is being encoded; of the others fewer than the rule takes."""
 
 
-class Block(nn.Module):
-    def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        made = [torch.randn(n, generator=generator).to(dtype) for n in sizes]
-        self.parts = nn.ParameterList([nn.Parameter(p) for p in made])
+class Block(Vectors):
+    """Vectors whose gradients are what they are multiplied with, exactly."""
 
     def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        # The gradient of each parameter is what it is multiplied with, exactly.
         terms = [(p * g).sum().float() for p, g in zip(self.parts, gradients, strict=True)]
         return torch.stack(terms).sum()
 

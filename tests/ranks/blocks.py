@@ -4,26 +4,11 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import tensorstow
+from models import ResidualStack
 from tensorstow import AdamW, PipelinePolicy, Plan
-
-
-class Residual(nn.Module):
-    """Blocks in a row, each added to what comes in."""
-
-    def __init__(self, width: int) -> None:
-        """Make four of ``width``."""
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a loss."""
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
 
 
 def trained(
@@ -34,11 +19,12 @@ def trained(
     plan = Plan(parameters="device", overlap=overlap, stage=stage)
     policy = PipelinePolicy(chunk_elements=1 << 12)
     model, optimizer = tensorstow.stow(
-        Residual(width), partial(AdamW, lr=0.01, policy=policy), plan=plan
+        ResidualStack(width, 4), partial(AdamW, lr=0.01, policy=policy), plan=plan
     )
     for step in range(5):
         device = next(model.parameters()).device
-        model(torch.full((4, width), (step + 1) * 0.1, device=device)).backward()
+        x = torch.full((4, width), (step + 1) * 0.1, device=device)
+        model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.wait()

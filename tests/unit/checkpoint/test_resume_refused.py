@@ -9,18 +9,15 @@ import torch
 from torch import nn
 
 from crash.world import digest
+from models import Vectors
 from tensorstow import Adam, AdamW, PipelinePolicy
 from tensorstow.base.errors import BudgetError, OptionError, StoreFormatError
 
 Groups = list[dict[str, Any]]
 
 
-class Net(nn.Module):
-    def __init__(self, *sizes: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__()
-        for number, size in enumerate(sizes):
-            weight = nn.Parameter(torch.linspace(-1, 1, size).to(dtype))
-            self.register_parameter(f"w{number}", weight)
+def vectors(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Vectors:
+    return Vectors(sizes, dtype)
 
 
 def groups_of(net: nn.Module) -> Groups:
@@ -58,12 +55,18 @@ def one_group(net: nn.Module) -> Groups:
 
 
 REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any], Callable[[nn.Module], Groups], str]] = [
-    ("another shape", (90, 40, 30), {}, groups_of, r"w1 \(bfloat16 \(50,\)\) of the run is .*40"),
-    ("one less", (90, 50), {}, groups_of, r"w2 .* is nothing here"),
-    ("one more", (90, 50, 30, 5), {}, groups_of, r"does not \(w3\)"),
+    (
+        "another shape",
+        (90, 40, 30),
+        {},
+        groups_of,
+        r"parts\.1 \(bfloat16 \(50,\)\) of the .*40",
+    ),
+    ("one less", (90, 50), {}, groups_of, r"parts\.2 .* is nothing here"),
+    ("one more", (90, 50, 30, 5), {}, groups_of, r"does not \(parts\.3\)"),
     ("another dtype", (90, 50, 30), {"dtype": torch.float32}, groups_of, "float32"),
     ("other groups", (90, 50, 30), {}, one_group, "2 parameter groups and this optimizer 1"),
-    ("members changed places", (90, 50, 30), {}, reordered, "w0 is in parameter group 1 here"),
+    ("members changed places", (90, 50, 30), {}, reordered, "parts.0 is in parameter group 1 here"),
     ("another format", (90, 50, 30), {"state_format": "int8"}, groups_of, "'int8' was asked for"),
     ("unnamed, one less", (90, 50), {"named": False}, groups_of, "not the same"),
     ("unnamed, one more", (90, 50, 30, 5), {"named": False}, groups_of, "does not"),
@@ -85,14 +88,14 @@ def test_refused(
 ) -> None:
     given = dict(given)
     named = given.get("named", True)
-    net = Net(90, 50, 30)
+    net = vectors(90, 50, 30)
     optimizer = make(tmp_path, net, named=named)
     train(optimizer)
     optimizer.commit()
     wanted = digest([net.state_dict(), optimizer.state_dict()])
     optimizer.close()
 
-    other = Net(*sizes, dtype=given.pop("dtype", torch.bfloat16))
+    other = vectors(*sizes, dtype=given.pop("dtype", torch.bfloat16))
     before = digest(other.state_dict())
     optimizer = make(tmp_path, other, groups(other), **given)
     saved = digest(optimizer.state_dict())
@@ -104,9 +107,9 @@ def test_refused(
         train(optimizer)  # nor is the run buried
     optimizer.close()
 
-    net = Net(90, 50, 30)
+    net = vectors(90, 50, 30)
     with torch.no_grad():
-        net.w0.fill_(7)
+        net.parts[0].fill_(7)
     optimizer = make(tmp_path, net, named=named)
     assert optimizer.resume() == 1
     assert digest([net.state_dict(), optimizer.state_dict()]) == wanted
@@ -136,12 +139,12 @@ def run_of(rule: Rule, directory: Path, net: nn.Module) -> Adam | AdamW:
     ],
 )
 def test_another_rule_is_refused(wrote: Rule, asks: Rule, told: str, tmp_path: Path) -> None:
-    net = Net(90, dtype=torch.float32)
+    net = vectors(90, dtype=torch.float32)
     optimizer = run_of(wrote, tmp_path, net)
     train(optimizer)
     optimizer.commit()
     optimizer.close()
-    other = Net(90, dtype=torch.float32)
+    other = vectors(90, dtype=torch.float32)
     before = digest(other.state_dict())
     optimizer = run_of(asks, tmp_path, other)
     rule = [optimizer.param_groups[0][k] for k in ("decoupled_weight_decay", "amsgrad")]
@@ -158,18 +161,18 @@ def test_another_rule_is_refused(wrote: Rule, asks: Rule, told: str, tmp_path: P
 
 @pytest.mark.parametrize(("wrote", "asks"), [(W, DECOUPLED), (DECOUPLED, W)])
 def test_an_equal_rule_by_another_name_is_resumed(wrote: Rule, asks: Rule, tmp_path: Path) -> None:
-    net = Net(90)
+    net = vectors(90)
     optimizer = run_of(wrote, tmp_path, net)
     train(optimizer)
     optimizer.commit()
     optimizer.close()
-    optimizer = run_of(asks, tmp_path, Net(90))
+    optimizer = run_of(asks, tmp_path, vectors(90))
     assert optimizer.resume() == 1
     optimizer.close()
 
 
 def test_a_snapshot_that_is_not_there(tmp_path: Path) -> None:
-    net = Net(40)
+    net = vectors(40)
     optimizer = make(tmp_path, net, one_group(net))
     for which in ("none", 3):
         with pytest.raises(OptionError, match="none at all"):
@@ -183,7 +186,7 @@ def test_a_snapshot_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_is_too_small_for_the_chunks_of_the_run(tmp_path: Path) -> None:
-    net = Net(70_000)
+    net = vectors(70_000)
     optimizer = make(tmp_path, net, one_group(net), chunk_elements=1 << 16)
     train(optimizer)
     optimizer.commit()
@@ -203,7 +206,7 @@ def test_a_budget_that_is_too_small_for_the_chunks_of_the_run(tmp_path: Path) ->
 def test_checksums_over_other_blocks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = Net(100)
+    net = vectors(100)
     optimizer = make(tmp_path, net)
     optimizer.commit()
     optimizer.close()

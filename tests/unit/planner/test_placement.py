@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from models import ResidualStack
 from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base.errors import BudgetError
 from tensorstow.fsdp.report import parameter_bytes
@@ -117,24 +118,16 @@ def test_unequal_units_need_the_three_largest() -> None:
     assert least_in_memory([1 << 20, 5 << 20, 2 << 20, 3 << 20]) == (10 << 20) + 3 * ALIGN
 
 
-class Deep(nn.Module):
-    """Blocks of a MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(40))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+def deep() -> ResidualStack:
+    """Return blocks of a MiB."""
+    return ResidualStack(512, 40)
 
 
 def test_a_run_holds_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (placement, schedule):
         monkeypatch.setattr(module, "WINDOW_BYTES", 2 << 20)
     budget = (48 << 20) + (7 << 20)  # the window and a unit of gradients, three units, some more
-    model, optimizer = stow(Deep(), partial(AdamW, lr=1e-3), budget=Budget(host=budget))
+    model, optimizer = stow(deep(), partial(AdamW, lr=1e-3), budget=Budget(host=budget))
     for _ in range(3):
         model(torch.randn(2, 512)).square().mean().backward()
         optimizer.step()
@@ -156,7 +149,7 @@ def test_a_run_holds_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_states_are_predicted_as_the_optimizer_holds_them(dtype: torch.dtype, plan: Plan) -> None:
-    model = Deep().to(dtype)
+    model = deep().to(dtype)
     model.blocks[0].weight.requires_grad = False
     model.blocks[1].weight = model.blocks[2].weight  # tied
     predicted = states_of(plan, Sizes.of(units_of(model), 1), HERE)
@@ -171,9 +164,9 @@ def test_states_are_predicted_as_the_optimizer_holds_them(dtype: torch.dtype, pl
 @pytest.mark.parametrize("states", [Tier.HOST, Tier.DISK])
 def test_a_run_that_commits_is_predicted_too(states: Tier, tmp_path: Path) -> None:
     plan = Plan(Tier.HOST, states)
-    predicted = states_of(plan, Sizes.of(units_of(Deep()), 1), replace(HERE, commits=True))
+    predicted = states_of(plan, Sizes.of(units_of(deep()), 1), replace(HERE, commits=True))
     make = partial(AdamW, lr=1e-3, states=str(states))
-    model, optimizer = stow(Deep(), make, plan=plan, dir=tmp_path)
+    model, optimizer = stow(deep(), make, plan=plan, dir=tmp_path)
     model(torch.randn(2, 512)).square().mean().backward()
     optimizer.step()
     optimizer.commit()
@@ -195,11 +188,11 @@ def test_commits_take_their_room_on_disk() -> None:
 @pytest.mark.parametrize("states", ["host", "ram", "disk"])
 def test_a_run_that_commits_stays_within_its_disk(states: str, tmp_path: Path) -> None:
     make = partial(AdamW, lr=1e-3, states=states)
-    nbytes = sum(p.nbytes for p in Deep().parameters())
+    nbytes = sum(p.nbytes for p in deep().parameters())
     room = int(6.1 * nbytes)  # biases share chunks whose streams are whole disk blocks
     with pytest.raises(BudgetError, match="of DISK"):
-        stow(Deep(), make, budget=Budget(disk=5 * nbytes), dir=tmp_path)
-    model, optimizer = stow(Deep(), make, budget=Budget(disk=room), dir=tmp_path)
+        stow(deep(), make, budget=Budget(disk=5 * nbytes), dir=tmp_path)
+    model, optimizer = stow(deep(), make, budget=Budget(disk=room), dir=tmp_path)
     for _ in range(3):
         model(torch.randn(2, 512)).square().mean().backward()
         optimizer.step()
@@ -247,11 +240,11 @@ def test_sums_of_micro_batches_are_counted_in_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_run_has_the_gradients_that_are_counted(dtype: torch.dtype) -> None:
-    model = Deep().to(dtype)
+    model = deep().to(dtype)
     for steps in (1, 2):
         plan = Plan(Tier.HOST, accumulation_steps=steps)
         counted = items_of(plan, Sizes.of(units_of(model), 1), HERE)
-        placed, optimizer = stow(Deep().to(dtype), partial(AdamW, lr=1e-3), plan=plan)
+        placed, optimizer = stow(deep().to(dtype), partial(AdamW, lr=1e-3), plan=plan)
         for _ in range(steps):
             placed(torch.randn(2, 512, dtype=dtype)).square().mean().backward()
         found = sum(p.grad.nbytes for p in placed.parameters() if p.grad is not None)

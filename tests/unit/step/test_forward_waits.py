@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models import TiedModel
 from parity.beside import (
     DELAY_S,
     POISONED,
@@ -46,21 +47,14 @@ class Attention(nn.Module):
         return head
 
 
-class Tied(nn.Module):
+class Tied(TiedModel):
+    """Takes what the other models take for tokens."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 32)
-        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
-        self.head = nn.Linear(32, 50, bias=False)
-        self.head.weight = self.embedding.weight
+        super().__init__(50, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = (x.abs() * 10).long().clamp(max=49)
-        hidden = self.embedding(tokens).mean(1)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        out: Tensor = self.head(hidden)
-        return out
+        return super().forward((x.abs() * 10).long().clamp(max=49)).mean(1)
 
 
 class Twice(nn.Module):

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from fused_cases import DTYPES, FAMILIES
+from models import Vectors
 from remote import make_remote
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.formats.state_format import StateFormat
@@ -161,16 +161,7 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
 # --- steps by the fused kernel, the CPU being the device ---
 
 
-class Net(nn.Module):
-    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.parts = nn.ParameterList(
-            [nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in SIZES]
-        )
-
-
-def train(net: Net, optimizer: AdamW, steps: int) -> None:
+def train(net: Vectors, optimizer: AdamW, steps: int) -> None:
     """Take steps; in each another parameter has no gradient, and one is written between them."""
     for step in range(steps):
         optimizer.zero_grad()
@@ -182,7 +173,7 @@ def train(net: Net, optimizer: AdamW, steps: int) -> None:
             net.parts[2].mul_(1.5)
 
 
-def make(net: Net, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
+def make(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
     return AdamW(net.parameters(), lr=0.01, policy=SMALL, **given)
 
 
@@ -220,7 +211,7 @@ def test_steps_have_the_bits_of_the_host(
 ) -> None:
     """And a chunk takes one launch, however many parameters it has."""
     given = {"state_format": state_format, "states": 0.5, "amsgrad": amsgrad}
-    want, net = Net(dtype), Net(dtype)
+    want, net = Vectors(SIZES, dtype), Vectors(SIZES, dtype)
     reference = make(want, **given)
     train(want, reference, 4)
     assert not launches
@@ -242,7 +233,7 @@ def test_tables_are_in_the_slots_and_in_what_goes_up(
     launches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
-    net = Net(torch.float32)
+    net = Vectors(SIZES)
     optimizer = make(net, update_on="device", states="disk")
     kernel = importlib.import_module("tensorstow.step.fused_kernel")
     chunks = optimizer._states().chunks
