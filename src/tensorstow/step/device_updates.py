@@ -2,9 +2,9 @@
 
 [Note: Both at once] Gradients of the host's chunks come down (``DeviceFeed``), states of the
 device's go up (``DeviceUpdater``), in one open step of the pipeline, whose ring both share. So
-neither is waited for while the other may hold what it waits for: while both have something under
-way, both are looked at again and again. Each side is given the parameters of its own chunks; one
-whose elements lie in chunks of both is given to both.
+neither is waited for while the other may hold what it waits for, or may have more to begin: while
+both have something left, both are looked at again and again. Each side is given the parameters of
+its own chunks; one whose elements lie in chunks of both is given to both.
 
 [Note: Device updates beside backward] There a chunk goes its way as soon as all of its gradients
 are final. Hooks of gradients begin what can be begun and wait for nothing; ``close`` does the rest.
@@ -239,16 +239,14 @@ class DeviceUpdates:
     def _wait(self) -> None:
         """Return when one side can go on."""
         busy = [feed for feed in self._feeds if not feed.is_over]
-        if self._updater.under_way and busy:
+        if busy and not self._updater.is_over:  # also while no chunk is there to be lent
             time.sleep(_NAP)
-            return
-        if self._updater.under_way:
+        elif busy:
+            busy[0].wait_for_one()
+        elif self._updater.under_way:
             self._updater.end_one()
-            return
-        for feed in busy:
-            feed.wait_for_one()
-            return
-        self._updater.take_one()
+        else:
+            self._updater.take_one()
 
 
 def works_of(plan: StepPlan) -> dict[int, Work]:
