@@ -16,6 +16,10 @@ _COUNTS = "gpu/test_counts.py"
 _PINNED = "gpu/test_gpu_pinned.py"
 _RATES = "gpu/test_gpu_calibration.py"
 _CLOCK = "gpu/test_gpu_recording.py::test_copies_are_timed_by_the_clock_of_the_device"
+_SCHEDULES = "gpu/test_schedules.py"
+_BESIDE = f"{_SCHEDULES}::test_what_goes_beside_a_unit_is_over_while_the_unit_is_held_up"
+_COMPUTES = f"{_SCHEDULES}::test_backward_computes_while_gradients_are_held_up"
+_BOTH_WAYS = f"{_SCHEDULES}::test_states_go_up_while_others_come_down"
 _STEPS = f"{_WAITS}::test_steps_whose_gradients_are_late"
 _BUSY = f"{_WAITS}::test_backward_returns_while_the_device_is_busy"
 _FALLS = f"{_WAITS}::test_gradients_of_a_stowed_model_that_are_late"
@@ -442,5 +446,117 @@ MUTATIONS = (
         "save_on_cpu(pin_memory=True, device_type=away.type)",
         "save_on_cpu()",
         f"{_COUNTS}::test_activations_that_are_kept_in_host_memory_hold_no_backward_up",
+    ),
+    # --- schedules that serialise: nothing is wrong but the time ---
+    Mutation(
+        _DEVICE,
+        "self._h2d_stream = torch.Stream(device=device)",
+        "self._h2d_stream = self._d2h_stream",
+        f"{_COMPUTES}[host]",
+    ),
+    Mutation(
+        _DEVICE,
+        "self._d2h_stream = torch.Stream(device=device)",
+        "self._d2h_stream = torch.accelerator.current_stream(device)",
+        f"{_COMPUTES}[device]",
+    ),
+    Mutation(
+        _DEVICE,
+        "link = StreamLink(self.device)\n",
+        "link = self\n        return link\n",
+        f"{_BOTH_WAYS}[0.5]",
+    ),
+    Mutation(
+        _H2D,
+        "islice(self._order.following(), self._ahead)",
+        "islice(self._order.following(), 0)",
+        f"{_BESIDE}[host]",
+    ),
+    Mutation(
+        "fsdp/shard_storage.py",
+        "islice(self._order.following(), self._ahead)",
+        "islice(self._order.following(), 0)",
+        f"{_BESIDE}[disk]",
+    ),
+    Mutation(
+        "fsdp/gradient_offload.py",
+        "        self._copied = event\n",
+        "        event.synchronize()\n",
+        f"{_BESIDE}[device]",
+    ),
+    Mutation(
+        _QUEUE,
+        "            total.pending += 1\n        self.poll()\n",
+        "            total.pending += 1\n        self.poll()\n        self.wait_for(total)\n",
+        f"{_BESIDE}[host, micro-batches]",
+    ),
+    Mutation(
+        _FEED,
+        "                feed.send(chunk)\n",
+        "                pass\n",
+        f"{_BESIDE}[device, backward]",
+    ),
+    Mutation(
+        _FEED,
+        "while self._arriving and self._arriving[0][2].query():",
+        "while False:",
+        f"{_BESIDE}[host, backward]",
+    ),
+    Mutation(
+        _FERRY,
+        "            self._start_d2h(self._ready.popleft())\n",
+        "            self._start_d2h(self._ready.popleft())\n"
+        "            self._d2h[-1].copied.synchronize()\n",
+        f"{_BESIDE}[device, backward]",
+    ),
+    Mutation(
+        _FERRY,
+        "self._h2d = self.link.h2d(pairs)",
+        "self._h2d = self.link.h2d(pairs)\n        self._h2d.synchronize()",
+        f"{_SCHEDULES}::test_a_step_is_over_while_its_weights_go_up",
+    ),
+    Mutation(
+        _FERRY,
+        "self._free = list(range(self.plan.slots))",
+        "self._free = [0]",
+        f"{_SCHEDULES}::test_gradients_come_down_before_others_are_used",
+    ),
+    Mutation(
+        "step/forward_overlap.py",
+        "self.wait([i for i in self._under_way if not self._waits.covers(i)])",
+        "self.wait()",
+        f"{_SCHEDULES}::test_a_forward_begins_while_gradients_of_later_units_are_held_up",
+    ),
+    Mutation(
+        "step/forward_overlap.py",
+        "self._params.sides.path.wait(None if ids is None else numbers)",
+        "self._params.sides.path.wait(None)",
+        f"{_BESIDE}[host, forward]",
+    ),
+    Mutation(
+        "step/device_updates.py",
+        "self._is_beside = beside is Beside.BACKWARD and self._division.is_settled",
+        "self._is_beside = False",
+        f"{_BESIDE}[device, updated there, backward]",
+    ),
+    Mutation(
+        "step/device_updates.py",
+        "if busy and not self._updater.is_over:",
+        "if False:",
+        f"{_BOTH_WAYS}[0.5]",
+    ),
+    Mutation(
+        "step/device_updates.py",
+        "if busy and not self._updater.is_over:",
+        "if self._updater.under_way:\n            self._updater.end_one()\n        elif False:",
+        f"{_BOTH_WAYS}[0.5]",
+    ),
+    Mutation(_UPDATER, "MOST_SLOTS = 3", "MOST_SLOTS = 1", f"{_BOTH_WAYS}[device]"),
+    Mutation(
+        _UPDATER,
+        "            fallen = self.link.d2h(falling, [self.link.record_event()])\n",
+        "            fallen = self.link.d2h(falling, [self.link.record_event()])\n"
+        "            fallen.synchronize()\n",
+        f"{_BOTH_WAYS}[device]",
     ),
 )

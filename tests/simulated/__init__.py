@@ -55,6 +55,9 @@ take_counts = native.take_counts
 """Return {"bytes_down", "bytes_up", "host_waits"} since the last call."""
 busy = native.busy
 """Let the current stream do nothing for so many seconds."""
+hold = native.hold
+"""Hold the current stream up until ``release()`` of what is returned, or for so many seconds at
+most; ``release()`` returns whether it was held until then."""
 set_delays = native.set_delays
 """Set the delay of a copy in s, the rate of the link in bytes/s, the delay of an operator in s."""
 set_compute = native.set_compute

@@ -154,6 +154,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("busy", [](double seconds) {  // work of the current stream that takes so long
     submit(current_stream(), "busy", {}, [seconds] { busy(seconds); });
   });
+  py::class_<Hold, std::shared_ptr<Hold>>(m, "Hold").def("release", &Hold::release);
+  m.def("hold", [](double most_seconds) {  // the current stream
+    auto hold = std::make_shared<Hold>(most_seconds);
+    submit(current_stream(), "hold", {}, [hold] { hold->block(); });
+    return hold;
+  });
   m.def("set_delays", [](double copy_seconds, double copy_bytes_per_s, double op_seconds) {
     settings().copy_seconds = copy_seconds;
     settings().copy_bytes_per_s = copy_bytes_per_s;

@@ -616,6 +616,18 @@ void busy_link(bool down, uint64_t bytes) {
   sleep_until(clock_of_stream);
 }
 
+void Hold::block() {
+  Lock lock(mutex_);
+  released_.wait_for(lock, std::chrono::duration<double>(most_seconds_), [&] { return over_; });
+  over_ = true;
+}
+
+bool Hold::release() {
+  Lock lock(mutex_);
+  released_.notify_all();
+  return !std::exchange(over_, true);
+}
+
 void trace(bool on) {
   Lock lock(state().mutex);
   state().tracing = on;

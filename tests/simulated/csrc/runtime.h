@@ -7,9 +7,11 @@
 #include <c10/core/Device.h>
 
 #include <array>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -86,6 +88,19 @@ void check_failed();  // throws what work has failed with, once
 void busy(double seconds);
 // The same for bytes over the link, which all streams share in each direction.
 void busy_link(bool down, uint64_t bytes);
+// What holds its stream up until it is let go of, or for `most_seconds`.
+class Hold {
+ public:
+  explicit Hold(double most_seconds) : most_seconds_(most_seconds) {}
+  void block();    // in the stream's thread
+  bool release();  // whether the stream was, or would have been, held up until now
+
+ private:
+  const double most_seconds_;
+  std::mutex mutex_;
+  std::condition_variable released_;
+  bool over_ = false;
+};
 double now();
 
 // --- hazards ---
