@@ -25,7 +25,8 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 TEST_PROCESSES ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
 
 test: $(DONE)/test native-tests ## Set everything up and run every test, in TEST_PROCESSES (cores, up to 4)
-	PYTHONPATH=tests $(BIN)/python -m pytest -p simulated.plugin -n $(TEST_PROCESSES) tests/gpu; gpu=$$?; \
+	PYTHONPATH=tests $(BIN)/python -m pytest -p simulated.plugin -p unskipped \
+	  -n $(TEST_PROCESSES) tests/gpu; gpu=$$?; \
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/gpu \
 	&& exit $$gpu
 

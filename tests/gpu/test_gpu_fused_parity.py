@@ -7,9 +7,9 @@ import torch
 
 import ptx
 
-pytest.importorskip("triton")
 if not torch.cuda.is_available() or torch.version.hip is not None:
     pytest.skip("needs CUDA itself", allow_module_level=True)  # once, and not for each case
+pytest.importorskip("triton")
 
 from fused_cases import (
     FAMILIES,

@@ -204,12 +204,18 @@ def test_what_has_passed_is_not_run_again(tmp_path: Path, processes: str) -> Non
     assert "passed" not in printed
 
 
+NEEDS_CUDA = """
+import pytest
+@pytest.mark.parametrize("i", range({}))
+def test_a(i): pytest.skip("needs CUDA itself")
+"""
 SKIPPED = {
     "no device": (1, "import pytest\ndef test_a(): pytest.skip('torch.accelerator has no device')"),
     "no module": (1, "import pytest\npytest.importorskip('that_there_is_not')\ndef test_a(): pass"),
     "simulated": (0, "import pytest\ndef test_a(): pytest.skip('about the simulated accelerator')"),
     "ranks": (0, "import pytest\ndef test_a(): pytest.skip('needs 2 accelerators')"),
     "CUDA": (0, "import pytest\npytest.skip('needs CUDA itself', allow_module_level=True)"),
+    "CUDA, 6": (1, NEEDS_CUDA.format(6)),
     "expected": (0, "import pytest\n@pytest.mark.xfail\ndef test_a(): raise ValueError"),
 }
 
@@ -218,15 +224,31 @@ SKIPPED = {
 @pytest.mark.parametrize("kind", SKIPPED)
 def test_a_test_that_is_skipped_was_not_tested(tmp_path: Path, kind: str, processes: str) -> None:
     status, text = SKIPPED[kind]
-    (tmp_path / "test_some.py").write_text(text)
-    (tmp_path / "test_good.py").write_text("def test_good(): pass")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "unskipped", "-n", processes]
-    done = subprocess.run(
-        [*command, "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""},
+    done = run_without_skips(tmp_path, text, processes)
+    assert done.returncode == status, done.stdout
+    assert ("NOT TESTED" in done.stdout) == bool(status)
+
+
+@pytest.mark.parametrize(("kind", "status"), [("simulated", 1), ("ranks", 1), ("CUDA", 0)])
+def test_on_the_simulated_accelerator_only_cuda_is_not_tested(
+    tmp_path: Path, kind: str, status: int
+) -> None:
+    (tmp_path / "simulated.py").write_text("")
+    done = run_without_skips(tmp_path, SKIPPED[kind][1], "0", "-p", "simulated")
+    assert done.returncode == status, done.stdout
+
+
+def run_without_skips(
+    folder: Path, text: str, processes: str, *more: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "test_some.py").write_text(text)
+    (folder / "test_good.py").write_text("def test_good(): pass")
+    command = [sys.executable, "-m", "pytest", "-q", *more, "-p", "unskipped", "-n", processes]
+    paths = os.pathsep.join([str(folder), str(ROOT / "tests")])
+    return subprocess.run(
+        [*command, "-c", "/dev/null", "--rootdir", str(folder), str(folder)],
+        env={**os.environ, "PYTHONPATH": paths, "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == status, done.stdout
-    assert ("NOT TESTED" in done.stdout) == bool(status)
