@@ -25,6 +25,13 @@ constexpr const char* kStates[] = {"resident", "blank",    "stored",  "reading",
                                    "ready",    "updating", "writing", "lost"};
 constexpr const char* kLanes[] = {"read", "update", "write", "wait"};
 
+Caller parse_caller(const std::string& name) {
+  if (name == "waits") return Caller::waits;
+  if (name == "computes") return Caller::computes;
+  if (name == "updates") return Caller::updates;
+  throw std::invalid_argument("caller " + name + ": one of waits, computes, updates");
+}
+
 Family parse_family(const std::string& dtype, const std::string& format, bool amsgrad) {
   return {parse_dtype(dtype), parse_format(format), amsgrad};
 }
@@ -144,7 +151,7 @@ struct PyPipeline {
   FailureTuple begin(
       const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
       Hypers table, std::vector<nb::object> weights, std::vector<nb::object> gradients, bool open,
-      bool capture, bool background, bool resident_first, bool lends) {
+      bool capture, bool resident_first, const std::string& caller) {
     if (rows.shape(1) != 7 || table.shape(1) != 9) {
       throw std::invalid_argument("begin: rows have seven columns and hypers nine");
     }
@@ -167,12 +174,16 @@ struct PyPipeline {
       hypers[h] = {table(h, 0), table(h, 1), table(h, 2), table(h, 3), table(h, 4),
                    table(h, 5), table(h, 6), table(h, 7), table(h, 8)};
     }
-    get().begin(parameters, hypers, {open, capture, background, resident_first, lends}, expected);
+    const StepSpec step{.open = open,
+                        .capture = capture,
+                        .resident_first = resident_first,
+                        .caller = parse_caller(caller)};
+    get().begin(parameters, hypers, step, expected);
     weight_owners = std::move(weights);
     gradient_owners.assign(rows.shape(0), {});
     for (std::size_t i = 0; i < gradients.size(); ++i)
       own_gradient(static_cast<int>(i), gradients[i]);
-    if (open || background || lends) return as_tuple(get().failure());
+    if (open || step.caller != Caller::waits) return as_tuple(get().failure());
     return wait([](Pipeline& native) { return native.wait_published(); });
   }
 };
@@ -282,7 +293,7 @@ void bind_pipeline(nb::module_& m) {
       .def("order", [](PyPipeline& self) { return self.get().order(); })
       .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
       .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, "weights"_a, "gradients"_a,
-           nb::kw_only(), "open"_a, "capture"_a, "background"_a, "resident_first"_a, "lends"_a,
+           nb::kw_only(), "open"_a, "capture"_a, "resident_first"_a, "caller"_a,
            "`weights` and `gradients`: each row's owners, or None")
       .def(
           "add_gradient",

@@ -41,6 +41,11 @@ bool Pipeline::startable(const Chunk& chunk) {
   return chunk.state == ChunkState::blank || chunk.state == ChunkState::stored;
 }
 
+// What a chunk is that leaves its slot as it came.
+ChunkState Pipeline::state_on_disk(const Chunk& chunk) {
+  return chunk.slot_states == SlotStates::zero ? ChunkState::blank : ChunkState::stored;
+}
+
 // Passes by those that need nothing; null where the first that does must wait.
 Pipeline::Chunk* Pipeline::next_to_admit() {
   if (stepping_) {
@@ -89,7 +94,7 @@ bool Pipeline::evict() {
     if (chunk.stage == Stage::admitted && chunk.gradients_due != 0) last = &chunk;
   }
   if (last == nullptr) return false;
-  leave_slot(*last, last->fresh ? ChunkState::blank : ChunkState::stored);
+  leave_slot(*last, state_on_disk(*last));
   last->stage = Stage::waiting;
   return true;
 }
@@ -109,14 +114,14 @@ void Pipeline::bring_in(Chunk& chunk) {
   // The states of a chunk that only gives its weights to a commit are where they belong already.
   const bool weights_only =
       stepping_ && !chunk.has_gradient && chunk.gradients_due == 0 && chunk.place == chunk.target;
-  chunk.fresh = chunk.blank();
-  if (chunk.fresh || weights_only) {
+  if (chunk.blank()) chunk.slot_states = SlotStates::zero;
+  if (chunk.blank() || weights_only) {
     move(chunk, ChunkState::ready);
     if (stepping_ && chunk.gradients_due == 0) complete(chunk);
     return;
   }
   move(chunk, ChunkState::reading);
-  chunk.verify = true;
+  chunk.slot_states = SlotStates::unverified;
   submit(chunk, Op::read, chunk.place, 0, chunk.parts.layout.streams);
 }
 
@@ -143,14 +148,14 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
   const bool resident = chunk.state == ChunkState::resident;
   const bool idle_chunk = !chunk.has_gradient;
   const bool states_in_place = idle_chunk && !resident && chunk.place == chunk.target;
-  const bool empty_slot = states_in_place || (chunk.fresh && idle_chunk);
-  const bool lend = step_.lends && chunk.is_lendable && !idle_chunk;
+  const bool empty_slot = states_in_place || (chunk.slot_states == SlotStates::zero && idle_chunk);
+  const bool lend = step_.caller == Caller::updates && chunk.is_lendable && !idle_chunk;
   const Half half = chunk.stage == Stage::returned ? Half::after : lend ? Half::before : Half::both;
   if (half != Half::after) {
     chunk.capturing = step_.capture;
     if (resident && step_.capture) take_slot(chunk);
     if (!resident) move(chunk, ChunkState::updating);
-    if (!resident && !empty_slot && !chunk.fresh && !chunk.verify) {
+    if (!resident && !empty_slot && chunk.slot_states == SlotStates::known) {
       counters_.bytes_spared += chunk.parts.layout.state_bytes();
     }
     chunk.started = now();
@@ -160,12 +165,11 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
                         chunk.gradients,
                         chunk.checksums,
                         memory_of(chunk, resident, empty_slot),
-                        chunk.fresh,
+                        empty_slot ? SlotStates::known : chunk.slot_states,
                         idle_chunk,
-                        chunk.verify && !empty_slot,
                         !empty_slot && (!resident || step_.capture),
                         half};
-  const int threads = step_.background && waiters_ == 0 ? team_.few : team_.whole;
+  const int threads = step_.caller == Caller::computes && waiters_ == 0 ? team_.few : team_.whole;
   updating_ = true;
   lock.unlock();
   const bool slow = update_lane.is_on() && half == Half::both && !idle_chunk;
@@ -187,7 +191,7 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
     leave_slot(chunk, ChunkState::lost);
     return;
   }
-  chunk.verify = false;
+  if (chunk.slot_states == SlotStates::unverified) chunk.slot_states = SlotStates::known;
   if (half != Half::before) {
     settle_update(chunk, resident, empty_slot);
     return;
@@ -219,7 +223,7 @@ void Pipeline::settle_update(Chunk& chunk, bool resident, bool empty_slot) {
     start_write(chunk, streams, 1);
   } else if (!resident || step_.capture) {
     const bool settled = chunk.has_own_memory() && !resident && !step_.capture;
-    if (!idle_chunk) chunk.fresh = false;
+    if (!idle_chunk) chunk.slot_states = SlotStates::known;
     if (settled) {  // read once, and in its own memory from now on
       leave_slot(chunk, ChunkState::resident);
     } else {
@@ -312,7 +316,7 @@ void Pipeline::transferred(Chunk& chunk, const Transfer& transfer) {
 void Pipeline::settle_write(Chunk& chunk) {
   chunk.place = chunk.target;
   chunk.captured = chunk.capturing;
-  if (chunk.fresh) {
+  if (chunk.slot_states == SlotStates::zero) {
     leave_slot(chunk, ChunkState::blank);
     return;
   }
@@ -346,7 +350,8 @@ void Pipeline::leave_slot(Chunk& chunk, ChunkState next) {
   free_slots_.push_back(chunk.slot);
   --counters_.slots_in_use;
   chunk.slot = -1;
-  chunk.fresh = chunk.unwanted = chunk.verify = false;
+  chunk.unwanted = false;
+  chunk.slot_states = SlotStates::known;
 }
 
 void Pipeline::move(Chunk& chunk, ChunkState next) {

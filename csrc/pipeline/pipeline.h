@@ -45,15 +45,21 @@ struct Team {
   int few = 0;  // while the caller computes
 };
 
+// What the caller does while a step runs.
+enum class Caller : std::uint8_t {
+  waits,     // nothing: all cores are the step's
+  computes,  // on these cores beside it, until somebody waits
+  updates,   // the chunks that `set_lendable` named, as `next_lent` gives them: none of their
+             // gradients is read here, and their weights are only looked at when a chunk is given
+             // back
+};
+
 struct StepSpec {
-  bool open = false;        // gradients follow one by one by `add_gradient`, until `close`
-  bool capture = false;     // what is written also holds the new weights, and chunks that have no
-                            // gradient are written too where the disk has not all of them
-  bool background = false;  // the caller computes on these cores beside it, until somebody waits
+  bool open = false;     // gradients follow one by one by `add_gradient`, until `close`
+  bool capture = false;  // what is written also holds the new weights, and chunks that have no
+                         // gradient are written too where the disk has not all of them
   bool resident_first = false;  // resident chunks before those in slots
-  bool lends = false;           // whoever calls `next_lent` updates the chunks that `set_lendable`
-                       // named: none of their gradients is read here, and their weights are
-                       // only looked at when a chunk is given back
+  Caller caller = Caller::waits;
 };
 
 // A chunk whose states are there to be changed: in a slot, or (slot -1) in memory of their own.
@@ -123,7 +129,7 @@ class Pipeline {
                 std::vector<std::uint32_t> weights = {});
   // While idle: every chunk's number, in the order in which the next steps take them.
   void set_order(std::vector<int> order);
-  // Between steps: the chunks that a step that lends leaves to the caller; until then, all of them.
+  // Between steps: the chunks that a step leaves to a caller who updates; until then, all of them.
   void set_lendable(const std::vector<int>& chunks);
 
   // Starts reading the first chunks, up to the ring. Idempotent until the next `begin`.
@@ -142,8 +148,8 @@ class Pipeline {
   // No more gradients: expected parameters without one are left alone.
   void close();
 
-  // In a step that lends: the next chunk for the caller to update, whose gradients he knows (in an
-  // open step he adds them as ever); none where the step is over, or where none is there and he
+  // Where the caller updates: the next chunk for the caller to update, whose gradients he knows (in
+  // an open step he adds them as ever); none where the step is over, or where none is there and he
   // does not `wait`. He who waits must hold no chunk himself, or nobody might ever go on.
   LentChunk next_lent(bool wait);
   // The caller is done with the chunk: its memory holds the new states, and the weights of 16-bit
@@ -203,6 +209,7 @@ class Pipeline {
   bool admit();
   Chunk* next_to_admit();
   static bool startable(const Chunk& chunk);
+  static ChunkState state_on_disk(const Chunk& chunk);
   bool slots_are_wanted() const;
   bool evict();
   Chunk* pick();

@@ -34,12 +34,11 @@ struct Pipeline::Chunk {
   DiskPosition target;     // where they are to be written next
   bool captured = false;   // `place` also holds the weights of now
   bool capturing = false;  // what is being written holds them
-  bool verify = false;     // the slot was filled from disk and not looked at yet
-  bool fresh = false;      // states that are zero and in no slot's memory yet
-  bool unwanted = false;   // let go as soon as its read is over
-  int gradients_due = 0;   // of its parameters, in an open step
+  SlotStates slot_states = SlotStates::known;
+  bool unwanted = false;  // let go as soon as its read is over
+  int gradients_due = 0;  // of its parameters, in an open step
   bool has_gradient = false;
-  bool is_lendable = true;  // in a step that lends
+  bool is_lendable = true;  // to a caller who updates
   int slot = -1;
   int transfers_left = 0;
   int first_transfer = 0;

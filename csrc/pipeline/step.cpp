@@ -118,7 +118,7 @@ void Pipeline::enlist(Chunk& chunk) {
 void Pipeline::drop(Chunk& chunk) {
   chunk.stage = Stage::out;
   if (chunk.state == ChunkState::ready) {
-    leave_slot(chunk, chunk.fresh ? ChunkState::blank : ChunkState::stored);
+    leave_slot(chunk, state_on_disk(chunk));
   } else if (chunk.state == ChunkState::reading) {
     chunk.unwanted = true;
   }

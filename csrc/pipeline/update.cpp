@@ -21,11 +21,11 @@ class BlockUpdate {
     const UpdateBlock& block = task_.parts.blocks[index];
     const Layout& layout = task_.parts.layout;
     if (task_.half != Half::after) {
-      if (task_.verify &&
+      if (task_.states == SlotStates::unverified &&
           block_checksum(layout, block, task_.memory.states) != task_.checksums.states[index]) {
         return false;
       }
-      if (task_.fresh && !task_.idle) clear(block);
+      if (task_.states == SlotStates::zero && !task_.idle) clear(block);
       if (task_.half == Half::before) return true;
     }
     if (!task_.idle) {

@@ -32,6 +32,13 @@ struct UpdateMemory {
   char* weight;             // where the new weights also go; null: nowhere
 };
 
+// What a chunk's memory holds of its states before they are updated.
+enum class SlotStates : std::uint8_t {
+  known,       // them; or nobody looks at it
+  unverified,  // what came from disk
+  zero,        // something else: they are zero
+};
+
 // [Note: LentChunk] An update has two halves, and the kernel between them. Where somebody else
 // changes the states in the chunk's memory, `before` gives him what was verified, or zeros, and
 // `after` sums up and copies what he left, as if it were the kernel's.
@@ -43,10 +50,9 @@ struct UpdateTask {
   const std::vector<SegmentGradient>& gradients;  // by segment
   ChunkChecksums& checksums;
   UpdateMemory memory;
-  bool fresh;   // the states are zero and their memory holds something else
-  bool idle;    // no gradient: only verified and copied
-  bool verify;  // the states come from disk
-  bool sum;     // the states go to disk
+  SlotStates states;
+  bool idle;  // no gradient: only verified and copied
+  bool sum;   // the states go to disk
   Half half;
 };
 

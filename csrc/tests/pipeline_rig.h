@@ -82,7 +82,8 @@ class Rig {
       it.seed = it.is_16_bit() && !it.published;
       const void* gradient = due[p] && !spec.open ? it.gradient.data() : nullptr;
       // Nobody but `update_lent` may read them, who has them from elsewhere.
-      if (gradient != nullptr && spec.lends) gradient = reinterpret_cast<const void*>(64);
+      if (gradient != nullptr && spec.caller == Caller::updates)
+        gradient = reinterpret_cast<const void*>(64);
       rows.push_back({it.weight.data(), gradient, DType::f32, it.seed, 0, key_of(p)});
       if (gradient != nullptr) apply(p);
     }
@@ -608,12 +609,12 @@ inline RigOptions durable(int slots, Order order, std::vector<int> resident = kH
   return options;
 }
 
-inline constexpr StepSpec kOpen{true, false, false, false};
-inline constexpr StepSpec kCapture{false, true, false, false};
-inline constexpr StepSpec kOpenCapture{true, true, false, false};
-inline constexpr StepSpec kBackground{false, false, true, false};
-inline constexpr StepSpec kOutside{false, false, false, false, true};
-inline constexpr StepSpec kOutsideCapture{false, true, false, false, true};
+inline constexpr StepSpec kOpen{.open = true};
+inline constexpr StepSpec kCapture{.capture = true};
+inline constexpr StepSpec kOpenCapture{.open = true, .capture = true};
+inline constexpr StepSpec kBackground{.caller = Caller::computes};
+inline constexpr StepSpec kOutside{.caller = Caller::updates};
+inline constexpr StepSpec kOutsideCapture{.capture = true, .caller = Caller::updates};
 inline constexpr Order kOrders[] = {Order::alternating, Order::given};
 
 template <class Exception, class Call>

@@ -518,7 +518,8 @@ void test_chunks_at_home_come_first_where_asked(Make make) {
       CHECK(soon([&] { return rig.pipeline().state(number) == ChunkState::ready; }));
     }
     rig.pipeline().trace().start(100);
-    CHECK(rig.step(2, -1, {false, false, true, resident_first}).error == 0);
+    CHECK(rig.step(2, -1, {.resident_first = resident_first, .caller = Caller::computes}).error ==
+          0);
     std::vector<int> updated;
     for (const Event& event : rig.pipeline().trace().events()) {
       if (event.lane == Lane::update) updated.push_back(event.chunk);
@@ -558,7 +559,10 @@ void test_updates_of_lent_chunks_give_the_same_bits(Make make) {
         if (number == 6) rig.rewrite(1, random);
         // The kernel and others take turns over the same states.
         const bool lends = number % 4 != 3;
-        rig.begin(number, due, {false, capture, false, number % 2 == 0, lends});
+        rig.begin(number, due,
+                  {.capture = capture,
+                   .resident_first = number % 2 == 0,
+                   .caller = lends ? Caller::updates : Caller::waits});
         if (lends) CHECK(rig.work_on_lent(1 + number % 3, random) > 0);
         CHECK(rig.pipeline().wait_published().error == 0);
         CHECK(rig.agrees());
@@ -589,7 +593,11 @@ void test_updates_on_both_sides_give_the_same_bits(Make make) {
       if (number == 5) lendable.clear();
       rig.pipeline().set_lendable(lendable);
       const bool capture = number % 3 == 0;
-      rig.begin(number, rig.all_but(), {true, capture, false, number % 2 == 0, true});
+      rig.begin(number, rig.all_but(),
+                {.open = true,
+                 .capture = capture,
+                 .resident_first = number % 2 == 0,
+                 .caller = Caller::updates});
       for (int c = 0; c < rig.chunks(); ++c) rig.add_chunk_gradients(c, rig.all_but());
       rig.pipeline().close();
       CHECK(rig.work_on_lent(1 + number % 3, random) == static_cast<int>(lendable.size()));

@@ -30,7 +30,7 @@ class Schedule {
       if (chance(12)) due.assign(due.size(), 0);
       rig_.begin(number, due, spec);
       if (spec.open) land_in_any_order(due);
-      if (spec.lends) rig_.work_on_lent(1 + draw(4), random_);
+      if (spec.caller == Caller::updates) rig_.work_on_lent(1 + draw(4), random_);
       finish(spec, due);
       if (chance(3)) look_at_everything();
     }
@@ -39,7 +39,7 @@ class Schedule {
     if (chance(2)) {  // and destroy it in the middle of one more
       const StepSpec spec = draw_step();
       rig_.begin(kSteps + 1, rig_.all_but(), spec);
-      if (spec.lends) rig_.work_on_lent(1 + draw(4), random_, draw(4));
+      if (spec.caller == Caller::updates) rig_.work_on_lent(1 + draw(4), random_, draw(4));
       usleep(draw(300));
       rig_.destroy_pipeline();
       rig_.spoil_gradients();
@@ -86,8 +86,11 @@ class Schedule {
   }
 
   StepSpec draw_step() {
-    StepSpec spec{chance(2), options_.durable && chance(2), chance(3), chance(2)};
-    spec.lends = !spec.open && chance(2);
+    StepSpec spec{.open = chance(2),
+                  .capture = options_.durable && chance(2),
+                  .resident_first = chance(2),
+                  .caller = chance(3) ? Caller::computes : Caller::waits};
+    if (!spec.open && chance(2)) spec.caller = Caller::updates;
     return spec;
   }
 
@@ -144,7 +147,7 @@ class Schedule {
   void finish(const StepSpec& spec, const std::vector<char>& due) {
     Pipeline& pipeline = rig_.pipeline();
     if (chance(3)) pipeline.prefetch();  // does nothing, or begins the next
-    if (spec.background || chance(3)) {
+    if (spec.caller == Caller::computes || chance(3)) {
       std::vector<int> some = shuffled(rig_.parameters());
       some.resize(draw(rig_.parameters()) + 1);
       CHECK(pipeline.wait_parameters(some).error == 0);
@@ -201,7 +204,10 @@ void run_with_a_failure(Make make, unsigned long seed) {
   Failure failure;
   for (int number = 1; number <= 8 && failure.error == 0; ++number) {
     if (draw(2)) pipeline.prefetch();
-    const StepSpec spec = {draw(2) == 0, options.durable && draw(2), draw(2) == 0, draw(2) == 0};
+    const StepSpec spec{.open = draw(2) == 0,
+                        .capture = options.durable && draw(2),
+                        .resident_first = draw(2) == 0,
+                        .caller = draw(2) == 0 ? Caller::computes : Caller::waits};
     rig.begin(number, rig.all_but(), spec);
     if (spec.open) {
       const int least = draw(2);

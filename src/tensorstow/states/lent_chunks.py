@@ -6,7 +6,7 @@ from tensorstow.states.native_handle import NativeHandle
 
 
 class LentChunks:
-    """The chunks of one pipeline that a step which lends (``StepKind``) leaves to the caller."""
+    """The chunks of one pipeline that a step leaves to a caller who updates (``StepKind``)."""
 
     def __init__(self, handle: NativeHandle, *, naive: bool) -> None:
         """Ask the pipeline of ``handle``; ``naive``: writes are waited for at a step's end."""

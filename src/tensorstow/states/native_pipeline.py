@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -46,28 +47,27 @@ class StepRow:
     """In an open step: its gradient may follow."""
 
 
+Caller = Literal["waits", "computes", "updates"]
+"""What the caller does while a step runs: nothing; computes on the same cores beside it; updates
+the chunks that ``lent_chunks`` has chosen. But for "waits" the call returns at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """How a step runs; csrc/pipeline/pipeline.h, StepSpec.
-
-    All pairs of these occur but two: a step that lends has no background and no order of its own.
-    """
+    """How a step runs; csrc/pipeline/pipeline.h, StepSpec."""
 
     open: bool = False
     """Gradients follow one by one."""
     capture: bool = False
     """What is written also holds the new weights: a commit."""
-    background: bool = False
-    """The call returns at once, and the caller computes on the same cores beside it."""
     resident_first: bool = False
     """Resident chunks before the others: those that the next forward needs first."""
-    lends: bool = False
-    """The call returns at once; the caller updates the chunks that ``lent_chunks`` has chosen."""
+    caller: Caller = "waits"
 
     @property
     def goes_on(self) -> bool:
         """Return whether the step is still under way when the call returns."""
-        return self.open or self.background or self.lends
+        return self.open or self.caller != "waits"
 
 
 _WHOLE = StepKind()
@@ -200,9 +200,8 @@ class UpdatePipeline:
                 [_owner(r.gradient) for r in rows],
                 open=kind.open,
                 capture=kind.capture,
-                background=kind.background,
                 resident_first=kind.resident_first,
-                lends=kind.lends,
+                caller=kind.caller,
             )
             # What fails in a step that goes on is for whoever waits for it to say: at once or
             # later, as the disk has it, would be two behaviours.
@@ -242,7 +241,7 @@ class UpdatePipeline:
     def wait_chunk(self, chunk: int) -> None:
         """Block until the step is done with a chunk: its weights are new, its gradients used.
 
-        In a step that lends, at most until there is a chunk to be lent.
+        Where the caller updates, at most until there is a chunk to be lent.
         """
         self.handle.check(self.handle.live().wait_chunk(chunk))
 

@@ -88,7 +88,7 @@ class DeviceUpdates:
             return
         self._plan = plan
         self._is_beside = beside is Beside.BACKWARD and self._division.is_settled
-        kind = StepKind(open=True, capture=plan.commits, lends=True)
+        kind = StepKind(open=True, capture=plan.commits, caller="updates")
         self._pipeline.step(plan.rows, plan.scalars, kind)
         self._gate.begin({update.param.number for update in plan.updates})
         there = [update for update in plan.updates if update.param.updated_there]

@@ -135,8 +135,8 @@ class StepFeeds:
         kind = StepKind(
             open=self._is_open,
             capture=plan.commits,
-            background=beside is not Beside.NOTHING and not crosses,
             resident_first=beside is Beside.FORWARD,
+            caller="waits" if crosses or beside is Beside.NOTHING else "computes",
         )
         self._pipeline.step(rows, plan.scalars, kind)
         if not self._is_open:

@@ -256,7 +256,7 @@ def test_a_step_in_the_background_is_waited_for_by_whoever_needs_it(tmp_path: Pa
         lambda: problem.pipeline.wait_parameters(range(4)),
     ]
     for wait in waits * 2:
-        problem.begin(StepKind(background=True))
+        problem.begin(StepKind(caller="computes"))
         wait()
         problem.check()
         problem.pipeline.wait_published()
@@ -329,7 +329,7 @@ def test_what_a_thread_behind_the_caller_met_is_told_to_the_caller_as_itself(
     engine = problem.store.engine
     assert engine is not None
     engine.inject_fault("read", error=errno.EIO)
-    problem.begin(StepKind(background=True))
+    problem.begin(StepKind(caller="computes"))
     with ThreadPoolExecutor(1) as executor:
         behind = executor.submit(problem.pipeline.wait_written).exception()
     assert isinstance(behind, TransferError)

@@ -255,7 +255,7 @@ def test_the_native_side_holds_what_nobody_else_does(tmp_path: Path) -> None:
     store.pipeline.settle()
     engine.inject_fault("read", times=-1, delay_us=50_000)
     memory = Watched([weight, gradient])
-    store.pipeline.step([StepRow(weight, gradient)], table, StepKind(background=True))
+    store.pipeline.step([StepRow(weight, gradient)], table, StepKind(caller="computes"))
     del weight, gradient
     assert memory.alive == [True, True]
     store.pipeline.wait_parameters([0])
