@@ -19,6 +19,7 @@ PROFILE = Profile(
     memory_write=10e9,
     memory_copy=15e9,
     update={"float32/fp32": G / 4},
+    device_update={"float32/fp32": 5 * G},
     compute={
         "cpu": ComputeRates({"float32": 1e12}, tensor_bytes=1e9, call_seconds=1e-3),
         "cuda": ComputeRates({"float32": 1e13}, tensor_bytes=1e12, call_seconds=0.0),

@@ -13,9 +13,9 @@ from tensorstow.base.update_on import UpdateOn
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.io import device_link as links
 from tensorstow.io.device_link import Pairs
+from tensorstow.states import memory
 from tensorstow.states.layout import parts_of
-from tensorstow.step import device_update
-from tensorstow.step.device_update import MOST_SLOTS
+from tensorstow.states.memory import MOST_DEVICE_SLOTS
 from tensorstow.step.update_rule import rule_on
 
 COUNT = 10
@@ -48,7 +48,7 @@ def test_states_go_up_while_others_come_down(
     slots: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one slot nothing can be under way beside another, which shows what is counted."""
-    monkeypatch.setattr(device_update, "MOST_SLOTS", slots)
+    monkeypatch.setattr(memory, "MOST_DEVICE_SLOTS", slots)
     if device.type == "simulated":
         import simulated  # noqa: PLC0415  # registers the device
 
@@ -127,7 +127,7 @@ def test_a_step_holds_no_more_of_the_device_than_its_slots_and_one_update(
     choice = rule_on(device, family)
     states = parts_of(family, size)[-1].file_at
     held = optimizer.memory().device_bytes
-    assert held == MOST_SLOTS * (states + choice.rule.table_bytes(2))
+    assert held == MOST_DEVICE_SLOTS * (states + choice.rule.table_bytes(2))
     torch.accelerator.synchronize()
     gc.collect()  # what an earlier test left goes now, and not in between
     before = torch.accelerator.memory_allocated(device)

@@ -551,7 +551,12 @@ MUTATIONS = (
         "if self._updater.under_way:\n            self._updater.end_one()\n        elif False:",
         f"{_BOTH_WAYS}[0.5]",
     ),
-    Mutation(_UPDATER, "MOST_SLOTS = 3", "MOST_SLOTS = 1", f"{_BOTH_WAYS}[device]"),
+    Mutation(
+        "states/memory.py",
+        "MOST_DEVICE_SLOTS = 3",
+        "MOST_DEVICE_SLOTS = 1",
+        f"{_BOTH_WAYS}[device]",
+    ),
     Mutation(
         _UPDATER,
         "            fallen = self.link.d2h(falling, [self.link.record_event()])\n",

@@ -97,6 +97,8 @@ class Profile:
     """Read and written, both together."""
     update: Mapping[str, float] = field(default_factory=dict)
     """Parameters per second that the host's kernel updates, by "dtype/format"."""
+    device_update: Mapping[str, float] = field(default_factory=dict)
+    """The same of an accelerator, where their states are on it."""
     compute: Mapping[str, ComputeRates] = field(default_factory=dict)
     """By the type of device, "cpu" or an accelerator's."""
     directories: Mapping[str, DirectoryRates] = field(default_factory=dict)
@@ -162,6 +164,7 @@ class Profile:
                 memory_write=float(given["memory_write"]),
                 memory_copy=float(given["memory_copy"]),
                 update={key: float(rate) for key, rate in given["update"].items()},
+                device_update={k: float(rate) for k, rate in given["device_update"].items()},
                 compute={key: ComputeRates(**each) for key, each in given["compute"].items()},
                 directories={p: DirectoryRates(**each) for p, each in given["directories"].items()},
                 link=None if given["link"] is None else LinkRates(**given["link"]),

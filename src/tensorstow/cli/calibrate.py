@@ -110,6 +110,12 @@ def _lines(profile: Profile) -> Iterator[tuple[str, str]]:
         dtype, kept_as = key.split("/")
         yield label, f"{rate / 1e6:,.0f} million {dtype} parameters/s, states in {kept_as}"
         label = ""
+    label = "updates there"
+    for key, rate in profile.device_update.items():
+        dtype, kept_as = key.split("/")
+        told = f"{rate / 1e6:,.0f} million {dtype} parameters/s, states in {kept_as}"
+        yield label, f"{told}, on the accelerator"
+        label = ""
     for kind, rates in profile.compute.items():
         flops = (f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in rates.flops.items())
         yield f"compute, {kind}", ", ".join(flops)

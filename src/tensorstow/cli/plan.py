@@ -15,15 +15,23 @@ from tensorstow.base.sizes import parse_size
 from tensorstow.cli.output import add_json, make_console, print_json, print_line
 from tensorstow.cli.plan_output import print_plan
 from tensorstow.cli.plan_page import compose
-from tensorstow.cli.plan_recipes import code_of, deepspeed_of, fields_of, gemini_of
+from tensorstow.cli.plan_recipes import (
+    Recipe,
+    code_of,
+    deepspeed_lacks,
+    deepspeed_of,
+    fields_of,
+    gemini_lacks,
+    gemini_of,
+)
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.models import KNOWN, NamedModel, build_model
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
-from tensorstow.planner.search import Alternative, Asked, Found, search
+from tensorstow.planner.search import Alternative, Asked, Found, Split, search
 from tensorstow.planner.seconds import (
     MachineRates,
     MicroBatch,
-    StepTime,
     break_even_tokens,
     time_of,
     work_of,
@@ -52,11 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("disk", "disk space for each rank (default: no limit)"),
     ):
         parser.add_argument(f"--{tier}", metavar="SIZE", help=what)
-    for name, metavar, what in (
-        ("world-size", "N", "ranks that share the model"),
-        ("accumulation-steps", "N", "micro-batches of a step"),
-    ):
-        parser.add_argument(f"--{name}", metavar=metavar, type=int, default=1, help=what)
+    parser.add_argument(
+        "--world-size", metavar="N", type=int, default=1, help="ranks that share the model"
+    )
+    parser.add_argument(
+        "--accumulation-steps",
+        metavar="N",
+        type=_steps,
+        default=1,
+        help="micro-batches of a step (default: 1); auto: as many as are best, --batch in all",
+    )
+    parser.add_argument(
+        "--allow-inexact",
+        action="store_true",
+        help="states may be in bf16 or int8 too, which round: other results than with fp32",
+    )
     parser.add_argument("--batch", metavar="B", type=int, help="sequences of a micro-batch")
     parser.add_argument("--seq", metavar="S", type=int, help="tokens of a sequence")
     parser.add_argument(
@@ -84,6 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html", metavar="FILE", type=Path, help="write a page with tiers and timeline, too"
     )
     add_json(parser)
+
+
+def _steps(text: str) -> int | None:
+    """Return a number of micro-batches; None: it is searched."""
+    return None if text == "auto" else int(text)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -125,24 +148,43 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
     if traced is not None:
         held = traced.beside_gradients if here else traced.peak_bytes
         conditions = replace(conditions, activation_bytes=max(held, 0))
-    base = Plan(accumulation_steps=given.accumulation_steps)
-    batch = _batch(model, traced, given)
-    asked = Asked(sizes, budget, conditions, base, batch=batch)
+    base = Plan(accumulation_steps=given.accumulation_steps or 1)
+    asked = Asked(
+        sizes,
+        budget,
+        conditions,
+        base,
+        batch=_batch(model, traced, given),
+        formats=(StateFormat.BF16, StateFormat.INT8) if given.allow_inexact else (),
+        splits=_splits(model, traced, given, here=here),
+        on_device=True,
+    )
     found, machine, unknown = _search(asked, given)
-    plan = found.chosen.plan
+    chosen, plan = found.chosen, found.chosen.plan
+    conditions, kept_as = chosen.conditions, chosen.conditions.state_format
+    asked = replace(asked, conditions=conditions, batch=chosen.batch)
+    batch = (given.batch or 1) * base.accumulation_steps // plan.accumulation_steps
     dtype = sizes.trained[0][0] if sizes.trained else torch.float32
-    directory = None if given.directory is None else str(given.directory)
+    recipe = Recipe(
+        plan,
+        kept_as,
+        dtype,
+        None if given.directory is None else str(given.directory),
+        commits=given.commits,
+    )
+    configuration = deepspeed_of(recipe, batch, given.world_size)
     return {
         "model": _describe(model, sizes),
         "activations": None
         if traced is None
         else {
-            "batch": given.batch,
+            "batch": batch,
             "sequence": given.seq,
             "bytes": conditions.activation_bytes,
             "operations": traced.operations,
         },
         "plan": fields_of(plan),
+        "state_format": None if kept_as is None else str(kept_as),
         "held": [
             {"tier": str(item.tier), "what": item.what, "bytes": item.nbytes}
             for item in items_of(plan, sizes, conditions)
@@ -152,13 +194,15 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
             for tier, nbytes in bytes_of(plan, sizes, conditions).items()
         },
         "tried": [_told(each, found) for each in found.tried],
-        "step": None if traced is None else _step(found.chosen.step, asked),
+        "step": None if traced is None else _step(chosen, sizes),
         "break_even": _break_even(plan, asked, machine),
         "seconds_unknown": unknown,
         "disk": _wear(plan, asked, given.tbw),
-        "code": code_of(plan, directory, commits=given.commits),
-        "deepspeed": deepspeed_of(plan, dtype, given.batch or 1, directory),
-        "gemini": gemini_of(plan, dtype, directory, commits=given.commits),
+        "code": code_of(recipe),
+        "deepspeed": configuration,
+        "deepspeed_lacks": deepspeed_lacks(recipe, configuration, given.world_size, here=here),
+        "gemini": gemini_of(recipe),
+        "gemini_lacks": gemini_lacks(recipe),
     }
 
 
@@ -173,6 +217,9 @@ def _check(given: argparse.Namespace) -> None:
         if value is not None and value < 1:
             message = f"--{name} {value} was given: it is a number, at least 1."
             raise OptionError(message)
+    if given.accumulation_steps is None and given.batch is None:
+        message = "--accumulation-steps auto was given without --batch, which it cuts: say both."
+        raise OptionError(message)
     if (given.batch is None) != (given.seq is None):
         message = "--batch and --seq go together: one micro-batch is traced."
         raise OptionError(message)
@@ -202,6 +249,26 @@ def _batch(
         return MicroBatch.estimate(parameters, _ANY_TOKENS)
     tokens = given.batch * given.seq
     return MicroBatch(tokens, traced.operations, traced.tensor_bytes, traced.calls)
+
+
+def _splits(
+    model: NamedModel, traced: "Activations | None", given: argparse.Namespace, *, here: bool
+) -> tuple[Split, ...]:
+    """Return the micro-batches that --batch may be cut into, from fewest to most."""
+    if given.accumulation_steps is not None or traced is None or given.batch == 1:
+        return ()
+    from tensorstow.measure.activations import between, trace  # noqa: PLC0415  # as in _traced
+
+    one, splits = trace(model, 1, given.seq), []
+    for times in range(2, given.batch + 1):
+        part, rest = divmod(given.batch, times)
+        if rest:
+            continue
+        each = between(one, traced, given.batch, part)
+        batch = MicroBatch(part * given.seq, each.operations, each.tensor_bytes, each.calls)
+        held = each.beside_gradients if here else each.peak_bytes
+        splits.append(Split(times, batch, max(held, 0)))
+    return tuple(splits)
 
 
 def _search(
@@ -236,10 +303,11 @@ def _machine(profile: Profile, asked: Asked, directory: Path | None) -> MachineR
     return MachineRates(profile, "cpu" if asked.conditions.device_is_host else away, disk)
 
 
-def _step(step: StepTime | None, asked: Asked) -> dict[str, Any] | None:
-    if step is None or asked.batch is None:
+def _step(chosen: Alternative, sizes: Sizes) -> dict[str, Any] | None:
+    step = chosen.step
+    if step is None or chosen.batch is None:
         return None
-    tokens = asked.batch.tokens * asked.base.accumulation_steps * asked.sizes.ranks
+    tokens = chosen.batch.tokens * chosen.plan.accumulation_steps * sizes.ranks
     return {
         "seconds": step.seconds,
         "binding": step.binding,
@@ -286,6 +354,9 @@ def _wear(plan: Plan, asked: Asked, tbw: str | None) -> dict[str, Any]:
 def _told(each: Alternative, found: Found) -> dict[str, Any]:
     return {
         "plan": fields_of(each.plan),
+        "state_format": None
+        if each.conditions.state_format is None
+        else str(each.conditions.state_format),
         "short": {str(tier): n for tier, n in each.short.items()},
         "seconds": None if each.step is None else each.step.seconds,
         "reason": "chosen" if each is found.chosen else found.reason(each),

@@ -4,12 +4,17 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tensorstow.base.sizes import format_bytes
+from rich.console import Console
+
+from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.output import make_console, print_facts, print_line, print_table
 
 _LABEL_COLUMNS = 14
 _SIZES = ("ram_budget", "buffer_pool_bytes")
-_NO_GEMINI = "they cannot say it: its parameters are fp32 or bf16, not on disk, and nothing commits"
+_NO_GEMINI = (
+    "they cannot say it: its parameters are fp32 or bf16, on one tier that is not the disk, and"
+    " nothing commits"
+)
 
 
 def print_plan(facts: dict[str, Any]) -> None:
@@ -26,15 +31,25 @@ def print_plan(facts: dict[str, Any]) -> None:
     if others:
         console.print("\n[bold]other placements[/]")
     for each in others:
-        print_line(console, f"  {placement_of(each['plan'])}: {each['reason']}")
+        print_line(console, f"  {placement_of(each)}: {each['reason']}")
     console.print("\n[bold]to run it[/]")
     for line in facts["code"]:
         print_line(console, f"  {line}")
     console.print("\n[bold]as a DeepSpeed configuration[/]")
     print_line(console, f"  {json.dumps(facts['deepspeed'])}")
+    _print_lacks(console, facts["deepspeed_lacks"])
     console.print("\n[bold]with Gemini's arguments[/]")
     for line in facts["gemini"] or [_NO_GEMINI]:
         print_line(console, f"  {line}")
+    if facts["gemini"]:
+        _print_lacks(console, facts["gemini_lacks"])
+
+
+def _print_lacks(console: Console, lacks: dict[str, Any]) -> None:
+    """Print what a form cannot say of the plan."""
+    if lacks:
+        told = ", ".join(f"{name} (it has {value!r})" for name, value in lacks.items())
+        print_line(console, f"  it cannot say the plan's {told}")
 
 
 def describe(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -55,7 +70,7 @@ def _model(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "model", f"{model['name']}: {counted}, {model['units']} units of up to {largest}"
     yield "ranks", str(model["ranks"])
     yield "activations", _activations(facts["activations"])
-    yield "placement", placement_of(facts["plan"])
+    yield "placement", placement_of(facts)
 
 
 def _time(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -113,18 +128,31 @@ def _activations(traced: dict[str, Any] | None) -> str:
     )
 
 
-def placement_of(plan: dict[str, Any]) -> str:
+def placement_of(found: dict[str, Any]) -> str:
     """Return where everything lives, in words.
 
     Args:
-        plan: The fields of a plan.
+        found: With the fields of a plan, and its state format.
     """
+    plan = found["plan"]
     rest = "".join(
         f", {name} {format_bytes(value) if name in _SIZES else value}"
         for name, value in plan.items()
-        if name not in {"parameters", "states"}
+        if name not in {"parameters", "states", "units"}
     )
-    return f"parameters on {plan['parameters'].upper()}, states on {plan['states'].upper()}{rest}"
+    kept_as = "" if found["state_format"] is None else f" in {found['state_format']}"
+    units = _units(plan.get("units", {}))
+    parameters = f"parameters on {plan['parameters'].upper()}{units}"
+    return f"{parameters}, states on {plan['states'].upper()}{kept_as}{rest}"
+
+
+def _units(units: dict[str, str]) -> str:
+    """Return how many units are on another tier."""
+    tiers = list(units.values())
+    return "".join(
+        f", {format_count(tiers.count(tier), 'unit')} of them on {tier.upper()}"
+        for tier in dict.fromkeys(tiers)
+    )
 
 
 def _rows(facts: dict[str, Any]) -> Sequence[Sequence[str]]:

@@ -121,4 +121,4 @@ def _timeline(step: dict[str, Any] | None) -> Iterator[str]:
 def _others(facts: dict[str, Any]) -> Iterator[str]:
     for each in facts["tried"]:
         if each["reason"] != "chosen":
-            yield f"<dt>{escape(placement_of(each['plan']))}</dt><dd>{escape(each['reason'])}</dd>"
+            yield f"<dt>{escape(placement_of(each))}</dt><dd>{escape(each['reason'])}</dd>"

@@ -7,7 +7,7 @@ is traced with two layers and with three; what a layer adds is added for each.
 
 import copy
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -82,6 +82,26 @@ def trace(model: NamedModel, batch: int, sequence: int) -> Activations:
         found.tensor_bytes,
         found.calls,
     )
+
+
+def between(one: Activations, whole: Activations, batch: int, part: int) -> Activations:
+    """Return what a micro-batch of ``part`` sequences holds at most, and does.
+
+    Operations and bytes grow by the same for each sequence; the peak is the largest of several
+    moments that do, so the line between two of its values lies on it or above.
+
+    Args:
+        one: Traced with one sequence.
+        whole: Traced with ``batch`` sequences.
+        batch: More than one.
+        part: From 1 to ``batch``.
+    """
+
+    def at(name: str) -> int:
+        low, high = getattr(one, name), getattr(whole, name)
+        return int(low + -(-(high - low) * (part - 1) // (batch - 1)))
+
+    return Activations(*(at(each.name) for each in fields(Activations)))
 
 
 @dataclass(frozen=True, slots=True)

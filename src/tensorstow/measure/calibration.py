@@ -8,6 +8,7 @@ import torch
 from tensorstow.base.profile import LinkRates, Profile, identify_machine
 from tensorstow.io.device_link import open_link
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.measure.device_rates import measure_device_updates
 from tensorstow.measure.disk_rates import measure_directory
 from tensorstow.measure.host_rates import (
     fastest,
@@ -43,13 +44,25 @@ def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda 
     update = measure_updates()
     tell("computing")
     compute = {cpu.type: measure_compute(cpu)}
-    link = None
+    link, device_update = None, {}
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         tell(f"{device.type}: computing, and its link")
         compute[device.type] = measure_compute(device)
         link = measure_link(device)
-    return Profile(identify_machine(), read, write, copy, update, compute, disks, link)
+        tell(f"{device.type}: updates")
+        device_update = measure_device_updates(device)
+    return Profile(
+        identify_machine(),
+        memory_read=read,
+        memory_write=write,
+        memory_copy=copy,
+        update=update,
+        device_update=device_update,
+        compute=compute,
+        directories=disks,
+        link=link,
+    )
 
 
 def measure_link(device: torch.device, seconds: float = 0.6) -> LinkRates:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from tensorstow.base.budget import Budget
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import round_up
@@ -24,7 +26,13 @@ from tensorstow.planner.bounds import (
 )
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
 from tensorstow.states.layout import Family
-from tensorstow.states.memory import StateMemory, predict_whole
+from tensorstow.states.memory import (
+    StateMemory,
+    chunks_of,
+    device_slots,
+    plan_staging,
+    predict_whole,
+)
 from tensorstow.states.offload_policy import format_of
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.step.backward_overlap import WINDOW_BYTES
@@ -64,7 +72,7 @@ class Item:
 def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan | dict[Tier, int]:
     """Return ``plan`` where a budget holds it, or the bytes that are short by tier.
 
-    Units on disk are given of HOST what is left of it, and no more than they ask for.
+    Units on disk are given of HOST what is left of it: whole units, and no more than they ask for.
 
     Args:
         plan: The plan.
@@ -86,7 +94,8 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
         return plan
     wanted = most_in_memory(on_disk, plan.prefetch)
     least = least_in_memory(on_disk)
-    return plan.but(buffer_pool_bytes=least + min(room - needed[Tier.HOST], wanted - least))
+    more = min(room - needed[Tier.HOST], wanted - least)
+    return plan.but(buffer_pool_bytes=least + more - more % max(on_disk))
 
 
 def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, int]:
@@ -122,23 +131,34 @@ def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
 
 def states_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StateMemory:
     """Return what the optimizer's states hold where, by the formula of the store of states."""
+    budget = None if plan.ram_budget is None else int(plan.ram_budget)
+    lines = _lines(plan, sizes, conditions)
+    return _predict(lines, plan.states == Tier.DISK, conditions.commits, budget)
+
+
+_Lines = tuple[tuple[Family, tuple[int, ...]], ...]
+
+
+def _lines(plan: Plan, sizes: Sizes, conditions: Conditions) -> _Lines:
+    """Return the families of a model's parameters, and those that share chunks."""
     lines: dict[tuple[Family, str | None], list[int]] = {}
-    moving = plan.states == Tier.DISK or conditions.commits
     for unit in sizes.units:
         # Units whose weights come and go by themselves share no chunk.
         line = unit.name if plan.tier_of(unit.name) == Tier.DISK else None
         for dtype, elements in unit.trained:
-            kept_as = format_of(dtype, conditions.state_format, moving=moving)
-            family = Family(dtype, amsgrad=False, format=kept_as)
-            lines.setdefault((family, line), []).append(elements)
-    budget = None if plan.ram_budget is None else int(plan.ram_budget)
-    given = tuple((family, tuple(each)) for (family, _), each in lines.items())
-    return _predict(given, plan.states == Tier.DISK, conditions.commits, budget)
+            lines.setdefault((_family(dtype, plan, conditions), line), []).append(elements)
+    return tuple((family, tuple(each)) for (family, _), each in lines.items())
+
+
+def _family(dtype: torch.dtype, plan: Plan, conditions: Conditions) -> Family:
+    moving = plan.states == Tier.DISK or conditions.commits
+    kept_as = format_of(dtype, conditions.state_format, moving=moving)
+    return Family(dtype, amsgrad=False, format=kept_as)
 
 
 @lru_cache(maxsize=64)
 def _predict(
-    lines: tuple[tuple[Family, tuple[int, ...]], ...],
+    lines: _Lines,
     on_disk: bool,  # noqa: FBT001
     durable: bool,  # noqa: FBT001
     budget: int | None,
@@ -177,10 +197,15 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
         yield Item(compute, "unsharded parameters", _unsharded(plan, sizes))
     if conditions.device_is_host:
         return
-    yield Item(Tier.HOST, "weights that updates write", on_device)
+    written = on_device
+    if plan.update_on == "device" and not conditions.commits:
+        # Nobody reads those of fp32, and no page of them is touched.
+        idle = [u.trained for u in by_tier[Tier.DEVICE]]
+        written -= sum(4 * n for unit in idle for dtype, n in unit if dtype == torch.float32)
+    yield Item(Tier.HOST, "weights that updates write", written)
     below = [*by_tier[Tier.HOST], *by_tier[Tier.DISK]]
     if below:
-        buffers = upload_buffers(plan.prefetch)
+        buffers = min(upload_buffers(plan.prefetch), len([u for u in below if u.share_bytes]))
         largest = max(unit.share_bytes for unit in below)
         yield Item(Tier.DEVICE, "buffers for parameters", buffers * largest)
         if on_disk:
@@ -243,11 +268,38 @@ def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
     memory = states_of(plan, sizes, conditions)
     yield Item(Tier.HOST, "states", memory.ram_bytes)
     yield Item(Tier.HOST, "ring of states", memory.ring_bytes)
+    yield from _on_the_link(plan, sizes, conditions)
     if conditions.commits:
         frozen = sizes.share_bytes - sum(unit.gradient_bytes for unit in sizes.units)
         yield Item(Tier.DISK, "two commits", 2 * (memory.file_bytes + max(frozen, 0)))
     else:
         yield Item(Tier.DISK, "states", memory.file_bytes)
+
+
+def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
+    """Return what gradients and states of parameters on an accelerator pass through.
+
+    Which chunks the device updates does not count: either side may have any.
+    """
+    if conditions.device_is_host or not units_on(Tier.DEVICE, plan, sizes):
+        return
+    there = [unit for unit in sizes.units if plan.tier_of(unit.name) != Tier.DISK]
+    owners = [plan.tier_of(unit.name) for unit in there for _ in unit.trained]
+    families = [_family(dtype, plan, conditions) for unit in there for dtype, _ in unit.trained]
+    counts = [elements for unit in there for _, elements in unit.trained]
+    chunks: list[tuple[Family, int]] = []
+    for family in dict.fromkeys(families):
+        own = [number for number, each in enumerate(families) if each == family]
+        line = (family, [counts[number] for number in own])
+        for _, each, count in chunks_of([line], PipelinePolicy().chunk_elements):
+            if any(owners[own[run.parameter]] == Tier.DEVICE for run in each.runs):
+                chunks += count * [(family, each.elements)]
+    if plan.update_on != "device":
+        nbytes = plan_staging([elements for _, elements in chunks]).nbytes
+        yield Item(Tier.HOST, "buffers for gradients of chunks", nbytes)
+    if reaches_device(plan.update_on):
+        slots, nbytes = device_slots(chunks)
+        yield Item(Tier.DEVICE, "buffers for states", slots * nbytes)
 
 
 def _share(units: Sequence[UnitSizes]) -> int:

@@ -1,21 +1,40 @@
-"""Tries every placement, keeps those that fit a budget, and picks the fastest by the rates."""
+"""Tries every placement, keeps those that fit a budget, and picks the fastest by the rates.
+
+[Note: What is tried] Parameters and states on each tier; where parameters do not fit a tier, as
+many units as do, and the rest on the next; of those that fit, each overlap, host memory that is
+left for states, and updates on the device. All of it again in smaller formats, and with the batch
+in more micro-batches, where the caller allows that: a placement that fits with fewer micro-batches
+is not tried with more, which only adds passes.
+"""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import Overlap
+from tensorstow.base.update_on import Overlap, UpdateOn, reaches_device
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import Conditions, bytes_of, fit, states_of
-from tensorstow.planner.seconds import MachineRates, MicroBatch, StepTime, time_of
+from tensorstow.planner.seconds import MachineRates, MicroBatch, StepTime, time_of, work_of
 from tensorstow.planner.sizes import Sizes
 from tensorstow.states.layout import DEFAULT_RING_BYTES
 
 _GAIN = 0.02
 """A plan that is faster than a simpler one by less than this part is not worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The batch of a step, in so many micro-batches."""
+
+    times: int
+    """More than the plan says of itself: micro-batches for each of those that were asked for."""
+    batch: MicroBatch
+    activation_bytes: int
+    """As ``Conditions`` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +46,10 @@ class Alternative:
     """Bytes that the budget lacks, by tier; empty: it fits."""
     step: StepTime | None = None
     """None: it does not fit, or no rates are known."""
+    conditions: Conditions = field(default_factory=lambda: Conditions(device_is_host=True))
+    """What else decides: of the states' format and of activations another than was asked for."""
+    batch: MicroBatch | None = None
+    """One micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +93,14 @@ class Asked:
     batch: MicroBatch | None = None
     machine: MachineRates | None = None
     """None: no rates are known, and the first placement that fits is chosen."""
+    formats: tuple[StateFormat, ...] = ()
+    """Formats of states that may be taken beside the one of ``conditions``."""
+    splits: tuple[Split, ...] = ()
+    """More micro-batches that may be taken, from fewest to most."""
+    on_device: bool = False
+    """Whether updates may run on an accelerator: the optimizer takes ``update_on``."""
+    update_on: UpdateOn | None = None
+    """Where the user says that updates run; None: the search says it."""
 
 
 def search(asked: Asked) -> Found:
@@ -136,25 +167,133 @@ def candidates(asked: Asked) -> list[Plan]:
             continue
         free: tuple[Overlap, ...] = ("none", "backward") if parameters == Tier.DISK else ("none",)
         for overlap in free if asked.overlap is None else (asked.overlap,):
-            if overlap == "forward" and parameters == Tier.DISK:
+            there = reaches_device(asked.update_on)
+            if overlap == "forward" and (there or parameters == Tier.DISK):
                 continue  # a plan refuses it
-            plans.append(asked.base.but(parameters=parameters, states=states, overlap=overlap))
+            if there and parameters != Tier.DEVICE:
+                continue
+            plan = asked.base.but(parameters=parameters, states=states, overlap=overlap)
+            plans.append(plan.but(update_on=asked.update_on))
     return plans
 
 
 def _try_all(asked: Asked) -> Iterator[Alternative]:
-    """Yield every placement, and behind one that fits what other overlaps make of it."""
-    for plan in candidates(asked):
-        found = _try(plan, asked)
-        yield found
-        if found.step is None:
+    """Yield every placement in every variant that is allowed; [Note: What is tried]."""
+    fitting: set[tuple[StateFormat | None, Tier, Tier]] = set()
+    """Formats and placements that need no more micro-batches."""
+    for variant in _variants(asked):
+        kept_as = variant.conditions.state_format
+        known = {(p, s) for each, p, s in fitting if each == kept_as}
+        if asked.machine is None and fitting:
+            return  # nothing says that less of it would be faster
+        for plan in candidates(variant):
+            if (plan.parameters, plan.states) in known:
+                continue
+            for found in _try_with_units(plan, variant):
+                if not found.short and not found.plan.units:
+                    fitting.add((kept_as, plan.parameters, plan.states))
+                yield found
+                yield from _try_times(found, variant)
+
+
+def _variants(asked: Asked) -> Iterator[Asked]:
+    """Yield what was asked for, then with other formats, then with more micro-batches."""
+    formats = (asked.conditions.state_format, *asked.formats)
+    for split in (None, *asked.splits):
+        for kept_as in formats:
+            conditions, base, batch = asked.conditions, asked.base, asked.batch
+            if split is not None:
+                conditions = replace(conditions, activation_bytes=split.activation_bytes)
+                base = base.but(accumulation_steps=split.times * base.accumulation_steps)
+                batch = split.batch
+            conditions = replace(conditions, state_format=kept_as)
+            yield replace(asked, conditions=conditions, base=base, batch=batch)
+
+
+def _try_with_units(plan: Plan, asked: Asked) -> Iterator[Alternative]:
+    """Yield a placement; where its tier is too small, as many units there as fit, too."""
+    found = _try(plan, asked)
+    yield found
+    upper = asked.conditions.compute_tier if plan.parameters == Tier.DEVICE else plan.parameters
+    if upper not in found.short or reaches_device(plan.update_on):
+        return
+    for lower in (Tier.HOST, Tier.DISK):
+        if not _is_below(lower, plan.parameters) or (lower == Tier.DISK and not _takes_disk(plan)):
             continue
-        spent = _spend(found.plan, asked)
-        if spent is not None:
-            yield _try(spent, asked)
-        if asked.overlap is None and plan.parameters != Tier.DISK:
-            for overlap in ("forward", "backward"):
-                yield _try((spent or plan).but(overlap=overlap), asked)
+        mixed = _most_units(plan, upper, lower, asked)
+        if mixed is not None:
+            yield mixed
+            return
+
+
+def _is_below(lower: Tier, upper: Tier) -> bool:
+    order = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+    return order.index(lower) > order.index(upper)
+
+
+def _takes_disk(plan: Plan) -> bool:
+    """Return whether units of a plan may be on disk: states are, and stage and overlap allow it."""
+    return plan.states == Tier.DISK and plan.stage == 3 and plan.overlap != "forward"
+
+
+def _most_units(plan: Plan, upper: Tier, lower: Tier, asked: Asked) -> Alternative | None:
+    """Return the plan with most units where ``plan`` has all, the rest on ``lower``.
+
+    The largest come first, so that what the others pass through is small; of equal ones the first
+    of the model, whose gradients land last. None: not one fits, or all would have to be there.
+    """
+    units = sorted(
+        (unit for unit in asked.sizes.units if unit.share_bytes),
+        key=lambda unit: -unit.share_bytes,
+    )
+    best: Alternative | None = None
+    least, most = 1, len(units) - 1
+    while least <= most:
+        count = (least + most) // 2
+        up, down = units[:count], units[count:]
+        if len(up) < len(down):
+            tiers = {"parameters": lower, "units": {u.name: plan.parameters for u in up}}
+        else:
+            tiers = {"units": {u.name: lower for u in down}}
+        found = _try(plan.but(**tiers), asked)
+        if upper in found.short:
+            most = count - 1
+        else:
+            best, least = found, count + 1
+    return None if best is None or best.short else best
+
+
+def _try_times(found: Alternative, asked: Asked) -> Iterator[Alternative]:
+    """Yield what other times and places of updates make of a plan that fits."""
+    if found.step is None:
+        return
+    plan, on_disk = found.plan, Tier.DISK in {found.plan.parameters, *found.plan.units.values()}
+    spent = _spend(plan, asked)
+    if spent is not None:
+        yield _try(spent, asked)
+    free = spent or plan
+    if asked.overlap is None:
+        late = on_disk or reaches_device(plan.update_on)
+        overlaps: tuple[Overlap, ...] = ("backward",) if late else ("forward", "backward")
+        if not on_disk or plan.units:
+            for overlap in overlaps:
+                yield _try(free.but(overlap=overlap), asked)
+    if not (asked.on_device and _may_update_there(plan, asked)):
+        return
+    own: tuple[Overlap, ...] = ("none", "backward") if asked.overlap is None else (asked.overlap,)
+    for where in ("device", "hybrid"):
+        for overlap in own:
+            yield _try(free.but(update_on=where, overlap=overlap), asked)
+
+
+def _may_update_there(plan: Plan, asked: Asked) -> bool:
+    """Return whether updates of a plan may run on the accelerator, at a rate that is known."""
+    if asked.conditions.device_is_host or plan.update_on is not None or asked.machine is None:
+        return False
+    if {plan.parameters, *plan.units.values()} != {Tier.DEVICE} or asked.overlap == "forward":
+        return False
+    work = work_of(plan, asked.sizes, asked.conditions)
+    return work.updates.keys() <= asked.machine.profile.device_update.keys()
 
 
 def _spend(plan: Plan, asked: Asked) -> Plan | None:
@@ -171,16 +310,15 @@ def _spend(plan: Plan, asked: Asked) -> Plan | None:
 
 
 def _try(plan: Plan, asked: Asked) -> Alternative:
-    found = fit(plan, asked.sizes, asked.budget, asked.conditions)
+    conditions, machine, batch = asked.conditions, asked.machine, asked.batch
+    found = fit(plan, asked.sizes, asked.budget, conditions)
     if not isinstance(found, Plan):
-        return Alternative(plan, found)
+        return Alternative(plan, found, None, conditions, batch)
     step = None
-    machine, batch = asked.machine, asked.batch
-    if machine is None or batch is None:
-        return Alternative(found, {})
-    if machine.disk is not None or not uses_disk(found):
-        step = time_of(found, asked.sizes, asked.conditions, batch, machine)
-    return Alternative(found, {}, step)
+    known = machine is not None and (machine.disk is not None or not uses_disk(found))
+    if machine is not None and batch is not None and known:
+        step = time_of(found, asked.sizes, conditions, batch, machine)
+    return Alternative(found, {}, step, conditions, batch)
 
 
 def uses_disk(plan: Plan) -> bool:

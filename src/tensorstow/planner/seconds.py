@@ -3,7 +3,8 @@
 [Note: Phases] A step is forward, backward and update, one after the other; ``overlap`` puts the
 update beside one of them. In each phase every resource has its work, all resources work at once,
 and the one with most of it says how long the phase takes. Updates run on the cores, and so do
-forward and backward where the CPU computes: their times add up there.
+forward and backward where the CPU computes: their times add up there. Where updates run on the
+accelerator, its computing and its updates add up, and states go over the link both ways.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import DirectoryRates, Profile, dtype_key, update_key
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import reaches_device
+from tensorstow.base.update_on import UpdateOn, reaches_device
 from tensorstow.planner.placement import Conditions, in_memory_bytes, states_of, units_on
 from tensorstow.planner.sizes import Sizes
 from tensorstow.states.offload_policy import format_of
@@ -66,6 +67,8 @@ class StepWork:
 
     updates: Mapping[str, int]
     """Parameters by "dtype/format"."""
+    states: int
+    """Bytes of all states, wherever they are."""
     state_read: int
     state_written: int
     parameters_read: int
@@ -74,8 +77,11 @@ class StepWork:
     up: int
     """From host memory to the accelerator, in forward and backward."""
     updated_up: int
-    """New weights of parameters that are on the accelerator, behind their update."""
+    """New weights of parameters that are on the accelerator, where the host updates all of them."""
     down: int
+    """Gradients, where the host updates all of them."""
+    weights_down: int
+    """16-bit weights, where the accelerator updates all of them."""
 
     @property
     def read(self) -> int:
@@ -115,7 +121,7 @@ class StepTime:
     compute: float
     """Seconds of forward and backward alone."""
     update: float
-    """Seconds of the update alone, on the host's cores."""
+    """Seconds of the update alone, without what it waits for."""
 
     @property
     def seconds(self) -> float:
@@ -159,22 +165,29 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
         key = update_key(dtype, format_of(dtype, conditions.state_format, moving=moving))
         updates[key] = updates.get(key, 0) + elements
     written = read = 0
+    memory = states_of(plan, sizes, conditions)
     if plan.states == Tier.DISK:
-        memory = states_of(plan, sizes, conditions)
         written = memory.disk_bytes
         # Chunks alternate direction from step to step: what the ring still holds is not read.
         read = max(0, written - memory.ring_bytes)
     away = not conditions.device_is_host
+    down = plan.accumulation_steps * sizes.gradient_bytes
+    if reaches_device(plan.update_on):  # they are summed on the device
+        sums = 4 * sum(elements for _, elements in sizes.trained)
+        down = sums if plan.accumulation_steps > 1 else sizes.gradient_bytes
     updated_up = sum(u.gradient_bytes for u in units_on(Tier.DEVICE, plan, sizes))
+    halves = sum(d.itemsize * n for d, n in sizes.trained if d != torch.float32)
     return StepWork(
         updates,
+        memory.logical_bytes,
         read,
         written,
         passes * (sum(on_disk) - kept),
         sum(unit.gradient_bytes for unit in units_on(Tier.DISK, plan, sizes)),
         passes * below if away else 0,
         updated_up if away else 0,
-        plan.accumulation_steps * sizes.gradient_bytes if away else 0,
+        down if away else 0,
+        halves if away else 0,
     )
 
 
@@ -220,27 +233,40 @@ def time_of(
     dtype = sizes.trained[0][0] if sizes.trained else torch.float32
     compute = plan.accumulation_steps * compute_seconds(batch, dtype, machine)
     on = "cores" if conditions.device_is_host else "accelerator"
-    update = sum(n / _rate(key, machine) for key, n in work.updates.items())
     reads, writes, states = _disk_seconds(work, machine)
-    up, new, down = _link_seconds(work, machine)
+    up = _over_link("up", work.up, machine)
+    update = _update_loads(plan, work, machine)
     forward = {on: _FORWARD * compute, "disk": reads / 2, "link up": up / 2}
-    backward = {
-        on: (1 - _FORWARD) * compute,
-        "disk": reads / 2,
-        "link up": up / 2,
-        "link down": down,
-    }
-    step = {"cores": update, "disk": states + writes, "link up": new}
-    if reaches_device(plan.update_on):
-        message = f"update_on={plan.update_on!r} was given: seconds are of updates on the host."
-        raise OptionError(message)
+    backward = {on: (1 - _FORWARD) * compute, "disk": reads / 2, "link up": up / 2}
+    if not reaches_device(plan.update_on):  # else gradients are summed on the device
+        backward["link down"] = _over_link("down", work.down, machine)
+    step = {**update.loads, "disk": states + writes}
     if plan.overlap == "backward":
         parts = [("forward", [forward]), ("backward and update", [backward, step])]
     elif plan.overlap == "forward":
         parts = [("update and forward", [step, forward]), ("backward", [backward])]
     else:
         parts = [("forward", [forward]), ("backward", [backward]), ("update", [step])]
-    return StepTime(tuple(StepPhase(name, _sum(each)) for name, each in parts), compute, update)
+    phases = tuple(StepPhase(name, _sum(each)) for name, each in parts)
+    return StepTime(phases, compute, update.kernels)
+
+
+def device_share(plan: Plan, sizes: Sizes, conditions: Conditions, machine: MachineRates) -> float:
+    """Return the share of the states that the accelerator updates.
+
+    What runs find out in their first steps is predicted: with "hybrid" both sides end together,
+    with "auto" the faster one has all.
+
+    Args:
+        plan: The plan; its ``update_on`` counts.
+        sizes: The model, as one rank's share.
+        conditions: What else decides.
+        machine: The rates.
+
+    Raises:
+        OptionError: The profile lacks a rate.
+    """
+    return _share_there(plan.update_on, work_of(plan, sizes, conditions), machine)
 
 
 def break_even_tokens(step: StepTime, tokens: int) -> int | None:
@@ -286,15 +312,82 @@ def _disk_seconds(work: StepWork, machine: MachineRates) -> tuple[float, float, 
     return work.parameters_read / disk.read, work.parameters_written / disk.write, states
 
 
-def _link_seconds(work: StepWork, machine: MachineRates) -> tuple[float, float, float]:
-    """Return the seconds of copies up, of those of new weights, and of copies down."""
-    if not (work.up or work.updated_up or work.down):
-        return 0.0, 0.0, 0.0
+def _over_link(way: str, nbytes: int, machine: MachineRates) -> float:
+    """Return the seconds of bytes that go over the link, "up" or "down"."""
+    if not nbytes:
+        return 0.0
     link = machine.profile.link
     if link is None:
         message = "The profile has no link to an accelerator: run `tensorstow calibrate` there."
         raise OptionError(message)
-    return work.up / link.up, work.updated_up / link.up, work.down / link.down
+    return nbytes / (link.up if way == "up" else link.down)
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """The update of a step."""
+
+    kernels: float
+    """Seconds of whatever side takes longer."""
+    loads: Mapping[str, float]
+
+
+def _update_loads(plan: Plan, work: StepWork, machine: MachineRates) -> _Update:
+    """Return how long each resource works in the update, the disk left out."""
+    there = _share_there(plan.update_on, work, machine)
+    here = 1 - there
+    host = _host_loads(work, machine) if here else {}
+    device = _device_loads(work, machine) if there else {}
+    if not reaches_device(plan.update_on):
+        host.pop("link down", None)  # gradients came down beside backward
+    loads = _sum(
+        [
+            {name: here * seconds for name, seconds in host.items()},
+            {name: there * seconds for name, seconds in device.items()},
+        ]
+    )
+    return _Update(max(loads.get("cores", 0.0), loads.get("accelerator", 0.0)), loads)
+
+
+def _share_there(update_on: UpdateOn | None, work: StepWork, machine: MachineRates) -> float:
+    if isinstance(update_on, float):
+        return update_on
+    if update_on == "device":
+        return 1.0
+    if not reaches_device(update_on) or not work.updates:
+        return 0.0
+    host, device = (
+        max(side(work, machine).values(), default=0.0) for side in (_host_loads, _device_loads)
+    )
+    if update_on == "auto":
+        return float(device < host)
+    return host / (host + device)
+
+
+def _host_loads(work: StepWork, machine: MachineRates) -> dict[str, float]:
+    """Return the seconds of each resource where the host updates all parameters."""
+    return {
+        "cores": sum(n / _rate(key, machine) for key, n in work.updates.items()),
+        "link up": _over_link("up", work.updated_up, machine),
+        "link down": _over_link("down", work.down, machine),
+    }
+
+
+def _device_loads(work: StepWork, machine: MachineRates) -> dict[str, float]:
+    """Return the same where the accelerator does."""
+    rates = machine.profile.device_update
+    lacking = [key for key in work.updates if key not in rates]
+    if lacking:
+        message = (
+            f"The profile has no rate of updates of {', '.join(lacking)} on an accelerator: run"
+            " `tensorstow calibrate` on such a machine, and name its profile."
+        )
+        raise OptionError(message)
+    return {
+        "accelerator": sum(n / rates[key] for key, n in work.updates.items()),
+        "link up": _over_link("up", work.states, machine),
+        "link down": _over_link("down", work.states + work.weights_down, machine),
+    }
 
 
 def _sum(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from tensorstow.states.layout import (
     chunk_bytes,
     cut_alike,
     lay_out,
+    parts_of,
     plan_ring,
     slot_bytes,
     split,
@@ -20,6 +21,9 @@ from tensorstow.states.layout import (
 DEFAULT_STAGING_BYTES = 64 << 20
 _WIDEST = 4  # bytes of a gradient's element: fp32
 _PAGE = 4096
+MOST_DEVICE_SLOTS = 3
+"""Of an accelerator's memory: one chunk goes up, one is updated and one comes down at once."""
+_DEVICE_ALIGN = 128
 AlikeChunks = tuple[Family, ChunkPlan, int]
 """A chunk, and how many there are of its size, one behind the other."""
 
@@ -165,6 +169,22 @@ def predict_whole(
     if not on_disk and not durable:
         held = sum(family.state_bytes(size) for family, sizes in lines for size in sizes)
         return _sum_up(held, [], plan_host([], budget=None))
+    chunks = chunks_of(lines, chunk_elements)
+    at_home = 0 if on_disk else sum(count for *_, count in chunks)
+    host = plan_host(chunks, budget=budget, with_weights=durable, at_home=at_home)
+    kept = HostPlan(host.ring, at_home + host.resident)
+    return _sum_up(0, chunks, kept, with_weights=durable)
+
+
+def chunks_of(
+    lines: Sequence[tuple[Family, Sequence[int]]], chunk_elements: int
+) -> list[AlikeChunks]:
+    """Return the chunks of a whole model's states.
+
+    Args:
+        lines: As ``predict_whole`` takes them.
+        chunk_elements: Elements of a chunk.
+    """
     alike: dict[tuple[int, ...], list[tuple[ChunkPlan, int]]] = {}  # as layers of deep models are
     chunks: list[AlikeChunks] = []
     for family, given in lines:
@@ -172,10 +192,17 @@ def predict_whole(
         if sizes not in alike:
             alike[sizes] = list(cut_alike(lay_out(split(sizes, 1.0)[1]), chunk_elements))
         chunks += [(family, *each) for each in alike[sizes]]
-    at_home = 0 if on_disk else sum(count for *_, count in chunks)
-    host = plan_host(chunks, budget=budget, with_weights=durable, at_home=at_home)
-    kept = HostPlan(host.ring, at_home + host.resident)
-    return _sum_up(0, chunks, kept, with_weights=durable)
+    return chunks
+
+
+def device_slots(chunks: Sequence[tuple[Family, int]]) -> tuple[int, int]:
+    """Return how many slots of an accelerator's memory states pass through, and a slot's bytes.
+
+    Args:
+        chunks: The family and the elements of each chunk that may be updated there.
+    """
+    widest = max((parts_of(family, n)[-1].file_at for family, n in chunks), default=0)
+    return min(MOST_DEVICE_SLOTS, len(chunks)), round_up(widest, _DEVICE_ALIGN)
 
 
 def _sum_up(

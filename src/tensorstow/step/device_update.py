@@ -22,21 +22,19 @@ from dataclasses import dataclass
 import torch
 
 from tensorstow.base.errors import StowError
-from tensorstow.base.sizes import round_up
 from tensorstow.formats.reference import AdamScalars
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Segment, parts_of
+from tensorstow.states.memory import MOST_DEVICE_SLOTS, device_slots
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.host_weight import HostWeight
 from tensorstow.step.update_rule import SegmentUpdate, rule_on
 from tensorstow.tensors.dtensor import flat
 
-MOST_SLOTS = 3
-_MOST_AHEAD = MOST_SLOTS
+_MOST_AHEAD = MOST_DEVICE_SLOTS
 """Chunks whose states are asked for beyond those in slots."""
-_ALIGN = 128
 StreamsOf = Callable[[Chunk, int], Sequence[torch.Tensor]]
 """The streams of a chunk in a slot of the ring, or (-1) in memory of its own."""
 
@@ -98,11 +96,11 @@ class DeviceUpdater:
         families = {chunk.family for chunk in chunks}
         self._rules = {family: rule_on(link.device, family).rule for family in families}
         tables = [self._table_bytes(chunk) for chunk in chunks]
-        states = max(map(_state_bytes, chunks), default=0)
-        self._states_end, self._table_room = round_up(states, _ALIGN), max(tables, default=0)
+        slots, self._states_end = device_slots([(c.family, c.plan.elements) for c in chunks])
+        self._table_room = max(tables, default=0)
         self._slots = [
             torch.empty(self._states_end + self._table_room, dtype=torch.uint8, device=link.device)
-            for _ in range(min(MOST_SLOTS, len(chunks)))
+            for _ in range(slots)
         ]
         self.tables = PinnedBlock(
             len(self._slots) * self._table_room, link.device, link.synchronize
@@ -310,10 +308,6 @@ class DeviceUpdater:
                 parts_of(chunk.family, elements)[:-1], chunk.family.specs, strict=True
             )
         ]
-
-
-def _state_bytes(chunk: Chunk) -> int:
-    return parts_of(chunk.family, chunk.plan.elements)[-1].file_at
 
 
 def _part(whole: torch.Tensor, run: Segment) -> torch.Tensor:

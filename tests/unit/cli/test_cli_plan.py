@@ -79,6 +79,7 @@ def test_rejected_placements_say_what_is_short(capsys: pytest.CaptureFixture[str
     assert isinstance(tried, list)
     assert tried[0] == {
         "plan": {"parameters": "host", "states": "host"},
+        "state_format": None,
         "short": {"host": (308 - 250) << 20},
         "seconds": None,
         "reason": "58.0 MiB of HOST short",
@@ -176,6 +177,74 @@ def test_each_budget_is_of_its_tier(capsys: pytest.CaptureFixture[str]) -> None:
     less = planned(capsys, "--device", "130MiB", "--host", "2GiB")
     assert less["plan"]["parameters"] == "host"  # type: ignore[index]
     assert less["tried"][0]["short"].keys() == {"device"}  # type: ignore[index]
+
+
+def test_states_that_round_are_taken_only_where_that_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = ["--host", "220MiB", "--disk", "1MiB", "--directory", str(tmp_path)]
+    assert main(["plan", MODEL, *budget]) == 2
+    capsys.readouterr()
+    found = planned(capsys, *budget, "--allow-inexact")
+    assert (found["plan"], found["state_format"]) == (
+        {"parameters": "host", "states": "host"},
+        "int8",
+    )
+    assert found["deepspeed_lacks"] == {"overlap": "forward", "state_format": None}
+    assert found["gemini_lacks"] == {"state_format": None}
+    names: dict[str, object] = {"model": build()}
+    exec("\n".join(found["code"]), names)  # type: ignore[arg-type]  # noqa: S102
+    model, optimizer = names["model"], names["optimizer"]
+    assert isinstance(model, nn.Module)
+    assert isinstance(optimizer, tensorstow.AdamW)
+    trained_by(model).backward()
+    optimizer.step()
+    held = {item["what"]: item["bytes"] for item in found["held"]}  # type: ignore[attr-defined]
+    assert optimizer.memory().ram_bytes == held["states"]
+    optimizer.close()
+    assert main(["plan", MODEL, *budget, "--allow-inexact"]) == 0
+    printed = capsys.readouterr().out
+    assert "states on HOST in int8" in printed
+    assert "it cannot say the plan's overlap (it has 'forward'), state_format" in printed
+
+
+def test_units_are_on_two_tiers_where_one_is_too_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = ["--host", "190MiB", "--directory", str(tmp_path)]
+    found = planned(capsys, *budget)
+    told = found["plan"]
+    assert isinstance(told, dict)
+    plan = tensorstow.Plan(**told)
+    tiers = [plan.tier_of(str(number)) for number in range(20)]
+    assert 0 < tiers.count(tensorstow.Tier.HOST) < 20
+    assert found["gemini"] is None
+    assert "units" in found["deepspeed_lacks"]  # type: ignore[operator]
+    assert main(["plan", MODEL, *budget]) == 0
+    assert f"{len(told['units'])} units of them on" in capsys.readouterr().out
+
+
+def test_a_batch_is_cut_into_micro_batches(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_profile(PROFILE)
+    size = ["--batch", "8", "--seq", "64", "--json"]
+    assert main(["plan", small, *size]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    tight = whole["tiers"]["host"]["bytes"] - whole["activations"]["bytes"] // 2
+    budget = ["--host", str(tight), "--disk", "1KiB"]
+    assert main(["plan", small, *size, *budget]) == 2
+    capsys.readouterr()
+    assert main(["plan", small, *size, *budget, "--accumulation-steps", "auto"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    times = found["plan"]["accumulation_steps"]
+    assert times * found["activations"]["batch"] == 8
+    assert times > 1
+    assert found["tiers"]["host"]["bytes"] <= tight
+    assert found["step"]["tokens"] == whole["step"]["tokens"] == 8 * 64
+    config = found["deepspeed"]
+    assert config["train_micro_batch_size_per_gpu"] == 8 // times
+    assert (config["gradient_accumulation_steps"], config["train_batch_size"]) == (times, 8)
+    assert main(["plan", small, "--accumulation-steps", "auto"]) == 2
+    assert "--batch" in capsys.readouterr().err
 
 
 def test_commits_take_room_on_the_disk(capsys: pytest.CaptureFixture[str]) -> None:

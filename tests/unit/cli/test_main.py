@@ -36,6 +36,7 @@ def test_the_command_line_is_frozen() -> None:
         "calibrate": ["--help", "--json", "-h"],
         "plan": [
             "--accumulation-steps",
+            "--allow-inexact",
             "--batch",
             "--commits",
             "--device",

@@ -11,12 +11,13 @@ from torch import nn
 from models import ResidualStack
 from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base.errors import BudgetError
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.units import units_of
 from tensorstow.io.files import ALIGN
 from tensorstow.planner import placement
 from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES
-from tensorstow.planner.placement import Conditions, bytes_of, items_of, states_of
+from tensorstow.planner.placement import Conditions, bytes_of, fit, items_of, states_of
 from tensorstow.planner.search import auto_plan
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 from tensorstow.states.layout import Family, slot_bytes
@@ -44,24 +45,30 @@ HERE = Conditions(device_is_host=True)
 DEVICE = (COUNT + 2 * 4) * G + MAX_IN_FLIGHT_BYTES
 """Parameters, two units unsharded, and gradients on their way down, of one rank of four."""
 UPLOADED = 3 * UNIT
+STAGED = 64 << 20
+"""Of HOST: gradients of chunks on their way to updates, of parameters on DEVICE."""
 LESS = 2 * COUNT * G + RING
 """Of HOST: parameters and gradients, with states on DISK."""
 
 
-def _placed(budget: Budget, conditions: Conditions = AWAY, ranks: int = 4) -> tuple[Tier, Tier]:
+def _placed(budget: Budget, conditions: Conditions = AWAY, ranks: int = 4) -> tuple[Tier, ...]:
+    """Return the tiers that parameters are on, and the states'."""
     plan = auto_plan(sizes(ranks), budget, conditions)
-    return plan.parameters, plan.states
+    tiers = {plan.tier_of(str(n)) for n in range(COUNT)}
+    return *(tier for tier in Tier if tier in tiers), plan.states
 
 
 def test_everything_is_as_high_as_it_fits() -> None:
     assert _placed(Budget()) == (Tier.DEVICE, Tier.HOST)
-    assert _placed(Budget(device=DEVICE, host=4 * COUNT * G)) == (Tier.DEVICE, Tier.HOST)
-    assert _placed(Budget(device=DEVICE, host=LESS)) == (Tier.DEVICE, Tier.DISK)
-    assert _placed(Budget(device=DEVICE - 1)) == (Tier.HOST, Tier.HOST)
+    assert _placed(Budget(device=DEVICE, host=4 * COUNT * G + STAGED)) == (Tier.DEVICE, Tier.HOST)
+    assert _placed(Budget(device=DEVICE, host=LESS + STAGED)) == (Tier.DEVICE, Tier.DISK)
+    assert _placed(Budget(device=DEVICE - 1)) == (Tier.DEVICE, Tier.HOST, Tier.HOST)
     below = 8 * G + UPLOADED + MAX_IN_FLIGHT_BYTES
     assert _placed(Budget(device=below, host=4 * COUNT * G)) == (Tier.HOST, Tier.HOST)
     assert _placed(Budget(device=below, host=LESS)) == (Tier.HOST, Tier.DISK)
-    assert _placed(Budget(device=below, host=LESS - 1)) == (Tier.DISK, Tier.DISK)
+    assert _placed(Budget(device=below, host=LESS - 1)) == (Tier.HOST, Tier.DISK, Tier.DISK)
+    least = Budget(device=below, host=COUNT * G + POOLED + UPLOADED + RING)
+    assert _placed(least) == (Tier.DISK, Tier.DISK)
 
 
 def test_one_rank_has_its_weights_once() -> None:
@@ -106,11 +113,13 @@ def test_units_on_disk_have_what_the_budget_leaves() -> None:
     least = COUNT * G + POOLED + RING
     for host, in_memory in (
         (least, POOLED),
-        (least + 7, POOLED + 7),
+        (least + G - 1, POOLED),
+        (least + G, POOLED + G),
         (least + 5 * G, POOLED + 2 * G),  # two are fetched ahead
     ):
-        plan = auto_plan(sizes(1), Budget(host=host), HERE)
-        assert (plan.parameters, plan.buffer_pool_bytes) == (Tier.DISK, in_memory)
+        plan = fit(Plan(Tier.DISK, Tier.DISK), sizes(1), Budget(host=host), HERE)
+        assert isinstance(plan, Plan)
+        assert plan.buffer_pool_bytes == in_memory
         assert bytes_of(plan, sizes(1), HERE)[Tier.HOST] <= host
 
 
@@ -159,6 +168,47 @@ def test_states_are_predicted_as_the_optimizer_holds_them(dtype: torch.dtype, pl
     found = optimizer.memory()
     optimizer.close()
     assert found == predicted
+
+
+@pytest.mark.parametrize("kept_as", StateFormat)
+@pytest.mark.parametrize("states", [Tier.HOST, Tier.DISK])
+def test_states_of_each_format_are_predicted(kept_as: StateFormat, states: Tier) -> None:
+    model, plan = deep().to(torch.bfloat16), Plan(Tier.HOST, states)
+    conditions = replace(HERE, state_format=kept_as)
+    predicted = states_of(plan, Sizes.of(units_of(model), 1), conditions)
+    make = partial(AdamW, lr=1e-3, state_format=str(kept_as))
+    model, optimizer = stow(model, make, plan=plan)
+    model(torch.randn(2, 512, dtype=torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+    found = optimizer.memory()
+    optimizer.close()
+    assert found == predicted
+
+
+def test_a_run_with_units_on_two_tiers_holds_what_is_predicted() -> None:
+    sizes = Sizes.of(units_of(deep()), 1)
+    budget = Budget(host=sizes.gradient_bytes + (48 << 20) + (26 << 20))
+    plan = auto_plan(sizes, budget, replace(HERE, states=Tier.DISK))
+    above = [unit.name for unit in sizes.units if plan.tier_of(unit.name) == Tier.HOST]
+    assert 0 < len(above) < 40
+    held = {(i.tier, i.what): i.nbytes for i in items_of(plan, sizes, HERE)}
+    model, optimizer = stow(deep(), partial(AdamW, lr=1e-3), plan=plan)
+    for _ in range(2):
+        model(torch.randn(2, 512)).square().mean().backward()
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+    found, memory = parameter_bytes(model), optimizer.memory()
+    optimizer.close()
+    pooled = held.pop((Tier.HOST, "parameters from disk, in memory"))
+    assert 0 <= pooled - found.most_buffer_pool_bytes < 3 * ALIGN
+    assert held == {
+        (Tier.HOST, "parameters"): found.host_bytes,
+        (Tier.DISK, "parameters"): found.disk_bytes,
+        (Tier.HOST, "gradients"): gradients,
+        (Tier.HOST, "ring of states"): memory.ring_bytes,
+        (Tier.DISK, "states"): memory.file_bytes,
+    }
 
 
 @pytest.mark.parametrize("states", [Tier.HOST, Tier.DISK])
@@ -230,9 +280,10 @@ def test_sums_of_micro_batches_are_counted_in_fp32() -> None:
     assert held(several, AWAY) == away
     assert held(beside, AWAY) == away
     there = several.but(parameters="device", overlap="backward")
-    assert held(there, AWAY) == {(Tier.DEVICE, "gradients"): 2 * COUNT * G}
+    staged = {(Tier.HOST, "buffers for gradients of chunks"): STAGED}
+    assert held(there, AWAY) == {(Tier.DEVICE, "gradients"): 2 * COUNT * G, **staged}
     one = there.but(accumulation_steps=1)  # no window there: backward waits for no update
-    assert held(one, AWAY) == {(Tier.DEVICE, "gradients"): COUNT * G}
+    assert held(one, AWAY) == {(Tier.DEVICE, "gradients"): COUNT * G, **staged}
     same = sizes(1)  # fp32 gradients: the sum is where the first one is
     wide = {(i.tier, i.what) for i in items_of(several, same, AWAY)}
     assert (Tier.HOST, "gradients of the first micro-batch") not in wide
@@ -280,4 +331,4 @@ def test_what_weights_pass_through_counts_where_the_device_has_memory(parameters
 
 def test_mirrors_count_where_parameters_are_on_the_device() -> None:
     held = bytes_of(auto_plan(sizes(4), Budget(), AWAY), sizes(4), AWAY)
-    assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 4 * COUNT * G, Tier.DISK: 0}
+    assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 4 * COUNT * G + STAGED, Tier.DISK: 0}

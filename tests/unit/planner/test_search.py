@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, SIZES, UNITS, G
+from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, PROFILE, SIZES, UNITS, G
 from tensorstow import Budget, Plan, Tier
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.profile import DirectoryRates
 from tensorstow.base.update_on import Overlap
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import bytes_of
-from tensorstow.planner.search import Asked, candidates, search, uses_disk
+from tensorstow.planner.search import Asked, Split, candidates, search, uses_disk
+from tensorstow.planner.seconds import MicroBatch
+from tensorstow.planner.sizes import least_in_memory
 
 HOST_BYTES = 4 * UNITS * G
 """Of parameters, gradients and two moments."""
@@ -68,6 +71,86 @@ def test_in_memory_nothing_is_gained_beside_the_same_cores() -> None:
 def test_an_accelerator_has_updates_beside_its_forward() -> None:
     found = search(Asked(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA))
     assert found.chosen.plan == Plan(Tier.DEVICE, Tier.HOST, overlap="forward")
+
+
+def test_the_device_updates_where_that_is_faster() -> None:
+    asked = Asked(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA, on_device=True)
+    found = search(asked)
+    assert (found.chosen.plan.update_on, found.chosen.plan.overlap) == ("hybrid", "none")
+    tried = {(e.plan.update_on, e.plan.overlap) for e in found.tried}
+    assert tried >= {("device", "none"), ("device", "backward"), ("hybrid", "backward")}
+    assert {e.plan.parameters for e in found.tried if e.plan.update_on} == {Tier.DEVICE}
+    assert not any(e.plan.update_on for e in search(replace(asked, on_device=False)).tried)
+    unknown = replace(CUDA, profile=PROFILE.but(device_update={}))
+    assert not any(e.plan.update_on for e in search(replace(asked, machine=unknown)).tried)
+    assert {e.plan.update_on for e in search(replace(asked, update_on="host")).tried} == {"host"}
+    there = search(replace(asked, update_on="device", budget=Budget(device=4 * UNITS * G)))
+    assert {(e.plan.parameters, e.plan.update_on) for e in there.tried} == {(Tier.DEVICE, "device")}
+    assert {e.plan.overlap for e in there.tried} == {"none", "backward"}
+
+
+def units_above(plan: Plan) -> int:
+    return [plan.tier_of(str(n)) for n in range(UNITS)].count(Tier.HOST)
+
+
+def test_as_many_units_as_fit_are_above_the_disk() -> None:
+    last = -1
+    for host in range(9 * G, 20 * G, G):
+        asked = Asked(SIZES, Budget(host=host), HERE, Plan(states=Tier.DISK))
+        asked = replace(asked, conditions=replace(HERE, states=Tier.DISK), overlap="backward")
+        plan = search(asked).chosen.plan
+        assert bytes_of(plan, SIZES, HERE)[Tier.HOST] <= host
+        count = units_above(plan)
+        assert count >= last
+        if 0 < count < UNITS - 1:
+            more = plan.but(
+                parameters="disk",
+                units={str(n): Tier.HOST for n in range(count + 1)},
+                buffer_pool_bytes=least_in_memory([G] * (UNITS - count - 1)),
+            )
+            assert bytes_of(more, SIZES, HERE)[Tier.HOST] > host
+            assert plan.tier_of("0") == Tier.HOST  # whose gradients land last
+        last = count
+    assert last == UNITS
+
+
+def test_units_are_between_device_and_host() -> None:
+    whole = bytes_of(Plan(Tier.DEVICE), SIZES, AWAY)[Tier.DEVICE]
+    below = bytes_of(Plan(Tier.HOST), SIZES, AWAY)[Tier.DEVICE]
+    assert below < whole
+    plans = [search(Asked(SIZES, Budget(device=n), AWAY)).chosen.plan for n in (below, whole - 1)]
+    few, most = (sum(p.tier_of(str(n)) == Tier.DEVICE for n in range(UNITS)) for p in plans)
+    assert 0 == few < most < UNITS
+    assert len(plans[1].units) == min(most, UNITS - most)  # what is said is the shorter
+
+
+def test_formats_that_round_are_taken_where_they_are_allowed_alone() -> None:
+    asked = Asked(SIZES, Budget(host=2 * UNITS * G + 6 * G, disk=0), HERE)
+    with pytest.raises(BudgetError):
+        search(asked)
+    found = search(replace(asked, formats=(StateFormat.BF16, StateFormat.INT8)))
+    assert found.chosen.conditions.state_format == StateFormat.INT8
+    assert bytes_of(found.chosen.plan, SIZES, found.chosen.conditions)[Tier.HOST] <= 26 * G
+    assert {e.conditions.state_format for e in found.tried} == {None, "bf16", "int8"}
+    roomy = search(replace(asked, budget=Budget(), formats=(StateFormat.INT8,)))
+    assert roomy.chosen.conditions.state_format is None
+
+
+def test_a_batch_is_cut_where_its_activations_do_not_fit() -> None:
+    held = replace(HERE, activation_bytes=8 * G)
+    halves = MicroBatch(BATCH.tokens // 2, BATCH.flops // 2)
+    split = Split(2, halves, 4 * G)
+    asked = Asked(SIZES, Budget(host=HOST_BYTES + 4 * G, disk=0), held, batch=BATCH, machine=CPU)
+    with pytest.raises(BudgetError):
+        search(asked)
+    found = search(replace(asked, splits=(split,)))
+    assert found.chosen.plan == Plan(Tier.HOST, Tier.HOST, accumulation_steps=2)
+    assert found.chosen.batch == halves
+    assert found.chosen.step is not None
+    assert found.chosen.step.compute == pytest.approx(30)
+    both = search(replace(asked, budget=Budget(), splits=(split,)))
+    again = [e.plan for e in both.tried if e.plan.accumulation_steps == 2]
+    assert again == []  # everything fits without
 
 
 def test_a_chosen_plan_is_never_over_budget_and_nothing_faster_was_free() -> None:

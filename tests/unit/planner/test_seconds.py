@@ -15,6 +15,7 @@ from tensorstow.planner.seconds import (
     MicroBatch,
     break_even_tokens,
     compute_seconds,
+    device_share,
     time_of,
     work_of,
 )
@@ -97,17 +98,56 @@ def test_an_accelerator_waits_for_its_link() -> None:
     [
         (Plan(states=Tier.DISK), replace(CPU, disk=None), "no directory"),
         (Plan(), replace(CPU, profile=PROFILE.but(update={})), "updates of float32/fp32"),
-        (Plan(Tier.DEVICE, update_on="device"), CUDA, "update_on"),
+        (
+            Plan(Tier.DEVICE, update_on="device"),
+            replace(CUDA, profile=PROFILE.but(device_update={})),
+            "on an accelerator",
+        ),
     ],
 )
 def test_rates_that_are_not_known_are_said(plan: Plan, machine: MachineRates, said: str) -> None:
     conditions = HERE if machine.device == "cpu" else AWAY
     with pytest.raises(OptionError, match=said):
         time_of(plan, SIZES, conditions, BATCH, machine)
-    if machine is CUDA:
+    if machine.device == "cuda":
         bare = replace(CUDA, profile=PROFILE.but(link=None))
         with pytest.raises(OptionError, match="no link"):
             time_of(Plan(), SIZES, AWAY, BATCH, bare)
+
+
+THERE = UNITS * G / 4 / (5 * G)
+"""Seconds of the update on the accelerator."""
+
+
+def test_updates_on_the_device_take_its_kernel_and_the_link_both_ways() -> None:
+    plan = Plan(Tier.DEVICE, update_on="device")
+    step = time_of(plan, SIZES, AWAY, BATCH, CUDA)
+    assert [phase.loads for phase in step.phases[:2]] == [
+        pytest.approx({"accelerator": 1}),
+        pytest.approx({"accelerator": 2}),  # gradients stay
+    ]
+    loads = {"accelerator": THERE, "link up": STATES / 20 / G, "link down": STATES / 10 / G}
+    assert step.phases[2].loads == pytest.approx(loads)
+    beside = time_of(plan.but(overlap="backward"), SIZES, AWAY, BATCH, CUDA)
+    assert beside.seconds == pytest.approx(1 + 2 + THERE)  # both on the accelerator
+
+
+def test_both_sides_update_so_that_they_end_together() -> None:
+    plan = Plan(Tier.DEVICE, update_on="hybrid")
+    there = device_share(plan, SIZES, AWAY, CUDA)
+    alone = [
+        time_of(plan.but(update_on=where), SIZES, AWAY, BATCH, CUDA).phases[2].seconds
+        for where in ("host", "device")
+    ]
+    assert alone == pytest.approx([UPDATE, STATES / 10 / G])
+    assert there == pytest.approx(alone[0] / sum(alone))
+    half = time_of(plan.but(update_on=0.25), SIZES, AWAY, BATCH, CUDA).phases[2]
+    down = 0.25 * STATES / 10 / G + 0.75 * UNITS / 10
+    assert half.loads["cores"] == pytest.approx(0.75 * UPDATE)
+    assert half.loads["link down"] == pytest.approx(down)
+    assert device_share(plan.but(update_on="auto"), SIZES, AWAY, CUDA) == 1.0
+    slow = replace(CUDA, profile=PROFILE.but(device_update={"float32/fp32": G / 1000}))
+    assert device_share(plan.but(update_on="auto"), SIZES, AWAY, slow) == 0.0
 
 
 def test_an_estimate_is_six_operations_for_each_parameter_and_token() -> None:

@@ -23,7 +23,8 @@ from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import parts_of
-from tensorstow.step.device_update import MOST_SLOTS, DeviceUpdater
+from tensorstow.states.memory import MOST_DEVICE_SLOTS
+from tensorstow.step.device_update import DeviceUpdater
 
 CHUNK = 1024
 SMALL = PipelinePolicy(chunk_elements=CHUNK)
@@ -159,7 +160,7 @@ def test_memory_and_bytes_are_the_formula(
     chunks = optimizer._states().chunks
     held = optimizer.memory()
     slot = max(parts_of(c.family, c.plan.elements)[-1].file_at for c in chunks)
-    assert (held.device_bytes, held.staging_bytes) == (MOST_SLOTS * slot, 0)
+    assert (held.device_bytes, held.staging_bytes) == (MOST_DEVICE_SLOTS * slot, 0)
     # Nobody looks at fp32 weights in host memory where nothing commits.
     host_weights = 0 if dtype == "fp32" else sum(-(-n * 2 // 128) * 128 for n in SIZES)
     assert held.host_weight_bytes == host_weights
@@ -249,7 +250,7 @@ def test_chunks_are_handed_over_beside_backward_and_few_at_a_time(
     def counted(chunk: int, pieces: Any) -> None:  # noqa: ANN401
         if chunk in updater._chunks:  # others are the host's, by its feed
             in_backward.append(is_running)
-            assert updater._ahead < MOST_SLOTS
+            assert updater._ahead < MOST_DEVICE_SLOTS
         add(chunk, pieces)
 
     monkeypatch.setattr(updater._pipeline, "add_chunk_gradients", counted)

@@ -240,7 +240,7 @@ def test_tables_are_in_the_slots_and_in_what_goes_up(
     tables = [kernel.table_bytes(len(chunk.plan.runs)) for chunk in chunks]
     states = max(c.family.state_bytes(c.plan.elements) for c in chunks)
     held = optimizer.memory().device_bytes
-    assert held == device_update.MOST_SLOTS * (states + max(tables))
+    assert held == device_update.MOST_DEVICE_SLOTS * (states + max(tables))
     for part in net.parts:
         part.grad = torch.ones_like(part)
     before = optimizer.traffic().bytes_up

@@ -1,0 +1,63 @@
+"""How fast an accelerator updates parameters whose states are on it."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tensorstow.base.profile import update_key
+from tensorstow.formats.reference import adam_scalars
+from tensorstow.formats.state_format import StateFormat
+from tensorstow.measure.host_rates import fastest, waited
+from tensorstow.states.layout import Family
+from tensorstow.states.update_trial import FAMILIES, PARAMETERS
+from tensorstow.step.update_rule import SegmentUpdate, rule_on
+
+
+def measure_device_updates(device: torch.device, seconds: float = 1.0) -> dict[str, float]:
+    """Return parameters per second that an accelerator updates, by "dtype/format": exact ones.
+
+    Their states are on it; what moves them there is the link's.
+
+    Args:
+        device: The accelerator.
+        seconds: How long to measure, about.
+    """
+    exact = [(dtype, kept_as) for dtype, kept_as in FAMILIES if kept_as.exact]
+    each = seconds / len(exact)
+    return {
+        update_key(dtype, kept_as): PARAMETERS
+        / fastest(waited(device_update_trial(device, dtype, kept_as), device), each)
+        for dtype, kept_as in exact
+    }
+
+
+def device_update_trial(
+    device: torch.device, dtype: torch.dtype, kept_as: StateFormat
+) -> Callable[[], None]:
+    """Return what updates ``PARAMETERS`` parameters on an accelerator, as a run does.
+
+    Args:
+        device: The accelerator.
+        dtype: Of the parameters and their gradients.
+        kept_as: The format of their states.
+    """
+    family = Family(dtype, amsgrad=False, format=kept_as)
+    streams = [
+        torch.zeros(-(-PARAMETERS // spec.per), dtype=spec.dtype, device=device)
+        for spec in family.specs
+    ]
+    rule = rule_on(device, family).rule
+    weight, gradient = (torch.zeros(PARAMETERS, dtype=dtype, device=device) for _ in range(2))
+    scalars = adam_scalars(
+        lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=10, decoupled=True
+    )
+    segment = SegmentUpdate(weight, gradient, 0, 0, scalars, key=0, seed_master=False)
+    tables = [
+        torch.empty(rule.table_bytes(1), dtype=torch.uint8, device=where)
+        for where in (torch.device("cpu"), device)
+    ]
+    pairs, update = rule.prepare([segment], family, tables[0], tables[1])
+    for there, here in pairs:
+        there.copy_(here)
+    return partial(update, streams)
