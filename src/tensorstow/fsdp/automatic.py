@@ -15,7 +15,7 @@ from tensorstow.base.directories import check_directory, choose_directory
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.sharding import host_group, join_ranks, world_size
 from tensorstow.fsdp.units import Unit
@@ -55,6 +55,7 @@ def choose_plan(
     budget: Budget | None,
     device: torch.device,
     directory: str | os.PathLike[str] | None,
+    tokens: int | None,
 ) -> Plan:
     """Return the plan that ``plan="auto"`` stands for, and log what was chosen, and why.
 
@@ -66,6 +67,7 @@ def choose_plan(
         budget: What the user gave; None: the machine is the budget.
         device: What computes.
         directory: Of states on disk; None: one is chosen.
+        tokens: Of a micro-batch of one rank; None: it is not known.
 
     Raises:
         BudgetError: No placement fits; it says what is short.
@@ -74,12 +76,12 @@ def choose_plan(
     limit = _device_limit(device) if budget is None else own.bytes_of(Tier.DEVICE)
     known = _agree(_Known(own, read_profile(), limit), device)
     parameters = sum(n for _, n in asked.sizes.trained) * asked.sizes.ranks
-    batch = MicroBatch.estimate(parameters, _TOKENS)
+    batch = MicroBatch.estimate(parameters, tokens or _TOKENS)
     asked = replace(asked, budget=known.budget, batch=batch)
     found = _search(asked, known.profile, device, directory)
     _log(found, asked, told="given" if budget is not None else "of this machine")
     plan = found.chosen.plan
-    if device.type == "cpu" or plan.parameters != Tier.HOST:
+    if device.type == "cpu" or Tier.HOST not in {plan.parameters, *plan.units.values()}:
         return plan
     return plan.but(device_limit=known.device_limit)
 
@@ -188,4 +190,13 @@ def _log(found: Found, asked: Asked, *, told: str) -> None:
 
 
 def _name(plan: Plan) -> str:
-    return f"parameters={plan.parameters}, states={plan.states}, overlap={plan.overlap}"
+    """Return what tells a plan from the others that were tried."""
+    told = f"parameters={plan.parameters}"
+    for tier in dict.fromkeys(plan.units.values()):
+        there = list(plan.units.values()).count(tier)
+        told += f" ({format_count(there, 'unit')} on {tier})"
+    told += f", states={plan.states}, overlap={plan.overlap}"
+    for name in ("update_on", "ram_budget"):
+        if (value := getattr(plan, name)) is not None:
+            told += f", {name}={value}"
+    return told

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +20,8 @@ from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import reaches_device
+from tensorstow.base.update_on import is_update_on, reaches_device
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.automatic import choose_plan
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.gradient_offload import GradientOffload
@@ -57,6 +58,7 @@ from tensorstow.fsdp.validation import (
     validate_optimizer,
     validate_parameters,
     validate_same_on_ranks,
+    validate_tokens,
     validate_units,
 )
 from tensorstow.io.buffer_pool import BufferPool
@@ -126,6 +128,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     units: Sequence[nn.Module] | None = None,
     weights: Path = None,
     init: Callable[[nn.Module], None] | None = None,
+    tokens: int | None = None,
 ) -> tuple[nn.Module, StowedAdam]:
     """Place a model and the states of its optimizer on device, host and disk.
 
@@ -152,6 +155,8 @@ def stow(  # noqa: PLR0913  # the one door to everything
         weights: Safetensors to load: a file or a directory. Default: None, the model's own values.
         init: Sets the first values of one module of a model on the meta device. Default: None, the
             module's ``reset_parameters``.
+        tokens: For ``plan="auto"``, the tokens of a micro-batch of one rank (samples, where a model
+            has no tokens): how long computing takes beside transfers. Default: None, 2048.
 
     Returns:
         The model and its optimizer.
@@ -162,12 +167,16 @@ def stow(  # noqa: PLR0913  # the one door to everything
     """
     validate_arguments(model, optimizer, plan, compute_dtype, mesh)
     validate_budget(budget)
+    validate_tokens(tokens)
     validate_init(init)
     device = current_device()
     chosen = units_of(model, units)
     if plan == "auto":
         asked = _asked(chosen, device, mesh, optimizer, dir)
-        plan = choose_plan(asked, chosen, budget, device, dir)
+        plan = choose_plan(asked, chosen, budget, device, dir, tokens)
+    elif tokens is not None:
+        message = "tokens= was given beside a plan: it is for choosing one."
+        raise OptionError(message)
     elif budget is not None:
         message = "budget= was given beside a plan, which says itself what lives where."
         raise OptionError(message)
@@ -343,16 +352,24 @@ def _asked(
     ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     told = given_keywords(optimizer)
     states = Tier(told["states"]) if told.get("states") in _STATE_TIERS else None
-    here = device.type == "cpu"
+    here, where = device.type == "cpu", told.get("update_on")
     commits = (directory or told.get("dir")) is not None and told.get("durability") != "none"
     return Asked(
         Sizes.of(units, ranks),
         Budget(),
-        Conditions(here, commits=commits, states=states),
+        Conditions(here, commits=commits, state_format=_format(told), states=states),
         Plan(accumulation_steps=told.get("accumulation_steps", 1)),
         told.get("overlap", None if takes(optimizer, "overlap") else "none"),
         spend="ram_budget" not in told and takes(optimizer, "ram_budget"),
+        on_device=takes(optimizer, "update_on"),
+        update_on=None if here or not is_update_on(where) else where,
     )
+
+
+def _format(told: Mapping[str, Any]) -> StateFormat | None:
+    """Return the format of states that the user has told the optimizer, which checks it."""
+    given = told.get("state_format")
+    return StateFormat(given) if given in set(StateFormat) else None
 
 
 def _stays_whole(

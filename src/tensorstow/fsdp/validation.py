@@ -99,6 +99,18 @@ def validate_budget(budget: object) -> None:
         raise OptionError(message)
 
 
+def validate_tokens(tokens: object) -> None:
+    """Check that ``tokens`` is a number of tokens or None.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if tokens is None or (isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0):
+        return
+    message = f"tokens={tokens!r} was given: it is a number of tokens of a micro-batch, at least 1."
+    raise OptionError(message)
+
+
 def validate_init(init: object) -> None:
     """Check that ``init`` can give a module its first values.
 

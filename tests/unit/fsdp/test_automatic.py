@@ -74,6 +74,25 @@ def test_the_machine_is_the_budget_where_none_is_given(monkeypatch: pytest.Monke
     assert placed(budget=Budget())[0].states == Tier.HOST  # no limit
 
 
+def test_tokens_say_how_long_computing_takes() -> None:
+    slow = replace(DISK, read=1e9, write=1e9, mixed=1e9)
+    write_profile(PROFILE.but(machine=identify_machine(), directories={"/": slow}))
+    budget = Budget(host=4 * BYTES - 1)
+    assert [placed(budget=budget, tokens=n)[0].overlap for n in (1, 2048)] == ["none", "forward"]
+    for tokens in (0, 1.5, True):
+        with pytest.raises(OptionError, match="tokens="):
+            placed(tokens=tokens)
+    with pytest.raises(OptionError, match="beside a plan"):
+        placed(plan=Plan(), tokens=1)
+
+
+def test_the_format_that_the_optimizer_is_told_counts() -> None:
+    told = partial(AdamW, lr=1e-3, state_format="int8")
+    stowed, optimizer = stow(model(), told, budget=Budget(host=3 * BYTES))
+    optimizer.close()
+    assert tensorstow.plan_of(stowed) == Plan(Tier.HOST, Tier.HOST)
+
+
 def test_rates_choose_the_overlap() -> None:
     slow = replace(DISK, read=1e9, write=1e9, mixed=1e9)  # about what computing takes
     write_profile(PROFILE.but(machine=identify_machine(), directories={"/": slow}))
