@@ -52,6 +52,18 @@ class StreamSpec:
     dtype: torch.dtype
     per: int
 
+    def length(self, elements: int) -> int:
+        """Return the stream's elements for those of a parameter; a group begun counts whole."""
+        return -(-elements // self.per)
+
+    def nbytes(self, elements: int) -> int:
+        """Return the stream's bytes for ``elements`` of a parameter."""
+        return self.length(elements) * self.dtype.itemsize
+
+    def part(self, stream: Tensor, begin: int, end: int) -> Tensor:
+        """Return what a stream has of a parameter's elements; ``begin`` is that of a group."""
+        return stream[begin // self.per : self.length(end)]
+
 
 def state_names(dtype: torch.dtype, *, amsgrad: bool) -> tuple[str, ...]:
     """Return the names of the fp32 states that users see of a parameter of ``dtype``."""
@@ -165,7 +177,7 @@ def _cut(
     streams: Sequence[Tensor], specs: Sequence[StreamSpec], begin: int, end: int
 ) -> dict[str, Tensor]:
     return {
-        spec.name: stream[begin // spec.per : -(-end // spec.per)]
+        spec.name: spec.part(stream, begin, end)
         for spec, stream in zip(specs, streams, strict=True)
     }
 

@@ -6,7 +6,7 @@ import mmap
 import torch
 
 from tensorstow.base.errors import BudgetError
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.confinement import prefer_own_node
 
 PAGE = mmap.PAGESIZE
@@ -27,7 +27,7 @@ class Arena:
 
     def __init__(self, nbytes: int, *, in_children: bool) -> None:
         """Map ``nbytes`` (rounded up to a page); raise BudgetError where the system has no room."""
-        self.nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)
+        self.nbytes = max(PAGE, round_up(nbytes, PAGE))
         # Two extra huge pages let the first byte sit on a huge-page boundary.
         try:
             self._map = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=_PRIVATE)

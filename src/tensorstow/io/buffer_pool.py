@@ -21,6 +21,7 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, PoisonedError
+from tensorstow.base.sizes import round_up
 from tensorstow.io.arena import Arena
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import ALIGN, IoFuture, backend_for, scratch_file
@@ -123,7 +124,7 @@ class BufferPool:
 
     def add(self, nbytes: int) -> PooledBuffer:
         """Return a buffer of zeros, of ``nbytes`` rounded up."""
-        buffer = PooledBuffer(self, -(-nbytes // ALIGN) * ALIGN, self._end)
+        buffer = PooledBuffer(self, round_up(nbytes, ALIGN), self._end)
         self._end += buffer.nbytes
         self._largest = max(self._largest, buffer.nbytes)
         return buffer

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from tensorstow.base.sizes import round_up
 from tensorstow.formats.state_format import decode, encode
 from tensorstow.io.arena import Arena
 from tensorstow.states.layout import (
@@ -80,9 +81,7 @@ class ChunkRing:
         start = slot * self.plan.slot_bytes
         parts = parts_of(chunk.family, chunk.plan.elements)
         return tuple(
-            self._arena.tensor(
-                start + part.slot_at, -(-chunk.plan.elements // spec.per), spec.dtype
-            )
+            self._arena.tensor(start + part.slot_at, spec.length(chunk.plan.elements), spec.dtype)
             for part, spec in zip(parts, chunk.family.specs, strict=False)
         )
 
@@ -112,13 +111,13 @@ def place_in_ram(
         return [], {}
     specs = family.specs
     allocate = allocate or partial(Arena, in_children=True)
-    arenas = [allocate(-(-elements // s.per) * s.dtype.itemsize) for s in specs]
+    arenas = [allocate(spec.nbytes(elements)) for spec in specs]
     chunks = []
     for index, plan in enumerate(cut(runs, capacity)):
         views = tuple(
             arena.tensor(
-                index * capacity // spec.per * spec.dtype.itemsize,
-                -(-plan.elements // spec.per),
+                spec.nbytes(index * capacity),
+                spec.length(plan.elements),
                 spec.dtype,
             )
             for arena, spec in zip(arenas, specs, strict=True)
@@ -144,8 +143,8 @@ def allocate_resident(chunks: Sequence[Chunk], allocate: Allocate | None = None)
     for chunk in chunks:
         for spec in chunk.family.specs:
             starts.append(end)
-            nbytes = -(-chunk.plan.elements // spec.per) * spec.dtype.itemsize
-            end = -(-(end + nbytes) // _PAGE) * _PAGE + _PAGE
+            nbytes = spec.nbytes(chunk.plan.elements)
+            end = round_up(end + nbytes, _PAGE) + _PAGE
     if not chunks:
         return
     allocate = allocate or partial(Arena, in_children=True)
@@ -153,7 +152,7 @@ def allocate_resident(chunks: Sequence[Chunk], allocate: Allocate | None = None)
     places = iter(starts)
     for chunk in chunks:
         chunk.resident = tuple(
-            arena.tensor(next(places), -(-chunk.plan.elements // spec.per), spec.dtype)
+            arena.tensor(next(places), spec.length(chunk.plan.elements), spec.dtype)
             for spec in chunk.family.specs
         )
 
@@ -179,7 +178,7 @@ def slices(
     for index, plan in enumerate(cut(chunk.plan.runs, PART_ELEMENTS)):
         begin, end = index * PART_ELEMENTS, index * PART_ELEMENTS + plan.elements
         kept = [
-            stream[begin // spec.per : -(-end // spec.per)]
+            spec.part(stream, begin, end)
             for stream, spec in zip(streams, chunk.family.specs, strict=True)
         ]
         yield Chunk(plan, chunk.family), kept

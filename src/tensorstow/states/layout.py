@@ -80,7 +80,7 @@ class Family:
 
 @lru_cache(maxsize=1 << 16)
 def _state_bytes(family: Family, elements: int) -> int:
-    return sum(-(-elements // s.per) * s.dtype.itemsize for s in family.specs)
+    return sum(spec.nbytes(elements) for spec in family.specs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,9 +301,7 @@ class DeviceUpdater:
         """Return the views of a slot that hold a chunk's streams."""
         elements = chunk.plan.elements
         return [
-            self._slots[slot][part.file_at :][
-                : -(-elements // spec.per) * spec.dtype.itemsize
-            ].view(spec.dtype)
+            self._slots[slot][part.file_at :][: spec.nbytes(elements)].view(spec.dtype)
             for part, spec in zip(
                 parts_of(chunk.family, elements)[:-1], chunk.family.specs, strict=True
             )

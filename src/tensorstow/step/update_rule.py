@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tensorstow.base.sizes import round_up
 from tensorstow.formats.quantize import GROUP
 from tensorstow.formats.reference import (
     AdamScalars,
@@ -61,7 +62,7 @@ def update_by_reference(
     for segment in segments:
         begin, end = segment.position, segment.position + segment.weight.numel()
         own = [
-            stream[begin // spec.per : -(-end // spec.per)]
+            spec.part(stream, begin, end)
             for stream, spec in zip(streams, family.specs, strict=True)
         ]
         adam_reference_in_format(
@@ -238,10 +239,10 @@ class _Trial:
                 weight, gradient, position, 0, scalars, key=size, seed_master=position > 0
             )
             self.segments.append(segment)
-            position += -(-size // GROUP) * GROUP
+            position += round_up(size, GROUP)
         self.streams = []
         for spec in family.specs:
-            count = -(-position // spec.per)
+            count = spec.length(position)
             if spec.dtype.is_floating_point:
                 stream = numbers(count, spec.dtype)
                 stream = stream if spec.name == "exp_avg" else stream.abs()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorstow.base.errors import StoreFormatError
+from tensorstow.base.sizes import round_up
 
 PAGE = 4096
 """Extents and the streams in them begin on multiples of this, and are padded to it."""
@@ -16,7 +17,7 @@ HEADER_BYTES = 3 * PAGE
 
 def padded(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to a whole page."""
-    return -(-nbytes // PAGE) * PAGE
+    return round_up(nbytes, PAGE)
 
 
 @dataclass(frozen=True, slots=True, order=True)
