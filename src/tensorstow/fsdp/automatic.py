@@ -24,6 +24,7 @@ from tensorstow.io.local_ranks import local_ranks
 from tensorstow.planner.placement import bytes_of
 from tensorstow.planner.search import Asked, Found, search
 from tensorstow.planner.seconds import MachineRates, MicroBatch
+from tensorstow.report.run_record import PredictedStep
 
 logger = logging.getLogger("tensorstow")
 
@@ -56,8 +57,10 @@ def choose_plan(
     device: torch.device,
     directory: str | os.PathLike[str] | None,
     tokens: int | None,
-) -> Plan:
+) -> tuple[Plan, PredictedStep | None]:
     """Return the plan that ``plan="auto"`` stands for, and log what was chosen, and why.
+
+    Beside it: what is predicted of a step, where rates and ``tokens`` are known.
 
     Ranks agree: each tier has what the rank with least of it has, and rates are rank 0's.
 
@@ -80,10 +83,13 @@ def choose_plan(
     asked = replace(asked, budget=known.budget, batch=batch)
     found = _search(asked, known.profile, device, directory)
     _log(found, asked, told="given" if budget is not None else "of this machine")
-    plan = found.chosen.plan
+    plan, timed = found.chosen.plan, found.chosen.step
+    step = None
+    if timed is not None and tokens is not None:
+        step = PredictedStep(timed.seconds, timed.binding)
     if device.type == "cpu" or Tier.HOST not in {plan.parameters, *plan.units.values()}:
-        return plan
-    return plan.but(device_limit=known.device_limit)
+        return plan, step
+    return plan.but(device_limit=known.device_limit), step
 
 
 def _device_limit(device: torch.device) -> int | None:

@@ -15,8 +15,9 @@ from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.io.transfer_log import TransferLog
 from tensorstow.planner.placement import Item
-from tensorstow.report.run_record import Compared
+from tensorstow.report.run_record import Compared, PredictedStep
 from tensorstow.states.memory import StateMemory
+from tensorstow.tensors.dtensor import shard_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class ParameterPart:
         model: The model.
         links: The links that its weights and gradients go over.
         predict: Returns what its plan holds on each tier.
+        step: What was predicted of a step; None: nothing.
     """
 
     def __init__(
@@ -97,11 +99,13 @@ class ParameterPart:
         model: weakref.ref[nn.Module],
         links: Sequence[DeviceLink],
         predict: Callable[[], Sequence[Item]],
+        step: PredictedStep | None = None,
     ) -> None:
         """Log nothing yet; the class documents the arguments."""
         self._model = model
         self._links = tuple(links)
         self._predict = predict
+        self._step = step
         alive = model()
         parameters = [] if alive is None else alive.parameters()
         shards = [s for p in parameters if (s := storage_of(p)) is not None]
@@ -142,6 +146,10 @@ class ParameterPart:
         model = self._model()
         return 0 if model is None else parameter_bytes(model).disk_bytes
 
+    def predicted(self) -> PredictedStep | None:
+        """Return what was predicted of a step."""
+        return self._step
+
     def compared(self, memory: StateMemory) -> list[Compared]:
         """Return what the plan predicts, beside what is there.
 
@@ -158,7 +166,14 @@ class ParameterPart:
             ("disk", "states"): memory.file_bytes,
             ("host", "parameters from disk, in memory"): held.most_buffer_pool_bytes,
             ("disk", "parameters"): held.disk_bytes,
+            ("host", "weights that updates write"): memory.host_weight_bytes,
+            ("host", "buffers for gradients of chunks"): memory.staging_bytes,
+            ("host", "buffers for parameters"): held.staging_bytes,
+            ("device", "buffers for states"): memory.device_bytes,
+            ("device", "buffers for parameters"): held.device_bytes,
         }
+        there = [shard_of(p) for p in model.parameters() if storage_of(p) is None]
+        measured["device", "parameters"] = sum(p.nbytes for p in there if not p.is_cpu)
         stored = [p for p in model.parameters() if storage_of(p) is not None]
         if not stored:
             whole = sum(p.nbytes for p in model.parameters() if p.is_cpu)

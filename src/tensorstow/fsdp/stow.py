@@ -23,6 +23,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on, reaches_device
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.automatic import choose_plan
+from tensorstow.fsdp.first_steps import FirstSteps
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.gradient_offload import GradientOffload
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
@@ -69,6 +70,7 @@ from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
 from tensorstow.planner.placement import Conditions, Item, items_of
 from tensorstow.planner.search import Asked
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
+from tensorstow.report.run_record import PredictedStep
 
 Path = str | os.PathLike[str] | None
 _STATE_TIERS = ("host", "ram", "disk")
@@ -169,11 +171,12 @@ def stow(  # noqa: PLR0913  # the one door to everything
     validate_budget(budget)
     validate_tokens(tokens)
     validate_init(init)
-    device = current_device()
+    device, step = current_device(), None
+    is_chosen = plan == "auto"
     chosen = units_of(model, units)
     if plan == "auto":
         asked = _asked(chosen, device, mesh, optimizer, dir)
-        plan = choose_plan(asked, chosen, budget, device, dir, tokens)
+        plan, step = choose_plan(asked, chosen, budget, device, dir, tokens)
     elif tokens is not None:
         message = "tokens= was given beside a plan: it is for choosing one."
         raise OptionError(message)
@@ -187,7 +190,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
         values = InitialValues(weights, init, None, model)
         sizes = Sizes.of(chosen, 1)
         request = _Request(model, chosen, plan, device, values, optimizer, dir)
-        made = _to_be_reported(_place_whole(request), request, sizes)
+        made = _to_be_reported(_place_whole(request), request, sizes, step, is_chosen=is_chosen)
         _PLANS[model] = plan
         return model, made
     validate_parameters(chosen)
@@ -209,13 +212,24 @@ def stow(  # noqa: PLR0913  # the one door to everything
     values = InitialValues(weights, init, group, model)
     sizes = Sizes.of(chosen, sharding.ranks)
     request = _Request(model, chosen, plan, device, values, optimizer, dir)
-    made = _to_be_reported(_place_sharded(request, sharding), request, sizes)
+    made = _place_sharded(request, sharding)
+    made = _to_be_reported(made, request, sizes, step, is_chosen=is_chosen)
     _PLANS[model] = plan
     return model, made
 
 
-def _to_be_reported(made: StowedAdam, request: _Request, sizes: Sizes) -> StowedAdam:
-    """Let reports of the optimizer have the parameters in them, and what the plan predicts."""
+def _to_be_reported(
+    made: StowedAdam,
+    request: _Request,
+    sizes: Sizes,
+    step: PredictedStep | None,
+    *,
+    is_chosen: bool,
+) -> StowedAdam:
+    """Let reports of the optimizer have the parameters in them, and what the plan predicts.
+
+    A plan that was chosen here is compared with its first steps.
+    """
     policy, plan = made.offload_policy, request.plan
     conditions = Conditions(
         request.device.type == "cpu",
@@ -229,7 +243,10 @@ def _to_be_reported(made: StowedAdam, request: _Request, sizes: Sizes) -> Stowed
         return items_of(plan, sizes, conditions) if follows else []
 
     model = weakref.ref(request.model)
-    made.recorded_parts.append(partial(ParameterPart, model, request.links, predict))
+    part = partial(ParameterPart, model, request.links, predict, step)
+    made.recorded_parts.append(part)
+    if is_chosen:
+        FirstSteps(lambda optimizer: part().compared(optimizer.memory()), step).watch(made)
     return made
 
 

@@ -19,7 +19,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
-from tensorstow.report.run_record import STEP, Compared, RunRecord
+from tensorstow.report.run_record import STEP, Compared, PredictedStep, RunRecord
 from tensorstow.report.samples import MemorySampler, Samples
 from tensorstow.report.spans import COMPUTE, Sample, TimeSpan, span_of
 from tensorstow.states.memory import StateMemory
@@ -50,6 +50,9 @@ class RecordedPart(Protocol):
     def compared(self, memory: StateMemory) -> list[Compared]:
         """Return what a plan predicts, beside what is there."""
 
+    def predicted(self) -> PredictedStep | None:
+        """Return what a plan predicts of a step; None: nothing."""
+
 
 class StatesPart:
     """A part of a run that holds and moves nothing that its optimizer does not count."""
@@ -70,6 +73,10 @@ class StatesPart:
         """Return nothing."""
         del memory
         return []
+
+    def predicted(self) -> PredictedStep | None:
+        """Return None: nothing."""
+        return None
 
 
 class LinkPart(StatesPart):
@@ -343,6 +350,7 @@ def totals(optimizer: Optimizer, run: RecordedRun, parts: list[RecordedPart]) ->
         traffic=run.traffic(),
         disk_bytes=memory.file_bytes + sum(part.disk_bytes() for part in parts),
         compared=tuple(each for part in parts for each in part.compared(memory)),
+        predicted=next((step for part in parts if (step := part.predicted())), None),
     )
 
 

@@ -15,6 +15,7 @@ from tensorstow.report.page import LOG_VIEW, LogRow, document, log_of
 from tensorstow.report.run_record import (
     WAIT,
     LaneFigures,
+    PredictedStep,
     RunRecord,
     lane_figures,
     median_step,
@@ -85,6 +86,7 @@ def figures_of(record: RunRecord) -> dict[str, Any]:
         "memory": asdict(record.memory),
         "traffic": asdict(record.traffic),
         "plan": [asdict(each) for each in record.compared],
+        "predicted_step": None if record.predicted is None else asdict(record.predicted),
         "dropped": record.dropped,
     }
 
@@ -243,6 +245,8 @@ def _bytes(record: RunRecord) -> Iterable[str]:
 
 def _plan(record: RunRecord) -> Iterable[str]:
     rows = []
+    if record.predicted is not None:
+        rows.append(_step_row(record.predicted, median_step(record)))
     for each in record.compared:
         measured, off = "not counted apart", ""
         if each.measured is not None:
@@ -250,6 +254,14 @@ def _plan(record: RunRecord) -> Iterable[str]:
             off = f"{each.measured / each.predicted - 1:+.1%}" if each.predicted else ""
         rows.append((f"{each.tier} {each.what}", format_bytes(each.predicted), measured, off))
     yield from _table(("what", "predicted", "measured", "difference"), rows)
+
+
+def _step_row(predicted: PredictedStep, took: float | None) -> tuple[str, str, str, str]:
+    what = f"a step, bound by {predicted.binding}"
+    if took is None:
+        return what, f"{predicted.seconds:.3g} s", "not recorded", ""
+    off = f"{took / predicted.seconds - 1:+.1%}"
+    return what, f"{predicted.seconds:.3g} s", f"{took:.3g} s", off
 
 
 def _log(record: RunRecord) -> dict[str, Any]:

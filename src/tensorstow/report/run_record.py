@@ -49,6 +49,15 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedStep:
+    """What a plan predicts of a step."""
+
+    seconds: float
+    binding: str
+    """The resource that most of it waits for."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """What was recorded; times are in seconds since the recording began."""
 
@@ -67,6 +76,8 @@ class RunRecord:
     """Since the optimizer was made."""
     disk_bytes: int
     compared: Sequence[Compared] = ()
+    predicted: PredictedStep | None = None
+    """None: the plan was given, or its seconds were not predicted."""
     dropped: int = 0
     """Entries of the logs that found them full."""
 

@@ -1,0 +1,111 @@
+"""The first steps of ``plan="auto"`` beside what was predicted: one line, and the same bits."""
+
+import json
+import logging
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstow
+from compare import all_equal
+from machines import DISK, PROFILE
+from tensorstow import AdamW, Budget
+from tensorstow.base.profile import identify_machine, write_profile
+from tensorstow.fsdp import first_steps
+from tensorstow.fsdp.first_steps import compared_line
+from tensorstow.report.run_record import Compared, PredictedStep
+
+STEP = PredictedStep(1.0, "disk")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_what_is_as_planned_is_told() -> None:
+    items = [
+        Compared("HOST", "states", 800 << 20, 800 << 20),
+        Compared("HOST", "parameters", 200 << 20, 390 << 20),
+        Compared("HOST", "gradients", 1 << 40, None),
+        Compared("DISK", "states", 1 << 30, 1 << 30),
+    ]
+    level, line = compared_line(items, STEP, 1.19)
+    assert level == logging.INFO
+    assert line == (
+        "first steps as planned: HOST 1000.0 MiB predicted, 1.2 GiB measured; DISK 1.0 GiB"
+        " predicted, 1.0 GiB measured; a step 1 s predicted, 1.19 s measured"
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "seconds", "said"),
+    [
+        (1300, 1.0, ["HOST differs most in ring"]),
+        (700, 1.0, ["HOST differs most in ring"]),
+        (1000, 1.21, ["bound by disk", "calibrate"]),
+        (1000, 0.79, ["bound by disk"]),
+        (1300, 2.0, ["ring", "bound by disk"]),
+    ],
+)
+def test_more_than_a_fifth_is_warned_of(measured: int, seconds: float, said: list[str]) -> None:
+    items = [Compared("HOST", "states", 0, 0), Compared("HOST", "ring", 1000, measured)]
+    level, line = compared_line(items, STEP, seconds)
+    assert level == logging.WARNING
+    for part in said:
+        assert part in line
+
+
+def trained(count: int = 8, **given: object) -> tuple[nn.Module, AdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(count)))
+    model, optimizer = tensorstow.stow(model, partial(AdamW, lr=1e-2), **given)  # type: ignore[arg-type]
+    for _ in range(5):
+        model(torch.ones(2, 1024)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert isinstance(optimizer, AdamW)
+    return model, optimizer
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.getMessage().startswith("first steps")]
+
+
+def test_one_line_is_logged_and_no_bit_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="tensorstow")
+    monkeypatch.setattr(first_steps, "_OFF", 1e9)  # the machine may be busy
+    write_profile(PROFILE.but(machine=identify_machine(), directories={"/": DISK}))
+    model, optimizer = trained(budget=Budget(host=(128 << 20) - 1), tokens=2)
+    (line,) = lines(caplog)
+    assert "as planned" in line
+    for part in ("HOST", "DISK", "a step", "s predicted", "s measured"):
+        assert part in line
+    report = tmp_path / "report"
+    optimizer.report(report)
+    told = json.loads((report / "report.json").read_text())["predicted_step"]
+    assert f"a step {told['seconds']:.3g} s predicted" in line
+    assert f"a step, bound by {told['binding']}" in (report / "report.html").read_text()
+    optimizer.close()
+    plan = tensorstow.plan_of(model)
+    assert plan.states == "disk"
+    caplog.clear()
+    again, other = trained(plan=plan)
+    assert all_equal(list(again.parameters()), list(model.parameters()))
+    assert lines(caplog) == []
+    other.close()
+
+
+def test_seconds_are_compared_only_where_they_were_predicted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="tensorstow")
+    trained(count=1)[1].close()
+    (line,) = lines(caplog)
+    assert "s measured, not predicted without rates and tokens=" in line
+    assert "as planned" in line
