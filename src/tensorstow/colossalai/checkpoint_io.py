@@ -26,7 +26,7 @@ from tensorstow.fsdp.export import (
     save_safetensors_file,
     write_configuration,
 )
-from tensorstow.fsdp.full_tensors import resharded, whole_weights
+from tensorstow.fsdp.full_tensors import whole_weights
 from tensorstow.fsdp.sharding import host_group
 
 Checkpoint = str | os.PathLike[str]
@@ -103,7 +103,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool) -> Non
         StoreFormatError: There is no checkpoint.
         OptionError: The names are others.
     """
-    module = resharded(_module_of(model))
+    module = _module_of(model)
     own = set(module.state_dict())
     missing, unexpected = set(own), set()
     for file in _files_of(Path(checkpoint), (f"model{_OF_SAFETENSORS}", _WEIGHTS + _SUFFIX)):

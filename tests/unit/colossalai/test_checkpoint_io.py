@@ -280,3 +280,17 @@ def test_an_optimizer_that_was_not_boosted_is_refused(tmp_path: Path) -> None:
     run = Run(0)
     with pytest.raises(OptionError, match=r"give the optimizer that boost\(\) returned"):
         run.booster.save_optimizer(run.optimizer.unwrap(), tmp_path / "o")
+
+
+def test_weights_are_loaded_behind_a_forward_that_left_some_unsharded(tmp_path: Path) -> None:
+    unsharded = {"precision": "bf16", "placement_policy": "static", "shard_param_frac": 0.0}
+    known, run = Run(1, **unsharded), Run(2, **unsharded)
+    known.booster.save_model(known.model, tmp_path / "model")
+    tokens = torch.arange(8)
+    with torch.no_grad():
+        wanted, before = known.model(tokens), run.model(tokens)
+        assert not torch.equal(before, wanted)
+        run.booster.load_model(run.model, tmp_path / "model")
+        assert torch.equal(run.model(tokens), wanted)
+    known.optimizer.close()
+    run.optimizer.close()

@@ -1,7 +1,9 @@
 import inspect
 import logging
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -333,3 +335,22 @@ def test_a_dataloader_gives_every_sample_once() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(10))
     loader = GeminiPlugin().prepare_dataloader(data, batch_size=4, shuffle=True)
     assert sorted(x for (b,) in loader for x in b.tolist()) == list(range(10))
+
+
+def test_every_worker_of_a_dataloader_draws_from_the_seed() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(10))
+    loader = GeminiPlugin().prepare_dataloader(data, batch_size=4, seed=7)
+    begin: Any = loader.worker_init_fn
+    kept = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        found = []
+        for worker in (0, 1):
+            begin(worker)
+            found.append((torch.rand(()).item(), np.random.rand(), random.random()))  # noqa: NPY002, S311
+    finally:
+        torch.set_rng_state(kept[0])
+        np.random.set_state(kept[1])  # noqa: NPY002
+        random.setstate(kept[2])
+    first = torch.rand((), generator=torch.Generator().manual_seed(7)).item()
+    drawn = np.random.RandomState(7).rand(), random.Random(7).random()  # noqa: S311
+    assert found == 2 * [(first, *drawn)]

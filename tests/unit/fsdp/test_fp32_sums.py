@@ -1,8 +1,11 @@
 """Sums of micro-batches' gradients that stay on the device: fp32, whatever the parameters are."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
+from tensorstow import AdamW, Plan, stow
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 
 
@@ -36,3 +39,15 @@ def test_a_gradient_is_widened_once() -> None:
     assert wide.dtype == torch.float32
     widen_gradient(parameter)
     assert parameter.grad is wide
+
+
+def test_a_model_that_stow_leaves_whole_sums_in_fp32() -> None:
+    layer = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    model, optimizer = stow(layer, partial(AdamW, lr=1e-3), plan=Plan(accumulation_steps=2))
+    inputs = [torch.full((1, 4), value, dtype=torch.bfloat16) for value in (1.0, 2**-10)]
+    for x in inputs:
+        model(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+    assert layer.weight.grad.unique().tolist() == [1.0 + 2**-10]  # bf16 has no such number
+    optimizer.close()
