@@ -2,10 +2,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-using at::IntArrayRef;
-using at::Scalar;
-using at::ScalarType;
-using at::Tensor;
+using namespace at;  // torch's lists name its types so, and others from version to version
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
