@@ -11,6 +11,7 @@ from torch import nn
 from training import Net, make, spin, temporaries, train
 
 from tensorstow import AdamW, Plan, stow
+from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed import checkpointing
 from tensorstow.fsdp import gradient_offload
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
@@ -217,6 +218,32 @@ def test_forward_and_backward_of_a_stowed_model_do_not_wait_for_the_device(
             loss.backward()
             assert step == 0 or simulated.take_counts()["host_waits"] == 0
             late = 0
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_the_host_waits_once_for_each_copy_of_weights_on_disk_and_for_nothing_else(
+    overlap: Overlap, micro_batches: int, simulated: ModuleType, device: torch.device
+) -> None:
+    """They pass through pinned memory, which the host fills again: behind the copy it was in.
+
+    Where the link keeps up that copy is over, and the wait is short; from the second step on all of
+    the pinned memory has been used.
+    """
+    plan = Plan(parameters="disk", overlap=overlap, accumulation_steps=micro_batches)
+    model, optimizer = stowed(plan)
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
+    for step in range(3):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            simulated.take_counts()
+            loss = model(x).float().sum()
+            forward = simulated.take_counts()
+            loss.backward()
+            for counts in (forward, simulated.take_counts()):
+                assert step == 0 or counts["host_waits"] == counts["bytes_up"] // WEIGHT
         optimizer.step()
     optimizer.close()
 
