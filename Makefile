@@ -30,7 +30,7 @@ test: $(DONE)/test native-tests ## Set everything up and run every test, in TEST
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/gpu \
 	&& exit $$gpu
 
-mutations: $(DONE)/test ## Take each wait for a device away in turn: a test must fail (ten minutes)
+mutations: $(DONE)/test ## Take each wait for a device away in turn: a test must fail (half an hour)
 	PYTHONPATH=tests $(BIN)/python -m mutations.run
 
 KILLS ?= 300

@@ -24,6 +24,7 @@ from tensorstow.fsdp import gradient_offload
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32
 from tensorstow.fsdp.h2d_prefetch import DeviceBuffers, H2DPrefetcher
 from tensorstow.fsdp.shard_storage import HostShard
+from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.step.division import Division, Took
@@ -598,13 +599,35 @@ def test_buffers_are_made_of_memory_that_is_in_use_still(link: StreamLink) -> No
     assert gathered(prefetcher, shards[1]).eq(1).all()
 
 
-def test_host_memory_that_is_uploaded_changes_behind_that(link: StreamLink) -> None:
+@pytest.mark.parametrize("way", ["discard", "write"])
+def test_host_memory_that_is_uploaded_changes_behind_that(way: str, link: StreamLink) -> None:
     prefetcher, shards = units(link)
     hold_up(link)
     weight = prefetcher.all_gather_input(shards[1], torch.float32)
-    prefetcher.discard()
+    if way == "discard":
+        prefetcher.discard()
+    else:
+        shards[1].discard_copies()
     shards[1].home.fill_(9)
     assert weight.clone().eq(1).all()
+
+
+@pytest.mark.usefixtures("device")
+def test_whoever_reads_a_weight_in_host_memory_waits_for_its_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not only a module's forward, whose hooks wait by themselves."""
+    plan = Plan(parameters="host", overlap="forward")
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=plan)
+    waited: list[torch.Tensor] = []
+    monkeypatch.setattr(AdamW, "wait", lambda _, parameters: waited.extend(parameters))
+    for parameter in model.parameters():
+        storage = storage_of(parameter)
+        assert storage is not None
+        with storage.access(write=False):
+            assert waited.pop() is parameter
+    monkeypatch.undo()
+    optimizer.close()
 
 
 def test_nothing_is_waited_for_to_go_ahead(link: StreamLink) -> None:

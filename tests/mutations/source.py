@@ -11,6 +11,9 @@ _CALLS = frozenset(
     {"record_event", "record_stream", "synchronize", "wait_event", "wait_stream", "query"}
 )
 _OF_LINKS = frozenset({"join"})  # strings join too
+_INDIRECT = frozenset({"wait", "join", "wait_for", "wait_for_copies"})
+_DRIVES_DEVICES = ("step/", "fsdp/")
+"""Folders in which these calls lead to the others."""
 _KEYWORDS = frozenset({"non_blocking", "pin_memory"})
 _ELSEWHERE = (
     # `synchronize` and `query` are an optimizer's, a writer's or SQLite's.
@@ -47,7 +50,9 @@ def waits() -> Iterator[tuple[str, int]]:
             continue
         text = file.read_text()
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call) and _orders(node):
+            if isinstance(node, ast.Call) and (
+                _orders(node) or (path.startswith(_DRIVES_DEVICES) and _is_indirect(node))
+            ):
                 line = node.func.end_lineno
                 assert line is not None
                 yield path, line
@@ -63,3 +68,9 @@ def _orders(call: ast.Call) -> bool:
     name, of = call.func.attr, call.func.value
     owner = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
     return name in _CALLS or (name in _OF_LINKS and owner.strip("_") == "link")
+
+
+def _is_indirect(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute) or isinstance(call.func.value, ast.Constant):
+        return False  # text joins too
+    return call.func.attr in _INDIRECT

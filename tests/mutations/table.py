@@ -16,6 +16,10 @@ _COUNTS = "gpu/test_counts.py"
 _PINNED = "gpu/test_gpu_pinned.py"
 _RATES = "gpu/test_gpu_calibration.py"
 _CLOCK = "gpu/test_gpu_recording.py::test_copies_are_timed_by_the_clock_of_the_device"
+_ASKS = (
+    "gpu/test_two_threads.py"
+    "::test_a_stream_that_asks_is_behind_new_weights_whoever_read_them_before"
+)
 _SCHEDULES = "gpu/test_schedules.py"
 _BESIDE = f"{_SCHEDULES}::test_what_goes_beside_a_unit_is_over_while_the_unit_is_held_up"
 _COMPUTES = f"{_SCHEDULES}::test_backward_computes_while_gradients_are_held_up"
@@ -447,6 +451,83 @@ MUTATIONS = (
         "save_on_cpu()",
         f"{_COUNTS}::test_activations_that_are_kept_in_host_memory_hold_no_backward_up",
     ),
+    # --- waits that lead to these, where a step or a commit ends ---
+    Mutation(
+        "step/schedule.py",
+        "            path.wait()\n",
+        "            pass\n",
+        f"{_STEPS}[none-host-bf16]",
+    ),
+    Mutation(
+        "step/backward_overlap.py",
+        "            path.wait()\n",
+        "            pass\n",
+        f"{_STEPS}[backward-host-bf16]",
+    ),
+    Mutation(
+        "step/forward_overlap.py",
+        "self.wait([i for i in self._under_way if not self._waits.covers(i)])",
+        "pass",
+        "unit/step/test_forward_waits.py"
+        "::test_a_parameter_outside_of_the_module_is_new_when_step_returns",
+    ),
+    Mutation(
+        "step/forward_overlap.py",
+        "self._params.sides.path.join()  # also",
+        "pass  # also",
+        f"{_ASKS}",
+    ),
+    Mutation(
+        "step/forward_overlap.py",
+        "self._params.sides.path.wait(None if ids is None else numbers)",
+        "pass",
+        f"{_STEPS}[forward-host-bf16]",
+    ),
+    Mutation(
+        "step/forward_overlap.py",
+        "        self.wait()\n",
+        "        pass\n",
+        "unit/step/test_forward_waits.py::test_closing_ends_the_step_that_is_under_way",
+    ),
+    Mutation(_FEED, "            feed.join()\n", "            pass\n", f"{_ASKS}"),
+    Mutation(
+        _FEED,
+        "                    feed.wait(None)\n",
+        "                    pass\n",
+        "unit/step/test_gradient_feed.py::test_a_step_that_commits_is_over_when_it_is_closed",
+    ),
+    Mutation(
+        _FEED,
+        "            feed.wait(numbers)\n",
+        "            pass\n",
+        f"{_STEPS}[forward-host-bf16]",
+    ),
+    Mutation(_FERRY, "        self.join()\n", "        pass\n", f"{_STEPS}[none-host-bf16]"),
+    Mutation(
+        "step/device_updates.py",
+        "            feed.wait()\n",
+        "            pass\n",
+        f"{_STEPS}[none-hybrid-bf16]",
+    ),
+    Mutation(
+        "fsdp/stow.py",
+        "                alive.wait([parameter])\n",
+        "                pass\n",
+        f"{_WAITS}::test_whoever_reads_a_weight_in_host_memory_waits_for_its_update",
+    ),
+    Mutation(
+        _H2D,
+        "            self.buffers.wait_for_copies()\n            for copied",
+        "            for copied",
+        f"{_WAITS}::test_host_memory_that_is_uploaded_changes_behind_that[discard]",
+    ),
+    Mutation(
+        _H2D,
+        "            self.buffers.wait_for_copies()\n            copied =",
+        "            copied =",
+        f"{_WAITS}::test_host_memory_that_is_uploaded_changes_behind_that[write]",
+    ),
+    Mutation(_QUEUE, "            self._queue.wait_for(self)\n", "            pass\n", f"{_SUMS}"),
     # --- schedules that serialise: nothing is wrong but the time ---
     Mutation(
         _DEVICE,

@@ -34,6 +34,9 @@ class Updated:
     def wait_parameters(self, numbers: list[int]) -> None:
         self.waited += numbers
 
+    def close_step(self) -> None:
+        """Learn that no more gradients come."""
+
 
 class Of:
     """A chunk of these parameters."""
@@ -58,6 +61,32 @@ def test_the_oldest_that_can_be_is_waited_for() -> None:
     feeds.offer(params[1], torch.ones(1))
     assert feeds.wait_for_one([0, 1])
     assert pipeline.waited == [2, 0]
+
+
+class Driven(HostFeed):
+    """A feed that somebody has to drive."""
+
+    is_over = False
+
+    def wait(self, numbers: object) -> None:
+        self.is_over |= numbers is None
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_step_that_commits_is_over_when_it_is_closed(*, commits: bool) -> None:
+    """The thread that commits waits for its end, and cannot drive it."""
+    pipeline: Any = Updated()
+    feed = Driven(pipeline)
+    chunks: Any = [Of(0, [0])]
+    feeds = StepFeeds(pipeline, chunks, {Tier.HOST: feed})
+    param: Any = SimpleNamespace(number=0, tier=Tier.HOST)
+    updates = [SimpleNamespace(param=param, gradient=None)]
+    rows = [StepRow(expected=True)]
+    plan: Any = SimpleNamespace(updates=updates, rows=rows, scalars=None, commits=commits)
+    feeds.begin(plan, Beside.FORWARD)
+    feeds.offer(param, torch.ones(1))
+    feeds.close()
+    assert feed.is_over == commits
 
 
 def trained(directory: Path, *, last: bool = True) -> AdamW:
