@@ -1,8 +1,9 @@
 """Predicted against measured: bytes of each tier and seconds of a step, of small models on the CPU.
 
-Each case is a process of its own. Bytes that tensors and buffers have are compared tier by tier;
-beside them stands the process's resident memory, which also has what the allocator keeps. Of models
-that the planner does not trace (``models.OTHERS``) bytes alone are compared.
+Bytes that tensors and buffers have are compared tier by tier; beside them stands the process's
+resident memory, which also has what the allocator keeps: each plan has a process of its own. Of
+models that the planner does not trace (``models.OTHERS``) bytes alone are compared, and one process
+has all plans. Plans that a search chooses for three budgets are run too.
 """
 
 import importlib.util
@@ -23,6 +24,7 @@ from torch import nn
 from benchmarks.cpu.models import OTHERS, Loss
 from benchmarks.measure import Figure, Settings, at_least, at_most, not_available
 from tensorstow.base.budget import Budget
+from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile
 from tensorstow.base.tiers import Tier
@@ -90,7 +92,8 @@ class Case:
     """A model under a plan, and where its files and rates are."""
 
     model: str
-    plan: str
+    plans: dict[str, str]
+    """As JSON, by name."""
     directory: str
     profile: str
     steps: int
@@ -105,15 +108,38 @@ def figures(settings: Settings) -> Iterator[Figure]:
     profile = calibrate([directory])
     text = json.dumps(profile.as_dict())
     for model in _QUICK_MODELS if settings.quick else [*_MODELS, *OTHERS]:
+        steps = 2 if settings.quick else max(settings.pairs // 2, 3)
+        plans = {name: plan.to_json() for name, plan in _PLANS.items()}
+        case = Case(model, plans, str(directory), text, steps)
+        if model in OTHERS:
+            for plan, found in _in_child(case).items():
+                yield from _compared(f"{model}, {plan}", found)
+            continue
         seconds, choices = {}, {}
-        for plan in _PLANS:
-            steps = 2 if settings.quick else max(settings.pairs // 2, 3)
-            found = _in_child(Case(model, plan, str(directory), text, steps))
+        for plan, found in _each_alone(case, plans):
             yield from _compared(f"{model}, {plan}", found)
-            if found["seconds"] is not None:
-                seconds[plan], choices = found["seconds"][1], found["choices"]
+            seconds[plan], choices = found["seconds"][1], found["choices"]
+        more = {plan: plan for plan, _ in choices.values() if plan not in seconds}
+        for plan, found in _each_alone(case, more):
+            yield from _compared(f"{model}, {_told(plan)}", found)
+            seconds[plan] = found["seconds"][1]
         for budget, (chosen, fitting) in choices.items():
             yield _speed(f"{model}, {budget}", chosen, {name: seconds[name] for name in fitting})
+
+
+def _each_alone(case: Case, plans: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each plan, and what its own process found."""
+    for name, plan in plans.items():
+        yield name, _in_child(replace(case, plans={name: plan}))[name]
+
+
+def _told(plan: str) -> str:
+    """Return what a plan that a search chose is called; others have a name."""
+    if plan in _PLANS:
+        return plan
+    found = Plan.from_json(plan)
+    where = f"parameters on {found.parameters}, {len(found.units)} units elsewhere"
+    return f"chosen: {where}, states on {found.states}, {found.overlap}"
 
 
 def _speed(name: str, chosen: str, seconds: Mapping[str, float]) -> Figure:
@@ -123,7 +149,10 @@ def _speed(name: str, chosen: str, seconds: Mapping[str, float]) -> Figure:
     """
     free = {plan: took for plan, took in seconds.items() if not plan.endswith("backward")}
     fastest = min((free or seconds).values())
-    detail = {"chosen": chosen, "seconds": dict(seconds)}
+    detail = {
+        "chosen": _told(chosen),
+        "seconds": {_told(plan): took for plan, took in seconds.items()},
+    }
     found = fastest / seconds[chosen]
     return Figure(f"{name}: chosen plan against the fastest", at_least(_SPEED), found, "x", detail)
 
@@ -162,18 +191,19 @@ def _in_child(case: Case) -> dict[str, Any]:
 
 
 def _run(case: Case) -> dict[str, Any]:
-    """Predict a case, train it, and return what was predicted and measured."""
-    return _run_other(case) if case.model in OTHERS else _run_traced(case)
+    """Predict a case, train it, and return what was predicted and measured, by plan."""
+    run = _run_other if case.model in OTHERS else _run_traced
+    return {name: run(case, Plan.from_json(text)) for name, text in case.plans.items()}
 
 
-def _run_other(case: Case) -> dict[str, Any]:
+def _run_other(case: Case, plan: Plan) -> dict[str, Any]:
     model, loss = OTHERS[case.model]()
-    predicted = _predicted(_PLANS[case.plan], model)
-    measured, _ = _train(case, model.train(), loss)
+    predicted = _predicted(plan, model)
+    measured, _ = _train(case, plan, model.train(), loss)
     return {"bytes": _pairs(predicted, measured), "resident": None, "seconds": None}
 
 
-def _run_traced(case: Case) -> dict[str, Any]:
+def _run_traced(case: Case, plan: Plan) -> dict[str, Any]:
     file = Path(case.directory) / f".tensorstow-bench-{time.monotonic_ns()}.json"
     file.write_text(json.dumps({**_MODELS, **_QUICK_MODELS}[case.model]), encoding="utf-8")
     try:
@@ -181,7 +211,7 @@ def _run_traced(case: Case) -> dict[str, Any]:
     finally:
         file.unlink()
     traced = trace(named, _BATCH, _SEQUENCE)
-    plan, conditions = _PLANS[case.plan], Conditions(device_is_host=True)
+    conditions = Conditions(device_is_host=True)
     sizes = Sizes.of(units_of(named.module), 1)
     profile = Profile.from_json(case.profile)
     machine = MachineRates(profile, "cpu", profile.rates_of(Path(case.directory)))
@@ -198,7 +228,7 @@ def _run_traced(case: Case) -> dict[str, Any]:
         found: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
         return found
 
-    measured, seconds = _train(case, model, loss)
+    measured, seconds = _train(case, plan, model, loss)
     host = predicted[Tier.HOST] + max(traced.beside_gradients, 0)
     return {
         "bytes": _pairs(predicted, measured),
@@ -209,7 +239,10 @@ def _run_traced(case: Case) -> dict[str, Any]:
 
 
 def _choices(asked: Asked) -> dict[str, tuple[str, list[str]]]:
-    """Return the plan that is chosen for each of three budgets, and those that fit it."""
+    """Return the plan that is chosen for each of three budgets, and those that fit it.
+
+    One that is none of ``_PLANS`` is told by its JSON. A budget that nothing fits is left out.
+    """
     host = {
         name: bytes_of(plan, asked.sizes, asked.conditions)[Tier.HOST]
         for name, plan in _PLANS.items()
@@ -221,14 +254,20 @@ def _choices(asked: Asked) -> dict[str, tuple[str, list[str]]]:
         ("less than with states on DISK", host["states on DISK"] - 1),
     ):
         within = replace(asked, budget=Budget(host=most), spend=False)
-        plan = search(within).chosen.plan
-        where = (plan.parameters, plan.states, plan.overlap)
-        (chosen,) = (
-            name for name, p in _PLANS.items() if (p.parameters, p.states, p.overlap) == where
-        )
+        try:
+            plan = search(within).chosen.plan
+        except BudgetError:
+            continue
+        known = (name for name, p in _PLANS.items() if _is_like(p, plan))
+        chosen = next(known, plan.to_json())
         fitting = [name for name, needed in host.items() if most is None or needed <= most]
         found[budget] = (chosen, sorted({*fitting, chosen}))
     return found
+
+
+def _is_like(known: Plan, plan: Plan) -> bool:
+    """Return whether two plans differ in the room for parameters from disk alone, if in that."""
+    return plan.but(buffer_pool_bytes=known.buffer_pool_bytes) == known
 
 
 def _predicted(plan: Plan, model: nn.Module) -> dict[Tier, int]:
@@ -240,9 +279,10 @@ def _predicted(plan: Plan, model: nn.Module) -> dict[Tier, int]:
     return predicted
 
 
-def _train(case: Case, model: nn.Module, loss: Loss) -> tuple[dict[Tier, int], list[float]]:
+def _train(
+    case: Case, plan: Plan, model: nn.Module, loss: Loss
+) -> tuple[dict[Tier, int], list[float]]:
     """Train some steps; return the bytes that each tier held, and seconds of each step."""
-    plan = _PLANS[case.plan]
     make = partial(AdamW, lr=1e-4, dir=case.directory, durability="none")
     if plan.states != Tier.DISK:
         make = partial(AdamW, lr=1e-4)
@@ -261,7 +301,8 @@ def _train(case: Case, model: nn.Module, loss: Loss) -> tuple[dict[Tier, int], l
     optimizer.close()
     if plan.overlap == "backward":
         gradients = held.gradient_bytes
-    own = weights.most_buffer_pool_bytes or sum(p.nbytes for p in model.parameters())
+    own = weights.most_buffer_pool_bytes + weights.host_bytes
+    own = own or sum(p.nbytes for p in model.parameters())
     measured = {
         Tier.DEVICE: 0,
         Tier.HOST: held.ram_bytes + held.ring_bytes + gradients + own,
