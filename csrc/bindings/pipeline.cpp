@@ -145,7 +145,7 @@ struct PyPipeline {
     return as_tuple(failure);
   }
 
-  // Hands a step over and, unless it is open, goes on in the background or lends chunks,
+  // Hands a step over and, unless it is open, goes on in the background or leaves chunks,
   // waits until it is published: one call, so that no Python exception can come between its
   // beginning, after which the gradients are being read, and its end.
   FailureTuple begin(
@@ -288,8 +288,10 @@ void bind_pipeline(nb::module_& m) {
            "resident"_a, "blank"_a, "checksums"_a)
       .def("set_order",
            [](PyPipeline& self, std::vector<int> order) { self.get().set_order(std::move(order)); })
-      .def("set_lendable", [](PyPipeline& self,
-                              const std::vector<int>& chunks) { self.get().set_lendable(chunks); })
+      .def("set_caller_chunks",
+           [](PyPipeline& self, const std::vector<int>& chunks) {
+             self.get().set_caller_chunks(chunks);
+           })
       .def("order", [](PyPipeline& self) { return self.get().order(); })
       .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
       .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, "weights"_a, "gradients"_a,
@@ -317,14 +319,14 @@ void bind_pipeline(nb::module_& m) {
           },
           "chunk"_a, "pieces"_a)
       .def(
-          "next_lent",
+          "acquire_chunk",
           [](PyPipeline& self, bool wait) {
             nb::gil_scoped_release release;
-            const LentChunk lent = self.get().next_lent(wait);
-            return std::tuple(lent.chunk, lent.slot);
+            const AcquiredChunk acquired = self.get().acquire_chunk(wait);
+            return std::tuple(acquired.chunk, acquired.slot);
           },
           nb::kw_only(), "wait"_a, "(chunk, slot): -1 where there is none")
-      .def("give_back", [](PyPipeline& self, int chunk) { self.get().give_back(chunk); })
+      .def("release_chunk", [](PyPipeline& self, int chunk) { self.get().release_chunk(chunk); })
       .def("is_updated",
            [](PyPipeline& self, int chunk) {
              const bool updated = self.get().is_updated(chunk);

@@ -128,9 +128,9 @@ void Pipeline::bring_in(Chunk& chunk) {
 // Chunks in slots go first: their slots are what the reads behind them wait for.
 Pipeline::Chunk* Pipeline::pick() {
   if (!stepping_ || failure_.error != 0) return nullptr;
-  if (!returned_.empty()) {
-    Chunk& chunk = *chunks_[returned_.front()];
-    returned_.pop();
+  if (!released_.empty()) {
+    Chunk& chunk = *chunks_[released_.front()];
+    released_.pop();
     return &chunk;
   }
   Queue* queue = &ready_;
@@ -149,8 +149,10 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
   const bool idle_chunk = !chunk.has_gradient;
   const bool states_in_place = idle_chunk && !resident && chunk.place == chunk.target;
   const bool empty_slot = states_in_place || (chunk.slot_states == SlotStates::zero && idle_chunk);
-  const bool lend = step_.caller == Caller::updates && chunk.is_lendable && !idle_chunk;
-  const Half half = chunk.stage == Stage::returned ? Half::after : lend ? Half::before : Half::both;
+  const bool is_external = step_.caller == Caller::updates && chunk.is_of_caller && !idle_chunk;
+  const Half half = chunk.stage == Stage::released ? Half::after
+                    : is_external                  ? Half::before
+                                                   : Half::both;
   if (half != Half::after) {
     chunk.capturing = step_.capture;
     if (resident && step_.capture) take_slot(chunk);
@@ -196,8 +198,8 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
     settle_update(chunk, resident, empty_slot);
     return;
   }
-  chunk.stage = Stage::lendable;
-  lendable_.push(chunk.number);
+  chunk.stage = Stage::acquirable;
+  acquirable_.push(chunk.number);
   callers_wake_.notify_all();
 }
 

@@ -84,8 +84,8 @@ int Pipeline::add_chunk(ChunkSpec spec, bool blank, std::vector<std::uint32_t> s
   hot_.reserve(chunks_.size());
   ready_.reserve(chunks_.size());
   ready_resident_.reserve(chunks_.size());
-  lendable_.reserve(chunks_.size());
-  returned_.reserve(chunks_.size());
+  acquirable_.reserve(chunks_.size());
+  released_.reserve(chunks_.size());
   return number;
 }
 
@@ -102,11 +102,11 @@ void Pipeline::set_order(std::vector<int> order) {
   next_ = 0;
 }
 
-void Pipeline::set_lendable(const std::vector<int>& chunks) {
+void Pipeline::set_caller_chunks(const std::vector<int>& chunks) {
   std::lock_guard lock(mutex_);
-  if (stepping_) throw std::logic_error("set_lendable in a step");
-  for (const auto& chunk : chunks_) chunk->is_lendable = false;
-  for (int number : chunks) chunks_.at(number)->is_lendable = true;
+  if (stepping_) throw std::logic_error("set_caller_chunks in a step");
+  for (const auto& chunk : chunks_) chunk->is_of_caller = false;
+  for (int number : chunks) chunks_.at(number)->is_of_caller = true;
 }
 
 // --- questions and answers ---

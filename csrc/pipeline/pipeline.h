@@ -49,9 +49,8 @@ struct Team {
 enum class Caller : std::uint8_t {
   waits,     // nothing: all cores are the step's
   computes,  // on these cores beside it, until somebody waits
-  updates,   // the chunks that `set_lendable` named, as `next_lent` gives them: none of their
-             // gradients is read here, and their weights are only looked at when a chunk is given
-             // back
+  updates,   // the chunks of `set_caller_chunks`, by `acquire_chunk`: none of their gradients is
+            // read here, and their weights are only looked at when a chunk is released
 };
 
 struct StepSpec {
@@ -63,7 +62,7 @@ struct StepSpec {
 };
 
 // A chunk whose states are there to be changed: in a slot, or (slot -1) in memory of their own.
-struct LentChunk {
+struct AcquiredChunk {
   int chunk = -1;  // none
   int slot = -1;
 };
@@ -130,7 +129,7 @@ class Pipeline {
   // While idle: every chunk's number, in the order in which the next steps take them.
   void set_order(std::vector<int> order);
   // Between steps: the chunks that a step leaves to a caller who updates; until then, all of them.
-  void set_lendable(const std::vector<int>& chunks);
+  void set_caller_chunks(const std::vector<int>& chunks);
 
   // Starts reading the first chunks, up to the ring. Idempotent until the next `begin`.
   void prefetch();
@@ -151,10 +150,10 @@ class Pipeline {
   // Where the caller updates: the next chunk for the caller to update, whose gradients he knows (in
   // an open step he adds them as ever); none where the step is over, or where none is there and he
   // does not `wait`. He who waits must hold no chunk himself, or nobody might ever go on.
-  LentChunk next_lent(bool wait);
+  AcquiredChunk acquire_chunk(bool wait);
   // The caller is done with the chunk: its memory holds the new states, and the weights of 16-bit
   // parameters (in a commit, of all) are new where the step says they are.
-  void give_back(int chunk);
+  void release_chunk(int chunk);
 
   // Block until the step is published as a whole, or these parameters of it; or something failed.
   // In an open step a parameter waits for the gradients of all that share a chunk with it; one that
@@ -164,7 +163,7 @@ class Pipeline {
   bool is_published(int parameter) const;
   // Whether the step is done with the chunk: its weights are new, its gradients the caller's again.
   bool is_updated(int chunk) const;
-  // Until it is, or there is one that is to be lent.
+  // Blocks until it is, or until a chunk can be acquired.
   Failure wait_chunk(int chunk);
   // Blocks until every write of the step is over.
   Failure wait_written();
@@ -260,8 +259,8 @@ class Pipeline {
   Queue hot_;                    // complete, but passed by in order_
   Queue ready_;                  // states and gradients are there
   Queue ready_resident_;         // the same, of resident chunks
-  Queue lendable_;               // to be updated by whoever calls `next_lent`
-  Queue returned_;               // updated by him
+  Queue acquirable_;             // to be updated by whoever calls `acquire_chunk`
+  Queue released_;               // updated by the caller
   std::int64_t unfinished_ = 0;  // chunks of this step
   int waiters_ = 0;              // callers who do nothing else
   bool work_ = false;            // something may have become possible

@@ -9,13 +9,13 @@ namespace stow {
 // [Note: Once] Each chunk of a step is in exactly one of these until it is updated. A chunk in two
 // places would be updated twice, and another one never.
 enum class Pipeline::Stage : std::uint8_t {
-  out,       // no part of this step, or done with
-  waiting,   // to be admitted
-  admitted,  // has a slot, or its own memory: its read or a gradient is still to come
-  queued,    // in ready_ or ready_resident_
-  lendable,  // in lendable_
-  lent,      // in the hands of who took it from there
-  returned,  // in returned_
+  out,         // no part of this step, or done with
+  waiting,     // to be admitted
+  admitted,    // has a slot, or its own memory: its read or a gradient is still to come
+  queued,      // in ready_ or ready_resident_
+  acquirable,  // in acquirable_
+  acquired,    // taken from there by the caller
+  released,    // in released_
 };
 
 struct Pipeline::Chunk {
@@ -38,7 +38,7 @@ struct Pipeline::Chunk {
   bool unwanted = false;  // let go as soon as its read is over
   int gradients_due = 0;  // of its parameters, in an open step
   bool has_gradient = false;
-  bool is_lendable = true;  // to a caller who updates
+  bool is_of_caller = true;  // to a caller who updates
   int slot = -1;
   int transfers_left = 0;
   int first_transfer = 0;

@@ -67,8 +67,8 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   hot_.clear();
   ready_.clear();
   ready_resident_.clear();
-  lendable_.clear();
-  returned_.clear();
+  acquirable_.clear();
+  released_.clear();
   next_ = 0;
   unfinished_ = 0;
   stepping_ = true;
@@ -215,28 +215,28 @@ void Pipeline::close() {
   callers_wake_.notify_all();
 }
 
-LentChunk Pipeline::next_lent(bool wait) {
+AcquiredChunk Pipeline::acquire_chunk(bool wait) {
   std::unique_lock lock(mutex_);
   const double start = now();
   if (wait) {
-    sleep_until(lock, [this] { return !lendable_.empty() || !stepping_ || failure_.error != 0; });
+    sleep_until(lock, [this] { return !acquirable_.empty() || !stepping_ || failure_.error != 0; });
     counters_.wait_seconds += now() - start;
   }
-  if (lendable_.empty() || failure_.error != 0) return {};
-  Chunk& chunk = *chunks_[lendable_.front()];
-  lendable_.pop();
-  chunk.stage = Stage::lent;
+  if (acquirable_.empty() || failure_.error != 0) return {};
+  Chunk& chunk = *chunks_[acquirable_.front()];
+  acquirable_.pop();
+  chunk.stage = Stage::acquired;
   return {chunk.number, chunk.state == ChunkState::resident ? -1 : chunk.slot};
 }
 
-void Pipeline::give_back(int number) {
+void Pipeline::release_chunk(int number) {
   std::lock_guard lock(mutex_);
   Chunk& chunk = *chunks_.at(number);
-  if (chunk.stage != Stage::lent) {
-    throw std::logic_error("give_back: the chunk was not lent");
+  if (chunk.stage != Stage::acquired) {
+    throw std::logic_error("release_chunk: the chunk was not acquired");
   }
-  chunk.stage = Stage::returned;
-  returned_.push(number);
+  chunk.stage = Stage::released;
+  released_.push(number);
   work_ = true;
   conductor_wakes_.notify_one();
 }
@@ -278,7 +278,7 @@ bool Pipeline::is_published(int parameter) const {
 
 Failure Pipeline::wait_chunk(int chunk) {
   return wait(
-      [&] { return !stepping_ || chunks_.at(chunk)->stage == Stage::out || !lendable_.empty(); });
+      [&] { return !stepping_ || chunks_.at(chunk)->stage == Stage::out || !acquirable_.empty(); });
 }
 
 bool Pipeline::is_updated(int chunk) const {

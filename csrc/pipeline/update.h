@@ -39,9 +39,9 @@ enum class SlotStates : std::uint8_t {
   zero,        // something else: they are zero
 };
 
-// [Note: LentChunk] An update has two halves, and the kernel between them. Where somebody else
-// changes the states in the chunk's memory, `before` gives him what was verified, or zeros, and
-// `after` sums up and copies what he left, as if it were the kernel's.
+// [Note: AcquiredChunk] An update has two halves with the kernel between them. If the caller
+// changes the states in memory instead of the kernel, `before` leaves verified states, or zeros,
+// there, and `after` takes checksums and copies of what the caller left.
 enum class Half : std::uint8_t { both, before, after };
 
 struct UpdateTask {

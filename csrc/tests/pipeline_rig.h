@@ -81,7 +81,7 @@ class Rig {
       it.new_gradient(random);
       it.seed = it.is_16_bit() && !it.published;
       const void* gradient = due[p] && !spec.open ? it.gradient.data() : nullptr;
-      // Nobody but `update_lent` may read them, who has them from elsewhere.
+      // Nobody but `update_one` may read them, who has them from elsewhere.
       if (gradient != nullptr && spec.caller == Caller::updates)
         gradient = reinterpret_cast<const void*>(64);
       rows.push_back({it.weight.data(), gradient, DType::f32, it.seed, 0, key_of(p)});
@@ -91,27 +91,27 @@ class Rig {
     pipeline_->begin(rows, {hyper_of(number)}, spec, due);
   }
 
-  // What the caller does in a step that lends: takes chunks, up to `most` at once, changes them,
-  // and gives them back in any order, until the step is over or (with a limit) so many were taken.
-  int work_on_lent(std::size_t most, std::mt19937& random, int limit = 1 << 30) {
+  // What a caller that updates does: acquires chunks, up to `most` at once, changes them,
+  // and releases them in any order, until the step is over or (with a limit) so many were taken.
+  int update_acquired(std::size_t most, std::mt19937& random, int limit = 1 << 30) {
     std::vector<int> held;
     for (int taken = 0;;) {
       const bool more = held.size() < most && taken < limit;
-      const LentChunk next = more ? pipeline_->next_lent(held.empty()) : LentChunk{};
+      const AcquiredChunk next = more ? pipeline_->acquire_chunk(held.empty()) : AcquiredChunk{};
       if (next.chunk >= 0) {
         ++taken;
-        update_lent(next);
+        update_one(next);
         held.push_back(next.chunk);
         continue;
       }
       if (held.empty()) return taken;
       std::swap(held[random() % held.size()], held.back());
-      pipeline_->give_back(held.back());
+      pipeline_->release_chunk(held.back());
       held.pop_back();
     }
   }
 
-  void update_lent(LentChunk given) {
+  void update_one(AcquiredChunk given) {
     const ChunkSpec& spec = specs_[given.chunk];
     const Layout layout(spec);
     CHECK((given.slot < 0) == (pipeline_->state(given.chunk) == ChunkState::resident));

@@ -545,7 +545,7 @@ RigOptions of_all_formats(int slots, Order order, bool durable) {
 }
 
 void test_updates_of_lent_chunks_give_the_same_bits(Make make) {
-  doing("lent");
+  doing("caller updates");
   std::mt19937 random(5);
   for (const bool commits : {false, true}) {
     for (const int slots : {1, 2, 5}) {
@@ -558,12 +558,12 @@ void test_updates_of_lent_chunks_give_the_same_bits(Make make) {
         const std::vector<char> due = rig.all_but(number % 5 == 4 ? number % 3 : -1);
         if (number == 6) rig.rewrite(1, random);
         // The kernel and others take turns over the same states.
-        const bool lends = number % 4 != 3;
+        const bool by_caller = number % 4 != 3;
         rig.begin(number, due,
                   {.capture = capture,
                    .resident_first = number % 2 == 0,
-                   .caller = lends ? Caller::updates : Caller::waits});
-        if (lends) CHECK(rig.work_on_lent(1 + number % 3, random) > 0);
+                   .caller = by_caller ? Caller::updates : Caller::waits});
+        if (by_caller) CHECK(rig.update_acquired(1 + number % 3, random) > 0);
         CHECK(rig.pipeline().wait_published().error == 0);
         CHECK(rig.agrees());
         CHECK(rig.pipeline().wait_written().error == 0);
@@ -581,17 +581,17 @@ void test_updates_of_lent_chunks_give_the_same_bits(Make make) {
 
 // Some chunks of a step are the kernel's, and some are not.
 void test_updates_on_both_sides_give_the_same_bits(Make make) {
-  doing("some lent");
+  doing("caller updates some");
   std::mt19937 random(8);
   for (const int slots : {1, 2, 5}) {
     Rig rig(make({4, 4096}), of_all_formats(slots, kOrders[slots % 2], true));
     for (int number = 1; number <= 8; ++number) {
-      std::vector<int> lendable;
+      std::vector<int> chosen;
       for (int c = 0; c < rig.chunks(); ++c) {
-        if ((c + number) % 3 != 0) lendable.push_back(c);
+        if ((c + number) % 3 != 0) chosen.push_back(c);
       }
-      if (number == 5) lendable.clear();
-      rig.pipeline().set_lendable(lendable);
+      if (number == 5) chosen.clear();
+      rig.pipeline().set_caller_chunks(chosen);
       const bool capture = number % 3 == 0;
       rig.begin(number, rig.all_but(),
                 {.open = true,
@@ -600,7 +600,7 @@ void test_updates_on_both_sides_give_the_same_bits(Make make) {
                  .caller = Caller::updates});
       for (int c = 0; c < rig.chunks(); ++c) rig.add_chunk_gradients(c, rig.all_but());
       rig.pipeline().close();
-      CHECK(rig.work_on_lent(1 + number % 3, random) == static_cast<int>(lendable.size()));
+      CHECK(rig.update_acquired(1 + number % 3, random) == static_cast<int>(chosen.size()));
       CHECK(rig.pipeline().wait_published().error == 0);
       CHECK(rig.agrees());
       CHECK(rig.pipeline().wait_written().error == 0);
@@ -612,12 +612,12 @@ void test_updates_on_both_sides_give_the_same_bits(Make make) {
 }
 
 void test_a_run_goes_on_behind_lent_chunks(Make make) {
-  doing("lent, reopened");
+  doing("caller updates, reopened");
   std::mt19937 random(6);
   Rig rig(make({4, 4096}), of_all_formats(2, Order::alternating, true));
   for (int number = 1; number <= 4; ++number) {
     rig.begin(number, rig.all_but(), kOutsideCapture);
-    CHECK(rig.work_on_lent(2, random) == rig.chunks());
+    CHECK(rig.update_acquired(2, random) == rig.chunks());
     CHECK(rig.pipeline().wait_published().error == 0);
     CHECK(rig.pipeline().wait_written().error == 0);
     CHECK(rig.all_captured() && rig.captures_agree());
@@ -628,25 +628,25 @@ void test_a_run_goes_on_behind_lent_chunks(Make make) {
 }
 
 void test_chunks_are_lent_in_their_step_alone(Make make) {
-  doing("lent, wrong calls");
+  doing("caller updates, wrong calls");
   std::mt19937 random(7);
   Rig rig(make({4, 4096}), with(2));
   Pipeline& pipeline = rig.pipeline();
-  CHECK(pipeline.next_lent(true).chunk == -1);
+  CHECK(pipeline.acquire_chunk(true).chunk == -1);
   rig.begin(1, rig.all_but(), kOutside);
-  CHECK(throws<std::logic_error>([&] { pipeline.set_lendable({}); }));
-  CHECK(throws<std::logic_error>([&] { pipeline.give_back(0); }));
-  const LentChunk first = pipeline.next_lent(true);
+  CHECK(throws<std::logic_error>([&] { pipeline.set_caller_chunks({}); }));
+  CHECK(throws<std::logic_error>([&] { pipeline.release_chunk(0); }));
+  const AcquiredChunk first = pipeline.acquire_chunk(true);
   CHECK(first.chunk >= 0 && !pipeline.is_updated(first.chunk));
-  rig.update_lent(first);
-  pipeline.give_back(first.chunk);
-  CHECK(throws<std::logic_error>([&] { pipeline.give_back(first.chunk); }));
-  CHECK(rig.work_on_lent(2, random) == kChunks - 1);
-  CHECK(pipeline.next_lent(true).chunk == -1);
+  rig.update_one(first);
+  pipeline.release_chunk(first.chunk);
+  CHECK(throws<std::logic_error>([&] { pipeline.release_chunk(first.chunk); }));
+  CHECK(rig.update_acquired(2, random) == kChunks - 1);
+  CHECK(pipeline.acquire_chunk(true).chunk == -1);
   CHECK(pipeline.wait_published().error == 0);
   // A step in which nobody has a gradient is over when it begins.
   rig.begin(2, std::vector<char>(rig.parameters()), kOutside);
-  CHECK(rig.work_on_lent(2, random) == 0);
+  CHECK(rig.update_acquired(2, random) == 0);
   CHECK(pipeline.wait_published().error == 0);
   check_all(rig);
 }

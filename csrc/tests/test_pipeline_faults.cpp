@@ -142,9 +142,9 @@ void test_what_is_under_way_ends_before_its_memory_does(Make make) {
   }
 }
 
-// Whoever updates lent chunks is told, and never given what is not what was written.
+// A caller that updates chunks sees the failure, and never acquires damaged states.
 void test_failures_end_a_step_that_lends(Make make) {
-  doing("failures, lent");
+  doing("failures, acquired");
   std::mt19937 random(9);
   for (int round = 0; round < 12; ++round) {
     Rig rig(make({4, 4096}), with(2, Order::given, {}));
@@ -158,15 +158,15 @@ void test_failures_end_a_step_that_lends(Make make) {
       rig.engine().faults().add({Op::read, round, 1, EIO, 0, 0});
     }
     rig.begin(2, rig.all_but(), round < 6 ? kOutside : kOutsideCapture);
-    LentChunk given = rig.pipeline().next_lent(true);
-    for (; given.chunk >= 0; given = rig.pipeline().next_lent(true)) {
+    AcquiredChunk given = rig.pipeline().acquire_chunk(true);
+    for (; given.chunk >= 0; given = rig.pipeline().acquire_chunk(true)) {
       CHECK(!damage || given.chunk != chunk);
-      rig.update_lent(given);
-      rig.pipeline().give_back(given.chunk);
+      rig.update_one(given);
+      rig.pipeline().release_chunk(given.chunk);
     }
     const int error = damage ? kDamaged : EIO;
     CHECK(rig.pipeline().wait_published().error == error);
-    CHECK(rig.pipeline().next_lent(false).chunk == -1);
+    CHECK(rig.pipeline().acquire_chunk(false).chunk == -1);
     CHECK(rig.pipeline().quiesce().error == error);
     CHECK(rig.step(3).error == error);
   }
@@ -174,15 +174,15 @@ void test_failures_end_a_step_that_lends(Make make) {
 
 // Chunks that somebody holds when the pipeline goes are his to forget.
 void test_a_pipeline_may_go_while_a_chunk_is_lent(Make make) {
-  doing("destroyed, lent");
+  doing("destroyed, acquired");
   for (int round = 0; round < 6; ++round) {
     Rig rig(make({2, 4096}), durable(2, kOrders[round % 2], {1, 4}));
     CHECK(rig.step(1).error == 0);
     rig.begin(2, rig.all_but(), round % 3 == 0 ? kOutsideCapture : kOutside);
-    const LentChunk given = rig.pipeline().next_lent(true);
+    const AcquiredChunk given = rig.pipeline().acquire_chunk(true);
     CHECK(given.chunk >= 0);
-    if (round % 2 == 0) rig.update_lent(given);
-    if (round > 3) rig.pipeline().give_back(given.chunk);
+    if (round % 2 == 0) rig.update_one(given);
+    if (round > 3) rig.pipeline().release_chunk(given.chunk);
     rig.destroy_pipeline();
   }
 }

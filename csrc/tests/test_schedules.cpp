@@ -30,7 +30,7 @@ class Schedule {
       if (chance(12)) due.assign(due.size(), 0);
       rig_.begin(number, due, spec);
       if (spec.open) land_in_any_order(due);
-      if (spec.caller == Caller::updates) rig_.work_on_lent(1 + draw(4), random_);
+      if (spec.caller == Caller::updates) rig_.update_acquired(1 + draw(4), random_);
       finish(spec, due);
       if (chance(3)) look_at_everything();
     }
@@ -39,7 +39,7 @@ class Schedule {
     if (chance(2)) {  // and destroy it in the middle of one more
       const StepSpec spec = draw_step();
       rig_.begin(kSteps + 1, rig_.all_but(), spec);
-      if (spec.caller == Caller::updates) rig_.work_on_lent(1 + draw(4), random_, draw(4));
+      if (spec.caller == Caller::updates) rig_.update_acquired(1 + draw(4), random_, draw(4));
       usleep(draw(300));
       rig_.destroy_pipeline();
       rig_.spoil_gradients();

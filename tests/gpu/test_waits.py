@@ -498,7 +498,7 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
         raise KeyboardInterrupt
 
     params.sides.updaters[0]._rules = {family: Late(rule) for family, rule in rules.items()}
-    monkeypatch.setattr(params.store.pipeline.lent_chunks, "give_back", fails)
+    monkeypatch.setattr(params.store.pipeline.caller_chunks, "release", fails)
     marks: list[DeviceEvent] = []
     d2h = link.d2h
     monkeypatch.setattr(link, "d2h", lambda *given: marks.append(d2h(*given)) or marks[-1])

@@ -341,10 +341,10 @@ def test_a_piece_takes_no_long_look_at_other_groups() -> None:
     parameters = [torch.ones(64, 64, requires_grad=True) for _ in range(24)]
     groups = [{"params": [p], "lr": 0.1, "betas": (0.9, 0.99)} for p in parameters]
     values = SharedValues([options_of(group) for group in groups], {}, {})
-    lent = copied(values)
-    assert lent.groups[0] is not groups[0]
-    assert lent.groups[0]["betas"] is groups[0]["betas"]  # equal by identity: nothing to compare
-    assert not values.differences(lent)
-    lent.groups[3]["betas"] = (0.9, 0.98)
-    lent.groups[4]["more"] = 1
-    assert values.differences(lent) == ["param_groups[3]['betas']", "param_groups[4]['more']"]
+    passed = copied(values)
+    assert passed.groups[0] is not groups[0]
+    assert passed.groups[0]["betas"] is groups[0]["betas"]  # equal by identity: nothing to compare
+    assert not values.differences(passed)
+    passed.groups[3]["betas"] = (0.9, 0.98)
+    passed.groups[4]["more"] = 1
+    assert values.differences(passed) == ["param_groups[3]['betas']", "param_groups[4]['more']"]

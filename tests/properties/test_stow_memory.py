@@ -31,7 +31,7 @@ def _trained(*arguments: object) -> dict[str, Any]:
     )
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["disk"] == 4 * BUDGET
-    assert found["lent"] <= BUDGET
+    assert found["pinned"] <= BUDGET
     assert found["grown"] < BUDGET + found["ring"] + AT_ONCE * large.UNIT_BYTES + SLACK
     assert found["grown"] < found["disk"]  # what it would hold of weights alone
     return found

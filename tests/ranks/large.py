@@ -60,7 +60,7 @@ def main(budget: int, until: int, *directory: str) -> None:
         json.dumps(
             {
                 "grown": most_resident() - before,
-                "lent": found.most_buffer_pool_bytes,
+                "pinned": found.most_buffer_pool_bytes,
                 "disk": found.disk_bytes,
                 "read": found.bytes_read,
                 "written": found.bytes_written,

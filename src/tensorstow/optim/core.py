@@ -61,7 +61,7 @@ class Core:
         self.commits = Commits(
             run.commit_every,
             module=run.module,
-            extra=None if run.extra is None else calls.lending(run.extra),
+            extra=None if run.extra is None else calls.allowing_reads(run.extra),
             extra_checked=extra_checked,
             ranks=ranks,
         )

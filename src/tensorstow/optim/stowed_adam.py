@@ -237,26 +237,26 @@ class StowedAdam(Optimizer):
 
         def put_tensors_in_place(_: Optimizer) -> None:
             self._load_states(loaded)
-            self._half_loaded, self._calls.lends = False, True
+            self._half_loaded, self._calls.allows_reads = False, True
 
         # Ours is the last before and the first after, so users' hooks see whole state dicts.
         before = self.register_load_state_dict_pre_hook(keep_tensors_back)
         after = self.register_load_state_dict_post_hook(put_tensors_in_place, prepend=True)
         try:
-            self._calls.lends = True  # to users' hooks
+            self._calls.allows_reads = True  # for users' hooks
             super().load_state_dict(state_dict)
         except BaseException as error:
             if self._half_loaded:  # an interrupt: step counts of one run, moments of another
                 self._states().pipeline.poison(error)
             raise
         finally:
-            self._calls.lends = False
+            self._calls.allows_reads = False
             before.remove()
             after.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take groups saved by another version or by torch: keys they lack keep our defaults."""
-        self._half_loaded, self._calls.lends = True, False
+        self._half_loaded, self._calls.allows_reads = True, False
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():

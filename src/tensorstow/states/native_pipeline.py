@@ -19,7 +19,7 @@ from tensorstow.io import device_link
 from tensorstow.states.chunks import Chunk, ChunkRing
 from tensorstow.states.kernels import team_of
 from tensorstow.states.layout import STATE_DTYPES
-from tensorstow.states.lent_chunks import LentChunks
+from tensorstow.states.caller_chunks import CallerChunks
 from tensorstow.states.native_handle import NativeHandle
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.stored_chunks import StoredChunk, StoredChunks, WrittenWeights
@@ -49,7 +49,7 @@ class StepRow:
 
 Caller = Literal["waits", "computes", "updates"]
 """What the caller does while a step runs: nothing; computes on the same cores beside it; updates
-the chunks that ``lent_chunks`` has chosen. But for "waits" the call returns at once."""
+the chunks that ``caller_chunks`` has chosen. But for "waits" the call returns at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class UpdatePipeline:
         self._ring: ChunkRing | None = None
         self.steps_begun = 0
         """Steps that the native side was given, or may have been."""
-        self.lent_chunks = LentChunks(handle, naive=policy.schedule == "naive")
+        self.caller_chunks = CallerChunks(handle, naive=policy.schedule == "naive")
         self.memory = handle.resources.memory
         """What steps read and write beside the ring: it must outlive the native pipeline."""
         self.lock = threading.RLock()
@@ -241,7 +241,7 @@ class UpdatePipeline:
     def wait_chunk(self, chunk: int) -> None:
         """Block until the step is done with a chunk: its weights are new, its gradients used.
 
-        Where the caller updates, at most until there is a chunk to be lent.
+        If the caller updates, it also returns when a chunk can be acquired.
         """
         self.handle.check(self.handle.live().wait_chunk(chunk))
 

@@ -64,8 +64,8 @@ class Calls:
         self._name = ""
         self._number = 0
         """Of the call, newer than that of any before."""
-        self.lends = False
-        """A function of the user's runs inside a call: it may read."""
+        self.allows_reads = False
+        """True while a user's function runs inside a call: it may read."""
 
     def alone(self) -> AbstractContextManager[object]:
         """Wait for the calls of other threads, and keep them out; within a call, be part of it."""
@@ -99,7 +99,7 @@ class Calls:
                     torch.set_grad_enabled(gradients)
 
     def _within(self, name: str, act: Callable[[], _T]) -> _T:
-        if self.lends and name in _READS:
+        if self.allows_reads and name in _READS:
             return act()
         raise _refusal(name, self._name)
 
@@ -110,15 +110,15 @@ class Calls:
         """
         return self._call.locked() and self._number in _calls_of_thread()
 
-    def lending(self, extra: Callable[[], _T]) -> Callable[[], _T]:
-        """Return ``extra``, a user's, which may read the optimizer while it runs."""
+    def allowing_reads(self, extra: Callable[[], _T]) -> Callable[[], _T]:
+        """Return the user's function ``extra``, which may read the optimizer while it runs."""
 
         def ask() -> _T:
-            self.lends = True
+            self.allows_reads = True
             try:
                 return extra()
             finally:
-                self.lends = False
+                self.allows_reads = False
 
         return ask
 

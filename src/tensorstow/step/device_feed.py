@@ -174,7 +174,7 @@ class DeviceFeed(GradientFeed):
         return self._stage == _Stage.OVER
 
     def wait_for_one(self) -> None:
-        """Return when one thing more can be done, or a chunk is there to be lent."""
+        """Return when one thing more can be done, or a chunk can be acquired."""
         with self._poisoning():
             self._wait()
 

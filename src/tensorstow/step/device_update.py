@@ -1,7 +1,7 @@
 """Updates chunks on the accelerator: copies states up, updates them, copies them down.
 
 [Note: Through the device] The pipeline reads, verifies and writes as ever; a chunk whose states are
-in memory is lent to the updater instead of the kernel. Gradients and weights stay where they are,
+in memory is acquired by the updater, not updated by the kernel. Gradients and weights stay where they are,
 on the device. Three slots of device memory are enough for any model: one chunk goes up, one is
 updated and one comes down at once. What updates is the fused kernel or the reference ([Note: Two
 rules]), on a stream of its own: behind what made the gradients, so that the caller's stream goes on
@@ -9,7 +9,7 @@ with backward meanwhile. A step ends when the host has seen the last states come
 all weights are new for any stream. The rest of a step's chunks, if any, are the host's ([Note: Both
 at once]).
 
-    lent -> rising (a copy up) -> updated -> falling (a copy down) -> given back
+    acquired -> copied to the device -> updated -> copied to the host -> released
 
 16-bit weights come down too, for whether others wrote them since is found by comparing; those of
 fp32 only where a commit takes them. Elsewhere their mirrors are older, as if others had written.
@@ -120,7 +120,7 @@ class DeviceUpdater:
         self._ready: deque[int] = deque()
         """Those of them that await no more gradients."""
         self._ahead = 0
-        """Landed, and not lent yet."""
+        """Announced to the pipeline, and not acquired yet."""
         self._is_open = False
         self._is_closed = True
         """No more gradients come."""
@@ -191,10 +191,10 @@ class DeviceUpdater:
             self._give_back()
         self._land()
         while self._free:
-            lent = self._pipeline.lent_chunks.next(wait=False)
-            if lent is None:
+            acquired = self._pipeline.caller_chunks.acquire(wait=False)
+            if acquired is None:
                 break
-            self._take(*lent)
+            self._take(*acquired)
 
     def end_one(self) -> None:
         """Wait for the chunk that has been under way longest, and give it back."""
@@ -206,12 +206,12 @@ class DeviceUpdater:
 
         Nothing may be under way: the chunk may wait for memory that it holds.
         """
-        lent = self._pipeline.lent_chunks.next(wait=True)
-        if lent is None:
+        acquired = self._pipeline.caller_chunks.acquire(wait=True)
+        if acquired is None:
             self._pipeline.wait_published()
             message = "A step was over before all of its chunks were updated."
             raise StowError(message)
-        self._take(*lent)
+        self._take(*acquired)
 
     # --- inside ---
 
@@ -238,7 +238,7 @@ class DeviceUpdater:
     def _give_back(self) -> None:
         """Give back the chunk that has been under way longest, whose states are down."""
         trip = self._trips.popleft()
-        self._pipeline.lent_chunks.give_back(trip.chunk)
+        self._pipeline.caller_chunks.release(trip.chunk)
         self._free.append(trip.slot)
         for number in trip.parameters:
             gradient = self._gradients[number]

@@ -135,7 +135,7 @@ class DeviceUpdates:
             return
         try:
             host, device = self._run()
-            self._pipeline.lent_chunks.end()
+            self._pipeline.caller_chunks.end()
         except BaseException as error:  # an interrupt too: a chunk may be half a step ahead
             self._pipeline.poison(error)
             # Whoever goes on from a commit writes to the weights that may still be coming down.
@@ -181,7 +181,7 @@ class DeviceUpdates:
         self._device = chunks_of_device(self._chunks, share)
         there = {chunk.number for chunk in self._device}
         self.chunks_of_host = [chunk for chunk in self._chunks if chunk.number not in there]
-        self._pipeline.lent_chunks.choose(sorted(there))
+        self._pipeline.caller_chunks.choose(sorted(there))
         self._updater.serve(self._device)
         for feed in self._feeds:
             feed.serve(self.chunks_of_host)
@@ -239,7 +239,7 @@ class DeviceUpdates:
     def _wait(self) -> None:
         """Return when one side can go on."""
         busy = [feed for feed in self._feeds if not feed.is_over]
-        if busy and not self._updater.is_over:  # also while no chunk is there to be lent
+        if busy and not self._updater.is_over:  # also while no chunk can be acquired
             time.sleep(_NAP)
         elif busy:
             busy[0].wait_for_one()

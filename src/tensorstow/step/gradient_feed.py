@@ -36,8 +36,7 @@ class Beside(Enum):
 class GradientFeed:
     """Takes final gradients of parameters on one tier to the pipeline, a step at a time.
 
-    What a feed does not say, it has no need of: weights and gradients that are used where they are
-    are sent nowhere, and nothing is lent to them.
+    Methods that do nothing here are for feeds that copy gradients or pin weights.
     """
 
     def prepare(self, plan: StepPlan) -> None:
@@ -64,7 +63,7 @@ class GradientFeed:
         """Return when these parameters, or all, need nothing more of the feed."""
 
     def end(self) -> None:
-        """Let go of what the step was lent: every weight is new."""
+        """Free what the step holds: every weight is new."""
 
     def needs(self, number: int) -> bool:
         """Return whether the feed may still read the gradient of a parameter of its tier."""
@@ -79,7 +78,7 @@ class GradientFeed:
         return 0
 
     def abort(self) -> None:
-        """Let go of what the step was lent: it has failed, or its store is gone."""
+        """Free what the step holds: it has failed, or its store is closed."""
         self.end()
 
 
@@ -246,7 +245,7 @@ class StepFeeds:
         return self._chunks, ()
 
     def abort(self) -> None:
-        """Let go of what the step was lent: it has failed, or its store is gone."""
+        """Free what the step holds: it has failed, or its store is closed."""
         self._is_open = False
         self._arriving.clear()
         for feed in self._feeds.values():

@@ -58,7 +58,7 @@ class OfTheRoot(nn.Module):
         return out
 
 
-class Lent(nn.Module):
+class SharedLayer(nn.Module):
     """A layer whose weight another one uses too, and that runs twice."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ def test_weights_in_half_precision_alone() -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in weights)
 
 
-@pytest.mark.parametrize("make", [OfTheRoot, Lent, Listed])
+@pytest.mark.parametrize("make", [OfTheRoot, SharedLayer, Listed])
 def test_models_of_odd_shapes(make: Made) -> None:
     """test_optim.py, exam_tiny_example."""
     plain = Reference(make, torch.float16, 2.0)

@@ -173,7 +173,7 @@ class Sides(nn.Module):
 
 
 def held_by_sides(overlap: str) -> tuple[int, int]:
-    """Return the most that was lent, and what may be."""
+    """Return the most that was pinned, and what may be."""
     model = Sides()
     room = 3 * (4 * WIDTH * WIDTH // dist.get_world_size() + 2 * 4096)
     plan = Plan(

@@ -141,10 +141,10 @@ def test_a_run_holds_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) ->
         model(torch.randn(2, 512)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    memory, lent = optimizer.memory(), parameter_bytes(model).most_buffer_pool_bytes
+    memory, pinned = optimizer.memory(), parameter_bytes(model).most_buffer_pool_bytes
     optimizer.close()
-    assert lent > 3 << 20  # the sum below is of a run whose parameters are on disk
-    assert memory.ring_bytes + memory.gradient_bytes + lent <= budget
+    assert pinned > 3 << 20  # the sum below is of a run whose parameters are on disk
+    assert memory.ring_bytes + memory.gradient_bytes + pinned <= budget
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

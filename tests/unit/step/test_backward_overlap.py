@@ -552,7 +552,7 @@ def test_an_interrupt_while_a_gradient_is_handed_over(
 
 
 class Counted:
-    """Lends a weight memory that it never takes back, and counts."""
+    """Pins a weight for ever, and counts."""
 
     def __init__(self) -> None:
         self.pins = 0

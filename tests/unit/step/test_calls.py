@@ -209,7 +209,7 @@ def test_a_call_inside_another_is_refused_and_changes_nothing(name: str, tmp_pat
         return {}
 
     model, optimizer = made(tmp_path, "none", commit_every=1, extra=dict)
-    optimizer._core.commits.extra_now = optimizer._calls.lending(extra)
+    optimizer._core.commits.extra_now = optimizer._calls.allowing_reads(extra)
     train(model, optimizer, range(2))
     assert optimizer._core.commits.step == 2
     assert len(optimizer.param_groups) == 1

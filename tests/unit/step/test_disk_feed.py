@@ -23,7 +23,7 @@ def sent() -> None:
 
 @dataclass(eq=False)
 class FakePager:
-    """Writes down who was lent what."""
+    """Writes down who pinned what."""
 
     log: list[str]
     name: str
@@ -50,7 +50,7 @@ class FakePager:
 
 @dataclass(eq=False)
 class FakeParam:
-    """A parameter's number and who lends it memory."""
+    """A parameter's number and the pager of its weight."""
 
     number: int
     pager: FakePager | None
@@ -211,8 +211,8 @@ def test_what_is_left_is_handed_over_unit_by_unit() -> None:
         disk_feed.offer(param, GRADIENT)
     disk_feed.close(sent)
     disk_feed.end()
-    lent = [entry for entry in scene.log if entry[0] in "+-"]
-    assert lent == ["+a", "+b", "-a!", "+c", "-b!", "-c!"]
+    pinned = [entry for entry in scene.log if entry[0] in "+-"]
+    assert pinned == ["+a", "+b", "-a!", "+c", "-b!", "-c!"]
 
 
 def test_a_lease_ends_when_all_chunks_of_it_are_updated() -> None:

@@ -28,7 +28,7 @@ CASES = [
 
 
 class PooledBuffer:
-    """Writes down who was lent what."""
+    """Writes down who pinned what."""
 
     nbytes = 8
 

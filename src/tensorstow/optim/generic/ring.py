@@ -24,7 +24,7 @@ class RingBlock:
 
 
 class PieceRing:
-    """``capacity`` bytes. What is lent first comes free first, so there are no holes to search."""
+    """``capacity`` bytes, freed in the order of allocation, so that there are no holes."""
 
     def __init__(self, capacity: int) -> None:
         """Map the memory; no page of it is touched yet."""
@@ -36,7 +36,7 @@ class PieceRing:
         """The most bytes from the first block to the last, so far."""
 
     def __bool__(self) -> bool:
-        """Return whether anything is lent."""
+        """Return whether any block is allocated."""
         return bool(self._blocks)
 
     def allocate(self, nbytes: int) -> RingBlock | None:
@@ -50,7 +50,7 @@ class PieceRing:
         return block
 
     def free(self, block: RingBlock) -> None:
-        """Take the bytes back; they come free once all that was lent before is back."""
+        """Free a block; its bytes can be used again once all older blocks are free."""
         block.released = True
         while self._blocks and self._blocks[0].released:
             self._blocks.popleft()

@@ -7,7 +7,7 @@ per piece. So every piece begins with the values as they were when the step bega
 leave the same, and when the step ends these are the optimizer's. Where pieces disagree the value is
 made from several parameters (a norm, an estimate): the class is no optimizer per parameter.
 
-Every group is lent with each piece, without parameters where the piece is not of it, because a
+Every group is in the optimizer for each piece, without parameters where the piece is not of it, because a
 class may read a value of the first group, and counts in each.
 """
 
@@ -117,17 +117,17 @@ class SplitStep:
         return self._after is not None and bool(self._before.differences(self._after))
 
     def begin(self, runs: Sequence[StepBatch]) -> None:
-        """Lend the optimizer the parameters of ``runs``, and all values as the step found them."""
-        lent: SharedValues = copied(self._before)
+        """Put the parameters of ``runs`` and the values from before the step into the optimizer."""
+        values: SharedValues = copied(self._before)
         groups = [
             {**options, **_off(options), **{key: [] for key in _OF_PARAMETERS if key in group}}
-            for options, group in zip(lent.groups, self._groups, strict=True)
+            for options, group in zip(values.groups, self._groups, strict=True)
         ]
         for run in runs:
             groups[self._numbers[id(run.group)]].update(_parameters_of(run))
         self._inner.param_groups = groups
-        self._inner.state.update(lent.state)
-        _set_own(self._inner, lent.own)
+        self._inner.state.update(values.state)
+        _set_own(self._inner, values.own)
 
     def end(self) -> None:
         """Note the values that a run left; raise OptionError where another left others."""

@@ -42,5 +42,5 @@ def test_it_goes_round() -> None:
     assert ring.high_water == 8 * 4096
 
 
-def test_no_capacity_lends_nothing() -> None:
+def test_no_capacity_allocates_nothing() -> None:
     assert PieceRing(0).allocate(1) is None

@@ -1,4 +1,4 @@
-"""The class's own step, over parameters that are lent to it."""
+"""The class's own step, over the parameters that it is given."""
 
 import pytest
 import torch

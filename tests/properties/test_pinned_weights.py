@@ -1,4 +1,4 @@
-"""Weights that are NaN while they are not lent: whoever uses them then is found out."""
+"""Weights that are NaN while they are not pinned: a use at that time is found."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
@@ -114,7 +114,7 @@ def wanted(steps: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("overlap", ["none", "backward"])
 @pytest.mark.parametrize("remote", [(), (1,), (0, 4)], ids=["host", "a block", "both ends"])
 @pytest.mark.parametrize("resumed", [False, True], ids=["own chunks", "chunks of several"])
-def test_weights_are_used_while_they_are_lent_and_no_longer(
+def test_weights_are_used_while_they_are_pinned_and_no_longer(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     overlap: Overlap,

@@ -1,0 +1,43 @@
+"""Chunks that the caller updates in memory, in place of the pipeline's kernels."""
+
+from collections.abc import Iterable
+
+from tensorstow.states.native_handle import NativeHandle
+
+
+class CallerChunks:
+    """The chunks that a step leaves to a caller that updates (``StepKind``)."""
+
+    def __init__(self, handle: NativeHandle, *, naive: bool) -> None:
+        """Use the pipeline of ``handle``; ``naive``: a step ends when its writes have ended."""
+        self._handle = handle
+        self._is_naive = naive
+
+    def choose(self, chunks: Iterable[int]) -> None:
+        """Leave these chunks to the caller from the next step on; all chunks until then."""
+        self._handle.live().set_caller_chunks(list(chunks))
+
+    def acquire(self, *, wait: bool) -> tuple[int, int] | None:
+        """Return the next (chunk, slot) whose states are in memory and verified.
+
+        Args:
+            wait: Block until there is one. The caller must hold no chunk then, or it may block
+                for ever.
+
+        Returns:
+            Slot -1 means memory of the chunk's own. None if the step is over or has failed (``end``
+            raises the error), or if no chunk is ready and ``wait`` is False.
+        """
+        chunk, slot = self._handle.live().acquire_chunk(wait=wait)
+        return None if chunk < 0 else (chunk, slot)
+
+    def release(self, chunk: int) -> None:
+        """Return an acquired chunk whose memory holds the new states to the pipeline."""
+        self._handle.live().release_chunk(chunk)
+
+    def end(self) -> None:
+        """Wait until the step is over; raise the pipeline's error if it failed."""
+        native = self._handle.live()
+        self._handle.check(native.wait_published())
+        if self._is_naive:
+            self._handle.check(native.quiesce())
