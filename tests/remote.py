@@ -61,7 +61,7 @@ class LateLink:
         self.device = torch.device("cpu")
         self.bytes_down = self.bytes_up = 0
         self.copies_down = self.copies_up = 0
-        self.falling, self.rising = Stream(), Stream()
+        self.d2h_stream, self.h2d_stream = Stream(), Stream()
         self.unseen: list[Unseen] = []
         self.random = random.Random(seed)  # noqa: S311  # no secret
 
@@ -70,23 +70,23 @@ class LateLink:
         return Caller(self, [copy for copy in self.unseen if copy.joined])
 
     def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
-        position = self.falling.done + len(self.falling.work)
+        position = self.d2h_stream.done + len(self.d2h_stream.work)
         for to, source in pairs:
-            position = self.falling.add(late_copy(to, source, after=tuple(after)))
+            position = self.d2h_stream.add(late_copy(to, source, after=tuple(after)))
             self.bytes_down += to.nbytes
         self.copies_down += 1
-        return Later(self.falling, position, self.random.randrange(3))
+        return Later(self.d2h_stream, position, self.random.randrange(3))
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
         for copy in self.unseen:
             copy.check()
-        position = self.rising.done + len(self.rising.work)
+        position = self.h2d_stream.done + len(self.h2d_stream.work)
         for to, source in pairs:
             self.unseen.append(Unseen(Place.of(source), source.clone()))
-            position = self.rising.add(late_copy(to, source, after=tuple(after)))
+            position = self.h2d_stream.add(late_copy(to, source, after=tuple(after)))
             self.bytes_up += to.nbytes
         self.copies_up += 1
-        return Later(self.rising, position, self.random.randrange(3))
+        return Later(self.h2d_stream, position, self.random.randrange(3))
 
     def join(self, mark: DeviceEvent) -> None:
         """Let the caller's stream wait, which here is the caller; the host has seen nothing."""
@@ -103,7 +103,7 @@ class LateLink:
         return self
 
     def synchronize(self) -> None:
-        for stream in (self.falling, self.rising):
+        for stream in (self.d2h_stream, self.h2d_stream):
             stream.run_to(stream.done + len(stream.work))
 
 

@@ -308,7 +308,7 @@ def most_held(plan: Plan, device: torch.device) -> tuple[int, int]:
 def test_the_device_holds_weights_and_gradients_on_their_way(
     overlap: str, under_way: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the bound are one that has just begun to fall, and one that backward makes."""
+    """Behind the bound are one that is being copied, and one that backward makes."""
     monkeypatch.setattr(gradient_offload, "MAX_IN_FLIGHT_BYTES", under_way)
     most, slots = most_held(Plan(parameters="device", overlap=overlap), device)
     gradients = min(LAYERS * WEIGHT, under_way + 2 * WEIGHT)

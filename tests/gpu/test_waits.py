@@ -116,7 +116,7 @@ def test_copies_run_beside_the_caller_s_stream(link: StreamLink) -> None:
 
 @pytest.fixture
 def host_weight(link: StreamLink) -> Iterator[HostWeight]:
-    """Return the mirror of a weight of ones, which is pinned as long as its block is there."""
+    """Return the host weight of a parameter of ones; its block keeps it pinned."""
     weight = nn.Parameter(torch.ones(COUNT, device=link.device))
     block, (made,) = make_host_weights([weight], link)
     yield made
@@ -132,9 +132,7 @@ def test_a_weight_that_is_still_to_be_written_is_fetched_as_it_will_be(
     assert host_weight.host.eq(2).all()
 
 
-def test_a_weight_is_delivered_behind_its_readers(
-    link: StreamLink, host_weight: HostWeight
-) -> None:
+def test_a_weight_is_uploaded_behind_its_readers(link: StreamLink, host_weight: HostWeight) -> None:
     host_weight.host.fill_(2)
     spin(link.device, LATE)
     before = host_weight.parameter.detach().clone()
@@ -144,7 +142,7 @@ def test_a_weight_is_delivered_behind_its_readers(
     assert after.eq(2).all()
 
 
-def test_a_weight_is_delivered_before_whatever_comes_next(
+def test_a_weight_is_uploaded_before_whatever_comes_next(
     link: StreamLink, host_weight: HostWeight
 ) -> None:
     host_weight.host.fill_(2)
@@ -346,7 +344,7 @@ def test_few_gradients_of_a_stowed_model_are_on_their_way(
     assert all_equal(late_steps(model, optimizer, device), want)
 
 
-def test_a_step_by_gradients_that_have_landed_already(device: torch.device) -> None:
+def test_a_step_by_gradients_that_are_in_host_memory_already(device: torch.device) -> None:
     """Its updates wait for the weights that go up of the step before."""
 
     def twice(model: nn.Module, optimizer: AdamW) -> list[torch.Tensor]:

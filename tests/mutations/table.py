@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 _DEVICE = "io/device_link.py"
-_FERRY = "step/device_feed.py"
-_MIRRORS = "step/host_weight.py"
+_DEVICE_FEED = "step/device_feed.py"
+_HOST_WEIGHT = "step/host_weight.py"
 _UPDATER = "step/device_update.py"
 _FEED = "step/gradient_feed.py"
 _QUEUE = "fsdp/gradient_offload.py"
@@ -26,7 +26,7 @@ _COMPUTES = f"{_SCHEDULES}::test_backward_computes_while_gradients_are_held_up"
 _BOTH_WAYS = f"{_SCHEDULES}::test_states_go_up_while_others_come_down"
 _STEPS = f"{_WAITS}::test_steps_whose_gradients_are_late"
 _BUSY = f"{_WAITS}::test_backward_returns_while_the_device_is_busy"
-_FALLS = f"{_WAITS}::test_gradients_of_a_stowed_model_that_are_late"
+_OFFLOAD = f"{_WAITS}::test_gradients_of_a_stowed_model_that_are_late"
 _SUMS = f"{_WAITS}::test_gradients_of_later_micro_batches_that_are_late"
 
 
@@ -128,58 +128,60 @@ MUTATIONS = (
     ),
     # --- host_weights ---
     Mutation(
-        _MIRRORS,
+        _HOST_WEIGHT,
         "link.d2h(pairs, [link.record_event()]).synchronize()",
         "link.d2h(pairs, []).synchronize()",
         f"{_WAITS}::test_a_weight_that_is_still_to_be_written_is_fetched_as_it_will_be",
     ),
     Mutation(
-        _MIRRORS,
+        _HOST_WEIGHT,
         "link.d2h(pairs, [link.record_event()]).synchronize()",
         "link.d2h(pairs, [link.record_event()])",
         f"{_WAITS}::test_what_is_written_late_between_backward_and_step_is_seen",
     ),
     Mutation(
-        _MIRRORS,
+        _HOST_WEIGHT,
         "link.join(link.h2d(pairs, [link.record_event()]))",
         "link.join(link.h2d(pairs, []))",
-        f"{_WAITS}::test_a_weight_is_delivered_behind_its_readers",
+        f"{_WAITS}::test_a_weight_is_uploaded_behind_its_readers",
     ),
     Mutation(
-        _MIRRORS,
+        _HOST_WEIGHT,
         "link.join(link.h2d(pairs, [link.record_event()]))",
         "link.h2d(pairs, [link.record_event()])",
-        f"{_WAITS}::test_a_weight_is_delivered_before_whatever_comes_next",
+        f"{_WAITS}::test_a_weight_is_uploaded_before_whatever_comes_next",
     ),
     # --- gradients down and weights up, by chunk ---
     Mutation(
-        _FERRY,
+        _DEVICE_FEED,
         "self.link.record_event().synchronize()  # what went up",
         "pass  # what went up",
-        f"{_WAITS}::test_a_step_by_gradients_that_have_landed_already",
+        f"{_WAITS}::test_a_step_by_gradients_that_are_in_host_memory_already",
     ),
-    Mutation(_FERRY, "self.link.join(copied)", "pass", _STEPS),
+    Mutation(_DEVICE_FEED, "self.link.join(copied)", "pass", _STEPS),
     Mutation(
-        _FERRY,
+        _DEVICE_FEED,
         "while self._d2h and self._d2h[0].copied.query():",
         "while self._d2h:",
         _STEPS,
     ),
     Mutation(
-        _FERRY,
+        _DEVICE_FEED,
         "self._d2h[0].copied.synchronize()",
         "pass",
         f"{_COUNTS}::test_a_forward_waits_for_gradients_that_are_late_and_for_nothing_else",
     ),
-    Mutation(_FERRY, "self.link.d2h(pairs, events.values())", "self.link.d2h(pairs, ())", _STEPS),
     Mutation(
-        _FERRY,
+        _DEVICE_FEED, "self.link.d2h(pairs, events.values())", "self.link.d2h(pairs, ())", _STEPS
+    ),
+    Mutation(
+        _DEVICE_FEED,
         "made = self.link.record_event() if updates else None",
         "made = torch.Event(self.link.device)",
         f"{_STEPS}[none-host-bf16]",
     ),
     Mutation(
-        _FERRY,
+        _DEVICE_FEED,
         "self._hold(param.number, gradient, self.link.record_event())",
         "self._hold(param.number, gradient, torch.Event(gradient.device))",
         f"{_STEPS}[backward-host-bf16]",
@@ -212,8 +214,8 @@ MUTATIONS = (
     ),
     Mutation(
         _UPDATER,
-        "while self._trips and self._trips[0].fallen.query():",
-        "while self._trips:",
+        "while self._in_flight and self._in_flight[0].copied.query():",
+        "while self._in_flight:",
         f"{_STEPS}[none-device-bf16]",
     ),
     Mutation(
@@ -225,18 +227,18 @@ MUTATIONS = (
     ),
     Mutation(
         _UPDATER,
-        "self.link.join(self.link.h2d(rising, [self._made]))",
-        "self.link.h2d(rising, [self._made])",
+        "self.link.join(self.link.h2d(h2d_pairs, [self._made]))",
+        "self.link.h2d(h2d_pairs, [self._made])",
         f"{_STEPS}[none-device-bf16]",
     ),
     Mutation(
         _UPDATER,
-        "self.link.d2h(falling, [self.link.record_event()])",
-        "self.link.d2h(falling, [])",
+        "self.link.d2h(d2h_pairs, [self.link.record_event()])",
+        "self.link.d2h(d2h_pairs, [])",
         f"{_STEPS}[none-device-bf16]",
     ),
     Mutation(
-        _UPDATER, "self._trips[0].fallen.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"
+        _UPDATER, "self._in_flight[0].copied.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"
     ),
     Mutation(
         "step/device_updates.py",
@@ -263,20 +265,20 @@ MUTATIONS = (
         "unit/step/test_backward_overlap.py::test_a_gradient_of_another_order_is_waited_for",
     ),
     # --- gradients of a stowed model ---
-    Mutation(_QUEUE, "        self.synchronize()\n", "        self.query()\n", _FALLS),
+    Mutation(_QUEUE, "        self.synchronize()\n", "        self.query()\n", _OFFLOAD),
     Mutation(
         _QUEUE,
         "if self._copied is not None and self._copied.query():",
         "if self._copied is not None:",
-        _FALLS,
+        _OFFLOAD,
     ),
-    Mutation(_QUEUE, "        if self.query():\n", "        if not self.pending:\n", _FALLS),
-    Mutation(_QUEUE, "self._copied.synchronize()", "pass", _FALLS),
+    Mutation(_QUEUE, "        if self.query():\n", "        if not self.pending:\n", _OFFLOAD),
+    Mutation(_QUEUE, "self._copied.synchronize()", "pass", _OFFLOAD),
     Mutation(
         _QUEUE,
         "source.view(-1))], [link.record_event()])",
         "source.view(-1))], [])",
-        _FALLS,
+        _OFFLOAD,
     ),
     Mutation(
         _QUEUE,
@@ -302,7 +304,7 @@ MUTATIONS = (
         "while self._arriving:",
         _BUSY,
     ),
-    Mutation(_FEED, "copied.synchronize()", "pass", f"{_FALLS}[host-backward]"),
+    Mutation(_FEED, "copied.synchronize()", "pass", f"{_OFFLOAD}[host-backward]"),
     Mutation(
         "tensors/dtensor.py",
         "if isinstance(local, OffloadedGradient) and not local.copied.query():",
@@ -390,13 +392,13 @@ MUTATIONS = (
         f"{_WAITS}::test_nothing_is_waited_for_to_go_ahead",
     ),
     Mutation(
-        _FERRY,
+        _DEVICE_FEED,
         "PinnedBlock(self.plan.nbytes, link.device, link.synchronize)",
         'PinnedBlock(self.plan.nbytes, torch.device("cpu"), link.synchronize)',
         f"{_COUNTS}::test_forward_and_backward_do_not_wait_for_the_device",
     ),
     Mutation(
-        _MIRRORS,
+        _HOST_WEIGHT,
         "PinnedBlock(host_weight_bytes(parameters), device, link.synchronize)",
         'PinnedBlock(host_weight_bytes(parameters), torch.device("cpu"), link.synchronize)',
         f"{_COUNTS}::test_a_forward_waits_for_gradients_that_are_late_and_for_nothing_else",

@@ -26,8 +26,8 @@ def example() -> ModuleType:
 def test_states_of_ten_billion_parameters_are_in_host_memory(example: ModuleType) -> None:
     held = example.needs(example.parse([]))
     inputs = 50 * 10 * 1024 * 4096 * 2
-    falling = 256 << 20  # gradients on their way down
-    assert held["device"] == 2 * PARAMETERS + falling + inputs  # nothing is gathered on one rank
+    in_flight = 256 << 20  # gradients on their way down
+    assert held["device"] == 2 * PARAMETERS + in_flight + inputs  # nothing is gathered on one rank
     assert held["device"] < 25 * GIB  # of the tutorial's 32
     # The weights that updates write and gradients, in bf16; moments, and halves of masters.
     assert held["host"] == (2 + 2 + 10) * PARAMETERS

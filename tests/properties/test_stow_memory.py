@@ -12,7 +12,7 @@ from tree import TESTS
 MIB = 1 << 20
 BUDGET = large.UNITS * large.UNIT_BYTES // 4
 AT_ONCE = 7
-"""Copies of a unit: gathered twice, gradients, reduced ones; landed while two units are updated."""
+"""Copies of a unit: gathered twice, gradients, reduced ones; on the host while two are updated."""
 SLACK = 40 * MIB
 """Threads, code that is loaded late, activations."""
 

@@ -106,7 +106,7 @@ def plan_host(
     """Share ``budget`` bytes between the ring and states that stay in RAM.
 
     The ring comes first; what is beyond it buys chunks from the first on: in backward their
-    gradients land last, and the next forward needs their weights first, so their transfers are the
+    gradients come last, and the next forward needs their weights first, so their transfers are the
     ones that nothing hides. The first ``at_home`` chunks are not for sale: they have a place.
     """
     widths = [slot_bytes(f, p.elements, with_weights=with_weights) for f, p, _ in chunks]

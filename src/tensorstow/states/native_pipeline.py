@@ -16,10 +16,10 @@ from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import format_count
 from tensorstow.base.update_on import Overlap
 from tensorstow.io import device_link
+from tensorstow.states.caller_chunks import CallerChunks
 from tensorstow.states.chunks import Chunk, ChunkRing
 from tensorstow.states.kernels import team_of
 from tensorstow.states.layout import STATE_DTYPES
-from tensorstow.states.caller_chunks import CallerChunks
 from tensorstow.states.native_handle import NativeHandle
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.stored_chunks import StoredChunk, StoredChunks, WrittenWeights

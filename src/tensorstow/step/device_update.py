@@ -1,18 +1,19 @@
 """Updates chunks on the accelerator: copies states up, updates them, copies them down.
 
-[Note: Through the device] The pipeline reads, verifies and writes as ever; a chunk whose states are
-in memory is acquired by the updater, not updated by the kernel. Gradients and weights stay where they are,
-on the device. Three slots of device memory are enough for any model: one chunk goes up, one is
-updated and one comes down at once. What updates is the fused kernel or the reference ([Note: Two
-rules]), on a stream of its own: behind what made the gradients, so that the caller's stream goes on
-with backward meanwhile. A step ends when the host has seen the last states come down, and with them
-all weights are new for any stream. The rest of a step's chunks, if any, are the host's ([Note: Both
-at once]).
+[Note: Through the device] The pipeline reads, verifies and writes as for a host update. The updater
+acquires each chunk whose states are in memory, and the native kernel does not run. Gradients and
+weights stay on the device. Three slots of device memory are enough for any model: one chunk is
+copied to the device while another is updated and a third is copied back. The fused kernel or the
+reference updates ([Note: Two rules]) on a stream of its own, ordered behind the work that made the
+gradients, so that the caller's stream goes on with backward. A step ends when the last states are
+back in host memory; all weights are then new for any stream. The kernel on the host updates the
+other chunks of the step, if any ([Note: Both at once]).
 
     acquired -> copied to the device -> updated -> copied to the host -> released
 
 16-bit weights come down too, for whether others wrote them since is found by comparing; those of
-fp32 only where a commit takes them. Elsewhere their mirrors are older, as if others had written.
+fp32 parameters only for a commit. Otherwise their host weights become stale, as if the user had
+written the parameters.
 """
 
 from collections import deque
@@ -34,7 +35,7 @@ from tensorstow.step.update_rule import SegmentUpdate, rule_on
 from tensorstow.tensors.dtensor import flat
 
 _MOST_AHEAD = MOST_DEVICE_SLOTS
-"""Chunks whose states are asked for beyond those in slots."""
+"""Chunks that the pipeline is to read beyond those in slots."""
 StreamsOf = Callable[[Chunk, int], Sequence[torch.Tensor]]
 """The streams of a chunk in a slot of the ring, or (-1) in memory of its own."""
 
@@ -62,15 +63,15 @@ class _FinalGradient:
 
 @dataclass(eq=False, slots=True)
 class _ChunkOnDevice:
-    """A chunk under way."""
+    """A chunk that is copied or updated."""
 
     chunk: int
     parameters: Sequence[int]
     """Those that it updates, by number."""
     slot: int
     host: Sequence[torch.Tensor]
-    """Its states in host memory, which must live until they have come down."""
-    fallen: DeviceEvent
+    """Its states in host memory, which must live until they are copied back."""
+    copied: DeviceEvent
 
 
 class DeviceUpdater:
@@ -116,15 +117,15 @@ class DeviceUpdater:
         self._report_sent: Callable[[], None] = lambda: None
         self._all_weights = False
         self._pending: set[int] = set()
-        """Chunks that have gradients, and were not landed."""
+        """Chunks whose gradients the pipeline has not been given."""
         self._ready: deque[int] = deque()
-        """Those of them that await no more gradients."""
+        """Those of them whose gradients are all here."""
         self._ahead = 0
-        """Announced to the pipeline, and not acquired yet."""
+        """Chunks whose gradients the pipeline has, and that were not acquired yet."""
         self._is_open = False
         self._is_closed = True
         """No more gradients come."""
-        self._trips: deque[_ChunkOnDevice] = deque()
+        self._in_flight: deque[_ChunkOnDevice] = deque()
 
     @property
     def device_bytes(self) -> int:
@@ -177,19 +178,19 @@ class DeviceUpdater:
 
     @property
     def is_over(self) -> bool:
-        """Return whether all states are down again."""
-        return not (self._is_open or self._ahead or self._trips)
+        """Return whether all states are back in host memory."""
+        return not (self._is_open or self._ahead or self._in_flight)
 
     @property
     def under_way(self) -> bool:
-        """Return whether there is a chunk to be ended by ``end_one``."""
-        return bool(self._trips)
+        """Return whether there is a chunk in flight that ``end_one`` can wait for."""
+        return bool(self._in_flight)
 
     def move_on(self) -> None:
         """Do what can be done without waiting for anything."""
-        while self._trips and self._trips[0].fallen.query():
-            self._give_back()
-        self._land()
+        while self._in_flight and self._in_flight[0].copied.query():
+            self._release()
+        self._add_gradients()
         while self._free:
             acquired = self._pipeline.caller_chunks.acquire(wait=False)
             if acquired is None:
@@ -197,14 +198,14 @@ class DeviceUpdater:
             self._take(*acquired)
 
     def end_one(self) -> None:
-        """Wait for the chunk that has been under way longest, and give it back."""
-        self._trips[0].fallen.synchronize()
-        self._give_back()
+        """Wait for the oldest chunk in flight, and release it."""
+        self._in_flight[0].copied.synchronize()
+        self._release()
 
     def take_one(self) -> None:
-        """Wait for a chunk, and start it; raises what failed in the pipeline.
+        """Wait for a chunk and start it; raise the pipeline's error if it failed.
 
-        Nothing may be under way: the chunk may wait for memory that it holds.
+        No chunk may be in flight: the pipeline may need the memory that it holds.
         """
         acquired = self._pipeline.caller_chunks.acquire(wait=True)
         if acquired is None:
@@ -221,8 +222,8 @@ class DeviceUpdater:
             self._gradients[number] = _FinalGradient(gradient, made, len(chunks))
         self._pending.update(chunks)
 
-    def _land(self) -> None:
-        """Say which chunks have their gradients: few at a time, for those go before others."""
+    def _add_gradients(self) -> None:
+        """Give the pipeline ready chunks, a few at a time, as it reads those first."""
         while self._ready and self._ahead < _MOST_AHEAD:
             number = self._ready.popleft()
             self._pending.discard(number)
@@ -235,12 +236,12 @@ class DeviceUpdater:
             self._is_open = False
             self._report_sent()
 
-    def _give_back(self) -> None:
-        """Give back the chunk that has been under way longest, whose states are down."""
-        trip = self._trips.popleft()
-        self._pipeline.caller_chunks.release(trip.chunk)
-        self._free.append(trip.slot)
-        for number in trip.parameters:
+    def _release(self) -> None:
+        """Release the oldest chunk in flight, whose states are back in host memory."""
+        flight = self._in_flight.popleft()
+        self._pipeline.caller_chunks.release(flight.chunk)
+        self._free.append(flight.slot)
+        for number in flight.parameters:
             gradient = self._gradients[number]
             gradient.chunks_left -= 1
             if gradient.chunks_left == 0:
@@ -251,10 +252,10 @@ class DeviceUpdater:
     def _take(self, number: int, ring_slot: int) -> None:
         self._ahead -= 1
         self._start(self._chunks[number], ring_slot)
-        self._land()
+        self._add_gradients()
 
     def _start(self, chunk: Chunk, ring_slot: int) -> None:
-        """Send a chunk's states up, update them, and send them down behind that."""
+        """Copy a chunk's states to the device, update them, and copy them back."""
         slot = self._free.pop()
         host = self._streams_of(chunk, ring_slot)
         away = self._streams_in(slot, chunk)
@@ -271,16 +272,16 @@ class DeviceUpdater:
             )
             for made in {id(g.made): g.made for g in held.values()}.values():
                 self.link.join(made)
-            rising = [*zip(away, host, strict=True), *tables]
-            self.link.join(self.link.h2d(rising, [self._made]))
+            h2d_pairs = [*zip(away, host, strict=True), *tables]
+            self.link.join(self.link.h2d(h2d_pairs, [self._made]))
             update(away)
-            falling = list(zip(host, away, strict=True))
+            d2h_pairs = list(zip(host, away, strict=True))
             for run, segment in zip(runs, segments, strict=True):
                 if self._all_weights or segment.weight.dtype != torch.float32:
                     host_weight = self._host_weights[run.parameter]
-                    falling.append((_part(flat(host_weight.host), run), segment.weight))
-            fallen = self.link.d2h(falling, [self.link.record_event()])
-        self._trips.append(_ChunkOnDevice(chunk.number, list(held), slot, host, fallen))
+                    d2h_pairs.append((_part(flat(host_weight.host), run), segment.weight))
+            copied = self.link.d2h(d2h_pairs, [self.link.record_event()])
+        self._in_flight.append(_ChunkOnDevice(chunk.number, list(held), slot, host, copied))
 
     def _segment(self, run: Segment, gradient: torch.Tensor) -> SegmentUpdate:
         work = self._works[run.parameter]

@@ -150,24 +150,24 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("course", COURSES, ids=str)
 def test_whole_parameters_are_updated_by_what_came_down(course: Course) -> None:
     here, none = trained(course, stands_in=False)
-    there, fallen = trained(course, stands_in=True)
+    there, bytes_down = trained(course, stands_in=True)
     assert none == 0
-    assert fallen > 0
+    assert bytes_down > 0
     assert all_equal(there, here)
 
 
 def sharded(course: Course) -> tuple[bool, int]:
     here, _ = trained(course, stands_in=False, mesh=True)
-    there, fallen = trained(course, stands_in=True, mesh=True)
-    return all_equal(there, here), fallen
+    there, bytes_down = trained(course, stands_in=True, mesh=True)
+    return all_equal(there, here), bytes_down
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("course", COURSES, ids=str)
 def test_shards_are_updated_by_what_came_down(ranks: "Ranks", course: Course, world: int) -> None:
-    for equal, fallen in ranks(world).run(sharded, course):
+    for equal, bytes_down in ranks(world).run(sharded, course):
         assert equal
-        assert fallen > 0
+        assert bytes_down > 0
 
 
 def test_a_gradient_that_somebody_keeps_stays() -> None:
@@ -186,18 +186,18 @@ def test_a_gradient_that_somebody_keeps_stays() -> None:
 def test_a_gradient_may_have_another_dtype_than_its_parameter(dtype: torch.dtype) -> None:
     buffer = PinnedBuffer(torch.empty(8, dtype=torch.uint8))
     queue = D2HQueue(LateLink())
-    landed = queue.copy(torch.ones(2, dtype=dtype), buffer).elements
-    assert (landed.dtype, landed.tolist()) == (dtype, [1, 1])
+    copied = queue.copy(torch.ones(2, dtype=dtype), buffer).elements
+    assert (copied.dtype, copied.tolist()) == (dtype, [1, 1])
 
 
 def test_the_device_has_its_memory_back_when_a_gradient_is_down() -> None:
     queue = D2HQueue(LateLink())
     gradient = torch.ones(2)
     alive = weakref.ref(gradient)
-    landed = queue.copy(gradient, PinnedBuffer(torch.empty(8, dtype=torch.uint8)))
+    copied = queue.copy(gradient, PinnedBuffer(torch.empty(8, dtype=torch.uint8)))
     del gradient
     assert alive() is not None
-    assert landed.elements.tolist() == [1, 1]
+    assert copied.elements.tolist() == [1, 1]
     queue.poll()
     assert alive() is None
 
@@ -222,7 +222,7 @@ def _sharded(values: torch.Tensor) -> DTensor:
 
 @torch.no_grad()
 def _taken_down(seed: int) -> tuple[list[float], list[float], int, bool]:
-    """Let two micro-batches' gradients fall over a link whose copies are late."""
+    """Let two micro-batches' gradients be copied by a link whose copies are late."""
     parameter = _sharded(torch.zeros(4, dtype=torch.bfloat16))
     link = LateLink(seed)
     offload = GradientOffload([parameter], link)

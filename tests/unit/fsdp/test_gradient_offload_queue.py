@@ -102,7 +102,7 @@ def test_gradients_that_come_wait_for_nothing_and_take_a_few_buffers() -> None:
     for total in totals:
         total.add(torch.ones(ELEMENTS))
         assert not total.query()
-    assert link.falling.done == 0
+    assert link.d2h_stream.done == 0
     assert link.copies_down == len(totals) + 3
     assert queue.pinned_bytes == 0  # of the CPU
     block = queue._block

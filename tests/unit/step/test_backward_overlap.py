@@ -660,42 +660,42 @@ def test_gradients_live_a_layer_or_two_at_a_time(
 
 
 def test_which_gradients_are_final() -> None:
-    landed = ConsumedGradients(3, lambda _: True)
-    assert [landed.is_final(7) for _ in range(3)] == [False, False, True]
-    with landed.accumulate(), landed.accumulate():
-        assert not landed.is_final(8)
-    assert [landed.is_final(8) for _ in range(3)] == [False, False, True]
-    landed.restart()
-    assert not landed.is_final(7)
+    consumed = ConsumedGradients(3, lambda _: True)
+    assert [consumed.is_final(7) for _ in range(3)] == [False, False, True]
+    with consumed.accumulate(), consumed.accumulate():
+        assert not consumed.is_final(8)
+    assert [consumed.is_final(8) for _ in range(3)] == [False, False, True]
+    consumed.restart()
+    assert not consumed.is_final(7)
 
 
 def test_gradients_are_held_until_they_are_used() -> None:
     used: set[int] = set()
-    landed = ConsumedGradients(1, used.__contains__)
+    consumed = ConsumedGradients(1, used.__contains__)
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     refs: list[weakref.ref[Tensor]] = []
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.ones(4)
-        landed.hand_over(number, parameter, lambda g, _: refs.append(weakref.ref(g)))
+        consumed.hand_over(number, parameter, lambda g, _: refs.append(weakref.ref(g)))
     used |= {1}
-    landed.let_go()
+    consumed.let_go()
     assert [ref() is None for ref in refs] == [False, True, False]
-    assert landed.arrived == [0, 1, 2]
-    landed.restart()
+    assert consumed.arrived == [0, 1, 2]
+    consumed.restart()
     assert all(ref() is None for ref in refs)
-    assert landed.arrived == []
+    assert consumed.arrived == []
 
 
 def test_which_gradients_are_used_is_not_asked_for_each_that_comes() -> None:
     asked: list[int] = []
-    landed = ConsumedGradients(1, lambda number: bool(asked.append(number)))
+    consumed = ConsumedGradients(1, lambda number: bool(asked.append(number)))
     for number in range(300):
         parameter = nn.Parameter(torch.ones(4))
         parameter.grad = torch.ones(4)
-        landed.hand_over(number, parameter, lambda *_: None)
-        landed.hold_back(1 << 20, lambda _: False)
+        consumed.hand_over(number, parameter, lambda *_: None)
+        consumed.hold_back(1 << 20, lambda _: False)
     assert len(asked) <= 10 * 300
-    assert landed.most_bytes == 300 * 16
+    assert consumed.most_bytes == 300 * 16
 
 
 def test_hooks_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -507,7 +507,7 @@ def not_given_back_in_time(patch: pytest.MonkeyPatch) -> None:
 
     def start(self: DeviceUpdater, *given: Any, **more: Any) -> None:  # noqa: ANN401
         started(self, *given, **more)
-        self._trips[-1].fallen.synchronize = lambda: None  # type: ignore[method-assign]
+        self._in_flight[-1].copied.synchronize = lambda: None  # type: ignore[method-assign]
 
     patch.setattr(DeviceUpdater, "_start", start)
 
@@ -529,7 +529,7 @@ def one_slot_for_all(patch: pytest.MonkeyPatch) -> None:
 
     def start(self: DeviceUpdater, *given: Any, **more: Any) -> None:  # noqa: ANN401
         started(self, *given, **more)
-        self._free.append(self._trips[-1].slot)
+        self._free.append(self._in_flight[-1].slot)
 
     patch.setattr(DeviceUpdater, "_start", start)
 
@@ -586,7 +586,7 @@ def test_each_of_these_is_seen(
     except (AssertionError, DamageError, RuntimeError):
         seen = True
     assert seen
-    for stream in (link.falling, link.rising):
+    for stream in (link.d2h_pairs, link.h2d_pairs):
         stream.work.clear()  # or its end would be told what was seen once more
     optimizer.close()
 

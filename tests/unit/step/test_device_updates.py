@@ -48,7 +48,7 @@ def test_the_updater_is_told_what_the_kernel_would_be(monkeypatch: pytest.Monkey
     assert works[half].seed_master  # nobody has written it yet
     assert not works[wide].seed_master
     assert works[half].key != works[wide].key
-    for due in plan.updates:  # they land by chunk, from there or here
+    for due in plan.updates:  # their new weights come by chunk, from there or here
         row = plan.rows[due.param.number]
         assert row.gradient is None
         assert row.expected

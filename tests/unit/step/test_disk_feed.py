@@ -76,7 +76,7 @@ class FakePipeline:
 
     log: list[str]
     chunks: list[FakeChunk]
-    landed: dict[int, list[tuple[int, torch.Tensor | None]]] = field(default_factory=dict)
+    added: dict[int, list[tuple[int, torch.Tensor | None]]] = field(default_factory=dict)
     updated: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
 
@@ -84,7 +84,7 @@ class FakePipeline:
         self, chunk: int, pieces: list[tuple[int, torch.Tensor | None]]
     ) -> None:
         """Note it."""
-        self.landed[chunk] = pieces
+        self.added[chunk] = pieces
         self.log.append(
             f"{chunk}:" + ",".join(str(n) for n, gradient in pieces if gradient is not None)
         )
@@ -95,7 +95,7 @@ class FakePipeline:
 
     def wait_chunk(self, chunk: int) -> None:
         """Update it, which has all that it waits for."""
-        assert chunk in self.landed
+        assert chunk in self.added
         self.log.append(f"wait{chunk}")
         self.updated.add(chunk)
 
@@ -136,7 +136,7 @@ class Scene:
         feed.begin(plan, self.gate)
         return feed
 
-    def land(self, disk_feed: DiskFeed, *numbers: int) -> None:
+    def arrive(self, disk_feed: DiskFeed, *numbers: int) -> None:
         """Let gradients come."""
         for number in numbers:
             complete = self.gate.arrive(number)
@@ -150,9 +150,9 @@ class Scene:
 def test_a_third_lease_waits_for_the_first_to_be_updated() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
     disk_feed = scene.feed()
-    scene.land(disk_feed, 0, 1, 2, 3, 4)
+    scene.arrive(disk_feed, 0, 1, 2, 3, 4)
     assert scene.log == ["+a", "0:0,1", "+b", "1:2,3"]  # one of c's is not all that its chunk needs
-    scene.land(disk_feed, 5)
+    scene.arrive(disk_feed, 5)
     assert scene.log[4:] == ["wait0", "-a!", "+c", "2:4,5"]
     disk_feed.end()
     assert scene.log[-2:] == ["-b!", "-c!"]
@@ -163,26 +163,26 @@ def test_without_room_for_two_a_second_lease_waits() -> None:
     for pager in scene.pagers:
         pager.room = 99
     disk_feed = scene.feed()
-    scene.land(disk_feed, 0, 1, 2, 3)
+    scene.arrive(disk_feed, 0, 1, 2, 3)
     assert scene.log == ["+a", "0:0,1", "wait0", "-a!", "+b", "1:2,3"]
 
 
 def test_a_chunk_gets_its_pieces_of_the_gradients() -> None:
     scene = Scene([(0, 1)])
     disk_feed = scene.feed()
-    scene.land(disk_feed, 0, 1)
-    landed = [(n, g) for n, g in scene.pipeline.landed[0] if g is not None]
-    assert [n for n, _ in landed] == [0, 1]
-    assert all(g.data_ptr() == GRADIENT[1:].data_ptr() and g.numel() == 4 for _, g in landed)
+    scene.arrive(disk_feed, 0, 1)
+    added = [(n, g) for n, g in scene.pipeline.added[0] if g is not None]
+    assert [n for n, _ in added] == [0, 1]
+    assert all(g.data_ptr() == GRADIENT[1:].data_ptr() and g.numel() == 4 for _, g in added)
 
 
 def test_a_unit_whose_chunk_lacks_a_gradient_makes_room_and_is_lent_again() -> None:
     """Each unit has a parameter, 1, 3 and 5, in a chunk with one that gets no gradient: 0."""
     scene = Scene([(1,), (3,), (5,), (0, 1, 3)])
     disk_feed = scene.feed()
-    scene.land(disk_feed, 1, 3)
+    scene.arrive(disk_feed, 1, 3)
     scene.pipeline.updated |= {0, 1}
-    scene.land(disk_feed, 5)
+    scene.arrive(disk_feed, 5)
     assert scene.log == ["+a", "0:1", "+b", "1:3", "-a!", "+c", "2:5"]
     disk_feed.close(sent)
     assert scene.log[7:] == [
@@ -198,7 +198,7 @@ def test_a_unit_whose_chunk_lacks_a_gradient_makes_room_and_is_lent_again() -> N
 def test_a_unit_that_gets_nothing_is_never_lent() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
     disk_feed = scene.feed()
-    scene.land(disk_feed, 2)
+    scene.arrive(disk_feed, 2)
     disk_feed.close(sent)
     disk_feed.end()
     assert scene.log == ["0:", "+b", "1:2", "2:", "-b!"]
@@ -218,13 +218,13 @@ def test_what_is_left_is_handed_over_unit_by_unit() -> None:
 def test_a_lease_ends_when_all_chunks_of_it_are_updated() -> None:
     scene = Scene([(0,), (1,), (2, 3)])
     disk_feed = scene.feed()
-    scene.land(disk_feed, 0)
+    scene.arrive(disk_feed, 0)
     scene.pipeline.updated.add(0)
-    scene.land(disk_feed, 2)
+    scene.arrive(disk_feed, 2)
     assert scene.log == ["+a", "0:0"]  # its other chunk is to come, and nobody needs the room
-    scene.land(disk_feed, 1)
+    scene.arrive(disk_feed, 1)
     scene.pipeline.updated.add(1)
-    scene.land(disk_feed, 3)
+    scene.arrive(disk_feed, 3)
     assert scene.log[2:] == ["1:1", "-a!", "+b", "2:2,3"]
 
 
@@ -253,7 +253,7 @@ def test_a_step_that_commits_has_the_weights_beside_those_that_it_updates() -> N
     scene = Scene([(0, 2), (3, 4), (1, 5)])
     scene.pipeline.kept = {0, 1, 2}
     disk_feed = scene.feed(due=(0, 1, 4), captures=True)
-    scene.land(disk_feed, 0)
+    scene.arrive(disk_feed, 0)
     assert scene.log == ["+a", "+b", "0:0"]
     disk_feed.close(sent)
     # 3 and 4 lie together and 4 gets no gradient: what a commit has of them is what they are.
@@ -263,7 +263,7 @@ def test_a_step_that_commits_has_the_weights_beside_those_that_it_updates() -> N
 def test_without_a_commit_nobody_is_lent_what_is_not_updated() -> None:
     scene = Scene([(0, 2), (4, 5)])
     disk_feed = scene.feed(due=(0, 4))
-    scene.land(disk_feed, 0)
+    scene.arrive(disk_feed, 0)
     assert scene.log == ["+a", "0:0"]
 
 
@@ -271,7 +271,7 @@ def test_what_others_hand_over_is_not_waited_for() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
     scene.params[1].pager, scene.params[1].tier = None, Tier.DEVICE
     disk_feed = scene.feed(due=(0, 2, 3, 4, 5))
-    scene.land(disk_feed, 0, 2, 3, 4, 5)
+    scene.arrive(disk_feed, 0, 2, 3, 4, 5)
     assert scene.log == ["+a", "0:0", "+b", "1:2,3", "wait1", "-b!", "+c", "2:4,5"]
 
 
@@ -279,7 +279,7 @@ def test_a_gradient_that_was_not_expected_is_refused() -> None:
     scene = Scene([(0, 1)])
     disk_feed = scene.feed(due=(0,), captures=True)
     with pytest.raises(OptionError, match="unfreeze"):
-        scene.land(disk_feed, 1)
+        scene.arrive(disk_feed, 1)
 
 
 def test_a_commit_has_a_word_on_each_weight_on_disk() -> None:

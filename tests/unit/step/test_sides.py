@@ -89,7 +89,7 @@ def test_every_format(state_format: str, schedule: Any, monkeypatch: pytest.Monk
 def test_what_others_write_and_who_joins(
     dtype: str, where: UpdateOn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A weight in parts of both sides, whose mirror is old in parts, is written by others."""
+    """A weight of both sides, whose host weight is stale in parts, is written by others."""
 
     def meddle(net: Vectors, other: Vectors, optimizer: AdamW) -> None:
         for step in range(8):

@@ -11,14 +11,14 @@ def placeholder() -> ConsumedGradient:
 
 
 def test_it_looks_like_the_gradient_and_has_no_memory() -> None:
-    landed = placeholder()
-    assert landed.shape == (3, 4)
-    assert landed.dtype == torch.bfloat16
-    assert landed.device.type == "cpu"
-    assert landed.numel() == 12
-    assert landed.untyped_storage().nbytes() == 0 or landed.data_ptr() == 0
-    assert repr(landed) == str(landed)
-    assert "ConsumedGradient(shape=(3, 4), dtype=torch.bfloat16)" in repr(landed)
+    consumed = placeholder()
+    assert consumed.shape == (3, 4)
+    assert consumed.dtype == torch.bfloat16
+    assert consumed.device.type == "cpu"
+    assert consumed.numel() == 12
+    assert consumed.untyped_storage().nbytes() == 0 or consumed.data_ptr() == 0
+    assert repr(consumed) == str(consumed)
+    assert "ConsumedGradient(shape=(3, 4), dtype=torch.bfloat16)" in repr(consumed)
 
 
 def test_it_may_stand_in_grad_and_be_dropped() -> None:

@@ -35,7 +35,7 @@ from tensorstow.cli.output import add_json, make_console, print_json, print_line
 from tensorstow.io.local_share import usable_cores
 
 _EXTRA = ("transformers", "matplotlib")
-_PARTS = {"build": "building the model", "last writes": "landing the last writes"}
+_PARTS = {"build": "building the model", "last writes": "finishing the last writes"}
 
 LINES = """\
 import tensorstow

@@ -109,5 +109,5 @@ def refuse_unknown(optimizer_class: type[Optimizer], *, declared: bool) -> None:
 
 
 def keeps_nothing_over_all(optimizer_class: type[Optimizer]) -> bool:
-    """Return whether the class is torch's, and a step changes only the parameters and states that it is given."""
+    """Return whether a step of the class changes only the parameters and states it is given."""
     return optimizer_class in ELEMENTWISE or optimizer_class in WHOLE

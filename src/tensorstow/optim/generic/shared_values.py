@@ -7,8 +7,8 @@ per piece. So every piece begins with the values as they were when the step bega
 leave the same, and when the step ends these are the optimizer's. Where pieces disagree the value is
 made from several parameters (a norm, an estimate): the class is no optimizer per parameter.
 
-Every group is in the optimizer for each piece, without parameters where the piece is not of it, because a
-class may read a value of the first group, and counts in each.
+The optimizer has every group for each piece, without parameters if the piece is of another group: a
+class may read a value of the first group, and count in each.
 """
 
 import copy

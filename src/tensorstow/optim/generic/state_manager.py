@@ -75,7 +75,7 @@ class StateManager:
         """
         self.live()
         new = [(g, p) for g, p in parameters if id(p) not in self._members]
-        # As for the other optimizers here, the head stays in RAM: gradients that land last.
+        # As for the other optimizers here, the head stays in RAM: gradients that come last.
         in_ram = sum(p.numel() for _, p in new) * (1 - self._placement.disk_fraction)
         made, seen = [], 0
         for group, parameter in new:
@@ -177,7 +177,7 @@ class StateManager:
     # --- the whole ---
 
     def settle(self) -> None:
-        """Wait until every write has landed."""
+        """Wait until every write is complete."""
         with self.lock, self._failing(BaseException):
             if self._transfers is not None:
                 self._transfers.settle()

@@ -134,7 +134,7 @@ class Transfers:
         piece.stepped = False
 
     def settle(self) -> None:
-        """Wait until every write has landed."""
+        """Wait until every write is complete."""
         while self._writing:
             self._finish_oldest()
 

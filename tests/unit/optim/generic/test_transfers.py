@@ -50,7 +50,7 @@ def test_reading_ahead_ends_where_the_ring_does(tmp_path: Path) -> None:
     assert value(transfers, pieces[2]) == 2
 
 
-def test_a_piece_on_its_way_out_is_read_after_it_has_landed(tmp_path: Path) -> None:
+def test_a_piece_that_is_being_written_is_read_after_the_write(tmp_path: Path) -> None:
     transfers, [piece] = transfers_with(tmp_path, 1, 1)
     for number in range(20):
         region = transfers.read(piece)
