@@ -258,9 +258,12 @@ void bind_chunks(nb::class_<PyPipeline>& c) {
            [](PyPipeline& self, int chunk, const std::vector<Address>& streams) {
              return self.get().intact(chunk, as_pointers(streams).data());
            })
-      .def("publish", [](PyPipeline& self, int parameter,
-                         Address weight) { self.get().publish(parameter, at<void>(weight)); })
-      .def("unpublish", [](PyPipeline& self, int parameter) { self.get().unpublish(parameter); })
+      .def("record_weight",
+           [](PyPipeline& self, int parameter, Address weight) {
+             self.get().record_weight(parameter, at<void>(weight));
+           })
+      .def("forget_weight",
+           [](PyPipeline& self, int parameter) { self.get().forget_weight(parameter); })
       .def("unchanged", [](PyPipeline& self, int parameter, Address weight) {
         return self.get().unchanged(parameter, at<void>(weight));
       });

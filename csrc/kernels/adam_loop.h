@@ -79,7 +79,7 @@ class AdamLoop {
     for (int k = 0; k < 4; ++k) w[k] = pending[k].decayed - pending[k].step / w[k];
     for (int k = 0; k < 4; ++k) save(i + k * V::kLanes, w[k], pending[k].v);
     for (int k = 0; k < 4; k += 2) {
-      weight_.template publish_pair<kStream>(i + k * V::kLanes, w[k], w[k + 1]);
+      weight_.template store_weight_pair<kStream>(i + k * V::kLanes, w[k], w[k + 1]);
     }
   }
 
@@ -87,7 +87,7 @@ class AdamLoop {
     const Pending pending = moments(i);
     const V w = pending.decayed - pending.step / rule_.denominator(V::sqrt(pending.u));
     save(i, w, pending.v);
-    weight_.publish(i, w);
+    weight_.store_weight(i, w);
   }
 
   std::int64_t elements_to_line() const {

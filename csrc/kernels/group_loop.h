@@ -110,7 +110,7 @@ class GroupLoop {
     for (int k = 0; k < kVectors; ++k) {
       w[k] = w[k] - step[k] / rule_.denominator(moments.root[k]);
       weight_.save(i + k * V::kLanes, w[k]);
-      weight_.publish(i + k * V::kLanes, w[k]);
+      weight_.store_weight(i + k * V::kLanes, w[k]);
     }
   }
 

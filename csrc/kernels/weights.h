@@ -1,7 +1,7 @@
 // Where the fp32 weight of an element comes from and goes to, over a vector type `V`:
-//   load      the weight; `ties` is the vector's second moments as they were kept
-//   save      all but the 16-bit parameter; returns sign bits to keep with the second moments
-//   publish   the 16-bit parameter
+//   load          the weight; `ties` is the vector's second moments as they were kept
+//   save          all but the 16-bit parameter; returns sign bits to keep with the second moments
+//   store_weight  the 16-bit parameter
 #pragma once
 
 #include <cstdint>
@@ -41,11 +41,11 @@ class WideWeight {
     w.store(master_ + i);
     return I::fill(0);
   }
-  void publish(std::int64_t i, V w) const {
+  void store_weight(std::int64_t i, V w) const {
     if constexpr (kHalf) w.store(param_ + i);
   }
   template <bool kStream>
-  void publish_pair(std::int64_t i, V a, V b) const {
+  void store_weight_pair(std::int64_t i, V a, V b) const {
     if constexpr (kHalf) V::template store_pair<kStream>(param_ + i, a, b);
   }
 
@@ -82,9 +82,9 @@ class SplitWeight {
     const I end = w.bits() & I::fill(0x1ffffu);
     return I::choose(I::equal(end, I::fill(0x18000u)), I::fill(0x80000000u), I::fill(0));
   }
-  void publish(std::int64_t i, V w) const { w.store(param_ + i); }
+  void store_weight(std::int64_t i, V w) const { w.store(param_ + i); }
   template <bool kStream>
-  void publish_pair(std::int64_t i, V a, V b) const {
+  void store_weight_pair(std::int64_t i, V a, V b) const {
     V::template store_pair<false>(param_ + i, a, b);
   }
 
@@ -117,7 +117,7 @@ class ByteWeight {
     I::max(I::min(bytes, I::fill(0x7f)), I::fill(0u - 0x7fu)).store(low_ + i);
     return I::fill(0);
   }
-  void publish(std::int64_t i, V w) const { w.store(param_ + i); }
+  void store_weight(std::int64_t i, V w) const { w.store(param_ + i); }
 
  private:
   Bf16* param_;

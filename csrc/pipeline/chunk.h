@@ -102,10 +102,10 @@ struct UpdateBlock {
 
 // What blocks and pieces are known to be; written by the thread that updates a block.
 struct ChunkChecksums {
-  std::vector<std::uint32_t> states;     // per block, of all its streams
-  std::vector<std::uint32_t> weights;    // per block, of the weight as a commit wrote it
-  std::vector<std::uint32_t> published;  // per piece, of the weight that our last update left
-  std::vector<char> is_published;        // per piece
+  std::vector<std::uint32_t> states;    // per block, of all its streams
+  std::vector<std::uint32_t> weights;   // per block, of the weight as a commit wrote it
+  std::vector<std::uint32_t> recorded;  // per piece, of the weight that our last update left
+  std::vector<char> is_recorded;        // per piece
 };
 
 struct ChunkParts {

@@ -64,8 +64,8 @@ int Pipeline::add_chunk(ChunkSpec spec, bool blank, std::vector<std::uint32_t> s
   }
   chunk->checksums.states = states.empty() ? std::vector<std::uint32_t>(blocks) : std::move(states);
   chunk->gradients.resize(chunk->spec.segments.size());
-  chunk->checksums.published.resize(pieces);
-  chunk->checksums.is_published.resize(pieces);
+  chunk->checksums.recorded.resize(pieces);
+  chunk->checksums.is_recorded.resize(pieces);
   // Memory of its own is zero when it is made, as blank states are; but its place does not hold
   // those zeros, so the next commit writes them.
   chunk->captured = !weights.empty() && !(blank && chunk->has_own_memory());
@@ -193,27 +193,27 @@ bool Pipeline::intact(int chunk, char* const* streams) const {
   return true;
 }
 
-void Pipeline::publish(int parameter, const void* weight) {
+void Pipeline::record_weight(int parameter, const void* weight) {
   std::lock_guard lock(mutex_);
   if (static_cast<std::size_t>(parameter) >= chunks_of_.size()) return;
   for (int number : chunks_of_[parameter]) {
     Chunk& chunk = *chunks_[number];
     for (std::size_t s = 0; s < chunk.spec.segments.size(); ++s) {
       if (chunk.spec.segments[s].parameter != parameter) continue;
-      publish_segment(chunk.spec, chunk.parts, chunk.checksums, static_cast<std::int32_t>(s),
-                      weight, false);
+      record_segment(chunk.spec, chunk.parts, chunk.checksums, static_cast<std::int32_t>(s), weight,
+                     false);
     }
   }
 }
 
-void Pipeline::unpublish(int parameter) {
+void Pipeline::forget_weight(int parameter) {
   std::lock_guard lock(mutex_);
   if (static_cast<std::size_t>(parameter) >= chunks_of_.size()) return;
   for (int number : chunks_of_[parameter]) {
     Chunk& chunk = *chunks_[number];
     for (std::size_t p = 0; p < chunk.parts.pieces.size(); ++p) {
       const Segment& segment = chunk.spec.segments[chunk.parts.pieces[p].segment];
-      if (segment.parameter == parameter) chunk.checksums.is_published[p] = 0;
+      if (segment.parameter == parameter) chunk.checksums.is_recorded[p] = 0;
     }
   }
 }
@@ -225,8 +225,8 @@ bool Pipeline::unchanged(int parameter, const void* weight) {
     Chunk& chunk = *chunks_[number];
     for (std::size_t s = 0; s < chunk.spec.segments.size(); ++s) {
       if (chunk.spec.segments[s].parameter != parameter) continue;
-      if (!publish_segment(chunk.spec, chunk.parts, chunk.checksums, static_cast<std::int32_t>(s),
-                           weight, true)) {
+      if (!record_segment(chunk.spec, chunk.parts, chunk.checksums, static_cast<std::int32_t>(s),
+                          weight, true)) {
         return false;
       }
     }

@@ -186,8 +186,8 @@ class Pipeline {
   // While idle: whether `streams` are what was written last.
   bool intact(int chunk, char* const* streams) const;
   // While idle: the weights at `weight` are what an update of ours would have left.
-  void publish(int parameter, const void* weight);
-  void unpublish(int parameter);  // nobody knows what our last update left
+  void record_weight(int parameter, const void* weight);
+  void forget_weight(int parameter);  // what our last update left is unknown
   // While idle: whether the weights at `weight` are those that our last update left.
   bool unchanged(int parameter, const void* weight);
 

@@ -61,8 +61,8 @@ class BlockUpdate {
     if (task_.half == Half::both) compute(args, piece);
     // An fp32 weight is its own master: nobody asks whether someone else wrote it.
     if (family.param_dtype == DType::f32) return;
-    task_.checksums.published[index] = checksum(args.param, 2 * piece.count, 0);
-    task_.checksums.is_published[index] = 1;
+    task_.checksums.recorded[index] = checksum(args.param, 2 * piece.count, 0);
+    task_.checksums.is_recorded[index] = 1;
   }
 
   void compute(AdamArgs& args, const BlockPart& piece) const {
@@ -134,8 +134,8 @@ std::int64_t update_chunk(const UpdateTask& task, const std::vector<StepParamete
   return damaged.load() == blocks ? -1 : damaged.load();
 }
 
-bool publish_segment(const ChunkSpec& spec, const ChunkParts& parts, ChunkChecksums& checksums,
-                     std::int32_t segment, const void* weight, bool compare) {
+bool record_segment(const ChunkSpec& spec, const ChunkParts& parts, ChunkChecksums& checksums,
+                    std::int32_t segment, const void* weight, bool compare) {
   const std::int64_t width = parts.layout.weight().width;
   for (std::size_t p = 0; p < parts.pieces.size(); ++p) {
     const BlockPart& piece = parts.pieces[p];
@@ -144,10 +144,10 @@ bool publish_segment(const ChunkSpec& spec, const ChunkParts& parts, ChunkChecks
     const std::uint32_t sum =
         checksum(static_cast<const char*>(weight) + first * width, piece.count * width, 0);
     if (compare) {
-      if (checksums.is_published[p] == 0 || checksums.published[p] != sum) return false;
+      if (checksums.is_recorded[p] == 0 || checksums.recorded[p] != sum) return false;
     } else {
-      checksums.published[p] = sum;
-      checksums.is_published[p] = 1;
+      checksums.recorded[p] = sum;
+      checksums.is_recorded[p] = 1;
     }
   }
   return true;

@@ -61,9 +61,9 @@ struct UpdateTask {
 std::int64_t update_chunk(const UpdateTask& task, const std::vector<StepParameter>& parameters,
                           const std::vector<AdamHyper>& hypers, Isa isa, int threads);
 
-// Fills `checksums.published` for one segment from the weights at `weight` (the parameter's begin),
-// or, with `compare`, tells whether they are what it says.
-bool publish_segment(const ChunkSpec& spec, const ChunkParts& parts, ChunkChecksums& checksums,
-                     std::int32_t segment, const void* weight, bool compare);
+// Fills `checksums.recorded` for one segment from the weights at `weight` (the parameter's begin),
+// or, with `compare`, returns whether they are the recorded ones.
+bool record_segment(const ChunkSpec& spec, const ChunkParts& parts, ChunkChecksums& checksums,
+                    std::int32_t segment, const void* weight, bool compare);
 
 }  // namespace stow

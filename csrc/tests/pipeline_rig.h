@@ -79,7 +79,7 @@ class Rig {
     for (std::size_t p = 0; p < parameters_.size(); ++p) {
       Parameter& it = parameters_[p];
       it.new_gradient(random);
-      it.seed = it.is_16_bit() && !it.published;
+      it.seed = it.is_16_bit() && !it.recorded;
       const void* gradient = due[p] && !spec.open ? it.gradient.data() : nullptr;
       // Nobody but `update_one` may read them, who has them from elsewhere.
       if (gradient != nullptr && spec.caller == Caller::updates)
@@ -182,7 +182,7 @@ class Rig {
   void rewrite(int parameter, std::mt19937& random) {
     Parameter& it = parameters_[parameter];
     it.new_weight(random);
-    it.published = false;
+    it.recorded = false;
     pipeline_->forget_capture(parameter);
   }
 
@@ -352,8 +352,8 @@ class Rig {
       for (const Segment& s : specs_[c].segments) pipeline_->forget_capture(s.parameter);
     }
     for (std::size_t p = 0; p < parameters_.size(); ++p) {
-      if (parameters_[p].published) {
-        pipeline_->publish(static_cast<int>(p), parameters_[p].weight.data());
+      if (parameters_[p].recorded) {
+        pipeline_->record_weight(static_cast<int>(p), parameters_[p].weight.data());
       }
     }
   }
@@ -388,7 +388,7 @@ class Rig {
       return mine && theirs;
     });
   }
-  bool published(int parameter) const { return parameters_[parameter].published; }
+  bool recorded(int parameter) const { return parameters_[parameter].recorded; }
   bool unchanged(int parameter) {
     return pipeline_->unchanged(parameter, parameters_[parameter].weight.data());
   }
@@ -444,7 +444,7 @@ class Rig {
     std::vector<char> weight, wanted;
     std::vector<float> gradient;
     std::vector<char> states[kMaxStreams];  // as they ought to be
-    bool published = false;                 // the weight is what our last update left
+    bool recorded = false;                  // the weight is what our last update left
     bool seed = false;
   };
 
@@ -478,7 +478,7 @@ class Rig {
       args.states[k] = it.states[k].empty() ? nullptr : it.states[k].data();
     }
     adam_update(args, Isa::scalar);
-    it.published = true;
+    it.recorded = true;
   }
 
   // Parameters of one family one after the other, cut at every `capacity`.

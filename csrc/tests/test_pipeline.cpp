@@ -475,7 +475,7 @@ void test_another_pipeline_goes_on_where_one_ended(Make make) {
       CHECK(rig.step(number, number == 1 ? 2 : -1, is_durable ? kCapture : StepSpec{}).error == 0);
       if (number % 2 == 1) rig.reopen();
       for (int p = 0; p < 3; ++p) {
-        if (rig.is_16_bit(p)) CHECK(rig.unchanged(p) == rig.published(p));
+        if (rig.is_16_bit(p)) CHECK(rig.unchanged(p) == rig.recorded(p));
       }
     }
     check_all(rig);
@@ -570,7 +570,7 @@ void test_updates_of_lent_chunks_give_the_same_bits(Make make) {
         if (capture) CHECK(rig.all_captured());
         CHECK(rig.captures_agree());
         for (int p = 0; p < rig.parameters(); ++p) {
-          if (rig.is_16_bit(p)) CHECK(rig.unchanged(p) == rig.published(p));
+          if (rig.is_16_bit(p)) CHECK(rig.unchanged(p) == rig.recorded(p));
         }
       }
       check_all(rig);

@@ -115,7 +115,7 @@ class Schedule {
     if (chance(3)) usleep(draw(500));
     if (chance(8)) rig_.pipeline().prefetch();
     for (int p = 0; p < rig_.parameters(); ++p) {
-      if (rig_.is_16_bit(p)) CHECK(rig_.unchanged(p) == rig_.published(p));
+      if (rig_.is_16_bit(p)) CHECK(rig_.unchanged(p) == rig_.recorded(p));
     }
   }
 

@@ -29,7 +29,7 @@ from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.step.division import Division, Took
 from tensorstow.step.gradient_feed import StepFeeds
-from tensorstow.step.host_weight import HostWeight, deliver, make_host_weights, refresh
+from tensorstow.step.host_weight import HostWeight, make_host_weights, refresh, upload
 from tensorstow.step.update_rule import Update, UpdateRule
 
 COUNT = 1 << 16
@@ -136,7 +136,7 @@ def test_a_weight_is_uploaded_behind_its_readers(link: StreamLink, host_weight: 
     host_weight.host.fill_(2)
     spin(link.device, LATE)
     before = host_weight.parameter.detach().clone()
-    deliver([host_weight], link)
+    upload([host_weight], link)
     after = host_weight.parameter.detach().clone()
     assert before.eq(1).all()
     assert after.eq(2).all()
@@ -147,7 +147,7 @@ def test_a_weight_is_uploaded_before_whatever_comes_next(
 ) -> None:
     host_weight.host.fill_(2)
     hold_up(link)
-    deliver([host_weight], link)
+    upload([host_weight], link)
     assert host_weight.parameter.detach().clone().eq(2).all()
 
 

@@ -28,7 +28,7 @@ Use = Callable[[torch.Tensor, DeviceEvent | None], None]
 
 def parameters_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let those who read a parameter itself have what is there."""
-    patch.setattr(forward_overlap, "withhold", lambda *_: None)
+    patch.setattr(forward_overlap, "mark_unpublished", lambda *_: None)
 
 
 def nobody_waits(patch: pytest.MonkeyPatch, _: Path) -> None:
@@ -47,12 +47,12 @@ def blocks_wait_for_nothing(patch: pytest.MonkeyPatch, _: Path) -> None:
     patch.setattr(forward_waits.ForwardWaits, "_needs", none_of_blocks)
 
 
-def weights_not_delivered(patch: pytest.MonkeyPatch, _: Path) -> None:
+def weights_not_published(patch: pytest.MonkeyPatch, _: Path) -> None:
     def forget(member: ManagedParam) -> None:
         member.host = None
 
     for module in (schedule, forward_overlap, backward_overlap):
-        patch.setattr(module, "deliver", forget)
+        patch.setattr(module, "publish_weight", forget)
 
 
 def another_gradient(patch: pytest.MonkeyPatch, _: Path) -> None:

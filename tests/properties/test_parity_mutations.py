@@ -44,9 +44,9 @@ BESIDE = (
     ),
     Mutation(
         "poison",
-        "a new weight is not delivered",
+        "a new weight is not published",
         (FORWARD, {**BACKWARD, "poison": True}),
-        b.weights_not_delivered,
+        b.weights_not_published,
     ),
     Mutation(
         "final",

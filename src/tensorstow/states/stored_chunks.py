@@ -72,15 +72,15 @@ class StoredChunks:
 
 
 class WrittenWeights:
-    """The weight that our last update left in each parameter: others mean that somebody wrote."""
+    """Checksums of the weights that our last update left, to detect writes by others."""
 
     def __init__(self, handle: NativeHandle) -> None:
         """Ask the pipeline of ``handle``."""
         self._handle = handle
 
     def record(self, parameter: int, weight: torch.Tensor) -> None:
-        """Take ``weight`` for what an update of ours left in the parameter."""
-        self._handle.live().publish(parameter, weight.data_ptr())
+        """Record ``weight`` as the result of our last update of the parameter."""
+        self._handle.live().record_weight(parameter, weight.data_ptr())
 
     def record_master(
         self, parameter: int, master: torch.Tensor | None, dtype: torch.dtype
@@ -93,7 +93,7 @@ class WrittenWeights:
 
     def forget(self, parameter: int) -> None:
         """Seed the master anew at the next update."""
-        self._handle.live().unpublish(parameter)
+        self._handle.live().forget_weight(parameter)
 
     def is_unchanged(self, parameter: int, weight: torch.Tensor) -> bool:
         """Return whether ``weight`` is what our last update left in the parameter."""

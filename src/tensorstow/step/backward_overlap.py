@@ -27,7 +27,7 @@ from tensorstow.step.gradient_feed import Beside
 from tensorstow.step.legal_calls import Call, Phase, require
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.publish import deliver, hide, shadow
+from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copies
 from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import States, record_step, scalars_of
 from tensorstow.step.validation import refuse_scaling
@@ -296,7 +296,7 @@ class BackwardOverlap(Schedule):
             last_first = range(len(params.all()) - 1, -1, -1)
             pipeline.order(by_last(params.store.chunks, last_first))
         if self._poison:
-            shadow(plan)
+            write_to_copies(plan)
         with poisoning(pipeline):  # an interrupt: open for the pipeline, and not for us
             params.sides.path.begin(plan, Beside.BACKWARD)
             self._written = {u.param.number: _written(u.param) for u in plan.updates}
@@ -313,7 +313,7 @@ class BackwardOverlap(Schedule):
         def use(gradient: torch.Tensor, copied: DeviceEvent | None) -> None:
             # Before the weight changes: a graph that still needs the old one must not go on.
             torch.autograd.graph.increment_version(param.parameter)
-            hide(param)
+            fill_with_nan(param)
             self._written[param.number] = _written(param)
             path.offer(param, gradient, copied)
 
@@ -371,7 +371,7 @@ class BackwardOverlap(Schedule):
             self._last_order = order
         for update in opened.updates:
             if update.param.number in arrived:
-                deliver(update.param)
+                publish_weight(update.param)
             update.param.host = None
         updated = [param for param, _ in ended]
         record_step(updated, [count for _, count in ended], states, commits=opened.commits)

@@ -19,11 +19,11 @@ from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.gradient_feed import Beside
 from tensorstow.step.managed_param import ParamUpdate, StepPlan
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.publish import deliver, hide, shadow
+from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copies
 from tensorstow.step.replaced import Given
 from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import States, record_step
-from tensorstow.step.unpublished import Waiter, publish, withhold
+from tensorstow.step.unpublished import Waiter, mark_published, mark_unpublished
 
 logger = logging.getLogger("tensorstow")
 _BLIND = (
@@ -59,9 +59,9 @@ class ForwardOverlap(Schedule):
         params, path = self._params, self._params.sides.path
         self._arrange()
         if self._poison:
-            shadow(plan)
+            write_to_copies(plan)
             for update in plan.updates:
-                hide(update.param)
+                fill_with_nan(update.param)
         if any(param.tier is Tier.DISK for param in params.all()):
             message = (
                 'overlap="forward" was asked for with parameters on disk, whose memory is let go of'
@@ -77,7 +77,7 @@ class ForwardOverlap(Schedule):
         record_step(managed, plan.counts, states, commits=plan.commits)
         waiter = self._make_waiter()
         for update in plan.updates:
-            withhold(update.param.owner, waiter)
+            mark_unpublished(update.param.owner, waiter)
         self.wait([i for i in self._under_way if not self._waits.covers(i)])
         if self._waits.blind and not self._has_said:
             self._has_said = True
@@ -114,8 +114,10 @@ class ForwardOverlap(Schedule):
                 self._forget()
                 self._params.store.pipeline.poison(error)
                 raise
-            deliver(update.param)
-            publish(update.param.owner)  # behind that: another thread may read it from here on
+            publish_weight(update.param)
+            mark_published(
+                update.param.owner
+            )  # last: another thread may read it now
             del self._under_way[identity]  # last: an interrupt before has it done once more
         if not self._under_way:
             self._given.clear()
@@ -135,7 +137,7 @@ class ForwardOverlap(Schedule):
 
     def _forget(self) -> None:
         for update in self._under_way.values():
-            publish(update.param.owner)
+            mark_published(update.param.owner)
         self._under_way.clear()
         self._given.clear()
 

@@ -1,9 +1,9 @@
-"""The copy in host memory of a weight on an accelerator: the kernel writes the new one there.
+"""Copies in host memory of weights on an accelerator, which the host kernel updates.
 
-[Note: Mirrors] A mirror is the newer of the two from the update of its parameter until the new
-weight has gone up, and again when others have written the parameter it is the older one, which its
-version and address tell. It has the parameter's dtype: under split states it is the upper half of
-the master, and for fp32 parameters it is the master.
+[Note: Host weights] A host weight is newer than its parameter from the update until the new weight
+is copied to the device. It is stale after the user has written the parameter, which shows in the
+parameter's version counter and address. It has the parameter's dtype: under split states it is the
+upper half of the master, and for fp32 parameters it is the master.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,9 +28,9 @@ class HostWeight:
     host: torch.Tensor
     """In the parameter's dtype, and in the order of its memory."""
     owner: torch.Tensor
-    """What users know the parameter as; itself, or the DTensor whose shard it is."""
+    """The user's parameter: ``parameter`` itself, or the DTensor whose shard it is."""
     stamp: Stamp | None = None
-    """What the parameter's was when both were the same; None: never."""
+    """``stamp_of`` the parameter when both were equal; None: never."""
 
     @property
     def is_stale(self) -> bool:
@@ -38,25 +38,25 @@ class HostWeight:
         return self.stamp != stamp_of(self.parameter, self.owner)
 
     def remember(self) -> None:
-        """Take the mirror for what the parameter is, or is going to be."""
+        """Mark the copy as equal to the parameter, now or when copies in flight are complete."""
         self.stamp = stamp_of(self.parameter, self.owner)
 
     def leave_behind(self) -> None:
-        """Take it for older than the parameter, which was updated on its device."""
+        """Mark the copy as stale: the parameter was updated on its device."""
         self.stamp = None
 
 
 def stamp_of(parameter: torch.Tensor, owner: torch.Tensor | None = None) -> Stamp:
-    """Return version counters and address: others, if somebody wrote it or exchanged its data.
+    """Return version counters and address, which change when the parameter is written or replaced.
 
-    Who writes a DTensor counts for it alone, not for its shard.
+    Writing a DTensor changes its own counter, not its shard's.
     """
     whole = parameter if owner is None else owner
     return parameter._version, parameter.data_ptr(), whole._version  # noqa: SLF001
 
 
 def host_weight_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """Return the host memory that the mirrors of ``parameters`` take."""
+    """Return the host memory that host weights of ``parameters`` take."""
     return sum(round_up(p.numel() * p.element_size(), _ALIGN) for p in parameters)
 
 
@@ -67,10 +67,10 @@ def make_host_weights(
     *,
     pinned: bool = True,
 ) -> tuple[PinnedBlock, list[HostWeight]]:
-    """Return mirrors that hold nothing yet, in one block of memory.
+    """Allocate host weights, not yet filled, in one block of memory.
 
-    ``owners``: the DTensors whose shards ``parameters`` are; None: they are their own. Not
-    ``pinned``: no page is there before it is touched, for mirrors that hardly anybody looks at.
+    ``owners``: the DTensors whose shards ``parameters`` are; None: the parameters themselves. If
+    not ``pinned``, pages are allocated when touched: for host weights that are seldom read.
     """
     device = link.device if pinned else torch.device("cpu")
     block = PinnedBlock(host_weight_bytes(parameters), device, link.synchronize)
@@ -85,7 +85,7 @@ def make_host_weights(
 
 
 def refresh(host_weights: Iterable[HostWeight], link: DeviceLink) -> None:
-    """Fetch the weights that others wrote; return when they are here."""
+    """Copy parameters that others wrote to their host weights; return when they are copied."""
     stale = [m for m in host_weights if m.is_stale]
     if not stale:
         return
@@ -95,8 +95,8 @@ def refresh(host_weights: Iterable[HostWeight], link: DeviceLink) -> None:
         host_weight.remember()
 
 
-def deliver(host_weights: Iterable[HostWeight], link: DeviceLink) -> None:
-    """Let every parameter be what its mirror is, for whatever the caller's stream does next."""
+def upload(host_weights: Iterable[HostWeight], link: DeviceLink) -> None:
+    """Copy host weights to their parameters; the caller's stream waits for the copies."""
     pairs = [(flat(m.parameter), flat(m.host)) for m in host_weights]
     if pairs:
         link.join(link.h2d(pairs, [link.record_event()]))

@@ -119,7 +119,7 @@ class ManagedParam:
 
     @property
     def needs_host_weight(self) -> bool:
-        """Return whether a step that commits nothing looks at the whole of a mirror that is old.
+        """Return whether a step that commits nothing reads the whole of a stale host weight.
 
         For 16-bit ones, which masters must fit. Of an fp32 one, what the host updates is what it
         has left there, while nobody else writes the parameter.

@@ -1,4 +1,4 @@
-"""Copies a new weight from host memory of its own to the parameter."""
+"""Publishes new weights that were written to a copy: copies them to the parameter."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ import torch
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 
 
-def shadow(plan: StepPlan) -> None:
-    """Let the pipeline write to copies of the weights: for tests, which ``hide`` the weights."""
+def write_to_copies(plan: StepPlan) -> None:
+    """Let the pipeline write new weights to copies, so that tests can fill the weights with NaN."""
     for update in plan.updates:
         param = update.param
         if param.host_weight is not None:
@@ -21,18 +21,18 @@ def shadow(plan: StepPlan) -> None:
 
 
 @torch.no_grad()
-def hide(param: ManagedParam) -> None:
-    """Make a weight NaN: whoever reads it before it is delivered computes NaN."""
+def fill_with_nan(param: ManagedParam) -> None:
+    """Fill a weight with NaN, so that a read before it is published gives NaN."""
     if param.host is not None:
         param.parameter.fill_(torch.nan)
 
 
 @torch.no_grad()
-def deliver(param: ManagedParam) -> None:
-    """Copy the new weight from host memory to the parameter, where the two are not one."""
+def publish_weight(param: ManagedParam) -> None:
+    """Copy the new weight from host memory to the parameter, if it was not updated in place."""
     if param.host is None:
         return
-    if param.host_weight is None:  # else the ferry does it
+    if param.host_weight is None:  # otherwise the device feed copies it
         param.parameter.copy_(param.host)
     param.host = None
     param.remember()

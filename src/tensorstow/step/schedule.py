@@ -21,7 +21,7 @@ from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.legal_calls import Phase
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.publish import deliver
+from tensorstow.step.publish import publish_weight
 from tensorstow.step.step_plan import States, record_step
 
 
@@ -141,4 +141,4 @@ class Synchronous(Schedule):
         params = [update.param for update in plan.updates]
         record_step(params, plan.counts, states, commits=plan.commits)
         for param in params:
-            deliver(param)
+            publish_weight(param)

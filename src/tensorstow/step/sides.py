@@ -15,7 +15,7 @@ from tensorstow.step.device_updates import DeviceUpdates
 from tensorstow.step.disk_feed import DiskFeed
 from tensorstow.step.division import Division
 from tensorstow.step.gradient_feed import GradientFeed, HostFeed, StepFeeds
-from tensorstow.step.host_weight import deliver, host_weight_bytes, make_host_weights
+from tensorstow.step.host_weight import host_weight_bytes, make_host_weights, upload
 from tensorstow.step.managed_param import ManagedParam
 from tensorstow.step.optimizer_links import OptimizerLinks
 
@@ -164,11 +164,11 @@ class UpdateSides:
             self._links.weights, pipeline, self._store.chunks, [], updater, self.division
         )
 
-    def deliver(self) -> None:
+    def upload(self) -> None:
         """Let every parameter on an accelerator be what host memory has of it."""
         remote = self.on_device()
         torch.autograd.graph.increment_version([param.parameter for param in remote])
-        deliver((param.on_host for param in remote), self._links.weights)
+        upload((param.on_host for param in remote), self._links.weights)
 
     def give_up(self) -> None:
         """Forget the step that is open, if any, when nothing of it is under way on the device.

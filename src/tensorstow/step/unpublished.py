@@ -55,16 +55,16 @@ _waiters: dict[int, Waiter] = {}
 """By id of an unpublished parameter."""
 
 
-def withhold(parameter: torch.Tensor, waiter: Waiter) -> None:
-    """Let whoever reads ``parameter`` call ``waiter`` first, until it is published."""
+def mark_unpublished(parameter: torch.Tensor, waiter: Waiter) -> None:
+    """Make reads of ``parameter`` call ``waiter`` first, until it is marked published."""
     _waiters[id(parameter)] = waiter
     kind = type(parameter)
     if not issubclass(kind, Unpublished):
         parameter.__class__ = _unpublished(kind)
 
 
-def publish(parameter: torch.Tensor) -> None:
-    """Give ``parameter`` its own class back: whoever reads it need not wait."""
+def mark_published(parameter: torch.Tensor) -> None:
+    """Give ``parameter`` its own class back: reads no longer wait."""
     _waiters.pop(id(parameter), None)
     kind = type(parameter)
     if issubclass(kind, Unpublished):
@@ -147,7 +147,7 @@ def _wait_for(tensor: Any) -> Any:  # noqa: ANN401
     waiter = _waiters.get(id(tensor))
     if waiter is not None:
         waiter([id(tensor)])
-    publish(tensor)
+    mark_published(tensor)
     return tensor
 
 

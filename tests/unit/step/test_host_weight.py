@@ -8,11 +8,11 @@ from remote import LateLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.step.host_weight import (
     HostWeight,
-    deliver,
     host_weight_bytes,
     make_host_weights,
     refresh,
     stamp_of,
+    upload,
 )
 from tensorstow.tensors.dtensor import flat
 
@@ -76,16 +76,16 @@ def test_what_others_wrote_is_fetched_and_nothing_else() -> None:
     assert all(torch.equal(m.host, p) for m, p in zip(host_weights, given, strict=True))
 
 
-def test_delivery_is_no_writing_by_others_and_no_part_of_a_graph() -> None:
+def test_an_upload_is_no_writing_by_others_and_no_part_of_a_graph() -> None:
     link, given = LateLink(), parameters()
     host_weights = mirrors_of(given, link)
     refresh(host_weights, link)
     before = [stamp_of(p) for p in given]
     for host_weight in host_weights:
         host_weight.host.fill_(3)
-    deliver(host_weights, link)
+    upload(host_weights, link)
     assert all(p.eq(3).all() for p in given)
     assert [stamp_of(p) for p in given] == before
     assert not any(m.is_stale for m in host_weights)
     assert not flat(given[0]).requires_grad
-    deliver([], link)
+    upload([], link)

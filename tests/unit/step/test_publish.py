@@ -4,7 +4,7 @@ from tensorstow.states.layout import Family
 from tensorstow.states.native_pipeline import StepRow
 from tensorstow.step.managed_param import ManagedParam, ParamUpdate, StepPlan
 from tensorstow.step.managed_param import StepPlan as Step
-from tensorstow.step.publish import deliver, hide, shadow
+from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copies
 
 
 def param_of(values: torch.Tensor, number: int = 0) -> ManagedParam:
@@ -19,37 +19,37 @@ def plan_of(*params: ManagedParam) -> Step:
     return StepPlan(updates, [], rows, torch.zeros(0, 9).numpy())
 
 
-def test_a_shadow_is_written_in_place_of_the_weight() -> None:
+def test_a_copy_is_written_in_place_of_the_weight() -> None:
     param = param_of(torch.arange(4.0))
     plan = plan_of(param)
-    shadow(plan)
+    write_to_copies(plan)
     assert param.host is not None
     assert plan.rows[0] == StepRow(weight=param.host, scalars=3)
     assert param.weight is param.host
     assert torch.equal(param.parameter, torch.arange(4.0))
-    hide(param)
+    fill_with_nan(param)
     assert param.parameter.isnan().all()
     param.host.mul_(2)
-    deliver(param)
+    publish_weight(param)
     assert torch.equal(param.parameter, 2 * torch.arange(4.0))
     assert param.host is None
     assert not param.written_by_others
 
 
-def test_what_has_no_shadow_is_left_alone() -> None:
+def test_a_weight_without_a_copy_is_left_alone() -> None:
     param = param_of(torch.ones(4))
     before = param.parameter._version
-    hide(param)
-    deliver(param)
+    fill_with_nan(param)
+    publish_weight(param)
     assert param.parameter._version == before
     assert torch.equal(param.parameter, torch.ones(4))
 
 
-def test_autograd_sees_a_delivery() -> None:
+def test_autograd_sees_the_published_weight() -> None:
     param = param_of(torch.ones(4))
     graph = param.parameter.square().sum()
-    shadow(plan_of(param))
-    deliver(param)
+    write_to_copies(plan_of(param))
+    publish_weight(param)
     try:
         torch.autograd.backward(graph)
     except RuntimeError as error:
