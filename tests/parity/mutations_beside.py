@@ -48,8 +48,8 @@ def blocks_wait_for_nothing(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 
 def weights_not_published(patch: pytest.MonkeyPatch, _: Path) -> None:
-    def forget(member: ManagedParam) -> None:
-        member.host = None
+    def forget(param: ManagedParam) -> None:
+        param.host = None
 
     for module in (schedule, forward_overlap, backward_overlap):
         patch.setattr(module, "publish_weight", forget)

@@ -50,11 +50,11 @@ class CommittedExtents:
         """Write buffers and parameters that no optimizer updates, where they changed."""
         if module is None:
             return []
-        members = {id(m.owner) for m in params.all()}
+        managed = {id(m.owner) for m in params.all()}
         records = []
         left_out = []
         for name, tensor in module_tensors(module):
-            if id(tensor) in members or is_lazy(tensor):  # which has no values yet
+            if id(tensor) in managed or is_lazy(tensor):  # which has no values yet
                 continue
             if not _has_bytes(tensor):
                 left_out.append(name)

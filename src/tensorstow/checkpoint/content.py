@@ -99,7 +99,7 @@ def hyper_of(params: ParamTable, groups: Groups, states: States) -> dict[str, An
     }
     return {
         "groups": saved,
-        "members": [[None if m is None else m.number for m in members] for members in found],
+        "members": [[None if m is None else m.number for m in group] for group in found],
         "steps": counts,
         "reseed": [m.number for m in params.all() if must_seed(m, params.store)],
         "update_on": params.offload_policy.update_on or "host",

@@ -82,7 +82,7 @@ def complete_state_dict(
 
 
 def lacks_states(entry: Mapping[str, Any], param: ManagedParam) -> bool:
-    """Return whether what ``optimizer.state`` has of a member lacks its states."""
+    """Return whether ``entry`` of ``optimizer.state`` lacks states."""
     # Without a step count somebody only asked for a state that does not exist yet.
     return "step" in entry and not without_placeholders(entry).keys() >= set(param.family.states)
 

@@ -159,8 +159,8 @@ def _match(
     """
     places = {
         number: (g, i)
-        for g, members in enumerate(hyper["members"])
-        for i, number in enumerate(members)
+        for g, numbers in enumerate(hyper["members"])
+        for i, number in enumerate(numbers)
         if number is not None
     }
     refuse_other_groups("The run that is stored here", len(hyper["groups"]), len(groups))
@@ -276,7 +276,7 @@ def _plans(entries: Sequence[Mapping[str, Any]], families: Sequence[Family]) -> 
 
 @contextmanager
 def _one_at_a_time() -> Iterator[Callable[[ManagedParam], None]]:
-    """Give what lets a member's weight be in memory, to be changed, until another one's is."""
+    """Return a function that pins one parameter's weight at a time, to be written."""
     last: Pager | None = None
     with ExitStack() as held:
 
@@ -361,9 +361,9 @@ def _load_module(
     records = {r.name: r for r in generation.tensors if r.kind == "module"}
     if module is None:
         return
-    members = {id(m.owner) for m in params.all()}
+    managed = {id(m.owner) for m in params.all()}
     for name, tensor in module_tensors(module):
-        if id(tensor) not in members and name in records:
+        if id(tensor) not in managed and name in records:
             shard = shard_of(tensor)
             with in_memory(tensor, for_write=True):
                 shard.copy_(storage.store.read_tensor(records[name]).view(shard.shape))

@@ -140,14 +140,14 @@ def safe_get_local_optimizer_state(
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()
-    member = optimizer._params().find(param)  # noqa: SLF001  # no public way reads one parameter's
-    if member is None or param not in optimizer.state:
+    managed = optimizer._params().find(param)  # noqa: SLF001  # no public way reads one parameter's
+    if managed is None or param not in optimizer.state:
         return None
-    _check_name(name, member.family.states)
+    _check_name(name, managed.family.states)
     there = optimizer.state[param].get(name)
     if there is not None and not isinstance(there, StateOnDisk):
         return to_local(there).detach().clone()
-    read = optimizer._states().read([member.number])[member.number]  # noqa: SLF001
+    read = optimizer._states().read([managed.number])[managed.number]  # noqa: SLF001
     return in_shape_of(shard_of(param), read)[name]
 
 
@@ -182,9 +182,9 @@ def safe_set_local_optimizer_state(
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()
-    member = optimizer._params().find(param)  # noqa: SLF001
-    if member is not None:
-        _check_name(name, member.family.states)
+    managed = optimizer._params().find(param)  # noqa: SLF001
+    if managed is not None:
+        _check_name(name, managed.family.states)
     entry = optimizer.state[param]
     entry.setdefault("step", as_step(0))
     entry[name] = value.detach().to("cpu", torch.float32).clone()

@@ -115,9 +115,7 @@ class ForwardOverlap(Schedule):
                 self._params.store.pipeline.poison(error)
                 raise
             publish_weight(update.param)
-            mark_published(
-                update.param.owner
-            )  # last: another thread may read it now
+            mark_published(update.param.owner)  # last: another thread may read it now
             del self._under_way[identity]  # last: an interrupt before has it done once more
         if not self._under_way:
             self._given.clear()

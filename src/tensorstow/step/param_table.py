@@ -107,30 +107,30 @@ class ParamTable:
             pinned_bytes=self.links.pinned_bytes,
         )
 
-    # --- who there is ---
+    # --- look-up ---
 
     def find(self, parameter: torch.Tensor) -> ManagedParam | None:
-        """Return the member that ``parameter`` is, or None."""
+        """Return the entry of ``parameter``, or None."""
         return self._by_id.get(id(parameter))
 
     def get(self, parameter: torch.Tensor) -> ManagedParam:
-        """Return the member that ``parameter`` is; KeyError where it is none."""
+        """Return the entry of ``parameter``; raise KeyError if there is none."""
         return self._by_id[id(parameter)]
 
     def by_id(self, identity: int) -> ManagedParam | None:
-        """Return the member whose parameter has this ``id``, or None."""
+        """Return the entry of the parameter with this ``id``, or None."""
         return self._by_id.get(identity)
 
     def all(self) -> Sequence[ManagedParam]:
-        """Return every member, by number."""
+        """Return every entry, by number."""
         return self._numbered
 
     def differ(self, amsgrad: Mapping[int, bool]) -> bool:
-        """Return whether a member has other states than its group wants."""
+        """Return whether a parameter has other states than its group wants."""
         managed = self._by_id.items()
         return any(amsgrad.get(i, m.family.amsgrad) != m.family.amsgrad for i, m in managed)
 
-    # --- who comes ---
+    # --- growth ---
 
     def attach(self, parameters: Iterable[torch.Tensor], amsgrad: Mapping[int, bool]) -> None:
         """Give states to those of ``parameters`` that have none.

@@ -146,20 +146,20 @@ def written_in_place(plan: Plan) -> None:
     """Write 16-bit weights by hand, as averaging does; the next update begins with them."""
     both = twins(plan, torch.bfloat16)
     both.train(range(3))
-    members = both.ours._params().all()
-    assert not any(member.written_by_others for member in members)
+    managed = both.ours._params().all()
+    assert not any(param.written_by_others for param in managed)
     for model in (both.stowed, both.alone):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
-    assert all(member.written_by_others for member in members)
+    assert all(param.written_by_others for param in managed)
     both.compare()
     both.train(range(3, 4))
     with torch.no_grad():
         for ours, theirs in zip(both.stowed.parameters(), both.alone.parameters(), strict=True):
             ours.to_local().mul_(2.0)
             theirs.mul_(2.0)
-    assert all(member.written_by_others for member in members)
+    assert all(param.written_by_others for param in managed)
     both.compare()
     both.train(range(4, 8))
     both.close()

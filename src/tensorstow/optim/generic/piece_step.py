@@ -17,7 +17,7 @@ from tensorstow.optim.generic.packing import (
     unpack,
 )
 from tensorstow.optim.generic.partition import Partition
-from tensorstow.optim.generic.pieces import ParameterStates, Piece
+from tensorstow.optim.generic.pieces import PartitionedParam, Piece
 from tensorstow.optim.generic.shared_values import StepBatch
 from tensorstow.optim.generic.stepper import Stepper
 
@@ -27,7 +27,7 @@ class Job:
     """A parameter that a step is to update."""
 
     group: Mapping[str, Any]
-    member: ParameterStates
+    param: PartitionedParam
     resident: dict[str, Any]
     """What of its states is in RAM, where users see it."""
     name: str | None = None
@@ -51,7 +51,7 @@ def step_piece(
     if piece.partition is None:
         packed = _step_whole(stepper, job, piece, stowed)
     else:
-        last = piece is job.member.pieces[-1]
+        last = piece is job.param.pieces[-1]
         packed = _step_slices(stepper, job, piece, stowed, last=last)
         if not last:
             return packed
@@ -61,7 +61,7 @@ def step_piece(
 
 
 def _step_whole(stepper: Stepper, job: Job, piece: Piece, stowed: dict[str, Any]) -> PackedEntry:
-    parameter = job.member.parameter
+    parameter = job.param.parameter
     entry = {**stowed, **job.resident}
     made = stepper.run([StepBatch(job.group, [(parameter, entry)], names_of([job]))])[0][0]
     packed = pack(made, piece.least_bytes)
@@ -76,7 +76,7 @@ def _step_slices(
     if piece.partition is None:
         message = "A whole parameter has no slices."
         raise AssertionError(message)
-    parameter = job.member.parameter
+    parameter = job.param.parameter
     bounds = list(piece.partition.bounds)
     entries = []
     for (begin, end), leaf in zip(bounds, slices(parameter, piece.partition), strict=True):

@@ -59,8 +59,8 @@ class Piece:
 
 
 @dataclass(eq=False, slots=True)
-class ParameterStates:
-    """A parameter whose states are kept, cut into pieces; none of them where all stay in RAM."""
+class PartitionedParam:
+    """A parameter whose states are kept, and its pieces: none if all its states stay in RAM."""
 
     parameter: torch.Tensor
     numel: int
@@ -150,8 +150,8 @@ class ParameterPlan:
     """The largest piece on disk, as far as the class tells before its first step."""
 
 
-def plan_of(member: ParameterStates) -> ParameterPlan:
-    """Return how ``member``'s states are kept."""
-    largest = max((piece.nbytes for piece in member.pieces), default=0)
-    expected = max(member.expected.piece_bytes, default=0)
-    return ParameterPlan(member.how, len(member.pieces), max(largest, expected))
+def plan_of(param: PartitionedParam) -> ParameterPlan:
+    """Return how the states of ``param`` are kept."""
+    largest = max((piece.nbytes for piece in param.pieces), default=0)
+    expected = max(param.expected.piece_bytes, default=0)
+    return ParameterPlan(param.how, len(param.pieces), max(largest, expected))

@@ -16,7 +16,7 @@ from tensorstow.io.scratch import ScratchFiles
 from tensorstow.optim.generic.packing import LARGE_BYTES, cloned, pack, unpack
 from tensorstow.optim.generic.piece_step import Job, sliced_entry
 from tensorstow.optim.generic.pieces import (
-    ParameterStates,
+    PartitionedParam,
     Piece,
     expected_states,
     split_into_pieces,
@@ -48,25 +48,25 @@ class StateManager:
         self._placement = placement
         self._policy = policy
         self._elementwise = elementwise
-        # By id: hashing a tensor is a call into Python. Members hold their parameters.
-        self._members: dict[int, ParameterStates] = {}
+        # By id: hashing a tensor is a call into Python. The values hold their parameters.
+        self._params: dict[int, PartitionedParam] = {}
         self._transfers: Transfers | None = None
         self._scratch: list[ScratchFiles] = []
         self._owner = os.getpid()
         self._poison: BaseException | None = None
         self._finalizer = weakref.finalize(self, _release, self._scratch, self._owner)
         self.lock = threading.RLock()
-        """Held by whoever uses the ring: a step, or reading and setting states."""
+        """Held while the ring is used: by a step, or to read or set states."""
 
-    # --- who is kept ---
+    # --- parameters ---
 
-    def find(self, parameter: torch.Tensor) -> ParameterStates | None:
-        """Return the member that ``parameter`` is, or None."""
-        return self._members.get(id(parameter))
+    def find(self, parameter: torch.Tensor) -> PartitionedParam | None:
+        """Return the entry of ``parameter``, or None."""
+        return self._params.get(id(parameter))
 
-    def members(self) -> Sequence[ParameterStates]:
-        """Return every member, in the order in which they came."""
-        return list(self._members.values())
+    def params(self) -> Sequence[PartitionedParam]:
+        """Return every entry, in the order of ``attach``."""
+        return list(self._params.values())
 
     def attach(self, parameters: Sequence[tuple[Mapping[str, Any], torch.Tensor]]) -> None:
         """Keep the states of (group, parameter) from now on; those that are kept stay as they are.
@@ -74,7 +74,7 @@ class StateManager:
         Raises BudgetError or DirectoryError before anything is changed.
         """
         self.live()
-        new = [(g, p) for g, p in parameters if id(p) not in self._members]
+        new = [(g, p) for g, p in parameters if id(p) not in self._params]
         # As for the other optimizers here, the head stays in RAM: gradients that come last.
         in_ram = sum(p.numel() for _, p in new) * (1 - self._placement.disk_fraction)
         made, seen = [], 0
@@ -91,14 +91,14 @@ class StateManager:
                 )
             expected = expected_states(self._stepper, group, parameter, pieces)
             made.append(
-                ParameterStates(parameter, parameter.numel(), parameter.dtype, pieces, expected)
+                PartitionedParam(parameter, parameter.numel(), parameter.dtype, pieces, expected)
             )
-        if any(member.pieces for member in made):
-            self._make_room([*self._members.values(), *made])
-        self._members.update({id(member.parameter): member for member in made})
+        if any(param.pieces for param in made):
+            self._make_room([*self._params.values(), *made])
+        self._params.update({id(param.parameter): param for param in made})
 
-    def _make_room(self, members: Sequence[ParameterStates]) -> None:
-        expected = [n for member in members for n in member.expected.piece_bytes]
+    def _make_room(self, params: Sequence[PartitionedParam]) -> None:
+        expected = [n for param in params for n in param.expected.piece_bytes]
         largest, total = max(expected, default=0), sum(expected)
         if self._transfers is None:
             wanted_bytes(total, largest, self._placement.ram_budget)
@@ -127,7 +127,7 @@ class StateManager:
             self._failing(BaseException),
             self._stepper.split_step(groups, state, method, closure),
         ):
-            if any(job.member.pieces for job in jobs):
+            if any(job.param.pieces for job in jobs):
                 naive = self._policy.schedule == "naive"
                 step_streamed(self._stepper, self._moves(), jobs, naive=naive)
             else:
@@ -135,11 +135,11 @@ class StateManager:
 
     # --- reading and setting ---
 
-    def read(self, member: ParameterStates) -> dict[str, Any]:
-        """Return copies of what of ``member``'s states is on disk, in the parameter's shape."""
+    def read(self, param: PartitionedParam) -> dict[str, Any]:
+        """Return copies of the states of ``param`` on disk, in the parameter's shape."""
         whole: dict[str, Any] = {}
         with self.lock, self._failing(TransferError):
-            for piece in member.pieces:
+            for piece in param.pieces:
                 if piece.extent is None:
                     continue
                 part = unpack(piece.stowed, self._moves().read(piece))
@@ -148,30 +148,30 @@ class StateManager:
                         return {name: cloned(value) for name, value in part.items()}
                     for name, tensor in part.items():
                         if name not in whole:
-                            whole[name] = tensor.new_zeros(member.numel)
+                            whole[name] = tensor.new_zeros(param.numel)
                         begin = piece.partition.start
                         whole[name][begin : begin + piece.partition.numel] = tensor
                 finally:
                     self._moves().drop(piece)
-        return {name: flat.view(member.parameter.shape) for name, flat in whole.items()}
+        return {name: flat.view(param.parameter.shape) for name, flat in whole.items()}
 
-    def put(self, member: ParameterStates, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Set ``member``'s states to ``entry``; return what of it stays in RAM, a copy."""
+    def put(self, param: PartitionedParam, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Set the states of ``param`` to ``entry``; return a copy of those that stay in RAM."""
         stowed: set[str] = set()
         with self.lock, self._failing(BaseException):
-            for piece in member.pieces:
+            for piece in param.pieces:
                 partition = piece.partition
-                part = entry if partition is None else sliced_entry(entry, partition, member.numel)
+                part = entry if partition is None else sliced_entry(entry, partition, param.numel)
                 packed = pack(part, piece.least_bytes)
                 self._moves().drop(piece)
                 self._moves().put(piece, packed)
                 stowed |= packed.stowed.keys()
         return {name: cloned(value) for name, value in entry.items() if name not in stowed}
 
-    def forget(self, member: ParameterStates) -> None:
-        """Drop what of ``member``'s states is on disk: a user emptied its state."""
+    def forget(self, param: PartitionedParam) -> None:
+        """Drop the states of ``param`` on disk: a user emptied its state."""
         with self.lock, self._failing(BaseException):
-            for piece in member.pieces:
+            for piece in param.pieces:
                 self._moves().forget(piece)
 
     # --- the whole ---
@@ -184,7 +184,7 @@ class StateManager:
 
     def memory(self, ram_bytes: int) -> StateMemory:
         """Return the bytes by place, ``ram_bytes`` of states being in RAM."""
-        slots = [s for m in self._members.values() for p in m.pieces for s in p.slots]
+        slots = [s for m in self._params.values() for p in m.pieces for s in p.slots]
         disk_bytes = sum(slot.nbytes for slot in slots)
         return StateMemory(
             logical_bytes=ram_bytes + disk_bytes,
@@ -195,8 +195,8 @@ class StateManager:
         )
 
     def predict(self) -> StateMemory:
-        """Return what ``memory`` will say once every member has been stepped."""
-        expected = [member.expected for member in self._members.values()]
+        """Return what ``memory`` will return when every parameter has been stepped."""
+        expected = [param.expected for param in self._params.values()]
         pieces = [n for e in expected for n in e.piece_bytes]
         ram_bytes = sum(e.ram_bytes for e in expected)
         disk_bytes = sum(e.disk_bytes for e in expected)
@@ -223,7 +223,7 @@ class StateManager:
         """Drop states, memory and files. Idempotent."""
         with self.lock:
             self._finalizer()
-            self._members, self._transfers = {}, None
+            self._params, self._transfers = {}, None
             self._scratch = []
 
     def live(self) -> None:

@@ -21,7 +21,7 @@ from tensorstow.optim.generic.known_classes import (
 )
 from tensorstow.optim.generic.packing import cloned, tensors_in
 from tensorstow.optim.generic.piece_step import Job
-from tensorstow.optim.generic.pieces import ParameterPlan, ParameterStates, plan_of
+from tensorstow.optim.generic.pieces import ParameterPlan, PartitionedParam, plan_of
 from tensorstow.optim.generic.probe import probe
 from tensorstow.optim.generic.state_manager import StateManager
 from tensorstow.optim.generic.stepper import MODES, Stepper, listed, name_in
@@ -260,8 +260,8 @@ class StowedOptimizer(Optimizer):
         Returns:
             One entry per parameter, in the order of the groups.
         """
-        members = (self._live().find(p) for _, p in self._all())
-        return [plan_of(member) for member in members if member is not None]
+        params = (self._live().find(p) for _, p in self._all())
+        return [plan_of(param) for param in params if param is not None]
 
     def traffic(self) -> Traffic:
         """Return the bytes of states moved since the optimizer was created.
@@ -399,15 +399,15 @@ class StowedOptimizer(Optimizer):
         }
         jobs = []
         for group, parameter in due:
-            if (member := manager.find(parameter)) is not None:
-                self._take_edits(member)
+            if (param := manager.find(parameter)) is not None:
+                self._take_edits(param)
                 name = names.get(id(parameter))
-                jobs.append(Job(group, member, self.state.get(parameter, {}), name))
+                jobs.append(Job(group, param, self.state.get(parameter, {}), name))
         if jobs or not keeps_nothing_over_all(self._stepper.optimizer_class):
             manager.step(jobs, self.param_groups, self.state, method, closure)
         for job in jobs:
-            if job.resident or job.member.stows:  # SGD without momentum keeps nothing at all
-                self.state[job.member.parameter] = job.resident
+            if job.resident or job.param.stows:  # SGD without momentum keeps nothing at all
+                self.state[job.param.parameter] = job.resident
 
     def _due(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Return (group, parameter) of this step, checked; nothing is changed before."""
@@ -417,32 +417,32 @@ class StowedOptimizer(Optimizer):
             for index, parameter in enumerate(group["params"]):
                 if parameter.grad is None:
                     continue
-                member = self._live().find(parameter)
-                validation.check_gradient(parameter, member, self._name(group, index))
+                param = self._live().find(parameter)
+                validation.check_gradient(parameter, param, self._name(group, index))
                 due.append((group, parameter))
         return due
 
-    def _take_edits(self, member: ParameterStates) -> None:
+    def _take_edits(self, param: PartitionedParam) -> None:
         """See to it that the states are what users see: emptied (a reset), or replaced."""
-        parameter = member.parameter
+        parameter = param.parameter
         if parameter not in self.state:
-            if member.stows:
-                self._live().forget(member)
-        elif member.how == "chunks":
+            if param.stows:
+                self._live().forget(param)
+        elif param.how == "chunks":
             seen = self.state[parameter]
             if any(tensor.dim() for tensor in tensors_in(seen)):
                 self._check_saved(seen, parameter, "A parameter")
-                self._put(parameter, {**self._live().read(member), **seen})
+                self._put(parameter, {**self._live().read(param), **seen})
 
     def _put(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        member = self._live().find(parameter)
-        if member is not None:
-            self.state[parameter] = self._live().put(member, entry)
+        param = self._live().find(parameter)
+        if param is not None:
+            self.state[parameter] = self._live().put(param, entry)
 
     def _check_saved(self, entry: Mapping[str, Any], parameter: torch.Tensor, name: str) -> None:
-        member = self._live().find(parameter)
-        expected = {} if member is None else member.expected.entry
-        chunked = member is not None and member.how == "chunks"
+        param = self._live().find(parameter)
+        expected = {} if param is None else param.expected.entry
+        chunked = param is not None and param.how == "chunks"
         validation.check_saved(entry, expected, parameter, name, chunked=chunked)
 
     def _load(self, loaded: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
@@ -450,11 +450,11 @@ class StowedOptimizer(Optimizer):
         self._stepper.repair(self.param_groups, dict(loaded))
         group_of = {id(p): group for group, p in self._all()}
         manager.attach([(group_of[id(p)], p) for p, _ in loaded])
-        for each in manager.members():
+        for each in manager.params():
             manager.forget(each)
         for parameter, entry in loaded:
-            member = manager.find(parameter)
-            expected = {} if member is None else member.expected.entry
+            param = manager.find(parameter)
+            expected = {} if param is None else param.expected.entry
             self._put(parameter, validation.cast_as_kept(entry, expected))
 
     def _name(self, group: Mapping[str, Any], index: int) -> str:
@@ -474,8 +474,8 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
         manager.settle()
         for index, (_, parameter) in enumerate(optimizer._all()):  # noqa: SLF001
             entry = state_dict["state"].get(index)
-            member = manager.find(parameter)
-            if isinstance(entry, dict) and member is not None and member.stows:
+            param = manager.find(parameter)
+            if isinstance(entry, dict) and param is not None and param.stows:
                 # What is read is a copy, so the numbers are one too: all of the same moment.
-                state_dict["state"][index] = {**cloned(entry), **manager.read(member)}
+                state_dict["state"][index] = {**cloned(entry), **manager.read(param)}
     return state_dict

@@ -16,10 +16,10 @@ def step_streamed(
 
     ``naive``: nothing is read ahead, and each piece is on disk before the next one is read.
     """
-    steps = [(job, piece) for job in jobs for piece in job.member.pieces]
+    steps = [(job, piece) for job in jobs for piece in job.param.pieces]
     pieces = [piece for _, piece in steps]
     ahead = 0 if naive else _read_ahead(transfers, pieces, 0)
-    step_in_ram(stepper, [job for job in jobs if not job.member.pieces])
+    step_in_ram(stepper, [job for job in jobs if not job.param.pieces])
     for index, (job, piece) in enumerate(steps):
         region = None if piece.extent is None else transfers.read(piece)
         if piece.stepped and not naive:
@@ -52,7 +52,7 @@ def step_in_ram(stepper: Stepper, jobs: Sequence[Job]) -> None:
     runs = [
         StepBatch(
             same[0].group,
-            [(j.member.parameter, dict(j.resident)) for j in same],
+            [(j.param.parameter, dict(j.resident)) for j in same],
             names_of(same),
         )
         for same in groups.values()

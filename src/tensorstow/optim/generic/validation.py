@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
-from tensorstow.optim.generic.pieces import ParameterStates
+from tensorstow.optim.generic.pieces import PartitionedParam
 from tensorstow.states.policy import PipelinePolicy
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -103,7 +103,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise DTypeError(message)
 
 
-def check_gradient(parameter: torch.Tensor, member: ParameterStates | None, name: str) -> None:
+def check_gradient(parameter: torch.Tensor, param: PartitionedParam | None, name: str) -> None:
     """Raise for a gradient, or a parameter, that is not what the states were made for."""
     check_parameter(parameter, name)
     gradient = parameter.grad
@@ -118,16 +118,16 @@ def check_gradient(parameter: torch.Tensor, member: ParameterStates | None, name
             f" {tuple(parameter.shape)}: its data was exchanged since. Take the gradient anew."
         )
         raise DTypeError(message)
-    if member is None:
+    if param is None:
         return
-    if parameter.numel() != member.numel or parameter.dtype != member.dtype:
+    if parameter.numel() != param.numel or parameter.dtype != param.dtype:
         message = (
-            f"{name} had {member.numel} elements of {member.dtype} when it was taken up, and has"
+            f"{name} had {param.numel} elements of {param.dtype} when it was taken up, and has"
             f" {parameter.numel()} of {parameter.dtype} now. Cast or exchange the model's weights"
             " first, then make the optimizer."
         )
         raise OptionError(message)
-    if member.how == "chunks" and not (gradient.is_contiguous() and parameter.is_contiguous()):
+    if param.how == "chunks" and not (gradient.is_contiguous() and parameter.is_contiguous()):
         message = (
             f"{name} is stepped in chunks, and it or its gradient (strides {gradient.stride()}) is"
             " not contiguous: a chunk would not be torch's own result. Assign"

@@ -5,7 +5,7 @@ import torch
 from torch import nn, optim
 
 from tensorstow.optim.generic.pieces import (
-    ParameterStates,
+    PartitionedParam,
     Piece,
     expected_states,
     plan_of,
@@ -53,10 +53,10 @@ def test_what_is_expected_of_each_piece() -> None:
     assert expected.disk_bytes == 8 * 10_000
     assert expected.ram_bytes == 4
     assert expected.piece_bytes == (32_768, 32_768, 16_384)
-    member = ParameterStates(parameter, parameter.numel(), parameter.dtype, pieces, expected)
-    plan = plan_of(member)
+    param = PartitionedParam(parameter, parameter.numel(), parameter.dtype, pieces, expected)
+    plan = plan_of(param)
     assert (plan.how, plan.pieces, plan.piece_bytes) == ("chunks", 3, 32_768)
-    assert not member.stows
+    assert not param.stows
 
 
 def test_what_stays_in_ram_is_expected_there() -> None:

@@ -7,7 +7,7 @@ from torch import nn, optim
 from tensorstow.base.errors import OptionError
 from tensorstow.optim.generic.partition import Partition
 from tensorstow.optim.generic.piece_step import Job, sliced_entry, slices, step_piece
-from tensorstow.optim.generic.pieces import ExpectedStates, ParameterStates, Piece
+from tensorstow.optim.generic.pieces import ExpectedStates, PartitionedParam, Piece
 from tensorstow.optim.generic.stepper import Stepper
 
 NOTHING = ExpectedStates({}, 0, 0, ())
@@ -19,8 +19,8 @@ def job_for(
     parameter = nn.Parameter(torch.ones(numel))
     parameter.grad = torch.arange(float(numel))
     stepper = Stepper(optimizer_class, [{"params": [parameter]}], {})
-    member = ParameterStates(parameter, numel, parameter.dtype, pieces, NOTHING)
-    return stepper, Job(stepper.group_options[0], member, {})
+    param = PartitionedParam(parameter, numel, parameter.dtype, pieces, NOTHING)
+    return stepper, Job(stepper.group_options[0], param, {})
 
 
 def test_numbers_count_once_for_all_slices() -> None:

@@ -35,31 +35,31 @@ def weight(numel: int = LARGE) -> nn.Parameter:
 
 
 def step(manager: StateManager, stepper: Stepper, parameters: list[nn.Parameter]) -> None:
-    members = [manager.find(p) for p in parameters]
+    params = [manager.find(p) for p in parameters]
     groups = [{**stepper.group_options[0], "params": parameters}]
-    manager.step([Job(groups[0], m, {}) for m in members if m is not None], groups, {})
+    manager.step([Job(groups[0], m, {}) for m in params if m is not None], groups, {})
 
 
 def test_states_are_read_and_set(tmp_path: Path) -> None:
     params = [weight(), weight()]
     manager, stepper = manager_in(tmp_path, params)
     step(manager, stepper, params)
-    first = manager.members()[0]
+    first = manager.params()[0]
     assert (manager.read(first)["momentum_buffer"] == 1).all()
     left = manager.put(first, {"momentum_buffer": torch.arange(float(LARGE)), "step": 3})
     assert left == {"step": 3}
     assert torch.equal(manager.read(first)["momentum_buffer"], torch.arange(float(LARGE)))
     manager.forget(first)
     assert manager.read(first) == {}
-    assert manager.members()[1].stows
+    assert manager.params()[1].stows
 
 
 def test_a_member_is_attached_once(tmp_path: Path) -> None:
     params = [weight(), weight(10)]
     manager, stepper = manager_in(tmp_path, params)
-    before = manager.members()
+    before = manager.params()
     manager.attach([(stepper.group_options[0], p) for p in params])
-    assert manager.members() == before
+    assert manager.params() == before
     assert [m.how for m in before] == ["chunks", "ram"]
 
 

@@ -28,12 +28,12 @@ def events_of_a_second_step(
     manager = StateManager(stepper, Placement(1.0, (directory,), None), policy, elementwise=False)
     groups = [{**stepper.group_options[0], "params": params}]
     manager.attach([(groups[0], p) for p in params])
-    jobs = [Job(groups[0], member, {}) for member in manager.members()]
+    jobs = [Job(groups[0], param, {}) for param in manager.params()]
     for parameter in params:
         parameter.grad = torch.ones(LARGE)
     manager.step(jobs, groups, {})
     manager.settle()
-    pieces = [member.pieces[0] for member in manager.members()]
+    pieces = [param.pieces[0] for param in manager.params()]
     events: list[str] = []
     read, read_ahead, settle = Transfers.read, Transfers.read_ahead, Transfers.settle
 
@@ -54,9 +54,7 @@ def events_of_a_second_step(
     patch.setattr(Transfers, "read_ahead", reads_ahead)
     patch.setattr(Transfers, "settle", settles)
     manager.step(jobs, groups, {})
-    assert all(
-        (manager.read(member)["momentum_buffer"] == 1.5).all() for member in manager.members()
-    )
+    assert all((manager.read(param)["momentum_buffer"] == 1.5).all() for param in manager.params())
     return events
 
 
