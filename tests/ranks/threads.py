@@ -13,8 +13,8 @@ from tensorstow.checkpoint import coordinator
 from tensorstow.checkpoint.coordinator import Coordinator
 
 
-def boards(world: int, seconds: float = 20.0) -> list[Coordinator]:
-    """Return one board for each rank, all over one store."""
+def coordinators(world: int, seconds: float = 20.0) -> list[Coordinator]:
+    """Return one coordinator for each rank, all over one store."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=seconds))
     with patch.object(coordinator, "_made", itertools.repeat(0)):

@@ -27,10 +27,12 @@ _T = TypeVar("_T")
 class Ranks:
     """This rank and the others of the run; a process alone has no others."""
 
-    def __init__(self, board: Coordinator | None = None) -> None:
+    def __init__(self, coordinator: Coordinator | None = None) -> None:
         """Exchange values through ``coordinator``; None for a process alone."""
-        self._coordinator = board
-        self.rank, self.world = (0, 1) if board is None else (board.rank, board.world)
+        self._coordinator = coordinator
+        self.rank, self.world = (
+            (0, 1) if coordinator is None else (coordinator.rank, coordinator.world)
+        )
         self._last_due = -1
 
     @classmethod

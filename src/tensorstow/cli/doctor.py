@@ -32,7 +32,7 @@ from tensorstow.step.update_rule import rule_on
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LABEL_COLUMNS = 16
-_VERDICT_COLUMNS = 6
+_CANDIDATE_COLUMNS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +224,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
     print_facts(console, _lines(facts), _LABEL_COLUMNS)
     console.print("\n[bold]directories for scratch files[/]")
     for report in facts["directories"]:
-        verdict = "  yes" if report["objection"] is None else "  no"
-        print_facts(console, [(verdict, _describe(report))], _VERDICT_COLUMNS)
+        is_usable = "  yes" if report["objection"] is None else "  no"
+        print_facts(console, [(is_usable, _describe(report))], _CANDIDATE_COLUMNS)
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:

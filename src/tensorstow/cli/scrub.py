@@ -38,8 +38,8 @@ class Reading:
 
     def __str__(self) -> str:
         """Return one line for people."""
-        verdict = f"{len(self.damages):,} damaged" if self.damages else "all as written"
-        return f"{self.directory}: {format_bytes(self.read_bytes)} read back: {verdict}"
+        outcome = f"{len(self.damages):,} damaged" if self.damages else "all as written"
+        return f"{self.directory}: {format_bytes(self.read_bytes)} read back: {outcome}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -59,16 +59,16 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
     """
     shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
     on_disk = [shard for shard in shards if shard.pager is not None]
-    rooms = {id(c.pager.pool): c.pager.pool for c in on_disk if c.pager is not None}
+    pools = {id(c.pager.pool): c.pager.pool for c in on_disk if c.pager is not None}
     blocks = {id(block): block.pinned_bytes for shard in shards if (block := _block_of(shard))}
     h2d = h2d_prefetcher_of(model)
     return ParameterBytes(
         host_bytes=sum(shard.padded.nbytes for shard in shards if shard.pager is None),
         disk_bytes=sum(shard.padded.nbytes for shard in on_disk),
-        buffer_pool_bytes=sum(room.held_bytes for room in rooms.values()),
-        most_buffer_pool_bytes=sum(room.high_water_bytes for room in rooms.values()),
-        bytes_read=sum(room.bytes_read for room in rooms.values()),
-        bytes_written=sum(room.bytes_written for room in rooms.values()),
+        buffer_pool_bytes=sum(pool.held_bytes for pool in pools.values()),
+        most_buffer_pool_bytes=sum(pool.high_water_bytes for pool in pools.values()),
+        bytes_read=sum(pool.bytes_read for pool in pools.values()),
+        bytes_written=sum(pool.bytes_written for pool in pools.values()),
         link_bytes_down=sum(shard.bytes_down for shard in shards) + offloaded_bytes(model),
         link_bytes_up=sum(shard.bytes_up for shard in shards),
         pinned_bytes=sum(blocks.values())

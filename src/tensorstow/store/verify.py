@@ -60,9 +60,9 @@ def check_all(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def _check_pages(connection: sqlite3.Connection) -> None:
-    (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-    if verdict != "ok":
-        raise DamageError(str(verdict).replace("\n", " "))
+    (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if result != "ok":
+        raise DamageError(str(result).replace("\n", " "))
 
 
 def check_heads(

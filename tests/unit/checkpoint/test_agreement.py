@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from powerloss.contents import make_content
-from ranks.threads import boards, each
+from ranks.threads import coordinators, each
 from tensorstow.base.errors import CommitError, OptionError, RankError
 from tensorstow.checkpoint.agreement import (
     COMMIT,
@@ -47,7 +47,7 @@ def chosen(stores: list[Store], which: str | int | None = None) -> list[object]:
         found = choose(store, which, ranks)
         return None if found is None else found.step
 
-    met = [Ranks(board) for board in boards(2, seconds=5.0)]
+    met = [Ranks(coordinator) for coordinator in coordinators(2, seconds=5.0)]
     return each([partial(act, s, r) for s, r in zip(stores, met, strict=True)])
 
 
@@ -129,7 +129,7 @@ def test_generations_of_other_runs_are_not_common(stores: list[Store]) -> None:
 
 
 def named(stores: list[Store], act: object, name: str) -> list[object]:
-    met = [Ranks(board) for board in boards(2, seconds=5.0)]
+    met = [Ranks(coordinator) for coordinator in coordinators(2, seconds=5.0)]
     extra = [None] if act is add_snapshot else []
     pairs = zip(stores, met, strict=True)
     return each([partial(act, s, name, *extra, r) for s, r in pairs])  # type: ignore[call-overload]
@@ -158,7 +158,7 @@ def test_a_snapshot_of_some_is_not_shown(stores: list[Store]) -> None:
         commit(store, 2)
     stores[0].add_snapshot("b", 1)
     stores[1].add_snapshot("c")
-    met = [Ranks(board) for board in boards(2, seconds=5.0)]
+    met = [Ranks(coordinator) for coordinator in coordinators(2, seconds=5.0)]
     for found in each([partial(snapshots, s, r) for s, r in zip(stores, met, strict=True)]):
         assert [(summary.step, summary.names) for summary in found] == [(1, ("a",))]
 

@@ -5,18 +5,18 @@ from functools import partial
 
 import pytest
 
-from ranks.threads import boards, each
+from ranks.threads import coordinators, each
 from tensorstow.base.errors import RankError
 from tensorstow.checkpoint.coordinator import Coordinator
 
 
 def test_everybody_hears_everybody() -> None:
-    found = each([partial(b.all_gather, "a commit", {"from": b.rank}) for b in boards(3)])
+    found = each([partial(b.all_gather, "a commit", {"from": b.rank}) for b in coordinators(3)])
     assert found == [[{"from": 0}, {"from": 1}, {"from": 2}]] * 3
 
 
 def test_words_do_not_pile_up() -> None:
-    all_ranks = boards(2)
+    all_ranks = coordinators(2)
     counts = []
     for _ in range(5):
         each([partial(b.all_gather, "a commit") for b in all_ranks])
@@ -25,15 +25,15 @@ def test_words_do_not_pile_up() -> None:
 
 
 def test_the_first_to_fail_is_named_to_all() -> None:
-    all_ranks = boards(3, seconds=15.0)
+    all_ranks = coordinators(3, seconds=15.0)
 
-    def act(board: Coordinator) -> object:
-        if board.rank == 1:
-            board.report_error("the commit of step 4", OSError("disk full"))
+    def act(coordinator: Coordinator) -> object:
+        if coordinator.rank == 1:
+            coordinator.report_error("the commit of step 4", OSError("disk full"))
             return None
-        if board.rank == 2:
+        if coordinator.rank == 2:
             time.sleep(2.0)  # nobody waits for it
-        return board.all_gather("the commit of step 4")
+        return coordinator.all_gather("the commit of step 4")
 
     began = time.monotonic()
     found = each([partial(act, all_ranks[rank]) for rank in (0, 1)])
@@ -45,28 +45,28 @@ def test_the_first_to_fail_is_named_to_all() -> None:
 
 
 def test_who_fails_may_come_to_the_next_meeting() -> None:
-    all_ranks = boards(2)
+    all_ranks = coordinators(2)
 
-    def act(board: Coordinator) -> list[int]:
-        if board.rank == 1:
-            board.report_error("one", OSError("no"))
+    def act(coordinator: Coordinator) -> list[int]:
+        if coordinator.rank == 1:
+            coordinator.report_error("one", OSError("no"))
         else:
             with pytest.raises(RankError):
-                board.all_gather("one")
-        return board.all_gather("two", board.rank)
+                coordinator.all_gather("one")
+        return coordinator.all_gather("two", coordinator.rank)
 
     assert each([partial(act, b) for b in all_ranks]) == [[0, 1]] * 2
 
 
 def test_who_stays_away_is_named() -> None:
-    first, _, last = boards(3, seconds=0.3)
+    first, _, last = coordinators(3, seconds=0.3)
     for error in each([partial(b.all_gather, "a commit") for b in (first, last)]):
         assert isinstance(error, RankError)
         assert str(error).startswith("Rank 1 did not come to a commit within 0.3 seconds")
 
 
 def test_nobody_waits_for_one_who_left() -> None:
-    first, last = boards(2, seconds=15.0)
+    first, last = coordinators(2, seconds=15.0)
     began = time.monotonic()
     last.leave()
     with pytest.raises(RankError, match="Rank 1 ended before a commit"):
@@ -75,20 +75,20 @@ def test_nobody_waits_for_one_who_left() -> None:
 
 
 def test_who_left_behind_a_word_was_there() -> None:
-    first, last = boards(2)
+    first, last = coordinators(2)
 
-    def act(board: Coordinator) -> list[int]:
-        if board is first:
+    def act(coordinator: Coordinator) -> list[int]:
+        if coordinator is first:
             time.sleep(0.2)
-        words = board.all_gather("a commit", board.rank)
-        board.leave()
+        words = coordinator.all_gather("a commit", coordinator.rank)
+        coordinator.leave()
         return words
 
     assert each([partial(act, first), partial(act, last)]) == [[0, 1]] * 2
 
 
 def test_rank_0_stays_until_all_have_read() -> None:
-    first, last = boards(2)
+    first, last = coordinators(2)
     first._store.set("0/1", '{"at": "a commit", "value": 7}')  # said by 1, which has not read
     assert first.all_gather("a commit") == [None, 7]
     left = []
@@ -107,30 +107,30 @@ def test_rank_0_stays_until_all_have_read() -> None:
 
 
 def test_another_call_is_told_from_this() -> None:
-    first, last = boards(2)
+    first, last = coordinators(2)
     found = each([partial(first.all_gather, "a commit"), partial(last.all_gather, "drop('x')")])
     assert "Rank 1 is at drop('x') while another one is at a commit" in str(found[0])
     assert "Rank 0 is at a commit while another one is at drop('x')" in str(found[1])
 
 
 def test_ids_are_common_and_never_used_twice() -> None:
-    all_ranks = boards(2)
+    all_ranks = coordinators(2)
 
-    def act(board: Coordinator) -> list[str]:
+    def act(coordinator: Coordinator) -> list[str]:
         ids = []
         for _ in range(2):
-            ids.append(board.next_id())
-            board.all_gather("a commit")
+            ids.append(coordinator.next_id())
+            coordinator.all_gather("a commit")
         return ids
 
     one, other = each([partial(act, b) for b in all_ranks])
     assert one == other
     assert len(set(one)) == 2
-    assert one[0] != boards(1)[0].next_id()
+    assert one[0] != coordinators(1)[0].next_id()
 
 
 def test_rank_0_decides() -> None:
-    first, last = boards(2, seconds=0.3)
+    first, last = coordinators(2, seconds=0.3)
     first.put("due", "3")
     assert last.wait_for("due", lambda word: int(word) >= 2, "the decision") == "3"
     with pytest.raises(RankError, match="Rank 0 did not come to the decision"):
@@ -144,10 +144,10 @@ class Gone:
 
 
 def test_a_store_that_is_gone_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
-    (board,) = boards(1)
-    board._store = Gone()  # type: ignore[assignment]
+    (coordinator,) = coordinators(1)
+    coordinator._store = Gone()  # type: ignore[assignment]
     with pytest.raises(RankError, match=r"cannot be reached for a commit.*reset by peer'.*rank 0"):
-        board.all_gather("a commit")
-    board.report_error("a commit", OSError("disk full"))  # does not hide what failed
+        coordinator.all_gather("a commit")
+    coordinator.report_error("a commit", OSError("disk full"))  # does not hide what failed
     assert "could not be told of OSError('disk full')" in caplog.text
-    board.leave()
+    coordinator.leave()

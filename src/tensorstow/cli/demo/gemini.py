@@ -87,7 +87,9 @@ def run_all(
     else:
         console.print(_heading(scale), style="dim", highlight=False, soft_wrap=True)
         console.print(table_of(results))
-        console.print(_verdict(are_equal=are_equal), style="green" if are_equal else "bold red")
+        console.print(
+            _parity_sentence(are_equal=are_equal), style="green" if are_equal else "bold red"
+        )
     return 0 if are_equal else 1
 
 
@@ -143,7 +145,7 @@ def _heading(scale: ModelSize) -> str:
     )
 
 
-def _verdict(*, are_equal: bool) -> str:
+def _parity_sentence(*, are_equal: bool) -> str:
     if are_equal:
         return "The losses of all rows are equal to the last bit."
     return "The losses are NOT equal: this is a bug. Please report it with what was printed."

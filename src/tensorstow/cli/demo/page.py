@@ -33,7 +33,7 @@ def compose(
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
     body = template.substitute(
         heading=escape(heading),
-        parity=_verdict(parity),
+        parity=_parity_sentence(parity),
         rows=_rows(),
         tables=_tables(results),
         memory=_both(plots.memory),
@@ -48,7 +48,7 @@ def _both(picture: Plot) -> str:
     return f'<div class="broad">{picture.wide}</div><div class="narrow">{picture.narrow}</div>'
 
 
-def _verdict(parity: ParityReport) -> str:
+def _parity_sentence(parity: ParityReport) -> str:
     first, *rest = parity.sentences()
     outcome = "equal" if parity.is_equal else "different"
     if parity.is_equal and parity.circumstances.is_busy:
