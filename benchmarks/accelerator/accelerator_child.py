@@ -36,7 +36,7 @@ _TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RunConfig:
     """One training: its plan, how large the model is, and how fast what it runs on."""
 
     plan: str
@@ -120,17 +120,17 @@ class Model(nn.Module):
         return loss
 
 
-def train(simulated: Any, course: Course, directory: Path) -> Timed:  # noqa: ANN401  # a module
-    """Train by ``course``; everything is as slow as it says."""
-    _slow_down(simulated, course)
+def train(simulated: Any, config: RunConfig, directory: Path) -> Timed:  # noqa: ANN401  # a module
+    """Train by ``config``; everything is as slow as the config says."""
+    _slow_down(simulated, config)
     device = torch.device(simulated.DEVICE, 0)
-    model, optimizer = _placed(course, device, directory)
-    x = torch.ones(TOKENS, course.width, dtype=torch.bfloat16, device=device)
+    model, optimizer = _placed(config, device, directory)
+    x = torch.ones(TOKENS, config.width, dtype=torch.bfloat16, device=device)
     for _ in _steps(
         model,
         optimizer,
         x,
-        _WARM_UP + _MEASURED * (Plan.from_json(course.plan).update_on is not None),
+        _WARM_UP + _MEASURED * (Plan.from_json(config.plan).update_on is not None),
     ):
         pass
     simulated.take_counts()
@@ -139,14 +139,14 @@ def train(simulated: Any, course: Course, directory: Path) -> Timed:  # noqa: AN
     simulated.start_trace()
     found = Timed()
     last = zero = time.monotonic()
-    for spans in _steps(model, optimizer, x, course.steps):
+    for spans in _steps(model, optimizer, x, config.steps):
         now = time.monotonic()
         found.seconds.append(now - last)
         found.spans += spans
         last = now
     after, counts = _on_disk(model, optimizer), simulated.take_counts()
     moved = Moved(counts["bytes_down"], counts["bytes_up"], *(after[i] - before[i] for i in (0, 1)))
-    found.moved = moved.each(course.steps)
+    found.moved = moved.each(config.steps)
     found.device_share = optimizer.traffic().device_share
     optimizer.wait()
     torch.accelerator.synchronize()
@@ -158,7 +158,7 @@ def train(simulated: Any, course: Course, directory: Path) -> Timed:  # noqa: AN
         Span(s.lane, s.name, s.start - zero, s.stop - zero, s.nbytes) for s in found.spans
     ]
     computed = sum(s.stop - s.start for s in found.spans if s.lane == "compute")
-    found.compute = computed / course.steps
+    found.compute = computed / config.steps
     optimizer.close()
     return found
 
@@ -180,24 +180,26 @@ def _steps(
         yield [Span("host", n, moments[i], moments[i + 1]) for i, n in enumerate(names)]
 
 
-def _slow_down(simulated: Any, course: Course) -> None:  # noqa: ANN401
+def _slow_down(simulated: Any, config: RunConfig) -> None:  # noqa: ANN401
     # The first block's input has no gradient, which is one product less.
-    flops = 6 * TOKENS * course.elements - 2 * TOKENS * 4 * course.width**2
-    simulated.set_compute(course.compute / flops)
-    simulated.set_delays(0, course.link, 0)
-    _native.slow_down(disk_bytes_per_s=course.disk, update_elements_per_s=course.dram / DRAM_BYTES)
+    flops = 6 * TOKENS * config.elements - 2 * TOKENS * 4 * config.width**2
+    simulated.set_compute(config.compute / flops)
+    simulated.set_delays(0, config.link, 0)
+    _native.slow_down(disk_bytes_per_s=config.disk, update_elements_per_s=config.dram / DRAM_BYTES)
 
 
-def _placed(course: Course, device: torch.device, directory: Path) -> tuple[nn.Module, StowedAdam]:
-    plan = Plan.from_json(course.plan)
-    policy = PipelinePolicy(chunk_elements=course.chunk, backend="threads")
+def _placed(
+    config: RunConfig, device: torch.device, directory: Path
+) -> tuple[nn.Module, StowedAdam]:
+    plan = Plan.from_json(config.plan)
+    policy = PipelinePolicy(chunk_elements=config.chunk, backend="threads")
     make = partial(AdamW, lr=1e-4, policy=policy)
     given: dict[str, Any] = {}
     if Tier.DISK in {plan.states, plan.parameters}:
         given["dir"] = directory
     if plan.states == Tier.DISK:
         make = partial(make, durability="none")
-    model: nn.Module = Model(course.layers, course.width)
+    model: nn.Module = Model(config.layers, config.width)
     if plan.parameters == Tier.DEVICE:
         model.to(device)
     else:
@@ -211,13 +213,13 @@ def _on_disk(model: nn.Module, optimizer: StowedAdam) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Read courses as JSON, print what was seen of each: a line, or why it failed."""
+    """Read configs as JSON, print what was seen of each: a line, or why it failed."""
     sys.path.insert(0, str(_TESTS))
     simulated = importlib.import_module("simulated")  # which registers the device
     torch.set_num_threads(1)
-    for given in json.load(sys.stdin)["courses"]:
+    for given in json.load(sys.stdin)["configs"]:
         with tempfile.TemporaryDirectory(dir=sys.argv[1]) as directory:
-            found = train(simulated, Course(**given), Path(directory))
+            found = train(simulated, RunConfig(**given), Path(directory))
         print(json.dumps(asdict(found)), flush=True)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.accelerator.accelerator_child import DRAM_BYTES, Course
+from benchmarks.accelerator.accelerator_child import DRAM_BYTES, RunConfig
 from benchmarks.accelerator.bounds import COMPUTE, DISK, DOWN, DRAM, UP, Bound
 from benchmarks.measure import Figure, Settings, at_most, not_available
 from tensorstow.base.plan import Plan
@@ -54,14 +54,14 @@ def figures(settings: Settings) -> Iterator[Figure]:
         why = "there is an accelerator here, on which `gpu` measures"
         yield not_available("a step on the simulated accelerator / its bound", None, why)
         return
-    courses = [_course(plan, quick=settings.quick) for plan in _plans(quick=settings.quick)]
+    configs = [_config(plan, quick=settings.quick) for plan in _plans(quick=settings.quick)]
     command = [
         sys.executable,
         "-m",
         "benchmarks.accelerator.accelerator_child",
         str(settings.scratch(1 << 30)),
     ]
-    given = json.dumps({"courses": [asdict(course) for course in courses]})
+    given = json.dumps({"configs": [asdict(config) for config in configs]})
     done = subprocess.run(
         command,
         cwd=_ROOT,
@@ -75,11 +75,11 @@ def figures(settings: Settings) -> Iterator[Figure]:
         message = f"A training on the simulated accelerator failed: {done.stderr[-2000:]}"
         raise RuntimeError(message)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    for course, line in zip(courses, lines, strict=True):
+    for config, line in zip(configs, lines, strict=True):
         found = json.loads(line)
         if not settings.quick:
-            _save_trace(_name_of(course), found["spans"])
-        yield _figure(course, found)
+            _save_trace(_name_of(config), found["spans"])
+        yield _figure(config, found)
 
 
 def _plans(*, quick: bool) -> Iterator[Plan]:
@@ -98,58 +98,60 @@ def _plans(*, quick: bool) -> Iterator[Plan]:
                 )
 
 
-def _course(plan: Plan, *, quick: bool) -> Course:
+def _config(plan: Plan, *, quick: bool) -> RunConfig:
     on_disk = Tier.DISK in {plan.parameters, plan.states}
     layers, width = (2, 32) if quick else (20, 72 if on_disk else 112)
     rates = {name: rate * (1000 if quick else 1) for name, rate in _RATES.items()}
     steps = 3 if on_disk else 4
-    course = Course(plan.to_json(), layers, width, chunk=1 << 14, compute=0.0, steps=steps, **rates)
-    elements = course.elements
+    config = RunConfig(
+        plan.to_json(), layers, width, chunk=1 << 14, compute=0.0, steps=steps, **rates
+    )
+    elements = config.elements
     up = 2 if plan.parameters == Tier.DEVICE else 4  # new weights; or what both passes gather
-    link = max(2, up) * elements / course.link
+    link = max(2, up) * elements / config.link
     nbytes = _STATE_BYTES * (plan.states == Tier.DISK) + _WEIGHT_BYTES * (
         plan.parameters == Tier.DISK
     )
-    beside = _WINDOW[plan.overlap] * _update_seconds(course)
-    compute = max(link, beside, nbytes * elements / course.disk)
-    return Course(**{**asdict(course), "compute": compute})
+    beside = _WINDOW[plan.overlap] * _update_seconds(config)
+    compute = max(link, beside, nbytes * elements / config.disk)
+    return RunConfig(**{**asdict(config), "compute": compute})
 
 
-def _update_seconds(course: Course) -> float:
+def _update_seconds(config: RunConfig) -> float:
     """Return what updates take by host memory or the link, on the sides that the plan asks for."""
-    host = DRAM_BYTES * course.elements / course.dram
-    plan = Plan.from_json(course.plan)
-    device = _DOWN_BYTES[plan.states] * course.elements / course.link
+    host = DRAM_BYTES * config.elements / config.dram
+    plan = Plan.from_json(config.plan)
+    device = _DOWN_BYTES[plan.states] * config.elements / config.link
     if plan.update_on == "device":
         return device
     if plan.update_on == "auto":
         return min(host, device)
     if plan.update_on == "hybrid":
         # Both end together; of what the host updates, gradients and weights take the link.
-        small = 2 * course.elements / course.link
+        small = 2 * config.elements / config.link
         return host - host * (host - small) / (host + device - small)
     return host
 
 
-def _name_of(course: Course) -> str:
-    plan = Plan.from_json(course.plan)
+def _name_of(config: RunConfig) -> str:
+    plan = Plan.from_json(config.plan)
     where = "" if plan.update_on is None else f", updated on {plan.update_on}"
     return (
         f"parameters {plan.parameters.name}, states {plan.states.name}, {plan.overlap}{where},"
-        f" compute {course.compute / _update_seconds(course):.2g} x the update"
+        f" compute {config.compute / _update_seconds(config):.2g} x the update"
     )
 
 
-def _figure(course: Course, found: Mapping[str, Any]) -> Figure:
-    plan = Plan.from_json(course.plan)
+def _figure(config: RunConfig, found: Mapping[str, Any]) -> Figure:
+    plan = Plan.from_json(config.plan)
     moved = found["moved"]
     bound = Bound(
         {
             COMPUTE: found["compute"],
-            DOWN: moved["down"] / course.link,
-            UP: moved["up"] / course.link,
-            DRAM: (1 - found["device_share"]) * DRAM_BYTES * course.elements / course.dram,
-            DISK: (moved["read"] + moved["written"]) / course.disk,
+            DOWN: moved["down"] / config.link,
+            UP: moved["up"] / config.link,
+            DRAM: (1 - found["device_share"]) * DRAM_BYTES * config.elements / config.dram,
+            DISK: (moved["read"] + moved["written"]) / config.disk,
         }
     )
     step = statistics.median(found["seconds"])
@@ -162,7 +164,7 @@ def _figure(course: Course, found: Mapping[str, Any]) -> Figure:
         + ", ".join(f"{lane} {alone:.2f}" for lane, alone in bound.seconds.items()),
     }
     limit = None if plan.overlap == "none" else at_most(_LIMITS[plan.parameters])
-    return Figure(f"{_name_of(course)}: step / its bound", limit, step / bound.most, detail=detail)
+    return Figure(f"{_name_of(config)}: step / its bound", limit, step / bound.most, detail=detail)
 
 
 def _save_trace(name: str, spans: list[dict[str, Any]]) -> None:

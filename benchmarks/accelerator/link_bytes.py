@@ -24,7 +24,7 @@ _WARM_UP = 2  # the first step fetches the weights too
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RunConfig:
     """One way of training a bf16 model whose states are on HOST."""
 
     parameters: Tier = Tier.DEVICE
@@ -48,27 +48,27 @@ class Course:
 
 def figures() -> Iterator[Figure]:
     """Count on the CPU in the device's place; parameters on HOST go up for forward and backward."""
-    asked: list[tuple[Course, float, float]] = [
-        (Course(stowed=False), 2, 2),
-        (Course(), 2, 2),
-        (Course(clip=1.0), 2, 2),
+    asked: list[tuple[RunConfig, float, float]] = [
+        (RunConfig(stowed=False), 2, 2),
+        (RunConfig(), 2, 2),
+        (RunConfig(clip=1.0), 2, 2),
         # Each goes down, and they are summed on HOST.
-        (Course(micro_batches=4), 8, 2),
-        (Course(stowed=False, micro_batches=4), 2, 2),
+        (RunConfig(micro_batches=4), 8, 2),
+        (RunConfig(stowed=False, micro_batches=4), 2, 2),
     ]
-    for course, down, up in asked:
-        found = counted(course)
+    for config, down, up in asked:
+        found = counted(config)
         for word, limit, value in (("down", down, found[0]), ("up", up, found[1])):
-            name = f"link bytes per bf16 parameter and step, {word}: {course}"
+            name = f"link bytes per bf16 parameter and step, {word}: {config}"
             note = {"note": "CPU in the device's place"}
             yield Figure(name, exactly(limit), value, "bytes", note)
-    for course in (Course(Tier.HOST), Course(Tier.HOST, micro_batches=4)):
-        for word, value in zip(("down", "up"), counted(course), strict=True):
-            name = f"link bytes per bf16 parameter and step, {word}: {course}"
+    for config in (RunConfig(Tier.HOST), RunConfig(Tier.HOST, micro_batches=4)):
+        for word, value in zip(("down", "up"), counted(config), strict=True):
+            name = f"link bytes per bf16 parameter and step, {word}: {config}"
             yield Figure(name, None, value, "bytes", {"note": "CPU in the device's place"})
 
 
-def counted(course: Course) -> tuple[float, float]:
+def counted(config: RunConfig) -> tuple[float, float]:
     """Train on the CPU in the device's place; return the bytes (down, up) per parameter and step.
 
     Needs a process group, or none: then it starts one.
@@ -76,31 +76,31 @@ def counted(course: Course) -> tuple[float, float]:
     with cpu_as_device() as place:
         plain = Decoder(TINY)
         elements = elements_of(plain)
-        model, optimizer = _made(course, place, plain)
+        model, optimizer = _made(config, place, plain)
         ids = torch.randint(TINY.vocabulary, (2, TINY.length), generator=torch.Generator())
         before = (0, 0)
         for step in range(_WARM_UP + _STEPS):
             if step == _WARM_UP:
                 before = moved(model, optimizer)
-            _step(course, model, optimizer, ids)
+            _step(config, model, optimizer, ids)
         after = moved(model, optimizer)
         optimizer.close()
     down, up = ((b - a) / elements / _STEPS for a, b in zip(before, after, strict=True))
     return down, up
 
 
-def _made(course: Course, place: Place, model: nn.Module) -> tuple[nn.Module, StowedAdam]:
-    if not course.stowed:
-        steps = {"accumulation_steps": course.micro_batches}
-        given = {"overlap": course.overlap, **(steps if course.overlap == "backward" else {})}
+def _made(config: RunConfig, place: Place, model: nn.Module) -> tuple[nn.Module, StowedAdam]:
+    if not config.stowed:
+        steps = {"accumulation_steps": config.micro_batches}
+        given = {"overlap": config.overlap, **(steps if config.overlap == "backward" else {})}
         place.put(model)
         return model, AdamW(model.parameters(), lr=1e-3, module=model, **given)  # type: ignore[arg-type]
     plan = Plan(
-        parameters=course.parameters,
-        overlap=course.overlap,
-        accumulation_steps=course.micro_batches,
+        parameters=config.parameters,
+        overlap=config.overlap,
+        accumulation_steps=config.micro_batches,
     )
-    if course.parameters == Tier.DEVICE:
+    if config.parameters == Tier.DEVICE:
         place.put(model)
         mesh = None
     else:  # without one, a CPU has nothing to shard nor to move
@@ -108,11 +108,11 @@ def _made(course: Course, place: Place, model: nn.Module) -> tuple[nn.Module, St
     return stow(model, partial(AdamW, lr=1e-3), plan=plan, mesh=mesh)
 
 
-def _step(course: Course, model: nn.Module, optimizer: StowedAdam, ids: torch.Tensor) -> None:
-    for _ in range(course.micro_batches):
+def _step(config: RunConfig, model: nn.Module, optimizer: StowedAdam, ids: torch.Tensor) -> None:
+    for _ in range(config.micro_batches):
         model(ids).backward()
-    if course.clip is not None:
-        optimizer.clip_grad_norm_(course.clip)
+    if config.clip is not None:
+        optimizer.clip_grad_norm_(config.clip)
     optimizer.step()
     optimizer.wait()
     optimizer.zero_grad()

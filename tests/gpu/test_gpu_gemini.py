@@ -15,9 +15,9 @@ import tensorstow
 from compare import all_equal
 from parity.cover import feasible_pairs
 from ranks.boosted import boosted
-from ranks.matrix import GEMINI_ON_DEVICE, boosted_courses, every, named
+from ranks.matrix import GEMINI_ON_DEVICE, boosted_configs, every, named
 from ranks.pool import Ranks
-from ranks.stowed import Course, alone
+from ranks.stowed import RunConfig, alone
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.accelerator import get_accelerator
 from tensorstow.colossalai.adam import HybridAdam
@@ -243,21 +243,21 @@ def test_ddp_synchronizes_batch_norm(device: torch.device) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-MATRIX = boosted_courses(GEMINI_ON_DEVICE)
+MATRIX = boosted_configs(GEMINI_ON_DEVICE)
 
 
-@pytest.mark.parametrize(("course", "given", "saved", "world"), MATRIX, ids=named(MATRIX))
+@pytest.mark.parametrize(("config", "given", "saved", "world"), MATRIX, ids=named(MATRIX))
 def test_any_two_values_of_two_axes_are_right_together(
     tmp_path: Path,
     device: torch.device,
     device_ranks: Callable[[int], Ranks],
-    course: Course,
+    config: RunConfig,
     given: dict[str, Any],
     saved: str,
     world: int,
 ) -> None:
-    want = alone(course, world, device)
-    for got in device_ranks(world).run(boosted, course, given, saved, tmp_path):
+    want = alone(config, world, device)
+    for got in device_ranks(world).run(boosted, config, given, saved, tmp_path):
         assert all_equal(got, want)
 
 

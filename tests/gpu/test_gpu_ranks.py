@@ -9,25 +9,25 @@ import torch
 from compare import assert_same
 from parity.cover import feasible_pairs
 from ranks import blocks
-from ranks.matrix import ON_DEVICE, allowed, courses
+from ranks.matrix import ON_DEVICE, allowed, configs
 from ranks.pool import Ranks
-from ranks.stowed import Course, alone, stowed
+from ranks.stowed import RunConfig, alone, stowed
 
-MATRIX = courses(ON_DEVICE)
+MATRIX = configs(ON_DEVICE)
 
 
-@pytest.mark.parametrize(("course", "world"), MATRIX, ids=[f"{c}-world{w}" for c, w in MATRIX])
+@pytest.mark.parametrize(("config", "world"), MATRIX, ids=[f"{c}-world{w}" for c, w in MATRIX])
 def test_any_two_values_of_two_axes_are_right_together(
     tmp_path: Path,
     device: torch.device,
     device_ranks: Callable[[int], Ranks],
-    course: Course,
+    config: RunConfig,
     world: int,
 ) -> None:
-    want = alone(course, world, device)
-    for got in device_ranks(world).run(stowed, course, tmp_path / "run"):
+    want = alone(config, world, device)
+    for got in device_ranks(world).run(stowed, config, tmp_path / "run"):
         # torch's norm is fp32 and summed in another order
-        assert_same(got, want, is_exact=not course.torch_clips)
+        assert_same(got, want, is_exact=not config.torch_clips)
 
 
 def test_the_matrix_is_as_large_as_it_says() -> None:

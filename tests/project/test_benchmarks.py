@@ -120,18 +120,18 @@ def test_the_model_says_how_much_compute_its_verdicts_need(
     measure: ModuleType, tmp_path: Path, *, quick: bool
 ) -> None:
     model = importlib.import_module("benchmarks.accelerator.accelerator_model")
-    courses = [model._course(plan, quick=quick) for plan in model._plans(quick=quick)]
-    names = {model._name_of(course): course for course in courses}
-    assert len(names) == len(courses)
+    configs = [model._config(plan, quick=quick) for plan in model._plans(quick=quick)]
+    names = {model._name_of(config): config for config in configs}
+    assert len(names) == len(configs)
     update = "parameters HOST, states HOST, {}, compute {} x the update"
     times = {"backward": "1.5"} if quick else {"none": "1", "forward": "3", "backward": "1.5"}
     assert {update.format(*each) for each in times.items()} <= names.keys()
-    for name, course in names.items():
+    for name, config in names.items():
         said = float(name.rpartition("compute ")[2].removesuffix(" x the update"))
-        update_seconds = model._update_seconds(course)
+        update_seconds = model._update_seconds(config)
         if "updated on" not in name:
-            assert update_seconds == 26 * course.elements / course.dram
-        assert course.compute / update_seconds == pytest.approx(said, rel=0.05)
+            assert update_seconds == 26 * config.elements / config.dram
+        assert config.compute / update_seconds == pytest.approx(said, rel=0.05)
     facts = {"torch": "2"}
     measure.save(tmp_path, "accelerator_model", measure.Settings(2, quick=quick), facts, [])
     for table in (measure.save_table(tmp_path), ROOT / "benchmarks" / "results" / "table.md"):

@@ -7,53 +7,53 @@ import torch
 
 from compare import all_equal, assert_same
 from parity.cover import feasible_pairs
-from ranks.matrix import AXES, allowed, courses
+from ranks.matrix import AXES, allowed, configs
 from ranks.pool import Ranks
-from ranks.stowed import Course, alone, loss_of, model_for, stowed
+from ranks.stowed import RunConfig, alone, loss_of, model_for, stowed
 from tensorstow import Plan
 
-COURSES = [
-    Course(),
-    Course(Plan(states="disk")),
-    Course(Plan(states="disk"), dtype=torch.bfloat16),
-    Course(Plan(states="disk", overlap="forward"), clip=0.1),
-    Course(Plan(states="disk", overlap="backward"), dtype=torch.bfloat16),
-    Course(Plan(accumulation_steps=3), clip=0.05),
-    Course(Plan(accumulation_steps=3, states="disk"), dtype=torch.bfloat16),
-    Course(Plan(accumulation_steps=2, states="disk", overlap="backward")),
-    Course(Plan(states="disk"), compute_dtype=torch.bfloat16),
-    *(Course(Plan(stage=stage, accumulation_steps=2)) for stage in (0, 1, 2)),
-    Course(Plan(stage=1, states="disk", overlap="forward"), dtype=torch.bfloat16),
-    Course(Plan(parameters="device", states="disk")),
-    Course(Plan(parameters="disk", states="disk")),
-    Course(Plan(parameters="disk"), clip=0.1),
-    Course(Plan(parameters="disk", states="disk", overlap="backward"), dtype=torch.bfloat16),
-    Course(Plan(parameters="disk", states="disk", accumulation_steps=2), dtype=torch.bfloat16),
-    Course(Plan(units={"blocks.1": "disk"}, states="disk", overlap="backward")),
+CONFIGS = [
+    RunConfig(),
+    RunConfig(Plan(states="disk")),
+    RunConfig(Plan(states="disk"), dtype=torch.bfloat16),
+    RunConfig(Plan(states="disk", overlap="forward"), clip=0.1),
+    RunConfig(Plan(states="disk", overlap="backward"), dtype=torch.bfloat16),
+    RunConfig(Plan(accumulation_steps=3), clip=0.05),
+    RunConfig(Plan(accumulation_steps=3, states="disk"), dtype=torch.bfloat16),
+    RunConfig(Plan(accumulation_steps=2, states="disk", overlap="backward")),
+    RunConfig(Plan(states="disk"), compute_dtype=torch.bfloat16),
+    *(RunConfig(Plan(stage=stage, accumulation_steps=2)) for stage in (0, 1, 2)),
+    RunConfig(Plan(stage=1, states="disk", overlap="forward"), dtype=torch.bfloat16),
+    RunConfig(Plan(parameters="device", states="disk")),
+    RunConfig(Plan(parameters="disk", states="disk")),
+    RunConfig(Plan(parameters="disk"), clip=0.1),
+    RunConfig(Plan(parameters="disk", states="disk", overlap="backward"), dtype=torch.bfloat16),
+    RunConfig(Plan(parameters="disk", states="disk", accumulation_steps=2), dtype=torch.bfloat16),
+    RunConfig(Plan(units={"blocks.1": "disk"}, states="disk", overlap="backward")),
 ]
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("course", COURSES, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_stowed_training_has_the_bits_of_training_alone(
-    ranks: "Ranks", course: Course, world: int
+    ranks: "Ranks", config: RunConfig, world: int
 ) -> None:
-    want = alone(course, world)
-    for got in ranks(world).run(stowed, course):
+    want = alone(config, world)
+    for got in ranks(world).run(stowed, config):
         assert all_equal(got, want)
 
 
-MATRIX = courses(AXES)
+MATRIX = configs(AXES)
 
 
-@pytest.mark.parametrize(("course", "world"), MATRIX, ids=[f"{c}-world{w}" for c, w in MATRIX])
+@pytest.mark.parametrize(("config", "world"), MATRIX, ids=[f"{c}-world{w}" for c, w in MATRIX])
 def test_any_two_values_of_two_axes_are_right_together(
-    tmp_path: Path, ranks: "Ranks", course: Course, world: int
+    tmp_path: Path, ranks: "Ranks", config: RunConfig, world: int
 ) -> None:
-    want = alone(course, world)
-    for got in ranks(world).run(stowed, course, tmp_path / "run"):
+    want = alone(config, world)
+    for got in ranks(world).run(stowed, config, tmp_path / "run"):
         # torch's norm is fp32 and summed in another order
-        assert_same(got, want, is_exact=not course.torch_clips)
+        assert_same(got, want, is_exact=not config.torch_clips)
 
 
 def test_the_matrix_is_as_large_as_it_says() -> None:
@@ -63,11 +63,11 @@ def test_the_matrix_is_as_large_as_it_says() -> None:
 
 
 def test_four_ranks_have_gradients_that_any_order_sums_alike() -> None:
-    """Else their courses would prove nothing: whole, not zero, and of the weights as they are."""
-    course = Course(dtype=torch.bfloat16, whole=True)
+    """Else their configs would prove nothing: whole, not zero, and of the weights as they are."""
+    config = RunConfig(dtype=torch.bfloat16, whole=True)
     found = []
     for gain in (1.0, 2.0):
-        model = model_for(course)
+        model = model_for(config)
         with torch.no_grad():
             model.blocks[0].up.weight.mul_(gain)
         loss_of(model, 0, 0, 0).backward()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ranks.stowed import STEPS, Course, finish, loss_of, model_for
+from ranks.stowed import STEPS, RunConfig, finish, loss_of, model_for
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import GeminiPlugin, Plugin
@@ -136,16 +136,16 @@ PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 class BoostedLife:
-    """A course through Gemini's plugin, with an optimizer that was made before."""
+    """A config through Gemini's plugin, with an optimizer that was made before."""
 
-    def __init__(self, course: Course, given: dict[str, Any]) -> None:
+    def __init__(self, config: RunConfig, given: dict[str, Any]) -> None:
         """Place the model; ``given``: the plugin's arguments, and ``nvme_offload_fraction``."""
-        self.course, given = course, dict(given)
+        self.config, given = config, dict(given)
         on_disk = given.pop("nvme_offload_fraction", 0.0)
-        precision = PRECISIONS[course.compute_dtype or course.dtype]
-        plugin = GeminiPlugin(precision=precision, max_norm=course.clip or 0.0, **given)
+        precision = PRECISIONS[config.compute_dtype or config.dtype]
+        plugin = GeminiPlugin(precision=precision, max_norm=config.clip or 0.0, **given)
         self.booster = Booster(plugin=plugin)
-        model = model_for(course)
+        model = model_for(config)
         decayed = [p for p in model.parameters() if p.ndim > 1]
         rest = [p for p in model.parameters() if p.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest}]
@@ -156,7 +156,7 @@ class BoostedLife:
         """Take these steps."""
         rank, device = torch.distributed.get_rank(), current_device()
         for step in steps:
-            for micro in range(self.course.plan.accumulation_steps):
+            for micro in range(self.config.plan.accumulation_steps):
                 loss = loss_of(self.model, rank, step, micro, device)
                 self.booster.backward(loss, self.optimizer)
             self.optimizer.step()
@@ -164,14 +164,14 @@ class BoostedLife:
 
 
 def boosted(
-    course: Course, given: dict[str, Any], saved: str, folder: Path | None = None
+    config: RunConfig, given: dict[str, Any], saved: str, folder: Path | None = None
 ) -> list[torch.Tensor]:
     """Train through Gemini's plugin; return whole weights.
 
     ``saved``: "no", or how a run is saved after its first step, in "one" file or in "many", to go
     on in another model. The step behind that is lost.
     """
-    life, begin = BoostedLife(course, given), 0
+    life, begin = BoostedLife(config, given), 0
     if saved != "no":
         assert folder is not None
         life.train(0)
@@ -180,7 +180,7 @@ def boosted(
         life.booster.save_optimizer(life.optimizer, folder / "o", shard=many)
         life.train(1)
         life.optimizer.unwrap().close()
-        life, begin = BoostedLife(course, given), 1
+        life, begin = BoostedLife(config, given), 1
         with torch.no_grad():
             for parameter in life.model.parameters():
                 parameter.zero_()  # what is right from now on comes from the files

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from parity.cover import Axes, Row, Value, all_pairs
-from ranks.stowed import Course
+from ranks.stowed import RunConfig
 from tensorstow import Plan
 
 AXES: dict[str, tuple[Value, ...]] = {
@@ -79,12 +79,12 @@ def allowed(row: Mapping[str, Value]) -> bool:
     )
 
 
-def courses(axes: Axes) -> list[tuple[Course, int]]:
-    """Return (course, ranks) of every row of the cover."""
-    return [(_course(row), int(row["world"])) for row in all_pairs(axes, allowed)]
+def configs(axes: Axes) -> list[tuple[RunConfig, int]]:
+    """Return (config, ranks) of every row of the cover."""
+    return [(_config(row), int(row["world"])) for row in all_pairs(axes, allowed)]
 
 
-def _course(row: Row) -> Course:
+def _config(row: Row) -> RunConfig:
     units = UNITS.get(str(row["parameters"]), {})
     plan = Plan(
         parameters="host" if units else row["parameters"],
@@ -97,7 +97,7 @@ def _course(row: Row) -> Course:
         accumulation_steps=row["accumulation"],
         device_limit="1GiB" if row.get("stay") else None,
     )
-    return Course(
+    return RunConfig(
         plan,
         dtype=getattr(torch, str(row["dtype"])),
         compute_dtype=None if row["compute"] == "same" else torch.bfloat16,
@@ -115,15 +115,15 @@ def every(row: Mapping[str, Value]) -> bool:
     return True
 
 
-def boosted_courses(axes: Axes) -> list[tuple[Course, dict[str, Any], str, int]]:
-    """Return (course, arguments of the plugin, how it is saved, ranks) of every row of the cover.
+def boosted_configs(axes: Axes) -> list[tuple[RunConfig, dict[str, Any], str, int]]:
+    """Return (config, arguments of the plugin, how it is saved, ranks) of every row of the cover.
 
     ``nvme_offload_fraction`` among the arguments is the optimizer's.
     """
     found = []
     for row in all_pairs(axes, every):
         stored, _, computed = str(row["dtype"]).partition(" in ")
-        course = Course(
+        config = RunConfig(
             Plan(accumulation_steps=row["accumulation"]),
             dtype=getattr(torch, stored),
             compute_dtype=getattr(torch, computed) if computed else None,
@@ -136,13 +136,13 @@ def boosted_courses(axes: Axes) -> list[tuple[Course, dict[str, Any], str, int]]
             "nvme_offload_fraction": row["on disk"],
             **PLACED.get(str(row.get("placed")), {}),
         }
-        found.append((course, given, str(row["saved"]), int(row["world"])))
+        found.append((config, given, str(row["saved"]), int(row["world"])))
     return found
 
 
-def named(courses: list[tuple[Course, dict[str, Any], str, int]]) -> list[str]:
-    """Return the ids of these courses."""
+def named(configs: list[tuple[RunConfig, dict[str, Any], str, int]]) -> list[str]:
+    """Return the ids of these configs."""
     return [
         "-".join([str(c), *(f"{k}={v}" for k, v in given.items()), saved, f"world{world}"])
-        for c, given, saved, world in courses
+        for c, given, saved, world in configs
     ]

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from ranks.stowed import Course, stowed
+from ranks.stowed import RunConfig, stowed
 from tensorstow.checkpoint import resume
 from tensorstow.fsdp import sharding
 from tensorstow.fsdp.gradient_offload import HostGradient
@@ -131,12 +131,12 @@ MUTANTS: dict[str, Mutant] = {
 }
 
 
-def mutated(course: Course, name: str, directory: Path) -> list[torch.Tensor] | str:
+def mutated(config: RunConfig, name: str, directory: Path) -> list[torch.Tensor] | str:
     """Train with one break; return weights, or what was raised."""
     with ExitStack() as patches:
         MUTANTS[name](patches)
         try:
-            return stowed(course, directory)
+            return stowed(config, directory)
         except (AttributeError, NameError, TypeError):
             raise  # the break itself is broken: it names what is not there
         except Exception as error:  # noqa: BLE001  # an error is noticed too

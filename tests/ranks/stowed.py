@@ -29,7 +29,7 @@ Resume = Literal["none", "asked", "due"]
 
 
 @dataclass(frozen=True)
-class Course:
+class RunConfig:
     """One way of training."""
 
     plan: Plan = field(default_factory=Plan)
@@ -129,15 +129,15 @@ def model_of(dtype: torch.dtype) -> Model:
     return Model().to(dtype)
 
 
-def model_for(course: Course) -> Model:
-    """Return the model as the course trains it."""
-    model = model_of(course.dtype)
+def model_for(config: RunConfig) -> Model:
+    """Return the model as the config trains it."""
+    model = model_of(config.dtype)
     for module in model.modules():
         if isinstance(module, Model | Block):
-            module.whole = course.whole
-    if not course.tied:
+            module.whole = config.whole
+    if not config.tied:
         model.head.weight = nn.Parameter(model.head.weight.detach().flip(0).clone())
-    for name in FROZEN if course.frozen else ():
+    for name in FROZEN if config.frozen else ():
         model.get_parameter(name).requires_grad = False
     return model
 
@@ -164,17 +164,17 @@ def groups_of(named: list[tuple[str, torch.Tensor]], **placement: object) -> ten
 
 
 class Life:
-    """A process's part of a course, until it ends."""
+    """A process's part of a config, until it ends."""
 
-    def __init__(self, course: Course, directory: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, directory: Path | None = None) -> None:
         """Place the model; ``directory``: for commits."""
-        self.course = course
-        due = {"commit_every": 2 if course.resume == "due" else None} if directory else {}
+        self.config = config
+        due = {"commit_every": 2 if config.resume == "due" else None} if directory else {}
         self.model, self.optimizer = tensorstow.stow(
-            model_for(course),
+            model_for(config),
             partial(groups_of, **due),
-            plan=course.plan,
-            compute_dtype=course.compute_dtype,
+            plan=config.plan,
+            compute_dtype=config.compute_dtype,
             mesh=mesh_here(),
             dir=directory,
         )
@@ -184,45 +184,45 @@ class Life:
 
     def train(self, *steps: int) -> None:
         """Take these steps."""
-        course, model, optimizer = self.course, self.model, self.optimizer
+        config, model, optimizer = self.config, self.model, self.optimizer
         for step in steps:
-            for micro in range(course.plan.accumulation_steps):
+            for micro in range(config.plan.accumulation_steps):
                 loss_of(model, dist.get_rank(), step, micro, current_device()).backward()
-            if course.clip is not None and course.torch_clips:
-                nn.utils.clip_grad_norm_(model.parameters(), course.clip)
-            elif course.clip is not None:
-                optimizer.clip_grad_norm_(course.clip)
+            if config.clip is not None and config.torch_clips:
+                nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+            elif config.clip is not None:
+                optimizer.clip_grad_norm_(config.clip)
             optimizer.step()
             optimizer.zero_grad()
-            if course.plan.device_limit is not None:
+            if config.plan.device_limit is not None:
                 assert parameter_bytes(model).device_cache_bytes > 0
 
 
-def stowed(course: Course, directory: Path | None = None) -> list[torch.Tensor]:
-    """Train through ``stow``; return whole weights. A course that resumes takes a ``directory``."""
-    if course.resume == "none":
-        life, begin = Life(course), 0
+def stowed(config: RunConfig, directory: Path | None = None) -> list[torch.Tensor]:
+    """Train through ``stow``; return whole weights. A config that resumes takes a ``directory``."""
+    if config.resume == "none":
+        life, begin = Life(config), 0
     else:
         assert directory is not None
-        life, begin = resumed(course, directory)
+        life, begin = resumed(config, directory)
     life.train(*range(begin, STEPS))
     return finish(life.model, life.optimizer)
 
 
-def resumed(course: Course, directory: Path) -> tuple[Life, int]:
+def resumed(config: RunConfig, directory: Path) -> tuple[Life, int]:
     """Train until there is a commit, and throw everything away; return who goes on, and where."""
-    life = Life(course, directory)
+    life = Life(config, directory)
     life.train(0)
-    if course.resume == "asked":
+    if config.resume == "asked":
         life.optimizer.commit()
     life.train(1)  # one that asks for its commit loses this
     life.optimizer.close()
-    life = Life(course, directory)
+    life = Life(config, directory)
     with torch.no_grad():
         for parameter in life.model.parameters():
             parameter.zero_()  # what is right from now on comes from the commit
     begin = life.optimizer.resume()
-    assert begin == (1 if course.resume == "asked" else 2)
+    assert begin == (1 if config.resume == "asked" else 2)
     return life, begin
 
 
@@ -237,55 +237,55 @@ def finish(model: nn.Module, optimizer: tensorstow.AdamW) -> list[torch.Tensor]:
     return weights
 
 
-def alone(course: Course, world: int, device: torch.device = CPU) -> list[torch.Tensor]:
+def alone(config: RunConfig, world: int, device: torch.device = CPU) -> list[torch.Tensor]:
     """Train in this process on what ``world`` ranks would see, everything in RAM.
 
     ``device``: what computes gradients.
     """
-    master = model_for(course)
+    master = model_for(config)
     optimizer = groups_of(list(master.named_parameters()))
     trained = [p for p in master.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad_dtype = None
     for step in range(STEPS):
-        summed = _summed(course, master, step, world, device)
+        summed = _summed(config, master, step, world, device)
         for parameter, gradient in zip(trained, summed, strict=True):
             parameter.grad = gradient
-        if course.clip is not None:
-            optimizer.clip_grad_norm_(course.clip)
+        if config.clip is not None:
+            optimizer.clip_grad_norm_(config.clip)
         optimizer.step()
         optimizer.zero_grad()
     return finish(master, optimizer)
 
 
 def _summed(
-    course: Course, master: nn.Module, step: int, world: int, device: torch.device
+    config: RunConfig, master: nn.Module, step: int, world: int, device: torch.device
 ) -> list[torch.Tensor]:
     """Return gradients over ranks and micro-batches, summed in the order that the stage has."""
-    steps = course.plan.accumulation_steps
-    at_once = course.plan.stage != 1
+    steps = config.plan.accumulation_steps
+    at_once = config.plan.stage != 1
     total: list[torch.Tensor] = []
     if at_once:
         for micro in range(steps):
-            each = [_gradients(course, master, (r, step, micro), device) for r in range(world)]
-            total = _plus(total, _mean(each, course.dtype), wide=True)
+            each = [_gradients(config, master, (r, step, micro), device) for r in range(world)]
+            total = _plus(total, _mean(each, config.dtype), wide=True)
         return total
     sums = []
     for rank in range(world):
         own: list[torch.Tensor] = []
         for micro in range(steps):
-            own = _plus(own, _gradients(course, master, (rank, step, micro), device), wide=False)
+            own = _plus(own, _gradients(config, master, (rank, step, micro), device), wide=False)
         sums.append(own)
-    return _mean(sums, course.dtype)
+    return _mean(sums, config.dtype)
 
 
 def _gradients(
-    course: Course, master: nn.Module, batch: tuple[int, int, int], device: torch.device
+    config: RunConfig, master: nn.Module, batch: tuple[int, int, int], device: torch.device
 ) -> list[torch.Tensor]:
     """Return those of the parameters that are trained."""
-    working = model_for(course)
+    working = model_for(config)
     working.load_state_dict(master.state_dict())
-    working.to(device, course.compute_dtype or course.dtype)
+    working.to(device, config.compute_dtype or config.dtype)
     loss_of(working, *batch, device).backward()
     return [p.grad.cpu() for p in working.parameters() if p.grad is not None]
 

@@ -34,7 +34,7 @@ class Store:
     `commit` runs on another thread.
 
     [Note: Going back] Resuming from a snapshot deletes nothing. A commit drops every older
-    generation that no snapshot pins, so the newer ones of the abandoned course go at the next
+    generation that no snapshot pins, so the newer ones, which were abandoned, go at the next
     commit and not before: a run that dies until then has lost nothing.
     """
 

@@ -285,7 +285,7 @@ def test_an_older_snapshot_becomes_the_run(tmp_path: Path) -> None:
     world.train(9)
     assert world.resume("four") == 4
     assert wrong_with(world) == []
-    world.optimizer.snapshot("again")  # of the run as it is now, not of the course left
+    world.optimizer.snapshot("again")  # of the run as it is now, not of the run abandoned
     world.train(6)
     world.close()
     world = World(case, tmp_path)

@@ -37,8 +37,8 @@ from tensorstow.optim.adam import AdamW
 from tensorstow.tensors.dtensor import shard_of
 
 WIDTH = 16
-Course = dict[str, object]
-COURSES: list[Course] = [
+RunConfig = dict[str, object]
+CONFIGS: list[RunConfig] = [
     {},
     {"overlap": "forward"},
     {"micro_batches": 3},
@@ -77,32 +77,32 @@ def current_device(*, stands_in: bool) -> object:
         yield links
 
 
-def trained(course: Course, *, stands_in: bool, mesh: bool = False) -> tuple[list[object], int]:
+def trained(config: RunConfig, *, stands_in: bool, mesh: bool = False) -> tuple[list[object], int]:
     """Train; return the weights, and the bytes of gradients that fell of themselves."""
-    dtype = course.get("dtype", torch.bfloat16)
+    dtype = config.get("dtype", torch.bfloat16)
     model = blocks(dtype)
-    if course.get("frozen"):
+    if config.get("frozen"):
         model[1][0].weight.requires_grad = False
-    if course.get("tied"):
+    if config.get("tied"):
         model[2][0].weight = model[0][0].weight
-    micro_batches = int(course.get("micro_batches", 1))
+    micro_batches = int(config.get("micro_batches", 1))
     plan = Plan(
         parameters="device",
-        overlap=course.get("overlap", "none"),
+        overlap=config.get("overlap", "none"),
         accumulation_steps=micro_batches,
-        states=course.get("states", "host"),
-        stage=course.get("stage", 2),
+        states=config.get("states", "host"),
+        stage=config.get("stage", 2),
     )
     first = 0
     with current_device(stands_in=stands_in) as links:
         # What replicates wants a mesh of two dimensions, which stow makes itself.
-        own = sharded_mesh() if mesh and course.get("stage") != 0 else None
-        scratch = {"durability": "none"} if "states" in course else {}
+        own = sharded_mesh() if mesh and config.get("stage") != 0 else None
+        scratch = {"durability": "none"} if "states" in config else {}
         make = partial(AdamW, lr=1e-2, **scratch)
         model, optimizer = stow(model, make, plan=plan, mesh=own)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=bool(course.get("scaled")))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=bool(config.get("scaled")))
         for step in range(3):
-            if step == 2 and course.get("frozen"):
+            if step == 2 and config.get("frozen"):
                 model[1][0].weight.requires_grad = True
             for batch in range(micro_batches):
                 generator = torch.Generator().manual_seed(10 * step + batch)
@@ -110,16 +110,16 @@ def trained(course: Course, *, stands_in: bool, mesh: bool = False) -> tuple[lis
                 scaler.scale(model(x).square().mean()).backward()
             if stands_in:
                 assert all(has_left(p) for p in model.parameters() if p.grad is not None)
-            if course.get("clip") == "ours":
+            if config.get("clip") == "ours":
                 optimizer.clip_grad_norm_(0.05)
-            elif course.get("clip") == "torch":
+            elif config.get("clip") == "torch":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             first = first or optimizer.traffic().bytes_down
         optimizer.wait()
-        if stands_in and not course.get("frozen"):
+        if stands_in and not config.get("frozen"):
             # The weights came down once, and no gradient by the optimizer.
             assert optimizer.traffic().bytes_down == first
             steps = 3 * micro_batches
@@ -147,25 +147,27 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-@pytest.mark.parametrize("course", COURSES, ids=str)
-def test_whole_parameters_are_updated_by_what_came_down(course: Course) -> None:
-    here, none = trained(course, stands_in=False)
-    there, bytes_down = trained(course, stands_in=True)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_whole_parameters_are_updated_by_what_came_down(config: RunConfig) -> None:
+    here, none = trained(config, stands_in=False)
+    there, bytes_down = trained(config, stands_in=True)
     assert none == 0
     assert bytes_down > 0
     assert all_equal(there, here)
 
 
-def sharded(course: Course) -> tuple[bool, int]:
-    here, _ = trained(course, stands_in=False, mesh=True)
-    there, bytes_down = trained(course, stands_in=True, mesh=True)
+def sharded(config: RunConfig) -> tuple[bool, int]:
+    here, _ = trained(config, stands_in=False, mesh=True)
+    there, bytes_down = trained(config, stands_in=True, mesh=True)
     return all_equal(there, here), bytes_down
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("course", COURSES, ids=str)
-def test_shards_are_updated_by_what_came_down(ranks: "Ranks", course: Course, world: int) -> None:
-    for equal, bytes_down in ranks(world).run(sharded, course):
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_shards_are_updated_by_what_came_down(
+    ranks: "Ranks", config: RunConfig, world: int
+) -> None:
+    for equal, bytes_down in ranks(world).run(sharded, config):
         assert equal
         assert bytes_down > 0
 

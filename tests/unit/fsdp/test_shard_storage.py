@@ -85,9 +85,9 @@ def test_units_are_fetched_in_the_order_of_forward_and_of_backward(tmp_path: Pat
         buffer.unpin(dirty=True)
         pool.synchronize()
     prefetcher = Prefetcher(1)
-    course = [0, 1, 2, 3, 4, 3, 2, 1, 0]
-    first = [_use(made[i], prefetcher) for i in course]
-    again = [_use(made[i], prefetcher) for i in course]
+    order = [0, 1, 2, 3, 4, 3, 2, 1, 0]
+    first = [_use(made[i], prefetcher) for i in order]
+    again = [_use(made[i], prefetcher) for i in order]
     assert not all(first)
     assert all(again[2:])
 
