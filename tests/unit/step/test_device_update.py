@@ -501,7 +501,7 @@ def test_parameters_in_host_memory_are_refused_by_name(monkeypatch: pytest.Monke
 # --- copies that are not waited for ---
 
 
-def not_given_back_in_time(patch: pytest.MonkeyPatch) -> None:
+def not_released_in_time(patch: pytest.MonkeyPatch) -> None:
     """Give a chunk back before its states have come down."""
     started = DeviceUpdater._start
 
@@ -560,7 +560,7 @@ def never_given_zeros(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "breaks",
     [
-        not_given_back_in_time,
+        not_released_in_time,
         not_joined,
         not_behind_the_update,
         one_slot_for_all,
@@ -586,7 +586,7 @@ def test_each_of_these_is_seen(
     except (AssertionError, DamageError, RuntimeError):
         seen = True
     assert seen
-    for stream in (link.d2h_pairs, link.h2d_pairs):
+    for stream in (link.d2h_stream, link.h2d_stream):
         stream.work.clear()  # or its end would be told what was seen once more
     optimizer.close()
 

@@ -382,7 +382,7 @@ def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -
     watch(DeviceFeed, "_start_d2h")
     watch(DeviceFeed, "_start_h2d")
     watch(DeviceUpdater, "_start")
-    watch(DeviceUpdater, "_give_back")
+    watch(DeviceUpdater, "_release")
     is_updated = UpdatePipeline.is_updated
 
     def is_seen(self: UpdatePipeline, chunk: int) -> bool:
@@ -398,7 +398,7 @@ def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -
     here = there = at_once = 0
     for event in order:
         here += (event == "_start_d2h") - (event == "_start_h2d")
-        there += (event == "_start") - (event == "_give_back")
+        there += (event == "_start") - (event == "_release")
         at_once = max(at_once, min(here, there))
     assert (here, there) == (0, 0)
     assert at_once > 0
