@@ -34,7 +34,7 @@ struct Cores {
 // guards it: a fork could copy it locked.
 std::atomic<const Cores*> g_cores{nullptr};
 
-int confine(const std::vector<int>& cores) {
+int set_affinity(const std::vector<int>& cores) {
   const std::vector<unsigned long> mask = mask_of(cores);
   // The thread 0 is the calling one, alone.
   return syscall(SYS_sched_setaffinity, 0, mask.size() * sizeof mask[0], mask.data()) < 0 ? errno
@@ -60,17 +60,17 @@ void set_thread_cores(const std::vector<int>& cores) {
   }
   if (!cores.empty()) {  // tried by a thread that nobody misses
     int error = 0;
-    std::thread([&] { error = confine(cores); }).join();
+    std::thread([&] { error = set_affinity(cores); }).join();
     if (error != 0) throw std::system_error(error, std::generic_category(), "sched_setaffinity");
   }
   g_cores.store(new Cores{thread_cores_version() + 1, cores}, std::memory_order_release);
 }
 
-void confine_thread() {
+void bind_thread() {
   const std::vector<int> cores = thread_cores();
   // It was tried before. Where all these cores have been taken from the process since, the thread
   // stays where the system has put it.
-  if (!cores.empty()) confine(cores);
+  if (!cores.empty()) set_affinity(cores);
 }
 
 int prefer_node(void* address, std::size_t bytes, int node) {

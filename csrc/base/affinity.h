@@ -17,7 +17,7 @@ std::vector<int> thread_cores();
 int thread_cores_version();
 
 // Called by each of our threads before it does anything else.
-void confine_thread();
+void bind_thread();
 
 // Pages of the range that are touched from now on come from NUMA node `node` while it has room.
 // Returns an errno, or 0.

@@ -67,7 +67,7 @@ struct Pool::State {
   const std::function<void(std::int64_t)>* body = nullptr;
   std::atomic<bool> stopping{false};
   std::atomic<int> threads{1};
-  std::atomic<int> cores_version{0};  // what the workers were confined by
+  std::atomic<int> cores_version{0};  // that the workers are bound to
   std::vector<std::thread> workers;
 
   void work(std::size_t self) noexcept {
@@ -96,7 +96,7 @@ struct Pool::State {
   }
 
   void serve(std::size_t self) {
-    confine_thread();
+    bind_thread();
     std::uint32_t seen = 0;
     for (;;) {
       seen = wait_for_change(epoch, seen);

@@ -63,7 +63,7 @@ class ThreadsEngine final : public Engine {
   }
 
   void work(char* bounce) {
-    confine_thread();
+    bind_thread();
     std::unique_lock lock(mutex_);
     for (;;) {
       queued_.wait(lock, [this] { return stopping_ || queued(); });

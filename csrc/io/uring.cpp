@@ -179,7 +179,7 @@ class UringEngine final : public Engine {
   };
 
   void work() {
-    confine_thread();
+    bind_thread();
     listen();
     while (!stopping_.load()) {
       start_again();

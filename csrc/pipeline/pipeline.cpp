@@ -13,7 +13,7 @@ namespace stow {
 Pipeline::Pipeline(Engine& engine, Isa isa, Order order, Team team)
     : engine_(engine), isa_(isa), order_kind_(order), team_(team), owner_(getpid()) {
   conductor_ = std::thread([this] {
-    confine_thread();
+    bind_thread();
     conduct();
   });
 }

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base import nodes
-from tensorstow.io.confinement import confine
 from tensorstow.io.engine import open_engine
+from tensorstow.io.numa_binding import bind_threads
 
 
 def make_weights() -> list[torch.Tensor]:
@@ -74,10 +74,10 @@ def main(topology: Path, out: Path) -> None:
         weights, lr=1e-2, states="disk", dir=directory, durability="none", policy=policy
     )
     train(optimizer, weights)
-    share = confine()
+    share = bind_threads()
     told = {
         # The conductor, the I/O engine's 8, and one beside the conductor.
-        "are_native_confined": started.come_to(set(share.cores), 10),
+        "are_native_bound": started.come_to(set(share.cores), 10),
         "threads": share.threads,
         "cores": share.cores,
         "nodes": share.nodes,

@@ -13,8 +13,8 @@ import tensorstow._native as _native
 from tensorstow.base.core_share import part
 from tensorstow.base.errors import BackendError, BudgetError, OptionError
 from tensorstow.base.sizes import format_bytes
-from tensorstow.io.confinement import NodeChoice, confine
 from tensorstow.io.local_ranks import local_ranks
+from tensorstow.io.numa_binding import NodeChoice, bind_threads
 
 logger = logging.getLogger("tensorstow")
 
@@ -87,7 +87,7 @@ def open_engine(
     ``depth``: None takes this rank's part of DEPTH, as if all of its machine's used one disk.
     ``said_by``: what users call the depth. ``node``: where its threads run.
     """
-    confine(node)
+    bind_threads(node)
     if depth is None:
         local = local_ranks()
         depth = part(DEPTH, local.count, local.rank)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import tensorstow._native as _native
-from tensorstow.io.confinement import confine
+from tensorstow.io.numa_binding import bind_threads
 from tensorstow.states.policy import PipelinePolicy
 
 _FEW_THREADS = 4
@@ -27,7 +27,7 @@ def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
     global _most_asked  # noqa: PLW0603  # the process's, as the pool is
     policy = policy or PipelinePolicy()
     _most_asked = max(_most_asked, policy.threads or 0)
-    _native.set_pool_threads(max(confine(policy.node).threads, _most_asked))
+    _native.set_pool_threads(max(bind_threads(policy.node).threads, _most_asked))
     return KernelFacts(
         isa=policy.isa or _native.best_isa(),
         supported=tuple(_native.supported_isas()),
@@ -37,5 +37,5 @@ def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
 
 def team_of(policy: PipelinePolicy) -> tuple[int, int]:
     """Return how many threads update, and how many do beside a caller who computes."""
-    threads = policy.threads or confine(policy.node).threads
+    threads = policy.threads or bind_threads(policy.node).threads
     return threads, min(_FEW_THREADS, threads)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tensorstow.base.errors import OptionError
-from tensorstow.io.confinement import NodeChoice
+from tensorstow.io.numa_binding import NodeChoice
 from tensorstow.states.layout import LANE
 
 _CHOICES = {

@@ -16,10 +16,10 @@ from ranks.halved import Started
 from tensorstow import AdamW, PipelinePolicy, _native
 from tensorstow.base import nodes
 from tensorstow.base.errors import OptionError
-from tensorstow.io import confinement, local_share
+from tensorstow.io import local_share, numa_binding
 from tensorstow.io.arena import Arena
-from tensorstow.io.confinement import confine
 from tensorstow.io.engine import DEPTH, open_engine, probe_backend
+from tensorstow.io.numa_binding import bind_threads
 from tensorstow.states.kernels import prepare_kernels
 from topology import make_nodes
 
@@ -37,10 +37,10 @@ AsRank = Callable[..., None]
 def as_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsRank]:
     """Give what makes this process a rank on two nodes, the first of which has one core."""
     folder = make_nodes(tmp_path / "nodes", {0: str(CORES[0]), FAR: ",".join(map(str, CORES[1:]))})
-    for name, value in vars(confinement._Process).items():
+    for name, value in vars(numa_binding._Process).items():
         if not name.startswith("_"):
-            monkeypatch.setattr(confinement._Process, name, value)
-    monkeypatch.setattr(confinement._Process, "is_warned", False)
+            monkeypatch.setattr(numa_binding._Process, name, value)
+    monkeypatch.setattr(numa_binding._Process, "is_warned", False)
 
     def become(rank: int, count: int = 2) -> None:
         monkeypatch.setattr(nodes, "_NODES", folder)
@@ -131,19 +131,19 @@ def test_no_bit_depends_on_threads_nodes_or_depth(as_rank: AsRank, tmp_path: Pat
 
 def test_a_named_node_holds_until_another_is_named(as_rank: AsRank) -> None:
     as_rank(0, 1)
-    assert confine().nodes == ()
-    assert confine(FAR).nodes == confine().nodes == (FAR,)
+    assert bind_threads().nodes == ()
+    assert bind_threads(FAR).nodes == bind_threads().nodes == (FAR,)
     assert _native.thread_cores() == sorted(LAST)
-    assert confine("any").nodes == confine().nodes == ()
+    assert bind_threads("any").nodes == bind_threads().nodes == ()
     assert _native.thread_cores() == []
 
 
 def test_a_node_that_is_not_there_is_refused_and_changes_nothing(as_rank: AsRank) -> None:
     as_rank(1)
-    before = confine()
+    before = bind_threads()
     with pytest.raises(OptionError, match=r"node=5 .*: 0, 999\."):
         open_engine(node=5)
-    assert confine() == before
+    assert bind_threads() == before
 
 
 def test_ranks_of_one_machine_share_the_depth_of_its_disk(as_rank: AsRank) -> None:
@@ -168,9 +168,9 @@ def policy_of(address: int) -> str:
 def test_memory_comes_from_the_ranks_node(as_rank: AsRank) -> None:
     plain = Arena(1 << 20, in_children=False)
     as_rank(0)
-    confine()
+    bind_threads()
     arena = Arena(5 << 20, in_children=False)
-    if confinement._Process.is_warned:
+    if numa_binding._Process.is_warned:
         pytest.skip("this container may not bind memory")
     assert policy_of(arena.address).startswith("prefer")
     assert policy_of(arena.address).endswith(":0")
@@ -182,7 +182,7 @@ def test_memory_that_cannot_be_bound_is_used_as_it_is_with_one_warning(
     as_rank: AsRank, caplog: pytest.LogCaptureFixture
 ) -> None:
     as_rank(1)
-    confine()
+    bind_threads()
     with caplog.at_level(logging.WARNING):
         arenas = [Arena(4096, in_children=False) for _ in range(2)]
     (said,) = [record.message for record in caplog.records if "mbind" in record.message]
@@ -221,7 +221,7 @@ def test_two_ranks_of_torchrun_have_half_each(as_rank: AsRank, tmp_path: Path) -
             "threads": half,
             "nodes": [rank],
             "depth": DEPTH // 2,
-            "are_native_confined": True,
+            "are_native_bound": True,
             "cores": lists[rank],
             "caller": CORES,
             "weights": ranks.halved.digest(weights),

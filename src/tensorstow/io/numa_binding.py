@@ -1,6 +1,6 @@
 """Restricts this rank's native threads and memory to its cores and NUMA node.
 
-[Note: Confinement] Only threads of our own are restricted, each by itself when it starts; the
+[Note: NUMA binding] Only threads of our own are restricted, each by itself when it starts; the
 caller's, torch's and the interpreter's stay where they are. One process is one rank, so it has one
 share; threads that run already stay as they are when it changes.
 """
@@ -29,7 +29,7 @@ class _Process:
     is_warned = False
 
 
-def confine(node: NodeChoice = "auto") -> CoreShare:
+def bind_threads(node: NodeChoice = "auto") -> CoreShare:
     """Keep native threads that start from now on to this rank's share; return it.
 
     What is asked for by name holds for the process until something else is. Raises OptionError
@@ -50,7 +50,7 @@ def confine(node: NodeChoice = "auto") -> CoreShare:
 
 def prefer_own_node(address: int, nbytes: int) -> None:
     """Have pages that are touched from now on come from this rank's node, where it has one."""
-    share = _Process.share or confine()
+    share = _Process.share or bind_threads()
     if len(share.nodes) != 1:
         return
     (node,) = share.nodes
