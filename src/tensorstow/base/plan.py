@@ -9,7 +9,14 @@ from typing import Any, Self, get_args
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import CHOICES, Overlap, UpdateOn, is_update_on, reaches_device, told
+from tensorstow.base.update_on import (
+    CHOICES,
+    Overlap,
+    UpdateOn,
+    is_update_on,
+    keyword_of,
+    reaches_device,
+)
 
 _STAGES = (0, 1, 2, 3)
 
@@ -117,15 +124,16 @@ class Plan:
         elsewhere = sorted(self._tiers - {Tier.DEVICE})
         if elsewhere:
             message = (
-                f"{told(self.update_on)} was given with parameters on {' and '.join(elsewhere)},"
-                " whose weights and gradients are in host memory, and are updated there. Use"
+                f"{keyword_of(self.update_on)} was given with parameters on"
+                f" {' and '.join(elsewhere)}, whose weights and gradients are in host memory, and"
+                " are updated there. Use"
                 ' parameters="device" for all of them, or update_on="host".'
             )
             raise OptionError(message)
         if self.overlap == "forward":
             message = (
-                f'{told(self.update_on)} was given with overlap="forward": updates on the device'
-                ' are not waited for module by module. Use overlap="backward" or "none", or'
+                f'{keyword_of(self.update_on)} was given with overlap="forward": updates on the'
+                ' device are not waited for module by module. Use overlap="backward" or "none", or'
                 ' update_on="host".'
             )
             raise OptionError(message)

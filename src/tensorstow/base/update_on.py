@@ -22,6 +22,6 @@ def reaches_device(update_on: UpdateOn | None) -> bool:
     return update_on not in {None, "host"}
 
 
-def told(update_on: UpdateOn | None) -> str:
+def keyword_of(update_on: UpdateOn | None) -> str:
     """Return the keyword as users write it."""
     return f'update_on="{update_on}"' if isinstance(update_on, str) else f"update_on={update_on}"

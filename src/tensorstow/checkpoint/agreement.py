@@ -92,12 +92,12 @@ def _drop_unless_all(store: Store, name: str, ranks: Ranks, what: str) -> bool:
 
 def _everyones(store: Store, what: str, ranks: Ranks) -> list[list[_Kept]]:
     with ranks.reporting_errors(what):
-        mine = [_told(store.load(summary)) for summary in store.generations()]
+        mine = [_described(store.load(summary)) for summary in store.generations()]
     gathered: list[list[dict[str, Any]]] = ranks.all_gather(what, mine)
     return [[_Kept(**{**k, "names": tuple(k["names"])}) for k in each] for each in gathered]
 
 
-def _told(generation: Generation) -> dict[str, Any]:
+def _described(generation: Generation) -> dict[str, Any]:
     hyper: Mapping[str, Any] = generation.hyper
     return {
         "id": hyper.get(COMMIT),

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, OptionError, StoreFormatError
 from tensorstow.base.sizes import format_count
-from tensorstow.base.update_on import UpdateOn, is_update_on, told
+from tensorstow.base.update_on import UpdateOn, is_update_on, keyword_of
 from tensorstow.checkpoint.commits import storage_of
 from tensorstow.checkpoint.content import module_tensors, names_of, own_names, refuse_other_groups
 from tensorstow.checkpoint.serialize import inflate
@@ -99,7 +99,7 @@ def _updated_on(
             ' know. Say where to update, update_on="host" for one: the bits are the same.'
         )
         raise OptionError(message)
-    why = f"The run that is stored here was written with {told(where)}"
+    why = f"The run that is stored here was written with {keyword_of(where)}"
     refuse_beside(params.offload_policy.overlap, why)
     if not all(device_link.is_remote(shard_of(p)) for p in order):
         message = (
@@ -237,10 +237,10 @@ def _refuse_unknown(
     known = {id(p) for p in order}
     strange = [m for m in params.all() if id(m.owner) not in known]
     if strange:
-        told = [names.get(id(m.owner), f"number {m.number}") for m in strange[:5]]
+        listed = [names.get(id(m.owner), f"number {m.number}") for m in strange[:5]]
         message = (
             f"This optimizer trains {format_count(len(strange), 'parameter')} that the run which is"
-            f" stored here does not ({', '.join(told)}). Give it the same model, or another"
+            f" stored here does not ({', '.join(listed)}). Give it the same model, or another"
             " directory; one that is to be trained from now on is to be unfrozen behind resume()."
         )
         raise OptionError(message)
@@ -332,9 +332,9 @@ def _names_in(
         for run in chunk.plan.runs
         if run.position < stop and first < run.position + run.count
     ]
-    told = [layout["parameters"][n]["name"] or f"parameter {n}" for n in numbers[:5]]
+    listed = [layout["parameters"][n]["name"] or f"parameter {n}" for n in numbers[:5]]
     more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
-    return f"{', '.join(told)}{more} (chunk {chunk.number}, block {blocks[0]})"
+    return f"{', '.join(listed)}{more} (chunk {chunk.number}, block {blocks[0]})"
 
 
 def _damaged(

@@ -193,7 +193,7 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
             str(tier): {"bytes": nbytes, "budget": budget.bytes_of(tier)}
             for tier, nbytes in bytes_of(plan, sizes, conditions).items()
         },
-        "tried": [_told(each, found) for each in found.tried],
+        "tried": [_described(each, found) for each in found.tried],
         "step": None if traced is None else _step(chosen, sizes),
         "break_even": _break_even(plan, asked, machine),
         "seconds_unknown": unknown,
@@ -351,7 +351,7 @@ def _wear(plan: Plan, asked: Asked, tbw: str | None) -> dict[str, Any]:
     }
 
 
-def _told(each: Alternative, found: Found) -> dict[str, Any]:
+def _described(each: Alternative, found: Found) -> dict[str, Any]:
     return {
         "plan": fields_of(each.plan),
         "state_format": None

@@ -42,11 +42,11 @@ def compose(facts: dict[str, Any]) -> str:
         facts: What ``plan.examine`` returned.
     """
     name = facts["model"]["name"]
-    told = (f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in describe(facts))
+    items = (f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in describe(facts))
     body = [
         f"<style>{_STYLE}</style>",
         f"<h1>The plan of {escape(name)}</h1>",
-        f"<dl>{''.join(told)}</dl>",
+        f"<dl>{''.join(items)}</dl>",
         "<h2>Memory of one rank</h2>",
         *_tiers(facts),
         "<h2>One step</h2>",

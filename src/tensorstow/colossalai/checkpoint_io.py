@@ -271,18 +271,20 @@ def _writes() -> bool:
 
 def _on_rank_0(path: Path, write: Callable[[], object]) -> None:
     """Write on rank 0, and raise on every rank what failed there."""
-    told: list[str | None] = [None]
+    failed: list[str | None] = [None]
     failure: Exception | None = None
     if _writes():
         try:
             write()
         except (OSError, RuntimeError) as error:  # torch's writer raises the latter
-            failure, told = error, [repr(error)]
+            failure, failed = error, [repr(error)]
     group = host_group()
     if group is not None:
-        dist.broadcast_object_list(told, 0, group=group)
-    if told[0] is not None:
-        message = f"Rank 0 could not write {path}: {told[0]}. What was there before is still there."
+        dist.broadcast_object_list(failed, 0, group=group)
+    if failed[0] is not None:
+        message = (
+            f"Rank 0 could not write {path}: {failed[0]}. What was there before is still there."
+        )
         raise StowError(message) from failure
 
 

@@ -156,9 +156,9 @@ def _from_rank_0(states: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mappin
         return states
     found = {}
     for index, entry in states.items():
-        told = [entry]
-        dist.broadcast_object_list(told, 0, group)
-        found[index] = told[0]
+        received = [entry]
+        dist.broadcast_object_list(received, 0, group)
+        found[index] = received[0]
     return found
 
 

@@ -390,14 +390,14 @@ def _stowed(optimizer: Optimizer, what: str) -> StowedAdam:
 
 def _step_scaled(optimizer: StowedAdam, factor: float) -> None:
     """Take a step by the gradients divided by ``factor``, as ``torch.amp.GradScaler`` asks."""
-    told: Any = optimizer
+    scaled: Any = optimizer
     if factor != 1.0:
-        told._loss_scale = factor  # noqa: SLF001  # what the update divides by
+        scaled._loss_scale = factor  # noqa: SLF001  # what the update divides by
     try:
         optimizer.step()
     finally:
         if factor != 1.0:
-            del told._loss_scale  # noqa: SLF001
+            del scaled._loss_scale  # noqa: SLF001
 
 
 def _cast(value: object, dtype: torch.dtype) -> object:

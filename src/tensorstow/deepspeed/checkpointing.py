@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-_told: dict[str, bool] = {}
+_settings: dict[str, bool] = {}
 
 
 def configure(
@@ -31,7 +31,7 @@ def configure(
         more: Not used.
     """
     del mpu_, deepspeed_config, more
-    _told["in_cpu"] = bool(checkpoint_in_cpu)
+    _settings["in_cpu"] = bool(checkpoint_in_cpu)
 
 
 def is_configured() -> bool:
@@ -40,12 +40,12 @@ def is_configured() -> bool:
     Returns:
         True after ``configure``, until ``reset``.
     """
-    return bool(_told)
+    return bool(_settings)
 
 
 def reset() -> None:
     """Undo ``configure``."""
-    _told.clear()
+    _settings.clear()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401  # the function's
@@ -58,7 +58,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
     Returns:
         What ``function`` returned.
     """
-    with _in_cpu() if _told.get("in_cpu") else nullcontext():
+    with _in_cpu() if _settings.get("in_cpu") else nullcontext():
         return torch_checkpoint(function, *args, use_reentrant=False)
 
 

@@ -54,13 +54,13 @@ class OptimizerStep:
         But ``grad_scale``, which asks for unscaled gradients, is not set: the gradients are
         dropped. The ranks need not exchange overflows, since they have the same norm.
         """
-        told: dict[str, Any] = {} if factor == 1.0 else {"_loss_scale": factor}
+        scaling: dict[str, Any] = {} if factor == 1.0 else {"_loss_scale": factor}
         if overflow:
-            told["found_inf"] = torch.tensor(1.0)
-        for name, value in told.items():
+            scaling["found_inf"] = torch.tensor(1.0)
+        for name, value in scaling.items():
             setattr(self._optimizer, name, value)
         try:
             self._optimizer.step()
         finally:
-            for name in told:
+            for name in scaling:
                 delattr(self._optimizer, name)

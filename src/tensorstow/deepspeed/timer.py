@@ -47,8 +47,8 @@ class StepTimer:
         seconds = {f"{name} (s)": f"{spent:.3f}" for name, spent in self._seconds.items()}
         self._seconds.clear()
         if self._logs:
-            told = ", ".join(f"{name}={value}" for name, value in {**facts, **seconds}.items())
-            _tell(f"step={step}, {told}")
+            line = ", ".join(f"{name}={value}" for name, value in {**facts, **seconds}.items())
+            _tell(f"step={step}, {line}")
 
 
 def _tell(line: str) -> None:

@@ -179,10 +179,10 @@ def _search(
         return search(asked)
 
 
-def _log(found: Found, asked: Asked, *, told: str) -> None:
+def _log(found: Found, asked: Asked, *, origin: str) -> None:
     """Log one table: what was chosen, what it holds, and why the others were not."""
     plan = found.chosen.plan
-    lines = [f'plan="auto" chose {_name(plan)}, within the memory {told}:']
+    lines = [f'plan="auto" chose {_name(plan)}, within the memory {origin}:']
     for tier, nbytes in bytes_of(plan, asked.sizes, asked.conditions).items():
         limit = asked.budget.bytes_of(tier)
         most = "no limit" if limit is None else format_bytes(limit)

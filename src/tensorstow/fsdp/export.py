@@ -233,13 +233,13 @@ def _raise_on_every_rank(
     failure: Exception | None, folder: Path, group: dist.ProcessGroup | None
 ) -> None:
     """Raise on every rank what failed on one."""
-    told: list[str | None] = [None]
+    failures: list[str | None] = [None]
     if group is not None:
-        told *= dist.get_world_size(group)
-        dist.all_gather_object(told, None if failure is None else repr(failure), group)
+        failures *= dist.get_world_size(group)
+        dist.all_gather_object(failures, None if failure is None else repr(failure), group)
     if failure is not None:
         raise failure
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(failures):
         if text is not None:
             message = f"Rank {rank} could not write the model to {folder}: {text}. See there."
             raise StowError(message)

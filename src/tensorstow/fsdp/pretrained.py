@@ -70,9 +70,9 @@ class PretrainedFiles:
         name = next((n for n in names if n in self._origins), None)
         if name is None:
             near = get_close_matches(names[0], self._origins, 1)
-            told = f"the nearest is {near[0]!r}" if near else "nor any like it"
+            hint = f"the nearest is {near[0]!r}" if near else "nor any like it"
             message = (
-                f"{self._path} has no tensor {names[0]!r}, {told}: it is of another model, or of a"
+                f"{self._path} has no tensor {names[0]!r}, {hint}: it is of another model, or of a"
                 " part of this one."
             )
             raise StoreFormatError(message)

@@ -367,17 +367,17 @@ def _asked(
 ) -> Asked:
     """Return what ``plan="auto"`` is to choose for, with what the user has told the optimizer."""
     ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
-    told = given_keywords(optimizer)
-    states = Tier(told["states"]) if told.get("states") in _STATE_TIERS else None
-    here, where = device.type == "cpu", told.get("update_on")
-    commits = (directory or told.get("dir")) is not None and told.get("durability") != "none"
+    given = given_keywords(optimizer)
+    states = Tier(given["states"]) if given.get("states") in _STATE_TIERS else None
+    here, where = device.type == "cpu", given.get("update_on")
+    commits = (directory or given.get("dir")) is not None and given.get("durability") != "none"
     return Asked(
         Sizes.of(units, ranks),
         Budget(),
-        Conditions(here, commits=commits, state_format=_format(told), states=states),
-        Plan(accumulation_steps=told.get("accumulation_steps", 1)),
-        told.get("overlap", None if takes(optimizer, "overlap") else "none"),
-        spend="ram_budget" not in told and takes(optimizer, "ram_budget"),
+        Conditions(here, commits=commits, state_format=_format(given), states=states),
+        Plan(accumulation_steps=given.get("accumulation_steps", 1)),
+        given.get("overlap", None if takes(optimizer, "overlap") else "none"),
+        spend="ram_budget" not in given and takes(optimizer, "ram_budget"),
         on_device=takes(optimizer, "update_on"),
         update_on=None if here or not is_update_on(where) else where,
     )

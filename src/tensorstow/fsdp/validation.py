@@ -23,7 +23,7 @@ from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import parse_size
-from tensorstow.base.update_on import reaches_device, told
+from tensorstow.base.update_on import keyword_of, reaches_device
 from tensorstow.fsdp.units import Unit
 from tensorstow.io import device_link
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -182,8 +182,8 @@ def validate_device(plan: Plan, device: torch.device) -> None:
         return
     if reaches_device(plan.update_on):
         message = (
-            f"{told(plan.update_on)} was given, and this rank computes on {device}: there is no"
-            ' accelerator to update on. Leave update_on out, or say "host".'
+            f"{keyword_of(plan.update_on)} was given, and this rank computes on {device}: there is"
+            ' no accelerator to update on. Leave update_on out, or say "host".'
         )
         raise OptionError(message)
     if plan.device_limit is not None:
@@ -326,8 +326,8 @@ def stays_on_device(optimizer: OptimizerFactory) -> Callable[[str], bool]:
     that name. Their gradients stay there too.
     """
     made_by = optimizer.func if isinstance(optimizer, partial) else optimizer
-    told: Callable[[str], bool] = getattr(made_by, "stays_on_device", _never)
-    return told
+    stays: Callable[[str], bool] = getattr(made_by, "stays_on_device", _never)
+    return stays
 
 
 def _never(name: str) -> bool:

@@ -10,7 +10,14 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parse_size
-from tensorstow.base.update_on import CHOICES, Overlap, UpdateOn, is_update_on, reaches_device, told
+from tensorstow.base.update_on import (
+    CHOICES,
+    Overlap,
+    UpdateOn,
+    is_update_on,
+    keyword_of,
+    reaches_device,
+)
 from tensorstow.checkpoint.run import Extra, Interval, RunOptions
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -126,7 +133,7 @@ def _update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:
         message = f"update_on={where!r} was given: it is {CHOICES}."
         raise OptionError(message)
     if reaches_device(where):
-        refuse_beside(overlap, f"{told(where)} was asked for")
+        refuse_beside(overlap, f"{keyword_of(where)} was asked for")
     return where
 
 

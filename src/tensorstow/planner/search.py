@@ -333,12 +333,12 @@ def uses_disk(plan: Plan) -> bool:
 def _what_is_short(tried: Sequence[Alternative], budget: Budget) -> str:
     """Return what the nearest placement lacks, and the smallest change of the budget that fits."""
     nearest = min(tried, key=lambda each: (len(each.short), sum(each.short.values())))
-    told = " and ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in nearest.short.items())
+    short = " and ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in nearest.short.items())
     least = " and ".join(
         f"{tier}={(budget.bytes_of(tier) or 0) + missing}"
         for tier, missing in nearest.short.items()
     )
     return (
-        f"The model does not fit: {told} more than the budget are needed. The smallest change that"
+        f"The model does not fit: {short} more than the budget are needed. The smallest change that"
         f" fits, in bytes: {least}; or train on more ranks."
     )

@@ -7,7 +7,7 @@ import torch
 
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import UpdateOn, reaches_device, told
+from tensorstow.base.update_on import UpdateOn, keyword_of, reaches_device
 from tensorstow.io import device_link
 from tensorstow.io.device_link import DeviceLink, PlainLink
 from tensorstow.io.pinned import PinnedBlock
@@ -51,7 +51,7 @@ class OptimizerLinks:
         if reaches_device(where) and len(remote) < len(parameters):
             message = (
                 f"{len(parameters) - len(remote)} of {len(parameters)} parameters are in host"
-                f" memory, and {told(where)} was asked for, which updates on the accelerator"
+                f" memory, and {keyword_of(where)} was asked for, which updates on the accelerator"
                 ' that has them. Move the model there first, or use update_on="host".'
             )
             raise OptionError(message)

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.sizes import format_count
-from tensorstow.base.update_on import Overlap, UpdateOn, reaches_device, told
+from tensorstow.base.update_on import Overlap, UpdateOn, keyword_of, reaches_device
 from tensorstow.io import device_link
 from tensorstow.states.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.states.native_pipeline import PLAIN_TENSORS
@@ -35,7 +35,7 @@ def refuse_host(parameter: torch.Tensor, name: str, where: UpdateOn | None) -> N
     """Raise OptionError for a parameter in host memory, which no accelerator updates."""
     if reaches_device(where) and not device_link.is_remote(parameter):
         message = (
-            f"{name} is on {parameter.device}, and {told(where)} was asked for, which updates"
+            f"{name} is on {parameter.device}, and {keyword_of(where)} was asked for, which updates"
             " on the accelerator that has the parameters. Move the model there before the optimizer"
             ' is made, or use update_on="host".'
         )

@@ -116,10 +116,10 @@ def write_failure(path: Path, error: sqlite3.Error) -> StoreError | OptionError:
             " Give each chunk its own number, each tensor its own kind and name."
         )
         return OptionError(message)
-    told = f"The manifest {path} was to be written: {error} ({_name(error)})."
+    text = f"The manifest {path} was to be written: {error} ({_name(error)})."
     if primary == sqlite3.SQLITE_IOERR:
         message = (
-            f"{told} Whether the last transaction is durable is not known, so no more are begun."
+            f"{text} Whether the last transaction is durable is not known, so no more are begun."
             f" {advice_for(codes.EIO)} Opening the store again finds the last one that is whole."
         )
         return SyncError(message)
@@ -128,7 +128,7 @@ def write_failure(path: Path, error: sqlite3.Error) -> StoreError | OptionError:
         sqlite3.SQLITE_READONLY: advice_for(codes.EROFS),
         sqlite3.SQLITE_BUSY: "Something else has the file open: end it and try again.",
     }.get(primary, "Look at the message, and at `dmesg`.")
-    return CommitError(f"{told} What was committed before is whole. {advice}")
+    return CommitError(f"{text} What was committed before is whole. {advice}")
 
 
 def damaged(path: Path, found: str) -> DamageError:

@@ -55,8 +55,8 @@ def check_all(connection: sqlite3.Connection, path: Path) -> int:
             check_generation(connection, run, number)
         return int(read_meta(connection, "transaction"))
     except (DamageError, *MALFORMED) as error:
-        told = str(error) if isinstance(error, DamageError) else repr(error)
-        raise damaged(path, f"{told}; {describe_whole(connection)}") from error
+        found = str(error) if isinstance(error, DamageError) else repr(error)
+        raise damaged(path, f"{found}; {describe_whole(connection)}") from error
 
 
 def _check_pages(connection: sqlite3.Connection) -> None:

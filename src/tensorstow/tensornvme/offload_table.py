@@ -251,12 +251,12 @@ class OffloadTable:
             self._callbacks.popleft()()
 
     def _raise_failures(self, directions: Collection[Direction]) -> None:
-        told = [failure for direction, failure in self._failures if direction in directions]
+        failures = [failure for direction, failure in self._failures if direction in directions]
         self._failures = [(k, failure) for k, failure in self._failures if k not in directions]
-        if told:
-            for other in told[1:]:
-                told[0].add_note(f"It also happened: {other}")
-            raise told[0]
+        if failures:
+            for other in failures[1:]:
+                failures[0].add_note(f"It also happened: {other}")
+            raise failures[0]
 
     def _take_stripes(self, sizes: Sequence[int]) -> tuple[tuple[Stripe, ...], ...]:
         if len(self._stored) > self._many_stored:

@@ -107,7 +107,7 @@ def _slip(text: str, error: json.JSONDecodeError) -> _Slip:
     return _comma_or_comment(text, at, error.msg) or _other(text, at, error.msg)
 
 
-def _comma_or_comment(text: str, at: int, told: str) -> _Slip | None:
+def _comma_or_comment(text: str, at: int, reason: str) -> _Slip | None:
     end = len(text[:at].rstrip())
     for comma in (at, end - 1):  # Python 3.13 is at the comma, older ones are behind it
         if text[comma : comma + 1] == "," and text[comma + 1 :].lstrip()[:1] in {"}", "]"}:
@@ -119,14 +119,14 @@ def _comma_or_comment(text: str, at: int, told: str) -> _Slip | None:
         return _Slip(at, "JSON has no comments: take this one away", _with(text, at, blank))
     if at >= len(text):
         return _Slip(end, "the text ends here: a brace or bracket is still open")
-    if "',' delimiter" in told:
+    if "',' delimiter" in reason:
         clear = end < at and text[at] == '"'
         return _Slip(end, "a comma is missing here", _with(text, end, ",") if clear else None)
     return None
 
 
-def _other(text: str, at: int, told: str) -> _Slip:
-    if told == "Extra data":
+def _other(text: str, at: int, reason: str) -> _Slip:
+    if reason == "Extra data":
         return _Slip(at, "the configuration has ended before this: one {...} is all of it")
     if text[at] == "'":
         return _Slip(at, 'JSON quotes text with ": exchange the single quotes')
@@ -134,7 +134,7 @@ def _other(text: str, at: int, told: str) -> _Slip:
     if word and word[0] in _WRITTEN:
         known = _WRITTEN[word[0]]
         return _Slip(at, f"JSON writes {known}", _with(text, at, known))
-    what = f'{word[0]} has no quotes: write "{word[0]}"' if word else told[0].lower() + told[1:]
+    what = f'{word[0]} has no quotes: write "{word[0]}"' if word else reason[0].lower() + reason[1:]
     return _Slip(at, what)
 
 
