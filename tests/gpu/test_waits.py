@@ -27,9 +27,9 @@ from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.step.division import Division, Took
 from tensorstow.step.gradient_feed import StepFeeds
 from tensorstow.step.host_weight import HostWeight, make_host_weights, refresh, upload
+from tensorstow.step.share_tuner import ShareTuner, SideTiming
 from tensorstow.step.update_rule import Update, UpdateRule
 
 COUNT = 1 << 16
@@ -443,15 +443,15 @@ def test_nothing_is_under_way_of_a_step_that_was_given_up(
 def test_what_makes_gradients_is_not_measured(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted: list[tuple[Took, Took]] = []
-    note = Division.note
+    noted: list[tuple[SideTiming, SideTiming]] = []
+    note = ShareTuner.note
 
-    def seen(self: Division, host: Took, there: Took, *, commits: bool) -> None:
+    def seen(self: ShareTuner, host: SideTiming, there: SideTiming, *, commits: bool) -> None:
         if self.counts:
             noted.append((host, there))
         note(self, host, there, commits=commits)
 
-    monkeypatch.setattr(Division, "note", seen)
+    monkeypatch.setattr(ShareTuner, "note", seen)
     net = Net(torch.bfloat16).to(device)
     optimizer = make(net, states="ram", update_on="auto")
     for step in range(4):

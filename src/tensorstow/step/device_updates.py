@@ -28,9 +28,9 @@ from tensorstow.states.native_pipeline import StepKind, UpdatePipeline
 from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_update import DeviceUpdater, Work
-from tensorstow.step.division import Division, Took, chunks_of_device, elements_of
 from tensorstow.step.gradient_feed import Beside, HostFeed, StepFeeds
 from tensorstow.step.managed_param import ManagedParam, StepPlan
+from tensorstow.step.share_tuner import ShareTuner, SideTiming, chunks_of_device, elements_of
 from tensorstow.tensors.dtensor import flat
 
 _NAP = 2e-4
@@ -47,7 +47,7 @@ class DeviceUpdates:
         chunks: Sequence[Chunk],
         feeds: Sequence[DeviceFeed],
         updater: DeviceUpdater,
-        division: Division,
+        share_tuner: ShareTuner,
     ) -> None:
         """Take what feeds the host's chunks, if it may have any, and what updates the device's."""
         self._link = link
@@ -55,7 +55,7 @@ class DeviceUpdates:
         self._chunks = chunks
         self._feeds = feeds
         self._updater = updater
-        self._division = division
+        self._share_tuner = share_tuner
         self._commits_only = StepFeeds(pipeline, chunks, {Tier.HOST: HostFeed(pipeline)})
         self._gate = ChunkGate(chunks)
         self._plan: StepPlan | None = None
@@ -87,7 +87,7 @@ class DeviceUpdates:
             self._commits_only.begin(plan)
             return
         self._plan = plan
-        self._is_beside = beside is Beside.BACKWARD and self._division.is_settled
+        self._is_beside = beside is Beside.BACKWARD and self._share_tuner.is_settled
         kind = StepKind(open=True, capture=plan.commits, caller="updates")
         self._pipeline.step(plan.rows, plan.scalars, kind)
         self._gate.begin({update.param.number for update in plan.updates})
@@ -143,7 +143,7 @@ class DeviceUpdates:
                 self._link.synchronize()
             raise
         self._plan = None
-        self._division.note(host, device, commits=plan.commits)
+        self._share_tuner.note(host, device, commits=plan.commits)
 
     def wait(self, numbers: Collection[int] | None = None) -> None:
         """Return: ``close`` has waited for all."""
@@ -194,13 +194,13 @@ class DeviceUpdates:
 
     # --- inside ---
 
-    def _run(self) -> tuple[Took, Took]:
+    def _run(self) -> tuple[SideTiming, SideTiming]:
         """Update what is left of an open step, whose gradients are all there.
 
         Returns what the host and the device took, when all weights are new for whatever the
         caller's stream does next.
         """
-        if self._division.counts:  # what makes the gradients is waited for first
+        if self._share_tuner.counts:  # what makes the gradients is waited for first
             self._link.record_event().synchronize()
         begin = time.monotonic()
         self._unsent = 1 + len(self._feeds)
@@ -220,8 +220,8 @@ class DeviceUpdates:
         for feed in self._feeds:
             feed.wait()
         return (
-            Took(elements_of(self.chunks_of_host), ended["host"]),
-            Took(elements_of(self._device), ended["device"]),
+            SideTiming(elements_of(self.chunks_of_host), ended["host"]),
+            SideTiming(elements_of(self._device), ended["device"]),
         )
 
     def _move_on(self) -> None:

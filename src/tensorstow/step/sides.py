@@ -13,11 +13,11 @@ from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_update import DeviceUpdater
 from tensorstow.step.device_updates import DeviceUpdates
 from tensorstow.step.disk_feed import DiskFeed
-from tensorstow.step.division import Division
 from tensorstow.step.gradient_feed import GradientFeed, HostFeed, StepFeeds
 from tensorstow.step.host_weight import host_weight_bytes, make_host_weights, upload
 from tensorstow.step.managed_param import ManagedParam
 from tensorstow.step.optimizer_links import OptimizerLinks
+from tensorstow.step.share_tuner import ShareTuner
 
 
 class UpdateSides:
@@ -37,7 +37,7 @@ class UpdateSides:
         """One where gradients of an accelerator's parameters are copied down."""
         self.updaters: list[DeviceUpdater] = []
         """One where updates may run on the accelerator."""
-        self.division = Division(offload_policy.update_on)
+        self.share_tuner = ShareTuner(offload_policy.update_on)
         self._share: float | None = None
         self.path: StepFeeds | DeviceUpdates = self._path_of_feeds()
         """By which a schedule takes its steps ([Note: Feeds])."""
@@ -72,7 +72,7 @@ class UpdateSides:
             for param, host_weight in zip(group, host_weights, strict=True):
                 param.hold_on_device(host_weight)
         known = {param.number: param.on_host for param in self.on_device()}
-        where, chosen = self._policy.update_on, self.division.chosen
+        where, chosen = self._policy.update_on, self.share_tuner.chosen
         self.device_feeds = []
         if where != "device" and chosen != 1.0:
             feed = DeviceFeed(link, pipeline, chunks, known)
@@ -85,8 +85,8 @@ class UpdateSides:
             )
             self.updaters = [updater]
             self._links.blocks.add(updater.tables)
-            feeds, division = self.device_feeds, self.division
-            self.path = DeviceUpdates(link, pipeline, chunks, feeds, updater, division)
+            feeds, share_tuner = self.device_feeds, self.share_tuner
+            self.path = DeviceUpdates(link, pipeline, chunks, feeds, updater, share_tuner)
             before, self._share = self._share, None
             self._divide()
             if before is not None:
@@ -134,7 +134,7 @@ class UpdateSides:
 
     def _divide(self) -> bool:
         """Give host and device their chunks; return whether these are others than before."""
-        share = self.division.share
+        share = self.share_tuner.share
         if share == self._share:
             return False
         self._share = share
@@ -148,7 +148,7 @@ class UpdateSides:
 
     def _let_go_of_a_side(self) -> None:
         """Give back the memory of the side that "auto" has not chosen."""
-        chosen = self.division.chosen
+        chosen = self.share_tuner.chosen
         if chosen is None or not (self.device_feeds and self.updaters):
             return
         if chosen == 0.0:
@@ -161,7 +161,7 @@ class UpdateSides:
         self.device_feeds = []
         (updater,) = self.updaters
         self.path = DeviceUpdates(
-            self._links.weights, pipeline, self._store.chunks, [], updater, self.division
+            self._links.weights, pipeline, self._store.chunks, [], updater, self.share_tuner
         )
 
     def upload(self) -> None:

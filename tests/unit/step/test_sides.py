@@ -19,7 +19,7 @@ from tensorstow.step import sides
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_update import DeviceUpdater
 from tensorstow.step.device_updates import DeviceUpdates
-from tensorstow.step.division import Division, Took
+from tensorstow.step.share_tuner import ShareTuner, SideTiming
 
 CHUNK = 1024
 SIZES = (3000, 10, 500, 1, 5000, 700)
@@ -144,7 +144,7 @@ def test_weights_are_fetched_where_the_share_has_moved_as_others_join(
     """Chunks that change sides are updated from the newer of their two weights."""
 
     def add_as_it_moves(optimizer: AdamW, net: Vectors) -> None:
-        optimizer._params().sides.division.share = 0.1
+        optimizer._params().sides.share_tuner.share = 0.1
         add(optimizer, net)
 
     want = joined(None, monkeypatch, add)
@@ -185,11 +185,14 @@ def test_auto_gives_back_what_the_other_side_had(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And goes on with new parameters on the side that it has chosen."""
-    note = Division.note
+    note = ShareTuner.note
 
-    def faster(self: Division, host: Took, device: Took, *, commits: bool) -> None:
+    def faster(self: ShareTuner, host: SideTiming, device: SideTiming, *, commits: bool) -> None:
         seconds = (2.0, 1.0) if there else (1.0, 2.0)
-        host, device = Took(host.elements, seconds[0]), Took(device.elements, seconds[1])
+        host, device = (
+            SideTiming(host.elements, seconds[0]),
+            SideTiming(device.elements, seconds[1]),
+        )
         note(self, host, device, commits=commits)
 
     def both(net: Vectors, other: Vectors, optimizer: AdamW) -> list[tuple[bool, bool]]:
@@ -210,7 +213,7 @@ def test_auto_gives_back_what_the_other_side_had(
     reference = make(want)
     both(want, others[0], reference)
     make_remote(monkeypatch)
-    monkeypatch.setattr(Division, "note", faster)
+    monkeypatch.setattr(ShareTuner, "note", faster)
     optimizer = make(net, update_on="auto")
     held = both(net, others[1], optimizer)
     assert held == [(True, True)] * 4 + [(not there, there)] * 4

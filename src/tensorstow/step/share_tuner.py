@@ -1,7 +1,7 @@
-"""Which share of the chunks the device updates: ``hybrid`` and ``auto`` measure it.
+"""Chooses the share of the states that the device updates: ``hybrid`` and ``auto`` measure.
 
-[Note: Shares] The bits are the same wherever a chunk is updated, so the first steps of a run may
-try what they like: they are steps as any others.
+[Note: Shares] The bits are the same wherever a chunk is updated, so the first steps of a run
+may try any share.
 
 auto    each side alone for a step that does not count, then each for one that does; the faster one
         from then on.
@@ -25,23 +25,23 @@ _EVEN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
-    """What one side did in a step: so many elements in so many seconds from its begin."""
+class SideTiming:
+    """Elements that one side updated in a step, and the seconds that it took."""
 
     elements: int
     seconds: float
 
 
-class Division:
-    """The share of the states that the device updates, step by step."""
+class ShareTuner:
+    """Measures steps and chooses the share of the states that the device updates."""
 
     def __init__(self, update_on: UpdateOn | None) -> None:
-        """Begin with what ``update_on`` asks for, or with what it wants to be tried."""
+        """Begin with the share that ``update_on`` gives, or with the first one to be measured."""
         self._update_on = update_on
         self._committed = False
-        self._took: list[tuple[Took, Took]] = []
+        self._took: list[tuple[SideTiming, SideTiming]] = []
         self._trial: list[bool] = []
-        """Of the steps that are still to be tried: whether each counts."""
+        """For each step that is still to be tried: whether it is measured."""
         self._shares: Iterator[float] = iter(())
         if update_on == "auto":
             self._trial, self._shares = [False, False, True, True], iter((1.0, 0.0, 1.0))
@@ -57,16 +57,16 @@ class Division:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the share stays what it is."""
+        """Return whether the share is final."""
         return not self._trial
 
     @property
     def chosen(self) -> float | None:
-        """Return the share of "auto" when it has measured: one side is not needed any more."""
+        """Return the share that "auto" has chosen: the other side is no longer needed."""
         return self.share if self._update_on == "auto" and self.is_settled else None
 
-    def note(self, host: Took, device: Took, *, commits: bool) -> None:
-        """Take what a step was like; the next one may have another share."""
+    def note(self, host: SideTiming, device: SideTiming, *, commits: bool) -> None:
+        """Record a step's timings; the share of the next step may change."""
         unlike, self._committed = commits and not self._committed, commits
         if not self._trial or unlike:
             return
@@ -79,8 +79,8 @@ class Division:
         elif not self._trial:
             self._choose()
 
-    def _divide(self, host: Took, device: Took) -> None:
-        """Let both sides end together, had they gone on as they did."""
+    def _divide(self, host: SideTiming, device: SideTiming) -> None:
+        """Set the share with which both sides, at their measured rates, end together."""
         if host.elements and device.elements and min(host.seconds, device.seconds) > 0:
             there = device.elements / device.seconds
             here = host.elements / host.seconds
@@ -113,10 +113,10 @@ def _first(update_on: UpdateOn | None) -> float:
 
 
 def chunks_of_device(chunks: Iterable[Chunk], share: float) -> list[Chunk]:
-    """Return ``share`` of the elements, by whole chunks that lie between the others.
+    """Return whole chunks with ``share`` of the elements, spread evenly among the others.
 
-    So whatever brings chunks one after the other brings work for both sides; and where more chunks
-    come behind them, those stay on their side.
+    So chunks that are read in order bring work for both sides, and a chunk stays on its side when
+    more chunks are appended.
     """
     found: list[Chunk] = []
     owed = 0.0

@@ -8,16 +8,18 @@ import torch
 from tensorstow.base.update_on import UpdateOn, is_update_on, reaches_device, told
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import ChunkPlan, Family, Segment
-from tensorstow.step.division import Division, Took, chunks_of_device, elements_of
+from tensorstow.step.share_tuner import ShareTuner, SideTiming, chunks_of_device, elements_of
 
 FP32 = Family(torch.float32, amsgrad=False)
 
 
-def step(division: Division, *, host: float, device: float, commits: bool = False) -> float:
+def step(share_tuner: ShareTuner, *, host: float, device: float, commits: bool = False) -> float:
     """Take a step of a million elements on sides of these elements/s; return its share."""
-    share = division.share
+    share = share_tuner.share
     there, here = round(1e6 * share), round(1e6 * (1 - share))
-    division.note(Took(here, here / host), Took(there, there / device), commits=commits)
+    share_tuner.note(
+        SideTiming(here, here / host), SideTiming(there, there / device), commits=commits
+    )
     return share
 
 
@@ -25,72 +27,72 @@ def step(division: Division, *, host: float, device: float, commits: bool = Fals
     ("asked", "share"), [(None, 0.0), ("host", 0.0), ("device", 1.0), (0.3, 0.3)]
 )
 def test_what_is_said_is_not_tried(asked: UpdateOn | None, share: float) -> None:
-    division = Division(asked)
-    assert division.is_settled
-    assert [step(division, host=1e6, device=1e3) for _ in range(4)] == [share] * 4
-    assert not division.counts
+    share_tuner = ShareTuner(asked)
+    assert share_tuner.is_settled
+    assert [step(share_tuner, host=1e6, device=1e3) for _ in range(4)] == [share] * 4
+    assert not share_tuner.counts
 
 
 @pytest.mark.parametrize(("host", "device", "wins"), [(1e6, 3e6, 1.0), (3e6, 1e6, 0.0)])
 def test_auto_takes_the_faster_of_two_steps(
     host: float, device: float, wins: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    division = Division("auto")
+    share_tuner = ShareTuner("auto")
     counted = []
     with caplog.at_level(logging.INFO, "tensorstow"):
         for expected in (0.0, 1.0, 0.0, 1.0):
-            counted.append(division.counts)
-            assert step(division, host=host, device=device) == expected
+            counted.append(share_tuner.counts)
+            assert step(share_tuner, host=host, device=device) == expected
     assert counted == [False, False, True, True]
-    assert division.is_settled
+    assert share_tuner.is_settled
     # What is slow later changes nothing.
-    assert [step(division, host=device, device=host) for _ in range(3)] == [wins] * 3
+    assert [step(share_tuner, host=device, device=host) for _ in range(3)] == [wins] * 3
     where = "device" if wins else "host"
     assert f"updates run on the {where}" in caplog.text
 
 
 def test_hybrid_lets_both_sides_end_together(caplog: pytest.LogCaptureFixture) -> None:
-    division = Division("hybrid")
+    share_tuner = ShareTuner("hybrid")
     with caplog.at_level(logging.INFO, "tensorstow"):
-        shares = [step(division, host=2e6, device=6e6) for _ in range(5)]
+        shares = [step(share_tuner, host=2e6, device=6e6) for _ in range(5)]
     assert shares == pytest.approx([0.5, 0.5, 0.75, 0.75, 0.75])
-    assert division.is_settled
-    assert step(division, host=9e6, device=1e6) == pytest.approx(0.75)
+    assert share_tuner.is_settled
+    assert step(share_tuner, host=9e6, device=1e6) == pytest.approx(0.75)
     assert "its share is 0.750" in caplog.text
 
 
 def test_hybrid_goes_by_the_rates_of_its_own_share() -> None:
     """A side that is slower beside more of the other's work."""
-    division = Division("hybrid")
-    step(division, host=1.0, device=1.0)
-    step(division, host=2e6, device=6e6)
-    step(division, host=4e6, device=6e6)
-    assert division.is_settled
-    assert division.share == pytest.approx(0.6)
+    share_tuner = ShareTuner("hybrid")
+    step(share_tuner, host=1.0, device=1.0)
+    step(share_tuner, host=2e6, device=6e6)
+    step(share_tuner, host=4e6, device=6e6)
+    assert share_tuner.is_settled
+    assert share_tuner.share == pytest.approx(0.6)
 
 
 def test_a_side_without_work_says_nothing() -> None:
-    division = Division("hybrid")
+    share_tuner = ShareTuner("hybrid")
     for _ in range(3):
-        division.note(Took(0, 1e-6), Took(100, 1.0), commits=False)
-    assert division.is_settled
-    assert division.share == 0.5
+        share_tuner.note(SideTiming(0, 1e-6), SideTiming(100, 1.0), commits=False)
+    assert share_tuner.is_settled
+    assert share_tuner.share == 0.5
 
 
 @pytest.mark.parametrize("asked", ["auto", "hybrid"])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_steps_that_commit_are_not_compared_with_others(asked: UpdateOn, every: int) -> None:
-    division = Division(asked)
+    share_tuner = ShareTuner(asked)
     fair = 1e6
     for number in range(1, 30):
         commits = number % every == 0
         # Every step that commits is slow: it must not decide, unless all are.
         slow = 0.01 if commits and every > 1 else 1.0
-        step(division, host=fair * slow, device=2 * fair, commits=commits)
-        if division.is_settled:
+        step(share_tuner, host=fair * slow, device=2 * fair, commits=commits)
+        if share_tuner.is_settled:
             break
-    assert division.is_settled
-    assert division.share == pytest.approx(1.0 if asked == "auto" else 2 / 3)
+    assert share_tuner.is_settled
+    assert share_tuner.share == pytest.approx(1.0 if asked == "auto" else 2 / 3)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.75, 1.0])
