@@ -12,21 +12,21 @@ namespace stow {
 
 Pipeline::Pipeline(Engine& engine, Isa isa, Order order, Team team)
     : engine_(engine), isa_(isa), order_kind_(order), team_(team), owner_(getpid()) {
-  conductor_ = std::thread([this] {
+  scheduler_ = std::thread([this] {
     bind_thread();
-    conduct();
+    schedule_loop();
   });
 }
 
 Pipeline::~Pipeline() {
-  // The conductor first: a step that nobody waited for would start new transfers behind `quiesce`.
+  // The scheduler first: a step that nobody waited for would start new transfers behind `quiesce`.
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
     stepping_ = false;
   }
-  conductor_wakes_.notify_one();
-  conductor_.join();
+  scheduler_wakes_.notify_one();
+  scheduler_.join();
   quiesce();
 }
 

@@ -1,7 +1,7 @@
 // The update pipeline: chunks of optimizer states go READ -> UPDATE -> WRITE through a ring of
 // slots, without Python.
 //
-// [Note: One conductor] One thread holds the whole schedule: it starts reads while slots are free,
+// [Note: One scheduler] One thread holds the whole schedule: it starts reads while slots are free,
 // updates chunks whose states and gradients are there (on the process's pool), and starts their
 // writes. Completions of I/O and calls from outside only change what is known, under the lock, and
 // wake it. Everything it needs is allocated when chunks are added; a step allocates nothing.
@@ -39,7 +39,7 @@ enum class Order : std::uint8_t {
   given,        // as `set_order` says, every step
 };
 
-// How many threads of the pool update, the conductor counted; 0 is all.
+// How many threads of the pool update, the scheduler counted; 0 is all.
 struct Team {
   int whole = 0;
   int few = 0;  // while the caller computes
@@ -204,7 +204,7 @@ class Pipeline {
   void complete(Chunk& chunk);
   void add_segment_gradient(Chunk& chunk, std::size_t segment, const void* data, DType dtype);
   void drop(Chunk& chunk);
-  void conduct();
+  void schedule_loop();
   bool admit();
   Chunk* next_to_admit();
   static bool startable(const Chunk& chunk);
@@ -242,7 +242,7 @@ class Pipeline {
   Trace trace_;
 
   mutable std::mutex mutex_;
-  std::condition_variable conductor_wakes_;
+  std::condition_variable scheduler_wakes_;
   std::condition_variable callers_wake_;
   RingSpec ring_;
   std::vector<std::unique_ptr<Chunk>> chunks_;
@@ -265,12 +265,12 @@ class Pipeline {
   int waiters_ = 0;              // callers who do nothing else
   bool work_ = false;            // something may have become possible
   bool stepping_ = false;
-  bool updating_ = false;  // the conductor is in the kernel, on the caller's gradients
+  bool updating_ = false;  // the scheduler is in the kernel, on the caller's gradients
   bool prefetching_ = false;
   bool stopping_ = false;
   Failure failure_;
   PipelineCounters counters_;
-  std::thread conductor_;
+  std::thread scheduler_;
 };
 
 }  // namespace stow

@@ -40,7 +40,7 @@ void Pipeline::prefetch() {
   prefetching_ = true;
   next_ = 0;
   work_ = true;
-  conductor_wakes_.notify_one();
+  scheduler_wakes_.notify_one();
 }
 
 void Pipeline::begin(const std::vector<StepParameter>& parameters,
@@ -75,7 +75,7 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   for (int number : order_) enlist(*chunks_[number]);
   stepping_ = step_.open || unfinished_ != 0;
   work_ = true;
-  conductor_wakes_.notify_one();
+  scheduler_wakes_.notify_one();
 }
 
 // Decides what the step is to do with a chunk.
@@ -156,7 +156,7 @@ void Pipeline::add_gradient(int parameter, const void* grad, DType dtype) {
     }
   }
   work_ = true;
-  conductor_wakes_.notify_one();
+  scheduler_wakes_.notify_one();
 }
 
 void Pipeline::add_chunk_gradients(int number, const std::vector<PieceGradient>& pieces) {
@@ -172,7 +172,7 @@ void Pipeline::add_chunk_gradients(int number, const std::vector<PieceGradient>&
     if (pieces_due_of_[piece.parameter] == 0) expected_[piece.parameter] = 0;
   }
   work_ = true;
-  conductor_wakes_.notify_one();
+  scheduler_wakes_.notify_one();
 }
 
 // What was due is there, or (null) will not come.
@@ -211,7 +211,7 @@ void Pipeline::close() {
     arrange();
   }
   work_ = true;
-  conductor_wakes_.notify_one();
+  scheduler_wakes_.notify_one();
   callers_wake_.notify_all();
 }
 
@@ -238,7 +238,7 @@ void Pipeline::release_chunk(int number) {
   chunk.stage = Stage::released;
   released_.push(number);
   work_ = true;
-  conductor_wakes_.notify_one();
+  scheduler_wakes_.notify_one();
 }
 
 // The order of the next step. What this step's end left in the ring comes first.

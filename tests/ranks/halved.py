@@ -76,7 +76,7 @@ def main(topology: Path, out: Path) -> None:
     train(optimizer, weights)
     share = bind_threads()
     told = {
-        # The conductor, the I/O engine's 8, and one beside the conductor.
+        # The scheduler, the I/O engine's 8, and one beside the scheduler.
         "are_native_bound": started.come_to(set(share.cores), 10),
         "threads": share.threads,
         "cores": share.cores,

@@ -106,7 +106,7 @@ def train(
     )
     ranks.halved.train(optimizer, weights)
     if keep is not None:
-        assert keep.come_to(LAST, 9)  # the conductor, and the I/O engine's 8
+        assert keep.come_to(LAST, 9)  # the scheduler, and the I/O engine's 8
         assert os.sched_getaffinity(0) == set(CORES)
     held = optimizer.state_dict()["state"]
     kept = [held[k][name].clone() for k in held for name in ("exp_avg", "exp_avg_sq")]

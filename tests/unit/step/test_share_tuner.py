@@ -17,9 +17,8 @@ def step(share_tuner: ShareTuner, *, host: float, device: float, commits: bool =
     """Take a step of a million elements on sides of these elements/s; return its share."""
     share = share_tuner.share
     there, here = round(1e6 * share), round(1e6 * (1 - share))
-    share_tuner.note(
-        SideTiming(here, here / host), SideTiming(there, there / device), commits=commits
-    )
+    timings = SideTiming(here, here / host), SideTiming(there, there / device)
+    share_tuner.note(*timings, commits=commits)
     return share
 
 

@@ -1,4 +1,4 @@
-// The conductor's thread: what is read, updated and written next. See [Note: One conductor].
+// The scheduler's thread: what is read, updated and written next. See [Note: One scheduler].
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -7,12 +7,12 @@
 
 namespace stow {
 
-// --- the conductor ---
+// --- the scheduler ---
 
-void Pipeline::conduct() {
+void Pipeline::schedule_loop() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    conductor_wakes_.wait(lock, [this] { return stopping_ || work_; });
+    scheduler_wakes_.wait(lock, [this] { return stopping_ || work_; });
     if (stopping_) return;
     work_ = false;
     for (;;) {
@@ -311,7 +311,7 @@ void Pipeline::transferred(Chunk& chunk, const Transfer& transfer) {
     }
   }
   work_ = true;
-  conductor_wakes_.notify_one();
+  scheduler_wakes_.notify_one();
   callers_wake_.notify_all();
 }
 
