@@ -57,7 +57,7 @@ def weights_not_published(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 def another_gradient(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Let a parameter be updated by the gradient of another one of its size."""
-    hand_over = ConsumedGradients.hand_over
+    consume = ConsumedGradients.consume
     last: list[torch.Tensor] = []
 
     def confused(self: ConsumedGradients, number: int, parameter: torch.Tensor, use: Use) -> None:
@@ -66,9 +66,9 @@ def another_gradient(patch: pytest.MonkeyPatch, _: Path) -> None:
             last.append(gradient)
             use(same[-1] if same else gradient, copied)
 
-        hand_over(self, number, parameter, use_last)
+        consume(self, number, parameter, use_last)
 
-    patch.setattr(ConsumedGradients, "hand_over", confused)
+    patch.setattr(ConsumedGradients, "consume", confused)
 
 
 def first_micro_batches_lost(patch: pytest.MonkeyPatch, _: Path) -> None:

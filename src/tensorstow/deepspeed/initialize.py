@@ -20,7 +20,7 @@ from tensorstow.deepspeed.optimizers import maker_of
 from tensorstow.deepspeed.plans import directory_of, dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.ranks import init_distributed
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
-from tensorstow.fsdp.made_optimizer import Make, hand_over
+from tensorstow.fsdp.optimizer_factory import Make, move_schedule
 from tensorstow.fsdp.sharding import current_device, world_size
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -155,7 +155,7 @@ def _schedule(given: Any, settings: Settings, optimizer: StowedAdam) -> Any:  # 
         return None if named is None else make_scheduler(named, optimizer)
     if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
         return given(optimizer)
-    hand_over(given, optimizer)
+    move_schedule(given, optimizer)
     return given
 
 

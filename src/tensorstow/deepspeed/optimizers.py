@@ -12,7 +12,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.settings import Named
 from tensorstow.deepspeed.ops.adam import set_bias_correction
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.fsdp.made_optimizer import Groups, Make, groups_of, names_of, over
+from tensorstow.fsdp.optimizer_factory import Groups, Make, groups_of, names_of, with_groups
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -45,10 +45,10 @@ def maker_of(
             )
             raise OptionError(message)
         made = of_named(named)
-        return over(made, names_of(model, _groups(model, model_parameters)))
+        return with_groups(made, names_of(model, _groups(model, model_parameters)))
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         if _takes_placement(optimizer):
-            return over(optimizer, names_of(model, _groups(model, model_parameters)))
+            return with_groups(optimizer, names_of(model, _groups(model, model_parameters)))
         optimizer = optimizer(_groups(model, model_parameters))
     return _like_made(optimizer, model)
 
@@ -124,7 +124,7 @@ def _like_made(optimizer: object, model: nn.Module) -> Make:
     if isinstance(optimizer, StowedAdam):
         optimizer.close()  # its place is given to the one over the placed model
     decoupled = all(g["decoupled_weight_decay"] for g in groups)
-    return over(AdamW if decoupled else Adam, groups)
+    return with_groups(AdamW if decoupled else Adam, groups)
 
 
 def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:

@@ -35,9 +35,9 @@ from tensorstow.tensors.dtensor import gradient_in_order, gradient_on_its_way, o
 from tensorstow.tensors.placeholder import LEAVE, WAYS_OUT, ConsumedGradient, refuse_used
 
 WINDOW_BYTES = 64 << 20
-"""Of gradients that wait for their update."""
-_WORTH_ASKING = 1 << 20
-"""So many bytes of gradients, before it is asked which are still needed."""
+"""The most bytes of gradients that wait for their update."""
+_CHECK_BYTES = 1 << 20
+"""Bytes of new gradients after which those no longer needed are freed."""
 
 
 @torch.inference_mode(mode=False)
@@ -54,7 +54,7 @@ def newest_backward() -> int:
 
 
 class ConsumedGradients:
-    """Which gradients of the step were handed over, and the memory of those still needed."""
+    """The gradients of a step that updates have consumed, held while they are still read."""
 
     def __init__(self, accumulation_steps: int, is_published: Callable[[int], bool]) -> None:
         """Hold a gradient until ``is_published`` of its parameter's number."""
@@ -72,18 +72,18 @@ class ConsumedGradients:
         self._bytes = 0
         """Their sum."""
         self._needed = 0
-        """How many were still needed when that was last asked."""
+        """How many were still needed at the last check."""
         self._new_bytes = 0
         """Of those that came since."""
         self.most_bytes = 0
-        """Of gradients that were handed over and still needed, at once."""
+        """The most bytes of consumed gradients that were held at once."""
         self._placeholders: list[tuple[torch.Tensor, ConsumedGradient]] = []
         self.arrived: list[int] = []
         """Numbers of parameters, in the order in which their gradients became final."""
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Take no gradient inside for final: more will be added to it."""
+        """Treat no gradient inside the block as final: more will be added to it."""
         self._accumulating += 1
         try:
             yield
@@ -115,13 +115,13 @@ class ConsumedGradients:
             raise OptionError(message)
         return True
 
-    def hand_over(
+    def consume(
         self,
         number: int,
         parameter: torch.Tensor,
         use: Callable[[torch.Tensor, DeviceEvent | None], None],
     ) -> None:
-        """Take ``.grad`` away from ``parameter``, let ``use`` have it, and leave a placeholder."""
+        """Replace ``parameter.grad`` by a placeholder and pass the gradient to ``use``."""
         gradient, copied = gradient_on_its_way(parameter)
         whole = parameter.grad
         if whole is None or gradient is None:
@@ -138,27 +138,28 @@ class ConsumedGradients:
         placeholder = ConsumedGradient(parameter, whole.dtype)
         parameter.grad = placeholder
         self._placeholders.append((parameter, placeholder))
-        if self._is_worth_asking():
-            self.let_go()
+        if self._is_check_due():
+            self.free_published()
         self._hold(number, contiguous)
         self.most_bytes = max(self.most_bytes, self._bytes)
         self.arrived.append(number)
         use(contiguous, copied)
 
-    def hold_back(self, window: int, wait_for_one: Callable[[Sequence[int]], bool]) -> None:
-        """Return when gradients that are still needed have no more than ``window`` bytes.
+    def limit_bytes(self, window: int, wait_for_one: Callable[[Sequence[int]], bool]) -> None:
+        """Block until the held gradients have at most ``window`` bytes.
 
-        Or when ``wait_for_one``, given their parameters' numbers, the oldest first, cannot help it.
+        ``wait_for_one`` gets their parameters' numbers, the oldest first, and waits for an update.
+        Return as well if it returns False.
         """
         if self._bytes > window:
-            self.let_go()
+            self.free_published()
         while self._bytes > window and wait_for_one([n for n, _ in self._held]):
-            self.let_go()
+            self.free_published()
 
-    def let_go(self) -> None:
-        """Free gradients that nobody needs any more.
+    def free_published(self) -> None:
+        """Free gradients whose weights are published.
 
-        Of any age: one may wait for another of its chunk, which comes at the end of backward.
+        Any of them may be: an old one may wait for another gradient of its chunk.
         """
         held = [(n, g) for n, g in self._held if not self._is_published(n)]
         self._forget_held()
@@ -166,14 +167,14 @@ class ConsumedGradients:
             self._hold(number, gradient)
         self._needed, self._new_bytes = len(held), 0
 
-    def _is_worth_asking(self) -> bool:
-        """Return whether it is time to ask for all gradients which are still needed.
+    def _is_check_due(self) -> bool:
+        """Return whether all held gradients are to be checked now.
 
-        To ask whenever one comes takes the square of their number, which would be most of backward
-        where they are small and share a chunk.
+        A check for each new gradient takes quadratic time, which dominates backward if gradients
+        are small and share a chunk.
         """
         is_grown = len(self._held) >= self._needed + self._needed // 4
-        return is_grown or self._new_bytes >= _WORTH_ASKING
+        return is_grown or self._new_bytes >= _CHECK_BYTES
 
     def _hold(self, number: int, gradient: torch.Tensor) -> None:
         self._held.append((number, gradient))
@@ -190,16 +191,16 @@ class ConsumedGradients:
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """The gradients that were handed over and may still be read."""
+        """The consumed gradients that may still be read."""
         return [gradient for _, gradient in self._held]
 
     @property
-    def untouched(self) -> bool:
-        """Whether each gradient that was handed over still has its stand-in in ``.grad``."""
+    def has_placeholders(self) -> bool:
+        """Whether each consumed gradient still has its placeholder in ``.grad``."""
         return all(parameter.grad is placeholder for parameter, placeholder in self._placeholders)
 
-    def take_back(self) -> None:
-        """Take the stand-ins out of ``.grad``: their step has failed or is given up."""
+    def remove_placeholders(self) -> None:
+        """Remove placeholders from ``.grad``: their step has failed or was aborted."""
         for parameter, placeholder in self._placeholders:
             if parameter.grad is placeholder:
                 parameter.grad = None
@@ -246,7 +247,7 @@ class BackwardOverlap(Schedule):
         """Why the step that is open can never be a whole one; None where it can."""
         if not self._has_ended:
             return "backward has not ended (it raised, or another thread is in it)"
-        if not self.gradients.untouched:
+        if not self.gradients.has_placeholders:
             return "a gradient was dropped or replaced (by model.zero_grad(), say) behind backward"
         plan = self._plan
         for update in [] if plan is None else plan.updates:
@@ -318,11 +319,11 @@ class BackwardOverlap(Schedule):
             path.offer(param, gradient, copied)
 
         try:
-            self.gradients.hand_over(param.number, param.owner, use)
-            self.gradients.hold_back(WINDOW_BYTES, path.wait_for_one)
+            self.gradients.consume(param.number, param.owner, use)
+            self.gradients.limit_bytes(WINDOW_BYTES, path.wait_for_one)
         except BaseException as error:  # an interrupt: a gradient may be gone and not used
             self._params.store.pipeline.poison(error)
-            self.gradients.take_back()
+            self.gradients.remove_placeholders()
             raise
 
     def check_unchanged(self) -> None:
@@ -361,7 +362,7 @@ class BackwardOverlap(Schedule):
             path.close()
             path.wait()
         except BaseException:
-            self.gradients.take_back()  # or the next backward would add to them: another error
+            self.gradients.remove_placeholders()  # the next backward would add to them
             params.store.pipeline.memory.append(self.gradients.held)  # they may be read still
             raise
         finally:
@@ -397,7 +398,7 @@ class BackwardOverlap(Schedule):
         self._given_up = newest_backward()
         self._plan = None
         self._last_order = []
-        self.gradients.take_back()
+        self.gradients.remove_placeholders()
         self.gradients.restart()
 
     @property

@@ -623,7 +623,7 @@ def test_gradients_live_a_layer_or_two_at_a_time(
     """Though all biases share a chunk, which is updated at the end of backward."""
     live: list[weakref.ref[Tensor]] = []
     peaks: list[int] = []
-    hand_over = ConsumedGradients.hand_over
+    consume = ConsumedGradients.consume
 
     def counting(
         self: ConsumedGradients,
@@ -636,11 +636,11 @@ def test_gradients_live_a_layer_or_two_at_a_time(
             use(gradient, copied)
             time.sleep(0.01)  # an update's time, of which backward would have more
 
-        hand_over(self, number, parameter, counted)
+        consume(self, number, parameter, counted)
         del parameter
         peaks.append(sum(g.numel() for r in live if (g := r()) is not None))
 
-    monkeypatch.setattr(ConsumedGradients, "hand_over", counting)
+    monkeypatch.setattr(ConsumedGradients, "consume", counting)
     model = blocks(depth=12)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() == 2]},
@@ -676,9 +676,9 @@ def test_gradients_are_held_until_they_are_used() -> None:
     refs: list[weakref.ref[Tensor]] = []
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.ones(4)
-        consumed.hand_over(number, parameter, lambda g, _: refs.append(weakref.ref(g)))
+        consumed.consume(number, parameter, lambda g, _: refs.append(weakref.ref(g)))
     used |= {1}
-    consumed.let_go()
+    consumed.free_published()
     assert [ref() is None for ref in refs] == [False, True, False]
     assert consumed.arrived == [0, 1, 2]
     consumed.restart()
@@ -692,8 +692,8 @@ def test_which_gradients_are_used_is_not_asked_for_each_that_comes() -> None:
     for number in range(300):
         parameter = nn.Parameter(torch.ones(4))
         parameter.grad = torch.ones(4)
-        consumed.hand_over(number, parameter, lambda *_: None)
-        consumed.hold_back(1 << 20, lambda _: False)
+        consumed.consume(number, parameter, lambda *_: None)
+        consumed.limit_bytes(1 << 20, lambda _: False)
     assert len(asked) <= 10 * 300
     assert consumed.most_bytes == 300 * 16
 
@@ -752,7 +752,7 @@ def test_a_gradient_of_another_order_is_waited_for(monkeypatch: pytest.MonkeyPat
     )
     used: list[tuple[Tensor, object]] = []
     gradients = ConsumedGradients(1, lambda _: False)
-    gradients.hand_over(0, parameter, lambda *given: used.append(given))
+    gradients.consume(0, parameter, lambda *given: used.append(given))
     want = torch.arange(120.0).view(2, 3, 4, 5).permute(0, 2, 3, 1)
     assert torch.equal(used[0][0], want)
     assert used[0][1] is None

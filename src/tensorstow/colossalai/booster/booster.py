@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai import checkpoint_io
-from tensorstow.colossalai.booster.plugin.placed import tell_idle
+from tensorstow.colossalai.booster.plugin.place_model import tell_idle
 from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
 from tensorstow.colossalai.interface import OptimizerWrapper
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
-from tensorstow.colossalai.booster.plugin.placed import (
+from tensorstow.colossalai.booster.plugin.place_model import (
     Decision,
     PlacementRequest,
     TrainingOptions,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.colossalai.booster.plugin.placed import (
+from tensorstow.colossalai.booster.plugin.place_model import (
     DTYPES,
     Decision,
     PlacementRequest,

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
-from tensorstow.colossalai.booster.plugin.placed import refuse_boosted, refuse_values
+from tensorstow.colossalai.booster.plugin.place_model import refuse_boosted, refuse_values
 from tensorstow.colossalai.booster.plugin.plugin_base import Plugin
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.fsdp.sharding import current_device, join_ranks

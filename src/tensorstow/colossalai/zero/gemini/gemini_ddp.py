@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.booster.plugin.gemini_plugin import GeminiPlugin
-from tensorstow.colossalai.booster.plugin.placed import DTYPES, refuse_values, tell_idle
+from tensorstow.colossalai.booster.plugin.place_model import DTYPES, refuse_values, tell_idle
 from tensorstow.colossalai.gemini import GeminiModel
 from tensorstow.colossalai.interface import OptimizerWrapper
 from tensorstow.fsdp.sharding import current_device

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import HybridAdam
-from tensorstow.colossalai.booster.plugin.placed import refuse_values, tell_idle
+from tensorstow.colossalai.booster.plugin.place_model import refuse_values, tell_idle
 from tensorstow.colossalai.gemini import GeminiStates
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
 from tensorstow.colossalai.zero.gemini.gemini_ddp import GeminiDDP

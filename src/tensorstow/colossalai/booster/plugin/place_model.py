@@ -16,8 +16,8 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
-from tensorstow.colossalai.made_anew import disk_fraction_of, maker_of
-from tensorstow.fsdp.made_optimizer import hand_over
+from tensorstow.colossalai.optimizer_maker import disk_fraction_of, maker_of
+from tensorstow.fsdp.optimizer_factory import move_schedule
 from tensorstow.fsdp.sharding import current_device, world_size
 from tensorstow.fsdp.stow import stow
 from tensorstow.fsdp.units import Unit, units_of
@@ -166,7 +166,7 @@ def place(
         scaler = training.make_scaler()
     wrapper = of_optimizer(made, max_norm=training.max_norm, scaler=scaler)
     if lr_scheduler is not None:
-        hand_over(lr_scheduler, wrapper)
+        move_schedule(lr_scheduler, wrapper)
     return wrapped, wrapper
 
 

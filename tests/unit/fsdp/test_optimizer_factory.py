@@ -5,7 +5,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 
 from tensorstow import AdamW
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.made_optimizer import groups_of, hand_over, names_of, over
+from tensorstow.fsdp.optimizer_factory import groups_of, move_schedule, names_of, with_groups
 
 
 def model_of() -> nn.Module:
@@ -26,7 +26,7 @@ def test_groups_are_over_the_same_names() -> None:
     reverse = list(model.parameters())[::-1]
     groups = names_of(model, groups_of(torch.optim.Adam(reverse, lr=0.5)))
     assert groups[0]["params"] == ["1.bias", "1.weight", "0.bias", "0.weight"]
-    made = over(AdamW, groups)(other.named_parameters(), weight_decay=0.25)
+    made = with_groups(AdamW, groups)(other.named_parameters(), weight_decay=0.25)
     assert [id(p) for p in made.param_groups[0]["params"]] == [
         id(p) for p in list(other.parameters())[::-1]
     ]
@@ -50,7 +50,7 @@ def test_schedulers_inside_others_go_on_too() -> None:
     before, after = (torch.optim.SGD(model_of().parameters(), lr=1.0) for _ in range(2))
     chained = ChainedScheduler([ConstantLR(before, 0.5, 2), ExponentialLR(before, 0.1)])
     after.param_groups[0].update(groups_of(before)[0] | {"params": after.param_groups[0]["params"]})
-    hand_over(chained, after)
+    move_schedule(chained, after)
     for _ in range(3):
         after.step()
         chained.step()
@@ -60,5 +60,5 @@ def test_schedulers_inside_others_go_on_too() -> None:
 
 def test_a_scheduler_without_an_optimizer_is_left_alone() -> None:
     after = torch.optim.SGD(model_of().parameters(), lr=1.0)
-    hand_over(object(), after)
+    move_schedule(object(), after)
     assert "initial_lr" not in after.param_groups[0]

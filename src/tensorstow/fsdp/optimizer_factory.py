@@ -1,9 +1,9 @@
-"""An optimizer made before its model was placed, made anew over what was placed.
+"""Recreates, over a placed model, an optimizer that was created before the placement.
 
-[Note: Made before] ``stow`` exchanges a model's tensors, so an optimizer over the old ones updates
-nothing. Its groups are kept by the parameters' names, every key of them: a scheduler keeps what it
-needs there ("initial_lr", "max_lr"). Schedulers that were made over the old optimizer are given the
-new one, with those inside them.
+[Note: Made before] ``stow`` replaces a model's tensors, so an optimizer over the old ones updates
+nothing. Its groups are kept by parameter name with all their keys, as LR schedulers keep values
+there ("initial_lr", "max_lr"). LR schedulers of the old optimizer, nested ones included, are moved
+to the new one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,8 +72,8 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
     return renamed
 
 
-def over(make: Make, groups: Groups) -> Make:
-    """Return what makes an optimizer over groups of names.
+def with_groups(make: Make, groups: Groups) -> Make:
+    """Return a factory of optimizers whose groups are given by parameter names.
 
     Args:
         make: Is called with groups of named parameters and the keywords that place the states.
@@ -91,8 +91,8 @@ def over(make: Make, groups: Groups) -> Make:
     return made
 
 
-def hand_over(schedule: Any, optimizer: Optimizer) -> None:  # noqa: ANN401  # torch's, or alike
-    """Let a scheduler of another optimizer go on with this one.
+def move_schedule(schedule: Any, optimizer: Optimizer) -> None:  # noqa: ANN401  # torch's, or alike
+    """Move an LR scheduler from its optimizer to this one.
 
     Args:
         schedule: A scheduler of torch's, those inside it included; of anything else only its

@@ -1,4 +1,4 @@
-"""The optimizers that ``boost`` takes, made anew over a placed model."""
+"""Recreates the optimizer given to ``boost`` over the placed model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import CPUAdam, HybridAdam, ParamsInHostMemory
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.fsdp.made_optimizer import Make, groups_of, names_of, over
+from tensorstow.fsdp.optimizer_factory import Make, groups_of, names_of, with_groups
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.step_runner import OwnParams
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -65,7 +65,7 @@ class PlacedAdam(HybridAdam):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OptimizerMaker:
-    """What ``stow`` is given: makes an optimizer over what it has placed."""
+    """The optimizer factory given to ``stow``."""
 
     make: Make
     in_host_memory: Callable[[str], bool]
@@ -83,7 +83,7 @@ class OptimizerMaker:
 def maker_of(
     optimizer: Optimizer | None, model: nn.Module, in_host_memory: Callable[[str], bool]
 ) -> OptimizerMaker:
-    """Return what makes an optimizer over a placed model that is like one over the model before.
+    """Return a factory that recreates an optimizer over the placed model.
 
     It is a PlacedAdam, with the groups, the share of states on disk and the directory of the one
     that was given. That one is closed when the new one is made.
@@ -102,7 +102,7 @@ def maker_of(
         OptionError: Another class, one that has taken steps, or one whose states would change.
     """
     if optimizer is None:
-        return OptimizerMaker(over(PlacedAdam, [{"params": []}]), in_host_memory)
+        return OptimizerMaker(with_groups(PlacedAdam, [{"params": []}]), in_host_memory)
     if type(optimizer) not in {*_OF_TORCH, *_OURS}:
         message = (
             f"optimizer={type(optimizer).__name__} was given: boost() takes HybridAdam, CPUAdam,"
@@ -120,7 +120,7 @@ def maker_of(
             group["params"] = []
         return PlacedAdam(placed, **{**keywords, **placement})
 
-    return OptimizerMaker(over(make, groups), in_host_memory)
+    return OptimizerMaker(with_groups(make, groups), in_host_memory)
 
 
 def disk_fraction_of(optimizer: Optimizer | None) -> float:
