@@ -544,7 +544,7 @@ RigOptions of_all_formats(int slots, Order order, bool durable) {
   return options;
 }
 
-void test_updates_of_lent_chunks_give_the_same_bits(Make make) {
+void test_updates_of_acquired_chunks_give_the_same_bits(Make make) {
   doing("caller updates");
   std::mt19937 random(5);
   for (const bool commits : {false, true}) {
@@ -611,7 +611,7 @@ void test_updates_on_both_sides_give_the_same_bits(Make make) {
   }
 }
 
-void test_a_run_goes_on_behind_lent_chunks(Make make) {
+void test_a_run_goes_on_behind_acquired_chunks(Make make) {
   doing("caller updates, reopened");
   std::mt19937 random(6);
   Rig rig(make({4, 4096}), of_all_formats(2, Order::alternating, true));
@@ -627,7 +627,7 @@ void test_a_run_goes_on_behind_lent_chunks(Make make) {
   check_all(rig);
 }
 
-void test_chunks_are_lent_in_their_step_alone(Make make) {
+void test_chunks_are_acquired_in_their_step_alone(Make make) {
   doing("caller updates, wrong calls");
   std::mt19937 random(7);
   Rig rig(make({4, 4096}), with(2));
@@ -688,10 +688,10 @@ int main() {
     test_another_pipeline_goes_on_where_one_ended(make);
     test_nobody_has_to_wait_while_a_step_runs(make);
     test_chunks_at_home_come_first_where_asked(make);
-    test_updates_of_lent_chunks_give_the_same_bits(make);
+    test_updates_of_acquired_chunks_give_the_same_bits(make);
     test_updates_on_both_sides_give_the_same_bits(make);
-    test_a_run_goes_on_behind_lent_chunks(make);
-    test_chunks_are_lent_in_their_step_alone(make);
+    test_a_run_goes_on_behind_acquired_chunks(make);
+    test_chunks_are_acquired_in_their_step_alone(make);
   }
   test_a_trace_is_bounded();
   return report();

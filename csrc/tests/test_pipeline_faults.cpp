@@ -143,7 +143,7 @@ void test_what_is_under_way_ends_before_its_memory_does(Make make) {
 }
 
 // A caller that updates chunks sees the failure, and never acquires damaged states.
-void test_failures_end_a_step_that_lends(Make make) {
+void test_failures_end_a_step_with_caller_updates(Make make) {
   doing("failures, acquired");
   std::mt19937 random(9);
   for (int round = 0; round < 12; ++round) {
@@ -173,7 +173,7 @@ void test_failures_end_a_step_that_lends(Make make) {
 }
 
 // Chunks that somebody holds when the pipeline goes are his to forget.
-void test_a_pipeline_may_go_while_a_chunk_is_lent(Make make) {
+void test_a_pipeline_may_go_while_a_chunk_is_acquired(Make make) {
   doing("destroyed, acquired");
   for (int round = 0; round < 6; ++round) {
     Rig rig(make({2, 4096}), durable(2, kOrders[round % 2], {1, 4}));
@@ -307,8 +307,8 @@ int main() {
     test_after_a_failure_gradients_are_the_callers(make);
     test_a_step_that_nobody_waits_for(make);
     test_what_is_under_way_ends_before_its_memory_does(make);
-    test_failures_end_a_step_that_lends(make);
-    test_a_pipeline_may_go_while_a_chunk_is_lent(make);
+    test_failures_end_a_step_with_caller_updates(make);
+    test_a_pipeline_may_go_while_a_chunk_is_acquired(make);
     test_damage_is_told_with_its_place(make);
     test_padding_and_gaps_are_told_apart(make);
     test_a_commit_checks_what_it_carries(make);

@@ -45,7 +45,7 @@ def test_parameters_in_host_memory_are_counted_with_their_padding(
 
 
 @pytest.mark.parametrize(("world", "rows"), [(1, 33), (2, 17)])
-def test_parameters_on_disk_are_lent_memory_and_read(ranks: Pool, world: int, rows: int) -> None:
+def test_parameters_on_disk_are_pinned_and_read(ranks: Pool, world: int, rows: int) -> None:
     shard = rows * COLUMNS * 4
     nbytes = -(-shard // PAGE) * PAGE
     plan = Plan(parameters="disk", prefetch=0, buffer_pool_bytes=3 * (nbytes + PAGE))

@@ -92,7 +92,7 @@ def test_units_are_fetched_in_the_order_of_forward_and_of_backward(tmp_path: Pat
     assert all(again[2:])
 
 
-def test_one_shelf_is_open_at_a_time(tmp_path: Path) -> None:
+def test_one_buffer_is_pinned_at_a_time(tmp_path: Path) -> None:
     pool = BufferPool(tmp_path, 2 * SIZE, 2 * SIZE)
     first, second = pool.add(SIZE), pool.add(SIZE)
     prefetcher = Prefetcher(0)

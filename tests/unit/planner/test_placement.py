@@ -329,6 +329,6 @@ def test_what_weights_pass_through_counts_where_the_device_has_memory(parameters
     assert away[Tier.HOST] - here[Tier.HOST] == staged - 8 * G
 
 
-def test_mirrors_count_where_parameters_are_on_the_device() -> None:
+def test_host_weights_count_where_parameters_are_on_the_device() -> None:
     held = bytes_of(auto_plan(sizes(4), Budget(), AWAY), sizes(4), AWAY)
     assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 4 * COUNT * G + STAGED, Tier.DISK: 0}

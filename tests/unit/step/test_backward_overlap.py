@@ -575,7 +575,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
-def test_what_a_failed_step_was_lent_ends_with_resume(
+def test_pins_of_a_failed_step_end_with_resume(
     overlap: Overlap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_attributes_be_pagers(monkeypatch)

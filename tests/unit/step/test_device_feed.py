@@ -36,14 +36,14 @@ def train(net: Vectors, optimizer: StowedAdam, steps: int = 1) -> None:
     optimizer.wait()
 
 
-def ferry_of(optimizer: StowedAdam) -> DeviceFeed:
+def device_feed_of(optimizer: StowedAdam) -> DeviceFeed:
     device_feed = next(iter(optimizer._params().sides.device_feeds), None)
     assert device_feed is not None
     return device_feed
 
 
 def link_of(optimizer: StowedAdam) -> LateLink:
-    link = ferry_of(optimizer).link
+    link = device_feed_of(optimizer).link
     assert isinstance(link, LateLink)
     return link
 
@@ -119,7 +119,7 @@ def test_gradients_on_the_device_are_let_go(overlap: str, monkeypatch: pytest.Mo
     net = Vectors(SIZES)
     optimizer = make(net, overlap=overlap)
     train(net, optimizer, 2)
-    assert not any(ferry_of(optimizer).needs(n) for n in range(len(SIZES)))
+    assert not any(device_feed_of(optimizer).needs(n) for n in range(len(SIZES)))
     optimizer._params().sides.path.wait()  # outside of a step there is nothing to wait for
 
 

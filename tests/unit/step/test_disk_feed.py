@@ -176,7 +176,7 @@ def test_a_chunk_gets_its_pieces_of_the_gradients() -> None:
     assert all(g.data_ptr() == GRADIENT[1:].data_ptr() and g.numel() == 4 for _, g in added)
 
 
-def test_a_unit_whose_chunk_lacks_a_gradient_makes_room_and_is_lent_again() -> None:
+def test_a_unit_whose_chunk_lacks_a_gradient_makes_room_and_is_pinned_again() -> None:
     """Each unit has a parameter, 1, 3 and 5, in a chunk with one that gets no gradient: 0."""
     scene = Scene([(1,), (3,), (5,), (0, 1, 3)])
     disk_feed = scene.feed()
@@ -195,7 +195,7 @@ def test_a_unit_whose_chunk_lacks_a_gradient_makes_room_and_is_lent_again() -> N
     assert scene.log[-2:] == ["-b!", "-a!"]
 
 
-def test_a_unit_that_gets_nothing_is_never_lent() -> None:
+def test_a_unit_that_gets_nothing_is_never_pinned() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
     disk_feed = scene.feed()
     scene.arrive(disk_feed, 2)
@@ -239,7 +239,7 @@ def test_a_chunk_of_several_units_has_them_all_and_nobody_else() -> None:
     assert scene.log[5:] == ["wait0", "wait1", "-a!", "-b!", "2:5"]
 
 
-def test_a_commit_is_lent_unit_by_unit_what_it_has_not_got_and_writes_nothing() -> None:
+def test_a_commit_pins_unit_by_unit_what_it_has_not_got_and_writes_nothing() -> None:
     scene = Scene([(0, 1), (2, 3), (4, 5)])
     scene.pipeline.kept = {1}
     disk_feed = scene.feed(due=(), captures=True)
@@ -260,7 +260,7 @@ def test_a_step_that_commits_has_the_weights_beside_those_that_it_updates() -> N
     assert scene.log[3:] == ["1:", "2:"]
 
 
-def test_without_a_commit_nobody_is_lent_what_is_not_updated() -> None:
+def test_without_a_commit_what_is_not_updated_is_not_pinned() -> None:
     scene = Scene([(0, 2), (4, 5)])
     disk_feed = scene.feed(due=(0, 4))
     scene.arrive(disk_feed, 0)

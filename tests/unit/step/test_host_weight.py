@@ -26,7 +26,7 @@ def parameters() -> list[nn.Parameter]:
     ]
 
 
-def mirrors_of(given: list[nn.Parameter], link: LateLink) -> list[HostWeight]:
+def host_weights_of(given: list[nn.Parameter], link: LateLink) -> list[HostWeight]:
     return make_host_weights(given, link)[1]
 
 
@@ -60,7 +60,7 @@ def test_those_that_nobody_looks_at_are_not_pinned(monkeypatch: pytest.MonkeyPat
 
 def test_what_others_wrote_is_fetched_and_nothing_else() -> None:
     link, given = LateLink(), parameters()
-    host_weights = mirrors_of(given, link)
+    host_weights = host_weights_of(given, link)
     refresh(host_weights, link)
     assert all(torch.equal(m.host, p) for m, p in zip(host_weights, given, strict=True))
     first = link.bytes_down
@@ -78,7 +78,7 @@ def test_what_others_wrote_is_fetched_and_nothing_else() -> None:
 
 def test_an_upload_is_no_writing_by_others_and_no_part_of_a_graph() -> None:
     link, given = LateLink(), parameters()
-    host_weights = mirrors_of(given, link)
+    host_weights = host_weights_of(given, link)
     refresh(host_weights, link)
     before = [stamp_of(p) for p in given]
     for host_weight in host_weights:

@@ -44,7 +44,7 @@ def test_numbers_are_given_once(tmp_path: Path) -> None:
         params.get(weights(1)[0])
 
 
-def test_weights_that_are_lent_apart_have_chunks_apart(tmp_path: Path) -> None:
+def test_weights_that_are_pinned_apart_have_chunks_apart(tmp_path: Path) -> None:
     parameters = weights(4)
     for number in (0, 3):
         parameters[number].pager = object()  # type: ignore[attr-defined]

@@ -62,7 +62,7 @@ class OnDisk(OffloadedWeight):
         return self.source
 
 
-def test_bytes_on_disk_are_lent_for_as_long_as_they_are_used() -> None:
+def test_bytes_on_disk_are_pinned_for_as_long_as_they_are_used() -> None:
     with in_memory(torch.zeros(2)):
         pass  # which has memory of its own
     buffer = PooledBuffer()

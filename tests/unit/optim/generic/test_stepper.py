@@ -19,7 +19,7 @@ def stepper_for(optimizer_class: type[optim.Optimizer], **options: float) -> Ste
     return Stepper(optimizer_class, [{"params": [weight(30, 40)]}], options)
 
 
-def test_it_steps_what_it_is_lent_and_keeps_nothing() -> None:
+def test_it_steps_what_it_is_given_and_keeps_nothing() -> None:
     stepper = stepper_for(optim.SGD, lr=1.0, momentum=0.5)
     p, group = weight(4), stepper.group_options[0]
     first = stepper.run([StepBatch(group, [(p, {})])])[0][0]

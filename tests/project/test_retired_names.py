@@ -1,0 +1,101 @@
+"""Words that were retired as names stay retired: each has a standard word in its place."""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tree import ROOT
+
+RETIRED = {
+    "board": "coordinator",
+    "cargo": "transfer",
+    "conductor": "scheduler",
+    "confine": "bind",
+    "course": "config",
+    "deliver": "publish, upload",
+    "ferry": "device feed",
+    "landed": "complete",
+    "lend": "acquire, pin",
+    "lendable": "acquirable",
+    "lent": "acquired, pinned",
+    "lessor": "pager",
+    "mirror": "host weight",
+    "shelf": "pooled buffer",
+    "stowage": "policy",
+    "tenure": "alias",
+    "trip": "chunk in flight",
+    "withhold": "mark unpublished",
+}
+"""Retired word: the word in its place. A plural counts as the word."""
+STANDARD = {"TensorBoardScalars"}
+"""Names that have such a part in its ordinary meaning, beside those with "round_trip"."""
+
+_BEGINS = "|".join(f"(?<![A-Za-z]){word}|{word.title()}" for word in RETIRED)
+_WORD = re.compile(rf"(?:{_BEGINS})s?(?![a-z])")
+_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_NOT_CODE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
+
+
+def python_names(source: str) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME:
+            yield token.string
+
+
+def cpp_names(source: str) -> Iterator[str]:
+    yield from re.findall(r"[A-Za-z_]\w*", _NOT_CODE.sub("", source))
+
+
+def is_retired(name: str) -> bool:
+    parts = {part.lower() for part in _PART.findall(name.replace("round_trip", ""))}
+    return name not in STANDARD and any({word, word + "s"} & parts for word in RETIRED)
+
+
+def names_in(path: Path) -> Iterator[str]:
+    source = path.read_text(encoding="utf-8")
+    yield path.stem
+    lower = source.lower()  # to look for words is quick, to look at every name is not
+    if any(word in lower for word in RETIRED) and _WORD.search(source):
+        yield from python_names(source) if path.suffix == ".py" else cpp_names(source)
+
+
+def test_no_name_has_a_retired_word() -> None:
+    files = [
+        path
+        for folder, ends in (
+            ("src", "py"),
+            ("tests", "py"),
+            ("benchmarks", "py"),
+            ("csrc", "cpp"),
+            ("csrc", "h"),
+        )
+        for path in (ROOT / folder).rglob(f"*.{ends}")
+        if path.name != "test_retired_names.py"
+    ]
+    assert files
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in set(names_in(path))
+        if is_retired(name)
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("name", ["lent_chunks", "LentChunk", "_trips", "Course", "set_lendable"])
+def test_a_retired_name_is_found(name: str) -> None:
+    assert is_retired(name)
+
+
+@pytest.mark.parametrize("name", ["round_trip", "equivalent", "strip", "dashboard", "talent"])
+def test_another_name_is_not(name: str) -> None:
+    assert not is_retired(name)
+
+
+def test_only_names_are_looked_at() -> None:
+    assert list(python_names('a = "lent"  # a trip')) == ["a"]
+    assert list(cpp_names('int a = b("lent"); // a trip')) == ["int", "a", "b"]
