@@ -1,10 +1,9 @@
 """Tells the C library's allocator to return large freed blocks to the system.
 
-[Note: Large blocks] glibc serves large blocks by mappings of their own, which go back to the system
-when freed, but with every one that is freed it takes larger ones (up to 32 MiB) from its heap from
-then on, where a block that lives on keeps everything below it. Units that are gathered and let go
-of, one after the other, then hold several times what is in use. A fixed threshold ends that, at the
-price of fresh pages for each such block.
+[Note: Large blocks] glibc allocates large blocks by mmap and unmaps them when freed, but each free
+raises the threshold (up to 32 MiB), and smaller blocks come from the heap, where one live block
+keeps everything below it. Units that are gathered and freed one after the other then hold several
+times the memory in use. A fixed threshold prevents that, at the cost of fresh pages each time.
 """
 
 import ctypes

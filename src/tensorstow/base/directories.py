@@ -42,7 +42,7 @@ class DirectoryFacts:
     free_bytes: int
     """What an unprivileged user may still write."""
     refusal: int = 0
-    """What the system said where no file could be created, as an errno."""
+    """The errno if no file could be created, else 0."""
 
 
 class _Mount(NamedTuple):
@@ -86,7 +86,7 @@ def inspect_directory(
 def check_directory(
     path: str | os.PathLike[str], needed_bytes: int = 0, *, mountinfo: Path = _MOUNTINFO
 ) -> DirectoryFacts:
-    """Return the facts about ``path``, or raise DirectoryError if states cannot live there."""
+    """Return the facts about ``path``; raise DirectoryError if it cannot hold states."""
     facts = inspect_directory(path, mountinfo=mountinfo)
     objection = _objection(facts, needed_bytes)
     if objection is not None:
@@ -96,18 +96,18 @@ def check_directory(
 
 
 def make_directories(paths: Iterable[str | os.PathLike[str]]) -> list[DirectoryFacts]:
-    """Return the facts about ``paths``, of which those that are missing are made.
+    """Create missing directories of ``paths`` and return the facts about all of them.
 
-    Raises DirectoryError where one cannot be made or states cannot live there; what was made until
-    then is removed again. Where a parent was missing too, a line is logged: it may be mistyped, or
-    a disk that is not mounted.
+    Raises DirectoryError if one cannot be created or cannot hold states; directories created before
+    the error are removed. If a parent was missing too, that is logged: the path may be mistyped, or
+    a disk not mounted.
     """
     made: list[Path] = []
     try:
         return [_made(Path(path).expanduser(), made) for path in paths]
     except BaseException:
         for path in reversed(made):
-            with contextlib.suppress(OSError):  # somebody else's file is in it by now
+            with contextlib.suppress(OSError):  # it holds a file of another process by now
                 path.rmdir()
         raise
 
@@ -173,7 +173,7 @@ def default_candidates(environ: Mapping[str, str] = os.environ) -> list[Path]:
 def _objection(facts: DirectoryFacts, needed_bytes: int) -> str | None:
     if facts.is_memory_backed:
         return f"is {facts.filesystem} on {facts.device}: what is written there stays in RAM"
-    # A full one may hold a run that is to be read: who needs room there asks for it.
+    # A full one may hold a run that is to be read; callers that need space pass needed_bytes.
     is_full = facts.refusal in {codes.ENOSPC, codes.EDQUOT} and not needed_bytes
     if not facts.is_writable and not is_full:
         if facts.refusal in {codes.EACCES, codes.EPERM, codes.EROFS}:
@@ -187,8 +187,8 @@ def _objection(facts: DirectoryFacts, needed_bytes: int) -> str | None:
 
 
 def _try_to_create_file(path: Path) -> int:
-    """Return 0 where a file can be created in ``path``, else the errno that says why not."""
-    # Tried, not asked: root passes every permission check, also on a read-only filesystem.
+    """Return 0 if a file can be created in ``path``, else the errno."""
+    # By trying: root passes every permission check, also on a read-only filesystem.
     # The file never has a name where the filesystem can do that, and loses it at once elsewhere.
     try:
         with tempfile.TemporaryFile(dir=path):

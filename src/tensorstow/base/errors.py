@@ -6,7 +6,7 @@
     ├── OptionError (ValueError)     an argument that cannot be used
     ├── AbsentError (ImportError)    a name of another project that has no counterpart here
     ├── DTypeError (TypeError)       a dtype, layout or device that no kernel takes
-    ├── BudgetError (ValueError)     a budget too small for what was asked
+    ├── BudgetError (ValueError)     a budget too small for the request
     ├── DirectoryError (OSError)     a directory that is missing, read-only, full or in RAM
     ├── TransferError (OSError)      a read or write that the system refused
     ├── BackendError (OSError)       no way of doing I/O works here
@@ -132,11 +132,11 @@ class CommitError(StoreError, OSError):
 
 
 class SyncError(StoreError, OSError):
-    """The system could not say that writes are durable, so no later commit can be trusted."""
+    """A sync failed, so it is unknown whether writes are durable; later commits are refused."""
 
 
 class UnlinkedError(StoreError, OSError):
-    """A store's files were deleted or moved while open: nobody would find what is committed."""
+    """A store's files were deleted or moved while open: its commits could not be found."""
 
     committed: object = None
     """What was committed in them all the same, when that was found out: a store's Generation."""
@@ -148,7 +148,7 @@ class DamageError(StoreError, OSError):
 
 @contextmanager
 def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise DirectoryError for what the system refuses inside, where nothing more is known of it.
+    """Raise an OSError of the block as DirectoryError, unless it is an error of ours already.
 
     Args:
         asked: What was asked for, of ``path``, as the begin of a sentence.
@@ -176,7 +176,7 @@ def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class TransferError(StowError, OSError):
-    """A read or write failed in the system, or moved fewer bytes than were asked for.
+    """A read or write failed in the system, or moved fewer bytes than requested.
 
     Args:
         path: The file.

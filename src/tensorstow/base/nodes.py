@@ -16,7 +16,7 @@ class Node:
 
 
 def read_nodes(root: Path | None = None) -> tuple[Node, ...]:
-    """Return the nodes that have cores, by number; none where the system tells of none.
+    """Return the nodes that have cores, by number; none if the system lists none.
 
     ``root`` holds a folder for each node, with its ``cpulist``.
     """
@@ -37,7 +37,7 @@ def within(nodes: tuple[Node, ...], cores: frozenset[int]) -> tuple[Node, ...]:
 
 
 def node_of_device(pci_address: str, root: Path | None = None) -> int | None:
-    """Return the node that a PCI device is attached to, or None where the system does not say."""
+    """Return the node that a PCI device is attached to, or None if it is unknown."""
     text = _read_or_empty((root or _PCI) / pci_address / "numa_node").strip()
     return int(text) if text.isdecimal() else None  # "-1": not known
 

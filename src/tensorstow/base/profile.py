@@ -194,7 +194,7 @@ def update_key(dtype: torch.dtype, state_format: str) -> str:
 
 
 def identify_machine() -> dict[str, Any]:
-    """Return what tells this machine from others, as far as its rates depend on it."""
+    """Return an identifier of this machine, from what its rates depend on."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = None
     if accelerator is not None:
@@ -247,7 +247,7 @@ def read_profile(path: Path | None = None) -> Profile | None:
     except OptionError:
         if path is not None:
             raise
-        # Of another version, say: what it is for works without it.
+        # For example of another version; everything works without a profile.
         logger.warning("%s is no profile of this version: run `tensorstow calibrate`", found)
         return None
 

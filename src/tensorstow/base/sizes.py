@@ -17,10 +17,10 @@ _EXAMPLES = 'an int of bytes, or a number with a unit such as "512MiB", "1.5 GiB
 
 
 def parse_size(value: str | int, name: str = "size") -> int:
-    """Return the bytes that ``value`` stands for, a fraction of a byte dropped.
+    """Return ``value`` in bytes, rounded down.
 
-    Units are read in any letter case; a bare "512M" is refused, since it means two things.
-    ``name`` is the caller's word for the value, for the error.
+    Units may be in any letter case; "512M" is refused, as it may mean MB or MiB. ``name`` is the
+    name of the value in error messages.
     """
     if isinstance(value, str):
         return _parse_text(value, name)

@@ -6,7 +6,7 @@ from enum import StrEnum
 class Tier(StrEnum):
     """A place for parameters or states, from fast and small to slow and large.
 
-    "ram" is another word for "host", wherever a tier is asked for.
+    "ram" is accepted for "host" wherever a tier is an argument.
     """
 
     DEVICE = "device"

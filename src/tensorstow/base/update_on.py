@@ -11,7 +11,7 @@ CHOICES = '"host", "device", "hybrid", "auto", or the share that the device upda
 
 
 def is_update_on(value: object) -> TypeGuard[UpdateOn]:
-    """Return whether ``value`` says where updates run."""
+    """Return whether ``value`` is a valid ``update_on``."""
     if isinstance(value, float):
         return 0.0 < value < 1.0
     return isinstance(value, str) and value in _WORDS

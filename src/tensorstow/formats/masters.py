@@ -13,7 +13,7 @@ _TIE = -0x8000
 def join_halves(weight: Tensor, low: Tensor, rounded_up: Tensor) -> Tensor:
     """Return the fp32 masters of bf16 ``weight`` with the int16 halves ``low``.
 
-    ``rounded_up`` (bool) tells where a tie was rounded away from zero.
+    ``rounded_up`` (bool): where a tie was rounded away from zero.
     """
     down = (low == _TIE) & ~rounded_up
     return (_high(weight) + low.int() + (down.int() << 16)).view(torch.float32)

@@ -196,8 +196,7 @@ def adam_reference_in_format(
 ) -> None:
     """Update ``param`` and ``kept`` in place by one step, as ``adam_reference`` does.
 
-    All on one device, any. ``key`` tells the random bits of one parameter and step from those of
-    others.
+    All tensors are on one device, any. ``key`` selects the random bits of a parameter and step.
     """
     in_place = kept.format == StateFormat.FP32
     if in_place:

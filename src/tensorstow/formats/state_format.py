@@ -1,7 +1,7 @@
 """State formats: which streams each one stores, and how they convert to fp32 and back.
 
-[Note: State formats] in csrc/kernels/kernels.h says what each format is; here are the same streams
-by name, and the way to and from fp32 tensors.
+[Note: State formats] in csrc/kernels/kernels.h defines the formats; here are the same streams by
+name, and their conversion to and from fp32 tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -135,11 +135,11 @@ def encode(
 ) -> None:
     """Write fp32 ``states`` to the streams ``out``; the arguments are as in ``decode``.
 
-    bf16 and int8 moments are rounded to the nearest; with a ``key`` by chance, as the kernels do
-    it, ``first`` being the index in the parameter of the first element. Without one they come from
-    outside and are checked: raises OptionError for a negative second moment, and for a master that
-    does not round to the weight where the format keeps only what the weight does not say; ``out``
-    is then partly written. With one an update made them, and no device is waited for.
+    bf16 and int8 moments are rounded to nearest without a ``key``, and stochastically with one, as
+    the kernels do; ``first`` is then the index in the parameter of the first element. Without a key
+    the states are the user's and are checked: raises OptionError for a negative second moment, and
+    for a master that does not round to the weight if the format stores only the bits that the
+    weight lacks; ``out`` may be partly written. With a key nothing synchronizes with a device.
     """
     specs = streams_of(weight.dtype, format, amsgrad=amsgrad)
     for begin, end in _pieces(weight.numel()):
@@ -183,7 +183,7 @@ def _cut(
 
 
 def _in_halves(dtype: torch.dtype, format: StateFormat) -> bool:
-    """Return whether masters are split, with signs of second moments telling how ties went."""
+    """Return whether masters are split, with ties stored as signs of second moments."""
     return dtype == torch.bfloat16 and format in {StateFormat.SPLIT, StateFormat.BF16}
 
 

@@ -9,7 +9,7 @@ from tensorstow.base.nodes import node_of_device
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorNodes:
-    """The node of each device that the process sees; None where the system does not say."""
+    """The node of each device that the process sees; None if it is unknown."""
 
     nodes: tuple[int | None, ...]
     current: int

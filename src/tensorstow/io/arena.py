@@ -19,10 +19,9 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 class Arena:
     """An anonymous mapping of ``nbytes``, zero-filled, in huge pages where the system has them.
 
-    Pages cost nothing until they are touched. With ``in_children=False`` a forked process finds
-    zeros there and shares no page, so that a transfer in flight can never be copied on write. It
-    has the mapping: where it had none, it would put memory of its own in that place, and unmap
-    that when it lets go of ours.
+    Pages use no memory until they are touched. With ``in_children=False`` a forked process reads
+    zeros and shares no page, so that a transfer in flight never meets copy-on-write. The child
+    keeps the mapping: without it, freeing ours there could unmap memory that took its place.
     """
 
     def __init__(self, nbytes: int, *, in_children: bool) -> None:

@@ -1,11 +1,11 @@
 """A buffer pool for tensors on disk: read when pinned, written back when dirty.
 
-[Note: A buffer's memory] Each buffer has a range of addresses of its own for ever, and pages only
-while somebody needs its bytes: they are read into place, and the pages are given back. So a weight
-has one address for the optimizer's kernels, whoever fetched it and whenever.
+[Note: A buffer's memory] Each buffer has a fixed range of addresses, and pages only while its bytes
+are needed: they are read in place, and the pages are freed afterwards. So a weight has one address
+for the optimizer's kernels at all times.
 
-    absent --fetch--> reading --pin--> present --(nobody has it, others were used later)--> absent
-    the last pin of changed bytes ends: writing too; absent only when they are on disk
+    absent --fetch--> reading --pin--> present --(unpinned, least recently used)--> absent
+    when the last pin of dirty bytes ends they are written, and evicted only when they are on disk
 
 The memory of all buffers stays within a capacity, unless more than that is pinned at once.
 """
@@ -110,9 +110,9 @@ class BufferPool:
         self._log: TransferLog | None = None
 
     def start_log(self, log: TransferLog) -> None:
-        """Put transfers into ``log`` from now on, and waits for them as stalls.
+        """Log transfers to ``log`` from now on, and waits for them as stalls.
 
-        A transfer that nobody waits for is over where the pool is asked for anything next.
+        A transfer without a wait is logged at the pool's next call.
         """
         with self._lock:
             self._log = log
@@ -159,7 +159,7 @@ class BufferPool:
             return pinned + nbytes + self._largest <= self._capacity
 
     def unpin(self, buffer: PooledBuffer, *, dirty: bool) -> None:
-        """End a pin; begin writing ``dirty`` bytes when nobody has one any more."""
+        """End a pin; begin writing ``dirty`` bytes when it was the last one."""
         with self._poisoning():
             buffer.pins -= 1
             buffer.dirty |= dirty
@@ -265,7 +265,7 @@ class BufferPool:
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:
-        """Hold the lock; whatever fails leaves weights unknown, and nobody may go on from there."""
+        """Hold the lock; poison the pool on any error, after which weights are unknown."""
         with self._lock:
             if self._failure is not None:
                 message = (

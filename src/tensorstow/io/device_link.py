@@ -1,15 +1,14 @@
 """The link between host memory and an accelerator, through ``torch.accelerator`` alone.
 
-[Note: Side streams] Gradients go down on one stream of our own and weights up on another, so that
-both directions of the link run at once and beside whatever the caller's stream computes. Updates on
-the device have a third one: the caller's stream does not wait for states on their way up. Their
-states move by streams of a second link (``beside``): a copy down that waits for its update must not
-stand before gradients that are there. Nobody
-waits for the whole device: streams wait for events of other streams, and the host waits for the
-event behind one copy.
+[Note: Side streams] Gradients are copied to the host on one stream of our own and weights to the
+device on another, so that both directions run at once and beside the caller's stream. Updates on
+the device use a third one, so that the caller's stream does not wait for states. These states are
+copied by streams of a second link (``beside``): a copy to the host that waits for its update must
+not delay gradients that are ready. Nothing synchronizes the whole device: streams wait for events
+of other streams, and the host waits for the event of one copy.
 
-On the CPU there are no streams. A copy is over when it returns and so is every event; whoever
-drives a link cannot tell, which is how machines without an accelerator test what drives it.
+On the CPU there are no streams: a copy is complete when it returns, and so is every event. Callers
+see no difference, so machines without an accelerator test the same code.
 """
 
 import time

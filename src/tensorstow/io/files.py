@@ -63,7 +63,7 @@ class IoFuture:
 class File:
     """A file open for asynchronous reads and writes of tensors through one engine.
 
-    ``direct`` tells whether it bypasses the page cache (O_DIRECT). Then every offset must be a
+    ``direct``: whether it bypasses the page cache (O_DIRECT). Then every offset must be a
     multiple of ALIGN; a tensor that is not aligned goes through an aligned buffer of the engine.
     """
 
@@ -147,7 +147,7 @@ def check_movable(tensor: torch.Tensor) -> None:
 
 
 def transfer_error(path: Path, operation: str, code: int, offset: int, length: int) -> OSError:
-    """Return the exception for a transfer that the native core says failed with ``code``."""
+    """Return the exception for a transfer that failed with ``code`` in the native core."""
     found = 0 if code == _END_OF_FILE else code
     return TransferError(path, operation, offset=offset, length=length, errno=found)
 
@@ -211,7 +211,7 @@ def accepts_direct(directory: Path) -> bool:
         fd = open_unnamed(directory)
     except DirectoryError as error:
         if _is_full(error.__cause__):
-            return True  # nothing can be tried: whoever opens a file of a full disk tries that
+            return True  # nothing can be tried here: opening a file of a full disk tries it
         raise
     try:
         with named("A scratch file in", directory):
@@ -230,7 +230,7 @@ def backend_for(directories: Iterable[Path], wanted: str | None = None) -> str |
 
 
 def stripe(files: Sequence[File], index: int) -> File:
-    """Return the file that chunk ``index`` lives in: chunks go round the files in turn."""
+    """Return the file of chunk ``index``: chunks are distributed round-robin."""
     return files[index % len(files)]
 
 
@@ -261,7 +261,7 @@ def _directory_error(directory: Path, error: OSError) -> DirectoryError:
 def reserve(fd: int, directory: Path, nbytes: int) -> None:
     """Reserve space up to byte ``nbytes``; raise DirectoryError where there is too little."""
     # Where the filesystem cannot reserve, C libraries would write zeros: `fallocate` in Python is
-    # posix_fallocate, so only ask where the kernel's own call is behind it.
+    # posix_fallocate, so call it only where the kernel implements it.
     if nbytes == 0:
         return
     code = _native.fallocate(fd, nbytes)

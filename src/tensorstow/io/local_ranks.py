@@ -15,9 +15,9 @@ from tensorstow.base.errors import OptionError
 def local_ranks(environ: Mapping[str, str] = os.environ) -> LocalRanks:
     """Return the ranks on this machine.
 
-    LOCAL_WORLD_SIZE and LOCAL_RANK say it (torchrun sets them); where they are not set, the process
-    group does: ranks that met at a loopback address are on one machine, and of those that have
-    accelerators each machine has as many as it has devices, as torch's device meshes take it.
+    From LOCAL_WORLD_SIZE and LOCAL_RANK (torchrun sets them), else from the process group: ranks
+    whose rendezvous is a loopback address are on one machine, and ranks with accelerators are
+    assumed to be one for each device, as torch's device meshes assume.
     """
     if "LOCAL_WORLD_SIZE" not in environ:
         return _of_group()
@@ -35,10 +35,9 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> LocalRanks:
 
 
 def _among(count: int) -> int | None:
-    """Return this rank's number among ``count`` on its machine; None where no group says it.
+    """Return this rank's number among ``count`` on its machine; None if no group gives it.
 
-    A group of fewer ranks is not the one that ``count`` speaks of: ``stow`` makes one of this
-    process alone where there is none.
+    A group of fewer ranks is ignored: ``stow`` creates one of this process alone if there is none.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < count:
         return None

@@ -1,10 +1,10 @@
 """This rank's share of the machine's cores.
 
-OMP_NUM_THREADS is not asked: torchrun sets it to 1 for every rank.
+OMP_NUM_THREADS is ignored: torchrun sets it to 1 for every rank.
 
-[Note: Bound ranks] Where its launcher may use more cores than a rank, the launcher has bound it
-(srun, mpirun, torchrun's --numa-binding, numactl in a script): to be divided among the ranks is
-what the launcher has, and what the rank has is not divided again. Nor are its threads moved.
+[Note: Bound ranks] If the launcher may use more cores than a rank, it has bound the rank (srun,
+mpirun, torchrun's --numa-binding, numactl in a script). The rank's cores are then its share: they
+are not divided again, and its threads are not moved.
 """
 
 import os

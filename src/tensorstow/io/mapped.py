@@ -1,9 +1,9 @@
 """Files that are written in pieces and read as mapped memory.
 
-[Note: Mapped files] They go through the page cache: pieces begin at any byte, not at a block, and
-who asks for such a file mostly reads it next. Write-back starts behind every few MiB and what is
-clean leaves the cache, so that other things in it stay. Pages of a mapping belong to the file: the
-system takes them back when it wants the memory, and they do not count as the process's own.
+[Note: Mapped files] They use the page cache: pieces begin at any byte, not at a block, and such a
+file is mostly read soon after. Write-back starts every few MiB, and clean pages are dropped so that
+the cache keeps its other contents. Pages of a mapping belong to the file: the system reclaims them
+under memory pressure, and they do not count as the process's own.
 """
 
 import errno as codes
@@ -69,7 +69,7 @@ class PieceFile:
         return Mapped(self._fd, self.nbytes, mmap.ACCESS_WRITE)
 
     def sync(self) -> None:
-        """Return once all of it is durable; raise TransferError where the disk says no."""
+        """Return when the file is durable; raise TransferError if the disk fails."""
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -125,9 +125,9 @@ def scratch_pieces(directory: Path, nbytes: int) -> PieceFile:
 
 @contextmanager
 def replacing(path: Path, nbytes: int) -> Iterator[PieceFile]:
-    """Yield a new file that becomes ``path``, durably, when all went well.
+    """Yield a new file that replaces ``path``, durably, when the block ends without error.
 
-    Whatever happens before leaves ``path`` as it was.
+    On an error ``path`` is unchanged.
     """
     made = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:

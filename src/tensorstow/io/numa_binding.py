@@ -1,8 +1,8 @@
-"""Restricts this rank's native threads and memory to its cores and NUMA node.
+"""Binds this rank's native threads to its cores, and memory to its NUMA node.
 
-[Note: NUMA binding] Only threads of our own are restricted, each by itself when it starts; the
-caller's, torch's and the interpreter's stay where they are. One process is one rank, so it has one
-share; threads that run already stay as they are when it changes.
+[Note: NUMA binding] Only the library's own threads are bound, each when it starts; the threads
+of the caller, torch and the interpreter are not. A process is one rank and has one share. Running
+threads keep their binding when the share changes.
 """
 
 import logging
@@ -22,7 +22,7 @@ NodeChoice = int | Literal["auto", "any"]
 
 
 class _Process:
-    """What holds for the whole process."""
+    """The binding of the process."""
 
     asked: NodeChoice = "auto"
     share: CoreShare | None = None
@@ -30,10 +30,10 @@ class _Process:
 
 
 def bind_threads(node: NodeChoice = "auto") -> CoreShare:
-    """Keep native threads that start from now on to this rank's share; return it.
+    """Bind native threads that start from now on to this rank's share of the cores; return it.
 
-    What is asked for by name holds for the process until something else is. Raises OptionError
-    where this process has no core on the node.
+    An explicit ``node`` holds for the process until another one is given. Raises OptionError if
+    this process has no core on the node.
     """
     asked = _Process.asked if node == "auto" else node
     if asked == "auto":
@@ -49,7 +49,7 @@ def bind_threads(node: NodeChoice = "auto") -> CoreShare:
 
 
 def prefer_own_node(address: int, nbytes: int) -> None:
-    """Have pages that are touched from now on come from this rank's node, where it has one."""
+    """Allocate pages that are touched from now on on this rank's node, if it has a single one."""
     share = _Process.share or bind_threads()
     if len(share.nodes) != 1:
         return

@@ -23,7 +23,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 
 @dataclass(eq=False, slots=True)
 class _Memory:
-    """What a block lets go of at its end."""
+    """What a block frees at its end."""
 
     bytes: torch.Tensor
     device: torch.device
@@ -143,7 +143,7 @@ def register(address: int, nbytes: int, device: torch.device) -> str | None:
     error = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
     if not error:
         return None
-    # The driver keeps the error for whoever asks next, which must not be an innocent kernel.
+    # The driver would report the error at the next call, which may be an unrelated kernel.
     try:
         torch.empty(1, device=device).zero_()
     except RuntimeError:
@@ -189,7 +189,7 @@ def _warn(nbytes: int, device: torch.device, refused: str) -> None:
 
 
 def _release(synchronize: Callable[[], None], memory: _Memory) -> None:
-    """Let go of ``memory`` when no copy uses it; it is an argument so that it lives until then."""
+    """Free ``memory`` when no copy uses it; it is an argument to keep it alive until then."""
     if memory.owner != os.getpid():
         return
     try:

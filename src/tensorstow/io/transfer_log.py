@@ -1,4 +1,4 @@
-"""Logs of transfers and of waits for them, kept while a recording asks for them."""
+"""Logs of transfers and of waits for them, kept during a recording."""
 
 import time
 from dataclasses import dataclass

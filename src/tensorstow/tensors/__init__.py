@@ -1,1 +1,1 @@
-"""Tensors that stand for values elsewhere, and this rank's part of a DTensor."""
+"""Placeholders for values that are elsewhere, and this rank's part of a DTensor."""

@@ -1,9 +1,9 @@
 """This rank's part of a DTensor and of its gradient: its rows, mesh and memory.
 
 [Note: Shards] FSDP2 makes every parameter a DTensor, of which a rank holds one shard. States are
-kept of the shard, so everything here that reads bytes works on it, and everything that users see
-(groups, ``optimizer.state``, names) on the parameter itself. A shard whose bytes are elsewhere is
-an ``OffloadedWeight`` or an ``OffloadedGradient``, which says where they are.
+those of the shard, so code that reads bytes uses the shard, and the public interface (groups,
+``optimizer.state``, names) uses the parameter. A shard whose bytes are elsewhere is an
+``OffloadedWeight`` or an ``OffloadedGradient``, which has access to them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -90,7 +90,7 @@ def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard; ``tensor`` itself for most, of which a step asks many times."""
+    """Return this rank's shard; ``tensor`` itself if it is no DTensor. Called often in a step."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -166,9 +166,9 @@ def pinned_by(pager: Pager | None, *, for_write: bool = False) -> Iterator[None]
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's elements of the gradient of ``parameter``, or None.
 
-    A ConsumedGradient where they were handed over. A gradient that is sharded in another way than
-    its parameter (tensor parallelism leaves ``Partial`` ones, of which each rank has a summand) is
-    exchanged for one that is sharded as the parameter is, which every rank takes part in.
+    A ConsumedGradient if an update has begun. A gradient that is sharded in another way than its
+    parameter (tensor parallelism leaves ``Partial`` ones, of which each rank has a summand) is
+    redistributed to the parameter's sharding, a collective of all ranks.
     """
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, ConsumedGradient):
@@ -337,5 +337,5 @@ def _sum(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     """Return where the group's collectives take tensors: on the CPU where they can."""
-    devices = group._device_types  # noqa: SLF001  # no public way says it
+    devices = group._device_types  # noqa: SLF001  # no public way
     return torch.device("cpu") if torch.device("cpu") in devices else devices[0]

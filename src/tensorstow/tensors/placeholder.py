@@ -13,9 +13,9 @@ _QUIET = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class Placeholder(torch.Tensor):
-    """A tensor of some shape and dtype whose values nobody may ask for.
+    """A tensor of some shape and dtype without readable values.
 
-    Every operation but the ones that only pass it on calls ``refuse``, which a subclass says.
+    Every operation that would read them calls ``refuse``, which subclasses define.
     """
 
     @staticmethod
@@ -31,12 +31,12 @@ class Placeholder(torch.Tensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what it is: the default would look at the values."""
+        """Name the class, shape and dtype: the default would read the values."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @staticmethod
     def refuse(operation: str) -> NoReturn:
-        """Raise OptionError: ``operation`` was asked of values that are not here."""
+        """Raise OptionError: ``operation`` needs values that are not here."""
         message = f"{operation} was asked of a tensor that only stands for another."
         raise OptionError(message)
 
@@ -64,11 +64,11 @@ WAYS_OUT = (
     "Behind a backward that has ended step() is next, and zero_grad() behind that. Where it did not"
     f" end, {LEAVE}."
 )
-"""What to do about gradients that were used, for who does not know the optimizer's phase."""
+"""What to do about consumed gradients, if the optimizer's phase is not known."""
 
 
 def _refuse_gradient(operation: str) -> NoReturn:
-    """Raise OptionError: ``operation`` was asked of a gradient that is used up already."""
+    """Raise OptionError: ``operation`` needs a gradient that an update has consumed."""
     message = (
         f"{operation} was asked of a gradient that its update has used already: with"
         ' overlap="backward" a gradient is gone as soon as it is final. A second backward before'
@@ -91,8 +91,7 @@ def refuse_used(name: str) -> NoReturn:
 class ConsumedGradient(Placeholder):
     """A tensor without memory, of the gradient's shape: its update has begun.
 
-    Nobody may take it for a gradient: clipping, unscaling and accumulation, which would do nothing
-    to a ``None`` and say nothing, raise OptionError here.
+    Clipping, unscaling and accumulation, which would silently skip a ``None``, raise OptionError.
     """
 
     refuse = staticmethod(_refuse_gradient)
@@ -109,8 +108,8 @@ def _refuse_state(operation: str) -> NoReturn:
 class StateOnDisk(Placeholder):
     """A tensor without memory, of the state's shape.
 
-    Whoever asks which states a parameter has (``torch.distributed.checkpoint`` does) finds them;
-    whoever looks at their values is told to ask ``state_dict()``.
+    Its name and shape can be read (``torch.distributed.checkpoint`` does); reading values raises an
+    error that names ``state_dict()``.
     """
 
     @staticmethod
