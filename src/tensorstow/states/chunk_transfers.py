@@ -38,21 +38,21 @@ class ChunkStorage(Protocol):
         """Return where its files are."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all files."""
 
 
 class ChunkTransfers:
     """Reads and writes chunks through the first slot of the ring."""
 
     def __init__(self, stored: StoredChunks, storage: ChunkStorage) -> None:
-        """Move what ``stored`` knows of, in the files of ``storage``."""
+        """Move chunks at the positions in ``stored``, in the files of ``storage``."""
         self._stored = stored
         self._storage = storage
 
     def in_memory(
         self, chunks: Sequence[Chunk], ring: ChunkRing
     ) -> Iterator[tuple[Chunk, Sequence[torch.Tensor]]]:
-        """Bring each chunk's streams into memory in turn; valid until the next is asked for."""
+        """Yield each chunk's streams in memory, valid until the next iteration."""
         for chunk in chunks:
             if chunk.resident and self._stored.state(chunk) == "resident":
                 yield chunk, chunk.resident

@@ -33,7 +33,7 @@ class Allocation(Protocol):
 
 
 Allocate = Callable[[int], Allocation]
-"""Takes so many bytes, which whoever calls must keep as long as the views of it."""
+"""Allocates so many bytes; the caller keeps the allocation as long as views of it."""
 PART_ELEMENTS = 1 << 15
 """Elements that are in fp32 at a time where states are read or set: 128 KiB a state. What is made
 of them on the way stays in the cache, and torch starts no threads for so few."""
@@ -187,7 +187,7 @@ def slices(
 def unpack(
     chunk: Chunk, streams: Sequence[torch.Tensor], weights: Weights
 ) -> dict[str, torch.Tensor]:
-    """Return the fp32 states that ``streams`` stand for, by name, in the chunk's own order."""
+    """Decode ``streams`` to fp32 states by name, in the chunk's own order."""
     family = chunk.family
     return decode(streams, gather_weight(chunk, weights), family.format, amsgrad=family.amsgrad)
 

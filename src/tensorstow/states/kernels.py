@@ -7,10 +7,10 @@ from tensorstow.io.numa_binding import bind_threads
 from tensorstow.states.policy import PipelinePolicy
 
 _FEW_THREADS = 4
-"""At most so many beside a caller who computes. Not one: a team of threads waits for its last
-member, so whoever takes a single core of it takes all of them, and for longer."""
+"""The most threads that update beside a caller that computes. Four, not one: one busy core already
+stalls the caller's OpenMP team at its barriers, and one thread would do so for longer."""
 _most_asked = 0
-"""Threads, of all policies: the pool is the process's, and each pipeline takes its own of it."""
+"""The most threads of any policy: the pool is the process's, and each pipeline uses part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,6 @@ def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
 
 
 def team_of(policy: PipelinePolicy) -> tuple[int, int]:
-    """Return how many threads update, and how many do beside a caller who computes."""
+    """Return how many threads update, and how many do beside a caller that computes."""
     threads = policy.threads or bind_threads(policy.node).threads
     return threads, min(_FEW_THREADS, threads)

@@ -233,7 +233,7 @@ class Part:
 def parts_of(family: Family, elements: int) -> tuple[Part, ...]:
     """Return the parts of a chunk of ``elements``: each stream, then its weights.
 
-    The native core says; [Note: Extents] in csrc/pipeline/chunk.h.
+    Computed by the native core; [Note: Extents] in csrc/pipeline/chunk.h.
     """
     return tuple(Part(*row) for row in _native.chunk_layout(family.native, elements))
 

@@ -79,8 +79,8 @@ class StagingPlan:
 def plan_staging(elements: Sequence[int]) -> StagingPlan:
     """Return the staging memory for chunks of ``elements``: one slot each, up to 64 MiB.
 
-    Never fewer than two slots, so that one chunk's gradients come down while another's are used;
-    every slot holds the largest chunk's in fp32, whatever their dtype.
+    At least two slots, so that one chunk's gradients are copied while another's are used; a slot
+    holds the largest chunk's gradients in fp32, whatever their dtype.
     """
     slot = round_up(_WIDEST * max(elements, default=0), _PAGE)
     fitting = max(LEAST_SLOTS, DEFAULT_STAGING_BYTES // max(slot, 1))

@@ -1,4 +1,4 @@
-"""The native pipeline as long as it may be used: whoever asks for it is told what failed in it."""
+"""Holds the native pipeline; raises what failed in it, and refuses use after a failure or fork."""
 
 import os
 from collections.abc import Callable
@@ -14,10 +14,10 @@ Failure = tuple[int, str, int, int, int, int]
 
 
 class Resources:
-    """What a pipeline must let go of in order, apart from it and from what failed in it.
+    """What a pipeline must free in order, separate from the pipeline and its error.
 
-    Somebody holds this until then. He does not hold the pipeline: an error leads to the frames that
-    raised it, and so to the optimizer and the model.
+    A finalizer can hold this without holding the pipeline: an error refers to the frames that
+    raised it, and through them to the optimizer and the model.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class NativeHandle:
         self._owner = os.getpid()
         self._poison: BaseException | None = None
         self._untold: BaseException | None = None
-        """A failure that a thread behind the caller has met, and nobody who calls has seen."""
+        """A failure in a background thread that no caller has seen yet."""
         self._is_closed = False
 
     @property
@@ -57,7 +57,7 @@ class NativeHandle:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is, or was, anything to be asked."""
+        """Whether a native pipeline exists, or has existed."""
         return self.native is not None or self.is_poisoned or self._is_closed
 
     @property
@@ -66,9 +66,9 @@ class NativeHandle:
         return self._poison is not None
 
     def live(self) -> _native.Pipeline:
-        """Return the pipeline; raises PoisonedError or ForkError where nobody may go on.
+        """Return the pipeline; raise PoisonedError or ForkError if it must not be used.
 
-        What failed behind the caller's back is raised as itself where it is seen first.
+        A failure in a background thread is raised as itself the first time.
         """
         if self._owner != os.getpid():
             message = (
@@ -89,7 +89,7 @@ class NativeHandle:
             raise PoisonedError(message) from self._poison
         native = (
             self.resources.native
-        )  # a call less than by its name: this is asked for each gradient
+        )  # one call less than by its name: this runs for each gradient
         if native is None:
             message = "This optimizer was closed: its states are gone. Make a new one."
             raise PoisonedError(message)
@@ -101,9 +101,9 @@ class NativeHandle:
             self._poison = error
 
     def check(self, failure: Failure, *, behind: bool = False) -> None:
-        """Raise what failed, if anything.
+        """Raise the failure, if any.
 
-        ``behind``: in a thread behind the caller, who is to be told as well.
+        ``behind``: this is a background thread; the failure is kept for the caller too.
         """
         if not failure[0]:
             return

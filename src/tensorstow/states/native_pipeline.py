@@ -92,9 +92,9 @@ class UpdatePipeline:
     """READ, UPDATE and WRITE of chunks in native threads."""
 
     def __init__(self, policy: PipelinePolicy, overlap: Overlap = "none") -> None:
-        """Remember how; ``connect`` says what."""
-        # There and back, so that a step begins with what the last one left in the ring; where
-        # backward or forward gives the order, that cannot be.
+        """Keep the options; ``connect`` adds the chunks."""
+        # In alternating order a step begins with what the last one left in the ring. Beside
+        # backward or forward the order is theirs.
         self._alternate = overlap == "none" and policy.schedule == "pipelined"
         self._policy = policy
         self.handle = handle = NativeHandle()
@@ -110,7 +110,7 @@ class UpdatePipeline:
         self.memory = handle.resources.memory
         """What steps read and write beside the ring: it must outlive the native pipeline."""
         self.lock = threading.RLock()
-        """Held by whoever uses the ring: a step, or reading and setting states."""
+        """Held while the ring is used: by a step, or to read or set states."""
 
     def connect(
         self,
@@ -147,14 +147,14 @@ class UpdatePipeline:
     def prefetch(self) -> None:
         """Start reading the first chunks of the next step, as many as the ring holds.
 
-        Called from inside backward, so what is wrong is left for ``step`` to say.
+        Called from inside backward, so errors are left for ``step`` to raise.
         """
         if not self.handle.is_ours or self._policy.schedule == "naive":
             return
         # A hook of this kind is no call, so a handler may commit in it: the thread that commits
         # would wait for the lock, and the handler for that thread.
         with SignalsDeferred():
-            # Whoever holds the lock is using the ring; reading ahead is no loss to leave out.
+            # If the lock is held the ring is in use; reading ahead can be skipped.
             if self.lock.acquire(blocking=False):
                 try:
                     native = self.handle.native  # close() takes no lock
@@ -169,10 +169,9 @@ class UpdatePipeline:
         scalars: npt.NDArray[np.float32],
         kind: StepKind = _WHOLE,
     ) -> None:
-        """Hand over one step; return once it is published, unless it goes on beside the caller.
+        """Start one step; return when it is published, unless ``kind`` lets it run on.
 
-        The native side holds the memory of weights and gradients until it is done with it, though
-        nobody else may.
+        The native side keeps the memory of weights and gradients alive until it has used it.
         """
         with self.lock:
             table = np.array(
@@ -192,7 +191,7 @@ class UpdatePipeline:
             ).reshape(-1, 7)
             native = self.handle.live()
             self.handle.check(native.failure())
-            self.steps_begun += 1  # before: an exception must not find a step that nobody knows of
+            self.steps_begun += 1  # before: after an exception the step must be known to have begun
             failure = native.begin(
                 table,
                 scalars,
@@ -203,8 +202,8 @@ class UpdatePipeline:
                 resident_first=kind.resident_first,
                 caller=kind.caller,
             )
-            # What fails in a step that goes on is for whoever waits for it to say: at once or
-            # later, as the disk has it, would be two behaviours.
+            # A failure of a step that runs on is raised by the next wait, never here: when it
+            # occurs depends on the disk.
             if not kind.goes_on:
                 self.handle.check(failure)
             if self._policy.schedule == "naive" and not kind.goes_on:
@@ -227,7 +226,7 @@ class UpdatePipeline:
         self.handle.live().add_chunk_gradients(chunk, given)
 
     def close_step(self) -> None:
-        """Say that no more gradients come."""
+        """End an open step: no more gradients come."""
         self.handle.live().close()
 
     def wait_published(self) -> None:
@@ -275,9 +274,9 @@ class UpdatePipeline:
         return self.handle.live().order()
 
     def check_alive(self) -> None:
-        """Raise PoisonedError or ForkError where nobody may go on.
+        """Raise PoisonedError or ForkError if the pipeline must not be used.
 
-        What failed behind the caller's back is raised as itself where it is seen first.
+        A failure in a background thread is raised as itself the first time.
         """
         self.handle.live()
 

@@ -13,7 +13,7 @@ from tensorstow.states.state_store import Placement
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """Where states live (``placement``), in which format, and when they move."""
+    """Where states are kept (``placement``), in which format, and when updates run."""
 
     placement: Placement
     policy: PipelinePolicy = field(default_factory=PipelinePolicy)
@@ -38,7 +38,7 @@ def format_of(dtype: torch.dtype, wanted: StateFormat | None, *, moving: bool) -
 
     Args:
         dtype: The parameter's.
-        wanted: What the user asked for; None: the least bytes that lose nothing where states move.
+        wanted: The user's choice; None: the smallest exact format if states move.
         moving: Whether any states pass through the ring.
     """
     if wanted is None:

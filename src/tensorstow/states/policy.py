@@ -71,5 +71,5 @@ class PipelinePolicy:
 
     @property
     def most_slots(self) -> int | None:
-        """Return how many chunks may be in memory at once; None where only the budget says."""
+        """Return how many chunks may be in memory at once; None if only the budget limits it."""
         return 1 if self.schedule == "naive" else None

@@ -56,12 +56,12 @@ class StateSlice:
     parameter: int
     start: int
     states: Mapping[str, torch.Tensor]
-    """Valid until the next piece is asked for."""
+    """Valid until the next iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What the user decided about where states live."""
+    """Where the user wants states to be kept."""
 
     disk_fraction: float
     directories: tuple[Path, ...]
@@ -123,7 +123,7 @@ class StateStore:
         prepare_kernels(policy)
 
     def keep(self) -> None:
-        """Let nothing but ``close``, ``leave`` and ``abandon`` let go of files and threads."""
+        """Keep files and threads until ``close``, ``leave`` or ``abandon``."""
         held = self._finalizer.detach()
         if held is not None:
             _KEPT[id(self.pipeline.handle.resources)] = held[2]
@@ -394,7 +394,7 @@ def _set(
         source = slice(run.start, run.start + run.count)
         target = slice(run.position, run.position + run.count)
         if "master" in given and part.family.has_master:
-            # Rounds: this is the weight that the master stands for.
+            # Rounds: this is the weight that the master represents.
             weight[target] = given["master"].detach().reshape(-1)[source]
         for name, state in named.items():
             if name in given:
@@ -422,7 +422,7 @@ _KEPT: dict[int, tuple[Any, ...]] = {}
 
 
 def _release(resources: Resources, storage: ChunkStorage, owner: int) -> None:
-    """Let go in this order: the pipeline drains into the files, then they are closed."""
+    """Free in this order: the pipeline drains into the files, then they are closed."""
     if owner == os.getpid():  # a forked child has neither the threads nor a right to the files
         resources.close()
         storage.close()

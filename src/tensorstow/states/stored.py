@@ -99,7 +99,7 @@ class StoreStorage:
 
 
 def _open_store(directories: Sequence[Path], engine: _native.Engine) -> Store:
-    """Open the store; where ranks that know nothing of each other name one directory, say so."""
+    """Open the store; explain in the error if ranks without a process group share a directory."""
     try:
         return Store.open(directories, engine)
     except LockedError as error:

@@ -1,4 +1,4 @@
-"""What the native pipeline knows of chunks on disk, and of the weights that its updates left."""
+"""Where chunks are on disk, and checksums of weights that updates left, in the native pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ class StoredChunk:
     checksums: bytes = b""
     """Of its states, a u32 for each block."""
     weight_checksums: bytes = b""
-    """Of the weights behind them; empty where those are not the weights of now."""
+    """Of the stored weights; empty if those are out of date."""
 
 
 class StoredChunks:
-    """Where each chunk's bytes are, and whether they are those of now."""
+    """Where each chunk's bytes are on disk, and whether they are current."""
 
     def __init__(self, handle: NativeHandle) -> None:
-        """Ask the pipeline of ``handle``."""
+        """Use the pipeline of ``handle``."""
         self._handle = handle
         self._targets: dict[int, FilePosition] = {}
 
@@ -52,7 +52,7 @@ class StoredChunks:
         return self._targets[chunk.number]
 
     def captured(self, chunk: Chunk) -> bool:
-        """Return whether the chunk's place holds its states and the weights of now."""
+        """Return whether the chunk's place holds its current states and weights."""
         return self._handle.live().captured(chunk.number)
 
     def checksums(self, chunk: Chunk) -> tuple[bytes, bytes]:
@@ -61,7 +61,7 @@ class StoredChunks:
         return states, weights
 
     def rewritten(self, chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:
-        """Say that ``streams`` were put into the chunk's memory, or written to its target."""
+        """Record that ``streams`` were put into the chunk's memory, or written to its target."""
         self._handle.live().rewritten(chunk.number, [s.data_ptr() for s in streams])
 
     def check_intact(self, chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:
@@ -75,7 +75,7 @@ class WrittenWeights:
     """Checksums of the weights that our last update left, to detect writes by others."""
 
     def __init__(self, handle: NativeHandle) -> None:
-        """Ask the pipeline of ``handle``."""
+        """Use the pipeline of ``handle``."""
         self._handle = handle
 
     def record(self, parameter: int, weight: torch.Tensor) -> None:
@@ -85,14 +85,14 @@ class WrittenWeights:
     def record_master(
         self, parameter: int, master: torch.Tensor | None, dtype: torch.dtype
     ) -> None:
-        """Take the weight of ``dtype`` that ``master`` rounds to; None: seed it anew."""
+        """Record the weight of ``dtype`` that ``master`` rounds to; None: ``forget`` it."""
         if master is None:
             self.forget(parameter)
         else:
             self.record(parameter, master.detach().reshape(-1).to("cpu", dtype))
 
     def forget(self, parameter: int) -> None:
-        """Seed the master anew at the next update."""
+        """Forget the weight: the next update seeds the master from the parameter."""
         self._handle.live().forget_weight(parameter)
 
     def is_unchanged(self, parameter: int, weight: torch.Tensor) -> bool:
@@ -100,5 +100,5 @@ class WrittenWeights:
         return self._handle.live().unchanged(parameter, weight.data_ptr())
 
     def forget_capture(self, parameter: int) -> None:
-        """Say that someone else wrote the weight since a commit did."""
+        """Mark the committed weight as out of date: the user wrote the parameter."""
         self._handle.live().forget_capture(parameter)

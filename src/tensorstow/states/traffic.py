@@ -43,7 +43,7 @@ class TrafficCounters:
     """The counters of one pipeline, which outlive it."""
 
     def __init__(self, handle: NativeHandle) -> None:
-        """Ask the pipeline of ``handle``."""
+        """Use the pipeline of ``handle``."""
         self._handle = handle
         self.slot_bytes: int | None = None
         """Of the ring; None: there is none yet."""
@@ -84,7 +84,7 @@ class TrafficCounters:
             self._handle.native.start_trace(_LONGEST_TRACE)
 
     def end_trace(self) -> None:
-        """End the event log; what is in it stays to be asked for."""
+        """Stop logging events; those logged can still be read."""
         self._last_trace = self.trace()
         self._is_tracing = False
         if self._handle.native is not None:

@@ -1,8 +1,8 @@
-"""What a forked child closes before any of its own code runs.
+"""Closes inherited files in a forked child before any of its own code runs.
 
 An flock belongs to the open file, which a child shares: a killed parent's store would stay locked
-for as long as a data loader's worker lives. A SQLite handle must not be touched in a child, not
-even to close it.
+until, say, its data loader's workers end. An SQLite handle must not be used in a child, not even to
+close it.
 """
 
 import os
@@ -15,7 +15,7 @@ class Inherited(Protocol):
     """Something that a child inherits and must not keep."""
 
     def abandon(self) -> None:
-        """Let go, in the child; what the parent holds must not notice."""
+        """Close the child's copies without any effect on the parent's."""
 
 
 guard = threading.RLock()
@@ -25,7 +25,7 @@ _alive: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
 
 
 def abandon_in_children(thing: Inherited) -> None:
-    """Call ``thing.abandon()`` in every child forked from now on, for as long as it lives."""
+    """Call ``thing.abandon()`` in every child forked from now on, while ``thing`` is alive."""
     _alive.add(thing)
 
 

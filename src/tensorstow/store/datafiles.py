@@ -18,7 +18,7 @@ _HEADER = re.compile(rb"tensorstow states 1\nrun ([!-~]+)\nfile (\d+) of (\d+)\n
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What the first page of a data file says."""
+    """The first page of a data file."""
 
     run: str
     """The same in all files of a store and in its manifest, in no other's."""

@@ -1,9 +1,9 @@
 """Digests over the manifest's rows: SQLite does not check its pages.
 
-[Note: Digests] Each generation has one over all its rows, made from the values that are inserted
-and compared with those that are read, before any of them is believed. The seal is one over what
-belongs to no generation alone: which generations, snapshots and files there are, the tables
-themselves, the run. It is made anew in each transaction.
+[Note: Digests] Each generation has a digest over all its rows, computed from the inserted values
+and checked against those that are read before they are used. The seal is a digest over all that
+belongs to no single generation: the lists of generations, snapshots and files, the schema, the run.
+Each transaction rewrites it.
 """
 
 import hashlib

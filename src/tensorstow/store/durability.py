@@ -17,7 +17,7 @@ from tensorstow.io.files import File, open_file
 
 
 class Disk(Protocol):
-    """What a store asks of the system when order matters."""
+    """The system calls of a store whose order matters."""
 
     def create(self, path: Path, contents: bytes) -> None:
         """Make the new file ``path``, its owner's alone; nothing is durable yet."""

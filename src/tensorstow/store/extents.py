@@ -1,4 +1,4 @@
-"""Extents: which bytes of the data files are in use, and by whom. Arithmetic only."""
+"""Extents: which bytes of the data files are in use, and by which generation. Arithmetic only."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ class Extents:
         self._free_the_gaps()
 
     def in_use(self, extent: Extent) -> bool:
-        """Return whether somebody holds ``extent`` or a kept generation refers to it."""
+        """Return whether ``extent`` is held, or a kept generation refers to it."""
         return self._held[extent] > 0 or self._references[extent] > 0
 
     def is_kept(self, extent: Extent) -> bool:
@@ -75,7 +75,7 @@ class Extents:
         self._references.update(self._kept[number])
 
     def forget(self, number: int) -> None:
-        """Take note that generation ``number`` is gone."""
+        """Drop the references of generation ``number``."""
         for extent in self._kept.pop(number):
             self._drop(self._references, extent)
 

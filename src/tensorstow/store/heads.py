@@ -1,14 +1,14 @@
 """Heads: each data file records the manifest's newest transaction, so that a loss is noticed.
 
-[Note: Heads] SQLite tells bytes of its log that were damaged from those of an unfinished
-transaction by nothing: it goes back to the last one that is whole, and a log that is gone is no
-log. So each transaction of the manifest has a number, and before it is reported that number is
-written to each data file and synced, in one of two slots by turns: a torn one leaves the other.
+[Note: Heads] SQLite cannot tell damage to its log from an unfinished transaction: it returns to the
+last complete one, and treats a deleted log as no log. So each transaction of the manifest has a
+number, which is written to each data file and synced before the transaction is reported. Two slots
+are written in turn, so that a torn write leaves the other one.
 
     manifest == head       as it should be
     manifest == head + 1   the process died before it had written the head: never reported
-    manifest <  head       the manifest has lost what was reported: an error by name
-    manifest >  head + 1   the data file is an older copy: likewise
+    manifest <  head       the manifest has lost a reported transaction: an error
+    manifest >  head + 1   the data file is an older copy: an error
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a data file says of the manifest."""
+    """The manifest's newest transaction, as a data file records it."""
 
     run: str
     transaction: int = 0
@@ -52,7 +52,7 @@ class Head:
         return (text + hashlib.sha256(text).hexdigest().encode() + b"\n").ljust(PAGE, b"\0")
 
     def __str__(self) -> str:
-        """Return what of it people want to know."""
+        """Return it as text for error messages."""
         if not self.generation:
             return "no commit yet"
         return f"generation {self.generation} (step {self.step}) as the newest"
@@ -77,7 +77,7 @@ def sync_heads(disk: Disk, files: Sequence[File], head: Head) -> None:
 
 
 def put_head(path: Path, head: Head) -> None:
-    """Write ``head`` to the data file ``path``, durably, whatever is there; nobody has it open."""
+    """Write ``head`` to the data file ``path``, durably, whatever is there."""
     with path.open("r+b") as file:
         file.seek(_slot_at(head.transaction))
         file.write(head.page())

@@ -26,7 +26,7 @@ class DataFileInfo:
 
     path: Path
     bytes: int | None
-    """Its size; None where it is gone."""
+    """Its size; None if it does not exist."""
     used_bytes: int
     """What kept generations refer to."""
 
@@ -38,7 +38,7 @@ class DataFileInfo:
 
 @dataclass(frozen=True, slots=True)
 class LayoutInfo:
-    """What the newest generation's layout says."""
+    """The layout of the newest generation."""
 
     elements: int
     """In all chunks."""
@@ -58,7 +58,7 @@ class StoreInfo:
     writer: str
     format: int
     holder: str | None
-    """Who uses it now."""
+    """The process that uses it now."""
     generations: tuple[Summary, ...]
     files: tuple[DataFileInfo, ...]
     layout: LayoutInfo | None
@@ -66,7 +66,7 @@ class StoreInfo:
 
 
 def inspect_store(directory: Path) -> StoreInfo:
-    """Look at the store in ``directory``, its run may be live; nothing is written or held up.
+    """Inspect the store in ``directory``, also of a live run, without writes or locks.
 
     Raises StoreFormatError where there is none.
     """
@@ -103,7 +103,7 @@ def data_paths(noted: Sequence[Path], first: Path) -> list[Path]:
 
 @contextmanager
 def read_only(directory: Path) -> Iterator[tuple[sqlite3.Connection, str | None]]:
-    """Open a manifest to read, and say who holds the store; raise StoreFormatError without one."""
+    """Open a manifest for reading; yield it with the holder of the store, if any."""
     path = directory / MANIFEST_NAME
     with peek(directory) as holder:
         if not path.is_file():

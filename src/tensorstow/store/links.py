@@ -1,7 +1,7 @@
 """Checks that the open files are still the ones that their paths name.
 
-A file that is deleted or moved while it is open goes on taking writes and syncs, and nobody will
-find them: only comparing what is open with what the path leads to tells.
+A file that is deleted or moved while open still takes writes and syncs, but its data cannot be
+found later. This is detected by comparing the open file with the one at the path.
 """
 
 import os

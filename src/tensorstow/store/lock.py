@@ -15,14 +15,14 @@ from tensorstow.store import at_fork
 
 LOCK_NAME = "lock"
 _TEXT_BYTES = 400  # more than a host name may have
-_PATIENCE_SECONDS = 1.0  # one who only looks (`peek`) holds a shared lock for a few milliseconds
+_PATIENCE_SECONDS = 1.0  # `peek` holds a shared lock for a few milliseconds
 
 
 class DirectoryLock:
     """The right to use a directory's store. It ends with the process, however that ends."""
 
     def __init__(self, directory: Path) -> None:
-        """Take it, or raise LockedError saying who has it."""
+        """Take it, or raise LockedError, which names the holder."""
         self.path = directory / LOCK_NAME
         self._fd = -1
         try:
@@ -84,9 +84,9 @@ class DirectoryLock:
 
 @contextmanager
 def peek(directory: Path) -> Iterator[str | None]:
-    """Say who holds a directory's store, or None; without a holder, nobody can come meanwhile.
+    """Yield the holder of a directory's store, or None; then the store cannot be opened meanwhile.
 
-    Nothing is written, and those who also only look are not in the way.
+    Nothing is written, and several readers may peek at once.
     """
     path = directory / LOCK_NAME
     try:
@@ -102,7 +102,7 @@ def peek(directory: Path) -> Iterator[str | None]:
 
 
 def read_holder(path: Path) -> str:
-    """Return what the holder of the lock file ``path`` said of itself."""
+    """Return the text that the holder wrote to the lock file ``path``."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -58,8 +58,8 @@ _warned_network: set[Path] = set()
 class Journal(Enum):
     """How SQLite makes a transaction whole.
 
-    A write-ahead log needs memory that all who open the file share, which network filesystems do
-    not give.
+    A write-ahead log needs memory shared by all processes that open the file, which network
+    filesystems do not provide.
     """
 
     WRITE_AHEAD = ("WAL", "FULL")
@@ -95,7 +95,7 @@ class Manifest:
         self.path = path
         self._disk = disk
         self.lock = threading.RLock()
-        """Held by who needs several answers about one state."""
+        """Held for several queries of one state."""
         try:
             with at_fork.guard:
                 self._connection = sqlite3.connect(
@@ -143,12 +143,12 @@ class Manifest:
         self.checkpoint(longer_than=0)  # a log that is damaged is not all that there is
 
     def check_heads(self, data_files: Sequence[Path]) -> int:
-        """Return the last transaction that all heads know; DamageError where one was lost."""
+        """Return the last transaction recorded by all heads; raise DamageError if one was lost."""
         with self._reading() as connection:
             return check_heads(connection, self.path, data_files, self.transaction)
 
     def head(self) -> Head:
-        """Return what the data files are to know."""
+        """Return the head to be written to the data files."""
         newest = self.summaries()[-1:]
         return Head(
             self.run,

@@ -1,7 +1,7 @@
 """Rebuilds a damaged manifest from its intact rows, when asked to.
 
-The old one is kept beside it. Nothing in the data files is touched but their heads, so what the new
-manifest does not speak of is free from then on.
+The old one is kept beside it. Of the data files only the heads are written; what the new manifest
+does not refer to is free from then on.
 """
 
 import shutil
@@ -43,7 +43,7 @@ class Recovery:
     overwritten: tuple[Generation, ...]
     """Whose records are whole and whose data are not: dropped since, by a commit that is lost."""
     newest: Head
-    """What was reported last, as far as a data file knows it."""
+    """The newest transaction that a data file records."""
     damage: str | None
     """What is wrong; None where nothing is."""
 
@@ -57,9 +57,9 @@ class Recovery:
 
 @contextmanager
 def hold_recovery(directories: Sequence[Path]) -> Iterator[Recovery]:
-    """Lock the store in ``directories`` and say what of its manifest is whole.
+    """Lock the store in ``directories`` and return what is intact in its manifest.
 
-    The first is enough where none of them was moved or copied. Raises StoreFormatError where there
+    The first directory is enough if none was moved or copied. Raises StoreFormatError where there
     is no store or one of another format, LockedError where its run is live.
     """
     first, *others = (inspect_directory(directory).path for directory in directories)
@@ -99,7 +99,7 @@ def recover(found: Recovery) -> None:
         numbers = [found.newest.generation, *(generation.number for generation in found.whole)]
         with closing(Manifest(new, disk, Journal.ROLLBACK)) as manifest:
             manifest.begin_run(found.run, found.directories)
-            # Far from any that was: an older copy of anything is told from it.
+            # Far from any used number, so that older copies can be told apart.
             manifest.put_back(found.whole, found.newest.transaction + 1000, max(numbers))
             head = manifest.head()
         disk.sync_directory(first)
@@ -136,7 +136,7 @@ def _others(connection: sqlite3.Connection, first: Path, count: int) -> Sequence
         noted = read_directories(connection)
     except MALFORMED:
         noted = []
-    # Of a copy, or of a run that was moved, the manifest may speak of the original's files.
+    # The manifest of a copied or moved run may refer to the original's files.
     if len(noted) != count or noted[0] != first:
         message = (
             f"A recovery was asked for of the store in {first}, which has {count} directories, and"
@@ -170,7 +170,7 @@ def _find_damage(
             return f"{path} is empty or gone"
         check_heads(connection, path, data_files, check_all(connection, path))
     except StoreFormatError:
-        raise  # whole, and not ours to read: what it speaks of must not be written over
+        raise  # intact but unreadable for us: what it refers to must not be overwritten
     except (StowError, *MALFORMED) as error:
         return str(error)
     return None

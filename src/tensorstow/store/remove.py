@@ -16,7 +16,7 @@ from tensorstow.store.records import Summary
 from tensorstow.store.rows import read_directories, read_summaries
 from tensorstow.store.schema import read_meta
 
-_COMPANIONS = ("-wal", "-shm", "-journal", "")  # the manifest itself last: it tells what is left
+_COMPANIONS = ("-wal", "-shm", "-journal", "")  # the manifest last: it lists what is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Removal:
 
 @contextmanager
 def hold_dead_run(directory: Path) -> Iterator[Removal]:
-    """Lock the store in ``directory`` and say what it consists of.
+    """Lock the store in ``directory`` and return what it consists of.
 
     Raises StoreFormatError where there is no store, LockedError where its run is live.
     """

@@ -16,7 +16,7 @@ from tensorstow.base.errors import (
 
 FORMAT = 2
 """Counts up with every change that an older reader would misread."""
-APPLICATION = 0x73746F77  # "stow": by this a manifest is told from any other SQLite file
+APPLICATION = 0x73746F77  # "stow": distinguishes a manifest from other SQLite files
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;

@@ -61,7 +61,7 @@ class StoreSpace:
             self._extents.refer(number, extents)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Take note of generations that are gone; what only they referred to is free."""
+        """Drop the references of removed generations, and free extents that only they had."""
         with self._lock:
             for number in numbers:
                 self._extents.forget(number)

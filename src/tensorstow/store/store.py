@@ -26,11 +26,11 @@ logger = logging.getLogger("tensorstow")
 
 
 class Store:
-    """Data files in one or more directories and the manifest of what in them is whole.
+    """Data files in one or more directories, and the manifest of the generations in them.
 
     [Note: Two extents] A caller writes only to extents that it allocated and that no generation
-    refers to, so the last generation stays whole whatever happens. A commit replaces it, and then
-    its extents are free to be written. `allocate`, `adopt` and `release` may be called while
+    refers to, so the last generation stays intact until a commit replaces it; then its extents are
+    free. `allocate`, `adopt` and `release` may be called while
     `commit` runs on another thread.
 
     [Note: Going back] Resuming from a snapshot deletes nothing. A commit drops every older
@@ -93,9 +93,9 @@ class Store:
         """Make ``content``, all of which has been written, the newest generation, durably.
 
         Older generations that no snapshot pins are dropped, but for the one with number ``keep``:
-        ranks that must agree keep what they go on from until all have committed, and then call
-        `drop_older`. Raises CommitError where nothing happened, SyncError where the disk cannot be
-        trusted any more, UnlinkedError where the files are not where the run says.
+        ranks keep the generation they resumed from until all have committed, and then call
+        `drop_older`. Raises CommitError if nothing was changed, SyncError if durability is unknown,
+        UnlinkedError if the open files are no longer those at their paths.
         """
         self._transactions.check_sound()
         extents = content.extents()
@@ -127,7 +127,7 @@ class Store:
         is not there.
         """
         self._transactions.check()
-        with self._manifest.lock:  # not that of commits: nobody waits for a disk to look
+        with self._manifest.lock:  # not that of commits: a query does not wait for the disk
             kept = self._manifest.summaries()
             if which is None and not kept:
                 return None
@@ -155,7 +155,7 @@ class Store:
         return replace(summary, names=tuple(sorted((*summary.names, name))))
 
     def drop_snapshot(self, name: str) -> None:
-        """Drop a snapshot; its generation goes with its last name, unless it is the newest."""
+        """Drop a snapshot, and its generation if that has no other name and is not the newest."""
         self._transactions.check_sound()
         with self._transactions.lock:
             kept = self._manifest.summaries()

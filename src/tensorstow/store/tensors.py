@@ -84,9 +84,9 @@ def read_tensor(file: File, record: TensorRecord) -> torch.Tensor:
 
 
 def copy_bytes(source: File, extent: Extent, target: File, offset: int) -> None:
-    """Copy the bytes of ``extent`` in ``source`` to ``offset`` of ``target``; they are not judged.
+    """Copy the bytes of ``extent`` in ``source`` to ``offset`` of ``target``, unchecked.
 
-    What is valid of them is for their own checksums to tell.
+    Their own checksums tell whether they are valid.
     """
     buffers = [torch.empty(min(PIECE_BYTES, extent.nbytes), dtype=torch.uint8) for _ in range(2)]
     writes: deque[IoFuture] = deque()

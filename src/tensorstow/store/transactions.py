@@ -33,7 +33,7 @@ class Transactions:
     """The transactions of one store, and why it can make no more of them."""
 
     def __init__(self, parts: Parts, space: StoreSpace, is_open: Callable[[], bool]) -> None:
-        """Change the manifest of ``parts``, and who has which bytes in ``space``."""
+        """Change the manifest of ``parts``, and the owners of bytes in ``space``."""
         self._files = parts.files
         self._directory = parts.files[0].path.parent
         self._manifest = parts.manifest
@@ -44,7 +44,7 @@ class Transactions:
         self._owner = os.getpid()
         self._poison: str | None = None
         self.lock = threading.RLock()
-        """Held by whoever changes the manifest."""
+        """Held while the manifest is changed."""
 
     def commit(self, content: Content, extents: Sequence[Extent], keep: int | None) -> Generation:
         """Make ``content`` in ``extents`` the newest generation, durably.
@@ -82,7 +82,7 @@ class Transactions:
         return generation
 
     def _write_heads(self) -> None:
-        """Let the data files know of the transaction that was just made: [Note: Heads]."""
+        """Write the new transaction's number to the data files: [Note: Heads]."""
         try:
             sync_heads(self._disk, self._files, self._manifest.head())
         except OSError as error:
@@ -110,7 +110,7 @@ class Transactions:
                 raise SyncError(self._poison) from error
 
     def change(self, act: Callable[[], _T], gone: Sequence[int] = ()) -> _T:
-        """Run a transaction that drops the generations ``gone``, and free what was theirs."""
+        """Run a transaction that drops the generations ``gone``, and free their extents."""
         try:
             result = act()
             self._space.forget(gone)
@@ -121,7 +121,7 @@ class Transactions:
             self._poison = str(error)
             raise
         except BaseException as error:
-            # Also an interrupt: what is free and what the manifest says may differ from here on.
+            # Also an interrupt: the manifest and the free extents may differ from here on.
             self._poison = f"The last transaction ended in {error!r}. Open the store again."
             raise
         return result

@@ -1,6 +1,6 @@
 """Checks that the manifest's rows are those that were written.
 
-[Note: Digests] in `digests`. Nothing that a row says is used before this was asked.
+[Note: Digests] in `digests`. No row is used before it is checked.
 """
 
 import sqlite3
