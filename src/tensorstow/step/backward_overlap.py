@@ -1,15 +1,14 @@
 """``overlap="backward"``: updates run beside the backward that their gradients come from.
 
-[Note: Backpressure] Where a batch is small, backward makes gradients faster than a disk moves
-states, and those that wait would fill host memory: with states on disk they would be most of it.
-Backward waits where more than a window of them does; the window is several times what the ring
-works on, so the disk is never idle for it, and what backward loses now the step would have lost at
-its end.
+[Note: Backpressure] With a small batch, backward makes gradients faster than a disk moves states,
+and waiting gradients would fill host memory. Backward blocks while they take more than a window of
+bytes. The window is several times what the ring works on, so the disk is never idle because of it,
+and the time that backward loses would otherwise be lost at the end of the step.
 
 [Note: Final] A parameter's gradient is final when autograd has accumulated it in the last backward
-of the step. Which backward is the last is known by counting (``accumulation_steps``) or by the
-context that the others run in. Gradients of parameters that took part in fewer of them are final
-when ``step()`` is called.
+of the step. The last backward is found by counting (``accumulation_steps``), or all others run in
+``accumulate()``. Gradients of parameters that took part in fewer of them are final when ``step()``
+is called.
 """
 
 import weakref
@@ -132,7 +131,7 @@ class ConsumedGradients:
         if copied is not None and order_of(shard) is not None:  # it may have to be copied
             copied.synchronize()
             copied = None
-        # The tensor itself where it can be: while it lives, what it came down into is its own.
+        # The tensor itself if possible: while it is alive, its host buffer is not used again.
         plain = gradient.detach() if gradient.requires_grad else gradient
         contiguous = gradient_in_order(shard, plain)
         placeholder = ConsumedGradient(parameter, whole.dtype)
@@ -221,7 +220,7 @@ class BackwardOverlap(Schedule):
     begins_early = True
 
     def __init__(self, params: ParamTable, gradients: ConsumedGradients, *, poison: bool) -> None:
-        """``gradients`` knows which are final; ``poison`` as in ForwardOverlap."""
+        """``gradients`` counts which are final; ``poison`` as in ForwardOverlap."""
         super().__init__(params)
         self.gradients = gradients
         self._poison = poison
@@ -231,11 +230,11 @@ class BackwardOverlap(Schedule):
         self._task = -1
         self._has_ended = False
         self._given_up = -1
-        """The newest backward that began before the last step was given up."""
+        """The newest backward that began before the last step was aborted."""
 
     @property
     def phase(self) -> Phase:
-        """Where the optimizer is in its step ([Note: Legal calls]); USED is not told."""
+        """Where the optimizer is in its step ([Note: Legal calls]); never USED."""
         if self._plan is None:
             return Phase.BETWEEN
         if not self._has_ended and self._task == torch._C._current_graph_task_id() != -1:  # noqa: SLF001
@@ -244,7 +243,7 @@ class BackwardOverlap(Schedule):
 
     @property
     def why_broken(self) -> str | None:
-        """Why the step that is open can never be a whole one; None where it can."""
+        """Why the open step cannot be completed; None if it can."""
         if not self._has_ended:
             return "backward has not ended (it raised, or another thread is in it)"
         if not self.gradients.has_placeholders:
@@ -260,15 +259,15 @@ class BackwardOverlap(Schedule):
         return self.gradients.is_final(number)
 
     def is_given_up(self) -> bool:
-        """Return whether the backward that calls this hook is one whose step was given up."""
+        """Return whether the step of the backward that calls this hook was aborted."""
         return -1 < torch._C._current_graph_task_id() <= self._given_up  # noqa: SLF001
 
     def break_off(self) -> None:
-        """Say that a gradient was not taken as it should: the step will never be whole."""
+        """Mark the open step as broken: a gradient was not taken."""
         self._has_ended, self._task = False, -1
 
     def _watch_backward(self, plan: StepPlan) -> None:
-        """Learn whether the backward that is running, if any, ends."""
+        """Watch the running backward, if any, to learn whether it ends without an error."""
         self._task = torch._C._current_graph_task_id()  # noqa: SLF001
         self._has_ended = self._task == -1
         if self._has_ended:
@@ -293,7 +292,7 @@ class BackwardOverlap(Schedule):
         params = self._params
         pipeline = params.store.pipeline
         if not self._last_order:
-            # Nothing is known of this model yet: backward mostly goes from its end to its begin.
+            # The model's order is not known yet: backward mostly goes from its end to its begin.
             last_first = range(len(params.all()) - 1, -1, -1)
             pipeline.order(by_last(params.store.chunks, last_first))
         if self._poison:
@@ -305,7 +304,7 @@ class BackwardOverlap(Schedule):
             self._plan = plan
 
     def on_gradient(self, param: ManagedParam) -> None:
-        """Hand over the gradient of ``param``, which is final."""
+        """Pass the final gradient of ``param`` to its update."""
         if self._plan is None:
             message = "A gradient was handed over outside of a step."
             raise OptionError(message)
@@ -321,7 +320,7 @@ class BackwardOverlap(Schedule):
         try:
             self.gradients.consume(param.number, param.owner, use)
             self.gradients.limit_bytes(WINDOW_BYTES, path.wait_for_one)
-        except BaseException as error:  # an interrupt: a gradient may be gone and not used
+        except BaseException as error:  # an interrupt: a gradient may be removed and not used
             self._params.store.pipeline.poison(error)
             self.gradients.remove_placeholders()
             raise
@@ -389,9 +388,9 @@ class BackwardOverlap(Schedule):
             require(Call.FORWARD, self)
 
     def abort(self) -> None:
-        """Forget the step that is open, and its gradients: its store is gone.
+        """Drop the open step and its gradients: its store is closed.
 
-        Hooks of a backward that has begun, which may still come, find it given up ([Note: Hooks] in
+        Hooks of a backward that has begun may still run; they find it aborted ([Note: Hooks] in
         calls).
         """
         super().abort()

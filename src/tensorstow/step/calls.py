@@ -9,12 +9,12 @@ what is entered is known by locks, which are taken and given back in one, and no
 those in host memory in the thread that called backward: two hooks of one optimizer come at once, in
 any order, and finalizers run in either. So:
 
-* A hook that looks at Python state or changes it is a call, from its first question on. Another's
-  takes its turn. A hook that only asks the pipeline to read ahead is none, and waits for nobody.
+* A hook that reads or changes Python state is a call from its first instruction on; hooks of other
+  threads wait for it. A hook that only starts reading ahead is no call and waits for nothing.
 * Inside, native code may be waited for: it needs neither the GIL nor the lock of a call. What waits
   for a gradient that is still to come waits for a hook, which waits for the call: never inside.
-* The current stream and the modes of autograd are the thread's. A gradient's mark is made in its
-  own hook. What a stream waits for, no other one does: each joins, whoever was there before.
+* The current stream and autograd's modes are per thread. A gradient's event is recorded in its own
+  hook. A wait of one stream does not order another: each stream joins, even if one has before.
 * ``_current_graph_task_id`` is one for all hooks of a backward, whichever thread they are in, and
   -1 outside. Callbacks of ``queue_callback`` run in the thread that ends it, when all hooks are
   over; not at all where one has raised.
@@ -22,13 +22,14 @@ any order, and finalizers run in either. So:
   be deferred, and a hook there is whole. One in the main thread may be interrupted, and where it
   is no call, commits may be made in it: it has a lock only while signals are deferred.
 * Where a hook raises, backward raises at once, while a hook in the other thread may still be
-  running or about to. It takes its turn behind what its caller does next; the number of its
-  backward tells whether that is over (``BackwardOverlap.is_given_up``).
+  running or about to. It runs after the caller's next call; the number of its backward shows
+  whether its step was aborted (``BackwardOverlap.is_given_up``).
 * A function of the user's that runs inside a call may call backward itself. Its hooks in the
   device's thread are part of that call, which waits for them: they are refused as they are in its
   own thread, and what only waits for weights goes on. Autograd gives its threads the thread-local
-  objects of whoever called backward, and among them is the number of the call.
-* Finalizers run in any thread, inside hooks too: they take no lock but of what dies with them.
+  objects of the thread that called backward, among them the number of the call.
+* Finalizers run in any thread, inside hooks too: they take only locks of objects that are freed
+  with them.
 """
 
 import itertools
@@ -129,7 +130,7 @@ _torch: Any = torch._C  # noqa: SLF001
 
 
 def _calls_of_thread() -> tuple[int, ...]:
-    """Return the numbers of the calls that this thread is in, or whoever called its backward."""
+    """Return the numbers of the calls that this thread, or the caller of its backward, is in."""
     if not _torch._is_key_in_tls(_KEY):  # noqa: SLF001
         return ()
     numbers: tuple[int, ...] = _torch._get_obj_in_tls(_KEY)  # noqa: SLF001
@@ -137,7 +138,7 @@ def _calls_of_thread() -> tuple[int, ...]:
 
 
 def _tell_backward(numbers: tuple[int, ...]) -> None:
-    """Let the threads of a backward that this one calls know which calls it is in."""
+    """Pass the numbers of this thread's calls on to the threads of a backward that it starts."""
     if numbers or not hasattr(_torch, "_remove_obj_from_tls"):  # which torch 2.13 has
         _torch._stash_obj_in_tls(_KEY, numbers)  # noqa: SLF001
     elif _torch._is_key_in_tls(_KEY):  # noqa: SLF001

@@ -1,11 +1,10 @@
 """Counts which gradients each chunk of a step still awaits.
 
 [Note: One count] A chunk of states is updated as one, when every gradient that it will get is
-final. Its parameters may live on different tiers, and then their gradients come by different feeds.
-Each final gradient is counted here once. A feed that holds a buffer, or pins memory, for a chunk
-does so when the gate says that the chunk awaits no more, so nothing is held for a gradient that is
-still to come. The native pipeline counts something else: gradients that it was handed, which it may
-read, and which arrive there later than they are final (copies from a device).
+final. Its parameters may be on different tiers, whose gradients come by different feeds. Each final
+gradient is counted here once. A feed takes a buffer or pins memory for a chunk only when the chunk
+is complete, so nothing is held for a gradient that is still to come. The native pipeline has its
+own count: of gradients that it may read, which come later if they are copied from a device.
 """
 
 from collections.abc import Collection, Iterable

@@ -1,4 +1,4 @@
-"""The order in which chunks are updated: by when their parameters come along."""
+"""The order in which chunks are updated: by when their parameters are used."""
 
 from collections.abc import Sequence
 

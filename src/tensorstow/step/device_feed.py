@@ -32,7 +32,7 @@ from tensorstow.tensors.dtensor import flat, has_left
 
 @dataclass(eq=False, slots=True)
 class _ChunkTransfer:
-    """What crosses the link for one chunk."""
+    """The parts of one chunk that are copied over the link."""
 
     chunk: int
     runs: tuple[Segment, ...]
@@ -41,7 +41,7 @@ class _ChunkTransfer:
 
 @dataclass(eq=False, slots=True)
 class _Gradient:
-    """A gradient, while copies of it are to be made, or it is read."""
+    """A gradient that is still to be copied or read."""
 
     flat: torch.Tensor
     made: DeviceEvent | None
@@ -51,7 +51,7 @@ class _Gradient:
 
 @dataclass(eq=False, slots=True)
 class _ChunkInFlight:
-    """A chunk whose gradients are on their way, or in use."""
+    """A chunk whose gradients are being copied or read."""
 
     transfer: _ChunkTransfer
     slot: int
@@ -66,14 +66,14 @@ class _Stage(Enum):
     OVER = "nothing is under way"
     OPEN = "gradients may come"
     CLOSED = "all gradients are final, and some were not handed over"
-    SENT = "some weights have not gone up"
-    FAILED = "nobody may go on from here"
+    SENT = "some weights have not been copied to the device"
+    FAILED = "the step failed half way"
 
 
 class DeviceFeed(GradientFeed):
-    """One optimizer's traffic over the link, a step at a time.
+    """One optimizer's copies over the link, a step at a time.
 
-    It lives on the thread that steps: whatever it is asked moves everything on that can move.
+    Used by the stepping thread alone; every call starts all copies that can start.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class DeviceFeed(GradientFeed):
         self._expected: set[int] = set()
         self._gradients: dict[int, _Gradient] = {}
         self._targets: dict[int, torch.Tensor] = {}
-        """Where new weights go up to: the memory that the step began with, which it holds."""
+        """Targets of new weights: the memory that the step began with, kept alive."""
         self._pending: set[int] = set()
         self._ready: deque[_ChunkTransfer] = deque()
         self._d2h: deque[_ChunkInFlight] = deque()
@@ -108,7 +108,7 @@ class DeviceFeed(GradientFeed):
         self._stage = _Stage.OVER
 
     def serve(self, chunks: Iterable[Chunk]) -> None:
-        """Carry for ``chunks``, and for no others of those it was made with, between steps."""
+        """Serve ``chunks``, a subset of those at creation; called between steps."""
         self._transfers.clear()
         self._of.clear()
         for chunk in chunks:
@@ -122,7 +122,7 @@ class DeviceFeed(GradientFeed):
 
     def begin(self, plan: StepPlan, gate: ChunkGate) -> None:
         """Begin a step, which the pipeline has begun, with the gradients that ``plan`` has."""
-        del gate  # it says when to ``send``
+        del gate  # its owner calls ``send``
         # What went up of the last step is over before its host weights change: the gradients behind
         # which they do so come down behind the caller's stream, which has waited for it.
         self._h2d = None
@@ -154,12 +154,12 @@ class DeviceFeed(GradientFeed):
         self._pending.update(transfer.chunk for transfer in transfers)
 
     def send(self, chunk: int) -> None:
-        """Copy a chunk's gradients down when a slot is free: it awaits no more."""
+        """Copy a complete chunk's gradients to the host when a slot is free."""
         if chunk in self._pending:
             self._ready.append(self._transfers[chunk])
 
     def close(self, sent: Callable[[], None]) -> None:
-        """Say that no more gradients come, and begin with what the pipeline begins with."""
+        """End the gradients; copy the rest in the pipeline's order."""
         self._report_sent = sent
         rank = {chunk: i for i, chunk in enumerate(self._pipeline.order_now())}
         under_way = {flight.transfer.chunk for flight in (*self._d2h, *self._updating)}
@@ -170,7 +170,7 @@ class DeviceFeed(GradientFeed):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the step is: all new weights go up, or are up."""
+        """Return whether copies of all new weights to the device have started."""
         return self._stage == _Stage.OVER
 
     def wait_for_one(self) -> None:
@@ -179,7 +179,7 @@ class DeviceFeed(GradientFeed):
             self._wait()
 
     def needs(self, number: int) -> bool:
-        """Return whether the gradient of a parameter must live on."""
+        """Return whether the gradient of a parameter is still to be copied or read."""
         return number in self._gradients
 
     def move_on(self) -> None:
@@ -210,7 +210,7 @@ class DeviceFeed(GradientFeed):
                 self._move_on()
         self.join()
         if self._stage == _Stage.OVER:
-            self._targets.clear()  # whoever gets the memory next gets it behind the copies up
+            self._targets.clear()  # their memory is next used behind the copies to the device
 
     @property
     def staging_bytes(self) -> int:
@@ -218,9 +218,9 @@ class DeviceFeed(GradientFeed):
         return self.plan.nbytes
 
     def join(self) -> None:
-        """Let the caller's stream be behind the weights that have been sent up.
+        """Make the caller's stream wait for the copies of new weights to the device.
 
-        Whoever waited for them before may have done so in another stream.
+        Repeated on each call: an earlier wait may have been in another stream.
         """
         copied = self._h2d
         if copied is not None:
@@ -252,7 +252,7 @@ class DeviceFeed(GradientFeed):
             self._pipeline.wait_chunk(self._updating[0].transfer.chunk)
 
     def _start_d2h(self, transfer: _ChunkTransfer) -> None:
-        """Send a chunk's gradients down."""
+        """Copy a chunk's gradients to the host."""
         slot = self._free.pop()
         pairs = []
         pieces: list[tuple[int, torch.Tensor | None]] = []
@@ -278,7 +278,7 @@ class DeviceFeed(GradientFeed):
         )
 
     def _let_go(self, flight: _ChunkInFlight, *, updated: bool) -> None:
-        """Let go of gradients that were copied from, or else, when ``updated``, were read."""
+        """Free gradients that were copied or, if ``updated``, read by the update."""
         for number, piece in flight.pieces:
             gradient = self._gradients.get(number)
             if piece is None or gradient is None or (gradient.made is None) != updated:
@@ -288,7 +288,7 @@ class DeviceFeed(GradientFeed):
                 del self._gradients[number]
 
     def _start_h2d(self) -> None:
-        """Send a chunk's new weights up; its slot is free."""
+        """Copy a chunk's new weights to the device; free its slot."""
         flight = self._updating.popleft()
         self._let_go(flight, updated=True)
         updated = {number for number, gradient in flight.pieces if gradient is not None}
@@ -304,7 +304,7 @@ class DeviceFeed(GradientFeed):
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:
-        """Whatever fails on the way leaves a step half taken: nobody may go on from there."""
+        """Poison the pipeline on any error: the step is half taken."""
         try:
             yield
         except BaseException as error:

@@ -75,7 +75,7 @@ class _ChunkOnDevice:
 
 
 class DeviceUpdater:
-    """One optimizer's updates on an accelerator. It lives on the thread that steps."""
+    """One optimizer's updates on an accelerator; used by the stepping thread alone."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class DeviceUpdater:
         )
         """What the slots' tables are copied from, if the rule has any."""
         self._made = link.record_event()
-        """Behind whatever used the slots' memory before they were ours."""
+        """Behind earlier uses of the slots' memory."""
         self._free = list(range(len(self._slots)))
         self._works: Mapping[int, Work] = {}
         self._weights: dict[int, torch.Tensor] = {}
@@ -171,7 +171,7 @@ class DeviceUpdater:
             self._ready.append(chunk)
 
     def close(self, sent: Callable[[], None]) -> None:
-        """Say that no more gradients come; ``sent`` is called when the pipeline knows of all."""
+        """End the gradients; ``sent`` is called when the pipeline has been given all."""
         self._report_sent = sent
         self._is_closed = True
         self._ready = deque(n for n in self._pipeline.order_now() if n in self._pending)

@@ -1,15 +1,14 @@
 """Runs a step's updates on the device, or on device and host at once.
 
-[Note: Both at once] Gradients of the host's chunks come down (``DeviceFeed``), states of the
-device's go up (``DeviceUpdater``), in one open step of the pipeline, whose ring both share. So
-neither is waited for while the other may hold what it waits for, or may have more to begin: while
-both have something left, both are looked at again and again. Each side is given the parameters of
-its own chunks; one whose elements lie in chunks of both is given to both.
+[Note: Both at once] Gradients of the host's chunks are copied to the host (``DeviceFeed``), states
+of the device's chunks to the device (``DeviceUpdater``), in one open step of the pipeline, whose
+ring both share. One side may hold a slot that the other needs, or may be able to start more work,
+so while both have work left they are polled in turn, and neither is waited for. Each side is given the parameters of its own
+chunks; a parameter with elements in chunks of both is given to both.
 
-[Note: Device updates beside backward] There a chunk goes its way as soon as all of its gradients
-are final. Hooks of gradients begin what can be begun and wait for nothing; ``close`` does the rest.
-While shares are being measured nothing begins before ``close``: what the sides take is compared
-beside nothing else.
+[Note: Device updates beside backward] A chunk is sent as soon as all of its gradients are final.
+Hooks of gradients start work and wait for nothing; ``close`` does the rest. While shares are
+measured nothing starts before ``close``, so that the sides are timed without backward beside them.
 """
 
 import time
@@ -38,7 +37,7 @@ _NAP = 2e-4
 
 
 class DeviceUpdates:
-    """One optimizer's steps on both sides. It lives on the thread that steps."""
+    """One optimizer's steps on both sides; used by the stepping thread alone."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class DeviceUpdates:
         """Begin a step, with the gradients that ``plan`` has; ``close`` ends it.
 
         Args:
-            plan: Who takes part, by which numbers.
+            plan: The updates and their scalars.
             beside: What the caller does meanwhile.
 
         Raises:
@@ -97,7 +96,7 @@ class DeviceUpdates:
         for feed in self._feeds:
             feed.begin(replace(plan, updates=here), self._gate)
         for update in plan.updates:
-            if update.gradient is not None:  # sent by ``close``, which knows the best order
+            if update.gradient is not None:  # sent by ``close``, in the best order
                 self._gate.arrive(update.param.number)
 
     def offer(
@@ -138,8 +137,8 @@ class DeviceUpdates:
             self._pipeline.caller_chunks.end()
         except BaseException as error:  # an interrupt too: a chunk may be half a step ahead
             self._pipeline.poison(error)
-            # Whoever goes on from a commit writes to the weights that may still be coming down.
-            with suppress(RuntimeError):  # the device fails here once more, and has been told
+            # A resume writes to weights that may still be copied.
+            with suppress(RuntimeError):  # the device's error is raised below already
                 self._link.synchronize()
             raise
         self._plan = None
@@ -161,7 +160,7 @@ class DeviceUpdates:
         """Return: updates run in the caller's stream, and ``close`` has joined the host's."""
 
     def abort(self) -> None:
-        """Forget the step: its store is gone, or it has failed."""
+        """Drop the step: its store is closed, or it has failed."""
         self._plan = None
 
     @property
@@ -195,10 +194,9 @@ class DeviceUpdates:
     # --- inside ---
 
     def _run(self) -> tuple[SideTiming, SideTiming]:
-        """Update what is left of an open step, whose gradients are all there.
+        """Update the rest of an open step; all gradients are final.
 
-        Returns what the host and the device took, when all weights are new for whatever the
-        caller's stream does next.
+        Returns the timings of host and device; the caller's stream then sees all new weights.
         """
         if self._share_tuner.counts:  # what makes the gradients is waited for first
             self._link.record_event().synchronize()
@@ -231,7 +229,7 @@ class DeviceUpdates:
             feed.move_on()
 
     def _sent(self) -> None:
-        """Close the pipeline's step when neither side will hand over any more gradients."""
+        """Close the pipeline's step when both sides have sent all gradients."""
         self._unsent -= 1
         if self._unsent == 0:
             self._pipeline.close_step()

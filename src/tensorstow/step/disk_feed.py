@@ -1,16 +1,15 @@
 """Pins weights on disk in memory while a step updates them or a commit reads them.
 
-[Note: Pins] A step that touches such weights is an open one, whatever the schedule. The pipeline
-touches the weights of a chunk only while it works on that chunk, and it does so when it has all
-that the chunk awaits. So gradients are kept here until the chunk awaits no more; then its weights
-are pinned and the pipeline gets them. At the step's close the pipeline is told, in the same way,
-which gradients never came: a commit takes weights out of chunks without a gradient.
+[Note: Pins] A step with such weights is an open one under every schedule. The pipeline reads and
+writes the weights of a chunk only while it works on that chunk, which it does when it has all of
+the chunk's gradients. So gradients are kept here until the chunk is complete; then its weights are
+pinned and the pipeline gets the gradients. At the step's close the pipeline is given the remaining
+chunks in the same way: a commit writes weights of chunks without a gradient too.
 
-A unit's pin ends when no more chunks of the unit are to come. Where others need the room it ends
-when no chunk under way needs it, and is taken again later: a parameter that gets no gradient keeps
-nobody's memory. So at most two units are pinned at once, fewer where there is no room for that, or
-as many as one chunk has parts of: states are cut so that this is one, unless they were cut for
-another plan and resumed.
+A unit's pin ends when no more of its chunks are to come. If others need memory it ends when no
+chunk in flight needs it, and is taken again later, so a parameter without a gradient holds no
+memory. At most two units are pinned at once, fewer if memory is short, or as many as one chunk has
+parts of: states are cut so that this is one, unless they were cut for another plan and resumed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,7 +35,7 @@ class _DiskChunk:
 
     chunk: Chunk
     runs: tuple[Segment, ...]
-    """Those whose gradients are handed over here."""
+    """Parameters whose gradients this feed passes on."""
     owners: frozenset[int]
     """The parameters on disk in it."""
     crosses: bool
@@ -47,7 +46,7 @@ class _DiskChunk:
 class _Pin:
     pager: Pager
     users: int = 0
-    """Chunks that were handed over under it and are not updated yet."""
+    """Chunks in flight that need the pin."""
     changed: bool = False
 
 
@@ -72,9 +71,9 @@ class DiskFeed(GradientFeed):
         self._captures = False
         self._due: frozenset[int] = frozenset()
         self._gradients: dict[int, torch.Tensor] = {}
-        """Until the last of their chunks has been handed over: the pipeline holds them then."""
+        """Until their last chunk has been passed on: then the pipeline holds them."""
         self._parts: dict[int, _DiskChunk] = {}
-        """Chunks that were not handed over yet."""
+        """Chunks that were not passed on yet."""
         self._parts_of: dict[int, list[_DiskChunk]] = {}
         self._left: dict[int, int] = {}
         """By pager: chunks that are not updated yet."""
@@ -143,7 +142,7 @@ class DiskFeed(GradientFeed):
                 self._unpin(key)
 
     def close(self, sent: Callable[[], None]) -> None:
-        """Hand over the rest, chunk by chunk: no more gradients come."""
+        """Pass on the rest, chunk by chunk: no more gradients come."""
         numbers = self._pipeline.order_now()
         for part in self._by_pager([self._parts[n] for n in numbers if n in self._parts]):
             self._grant(part)
@@ -170,7 +169,7 @@ class DiskFeed(GradientFeed):
         return sorted(parts, key=lambda part: ranks[part])
 
     def _grant(self, part: _DiskChunk) -> None:
-        """Pin the weights of a chunk, and hand over what it awaits."""
+        """Pin the weights of a chunk, and pass on its gradients."""
         del self._parts[part.chunk.number]
         pieces: list[tuple[int, torch.Tensor | None]] = []
         changed = set()

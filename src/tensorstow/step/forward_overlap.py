@@ -37,9 +37,9 @@ class ForwardOverlap(Schedule):
     """``overlap="forward"``."""
 
     def __init__(self, params: ParamTable, waits: ForwardWaits, *, poison: bool) -> None:
-        """Take from ``waits`` who waits for what, and what the last forward needed first.
+        """``waits`` blocks modules until their weights are new, and records their order.
 
-        ``poison``: weights are NaN until they are published, so that tests see who reads them.
+        ``poison``: weights are NaN until they are published, so that tests detect early reads.
         """
         super().__init__(params)
         self._waits = waits
@@ -54,7 +54,7 @@ class ForwardOverlap(Schedule):
     def step(self, plan: StepPlan, states: States) -> None:
         """Return at once; weights and gradients stay alive until they are used.
 
-        Weights that nobody can wait for, for they are outside of the model, are new by then.
+        Weights outside of the model, for which no module waits, are new by then.
         """
         params, path = self._params, self._params.sides.path
         self._arrange()
@@ -129,7 +129,7 @@ class ForwardOverlap(Schedule):
         self.wait()
 
     def abort(self) -> None:
-        """Forget the step that is under way: its store is gone, or has failed."""
+        """Drop the step under way: its store is closed, or has failed."""
         super().abort()
         self._forget()
 
@@ -140,7 +140,7 @@ class ForwardOverlap(Schedule):
         self._given.clear()
 
     def _make_waiter(self) -> Waiter:
-        # Weakly: the model may hold its optimizer, and weights under way are known to everybody.
+        # Weakly: the table of unpublished weights is global, and must not keep the optimizer alive.
         method = weakref.WeakMethod(self.wait)
 
         def wait(ids: Iterable[int]) -> None:

@@ -1,19 +1,19 @@
-"""Which module waits for which new weights under ``overlap="forward"``.
+"""Hooks that block a module until its parameters are updated, for ``overlap="forward"``.
 
 [Note: Waiting] A block of the model (a child of a ``ModuleList`` or ``Sequential``) waits, before
-it runs, for every parameter in it, whichever of its modules reads them. A module outside of all
-blocks waits for its parameters too, but for those in blocks that were seen to run on their own: so
-the root waits for the rest, as does a submodule that is called directly. Until a block has been
-seen, its parameters are the root's: somebody may read them past the block.
+it runs, for every parameter in it. A module outside of all blocks waits for its parameters too,
+except for those in blocks that were seen to run by themselves: so the root waits for the rest, as
+does a submodule that is called directly. Until a block has been seen to run, the root waits for its
+parameters, as they may be read without calling the block.
 
-[Note: Compiled] A graph of ``torch.compile`` cannot wait in its middle: nothing keeps what reads a
-weight behind the wait. So hooks are traced away, and whoever runs a graph must have waited for all
-its parameters: the root or a block whose own hook ran outside of it. A block is taken to wait for
-itself only if it did so since a graph was last traced. Where no hook runs outside, for the whole
-model is one graph, the step itself waits. A graph is traced anew where it meets a parameter that is
-unpublished, for it guards their classes ([Note: Unpublished]): so nothing is missed when a model is
-compiled, or called in another way than before. The root's hook leaves one operator in the graph,
-which raises where the schedule says that weights may not be read now.
+[Note: Compiled] A graph of ``torch.compile`` cannot wait in its middle: reads of a weight could be
+reordered before the wait. So hooks are traced away, and the caller of a graph waits for all its
+parameters: the root, or a block whose own hook ran outside of the graph. A block counts as waiting
+only if its hook ran since a graph was last traced. If the whole model is one graph no hook runs
+outside, and the step itself waits. A graph guards the classes of parameters ([Note: Unpublished])
+and is traced again when it meets an unpublished one, so no wait is missed when a model is compiled
+or called in another way. The root's hook leaves one operator in the graph, which raises an error if
+the schedule forbids reading weights.
 
 [Note: Gathered] FSDP2 reads the parameters of a group when the first of the group's modules runs,
 so each of these waits for all of them, whichever block they are in. It copies their shards in a
@@ -49,7 +49,7 @@ _by_number: "weakref.WeakValueDictionary[int, ForwardWaits]" = weakref.WeakValue
 
 
 def _ask(number: int) -> None:
-    """Have the hooks of this number wait, when a graph runs."""
+    """Make the hooks with this number wait, when a graph runs."""
     waits = _by_number.get(number)
     if waits is not None:
         waits.ask()
@@ -116,9 +116,9 @@ class ForwardWaits:
 
     @torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardWaits":
-        """Make a copy of the model, which nobody updates behind its back, wait for nothing.
+        """Give a copy of the model hooks that never wait: no optimizer updates it.
 
-        Weights that were copied before anybody asked for a hook may be old: they are copied anew.
+        Weights that were copied before this hook may be old, so they are copied again.
         """
         self._wait(None)
         for parameter in self._root.parameters():
@@ -127,7 +127,7 @@ class ForwardWaits:
         return _inert()
 
     def covers(self, identity: int) -> bool:
-        """Return whether anybody waits for the parameter with this ``id``."""
+        """Return whether a module waits for the parameter with this ``id``."""
         return identity in self._known and not self.blind
 
     def order(self) -> list[int]:
@@ -196,7 +196,7 @@ class ForwardWaits:
                 needed = {i: None for i in needed if i in own}
             needed |= {id(p): None for p in _gathered_with(module, self._root)}
             found = frozenset(needed)
-            if found <= self._known:  # others may stand for them now: FSDP2's gathered ones
+            if found <= self._known:  # else they are FSDP2's unsharded ones now
                 self._sets[id(module)] = found
         return found
 

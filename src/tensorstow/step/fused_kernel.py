@@ -8,7 +8,7 @@ update, encode, with each intermediate in a register. The bits are the reference
 * no function of libdevice is called: Triton lets those flush denormals;
 * bf16 is rounded by integer operations, by which the NaN is the host's too.
 
-What is in a chunk is said by a table in device memory, a row for each ``SegmentUpdate``: where its
+A table in device memory describes a chunk, with a row for each ``SegmentUpdate``: where its
 weight and gradient are, and its step's numbers. A program of the launch updates ``BLOCK`` elements
 of one segment. Groups that share a scale are rows of its tile.
 
@@ -31,7 +31,7 @@ from tensorstow.step.update_rule import SegmentUpdate
 BLOCK = 1024
 """Elements that a program updates; a multiple of GROUP."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""Of a launch, and of whoever compiles beforehand."""
+"""Of a launch, and of a compilation ahead of it."""
 COLUMNS = (
     "first_block",
     "count",
@@ -264,7 +264,7 @@ def _adam(
     return weight, m, v, u
 
 
-# --- weights and gradients: where the table says ---
+# --- weights and gradients: at the addresses in the table ---
 
 
 @triton.jit
@@ -359,7 +359,7 @@ def _store_master(
 def _signed(
     v: tl.tensor, master: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr
 ) -> tl.tensor:
-    """Return second moments without their signs, but for those that tell how a tie went."""
+    """Return second moments without the signs that store how ties were rounded."""
     if FORMAT == "bf16" or (FORMAT == "split" and DTYPE == "torch.bfloat16"):
         v = tl.abs(v)
         if DTYPE == "torch.bfloat16":

@@ -1,14 +1,14 @@
-"""Feeds: they take a final gradient to its chunk's update, whichever tier the weight is on.
+"""Feeds: each passes final gradients to the pipeline, for weights on one tier.
 
-[Note: Feeds] Where a weight lives decides how its gradient reaches the pipeline and how the new
-weight comes back. One feed for each tier knows that, and nobody else does:
+[Note: Feeds] The tier of a weight decides how its gradient reaches the pipeline and how the new
+weight comes back. This is known to one feed for each tier alone:
 
 host    the kernel reads the gradient and writes the weight where they are.
 device  gradients are copied to host memory by chunk, new weights are copied back (``DeviceFeed``).
 disk    the weight is pinned in memory while its chunk is updated (``DiskFeed``).
 
-A schedule begins a step, offers gradients as they become final, closes it, and waits. What becomes
-of a chunk whose parameters live on several tiers is decided by one count ([Note: One count]).
+A schedule begins a step, offers gradients as they become final, closes it, and waits. One count
+decides when a chunk is complete, also if its parameters are on several tiers ([Note: One count]).
 """
 
 from collections import deque
@@ -50,13 +50,13 @@ class GradientFeed:
         raise NotImplementedError
 
     def send(self, chunk: int) -> None:
-        """Hand over what the feed has of a chunk that awaits no more gradients."""
+        """Pass on the feed's gradients of a complete chunk."""
 
     def move_on(self) -> None:
         """Do what can be done without waiting for anything."""
 
     def close(self, sent: Callable[[], None]) -> None:
-        """Hand over the rest: no more gradients come. ``sent`` is called behind the last."""
+        """Pass on the rest: no more gradients come. ``sent`` is called after the last."""
         sent()
 
     def wait(self, numbers: Collection[int] | None) -> None:
@@ -101,7 +101,7 @@ class HostFeed(GradientFeed):
 class StepFeeds:
     """All feeds of one optimizer behind one interface, a step at a time.
 
-    It lives on the thread that steps.
+    Used by the stepping thread alone.
     """
 
     def __init__(
@@ -147,19 +147,19 @@ class StepFeeds:
             for feed in self._feeds.values():
                 feed.begin(plan, self._gate)
             for update in plan.updates:
-                # Sent by ``close``, which knows the best order, and not before.
+                # Sent by ``close``, in the best order, and not before.
                 if update.gradient is not None and rows[update.param.number].expected:
                     self._gate.arrive(update.param.number)
 
     def offer(
         self, param: ManagedParam, gradient: torch.Tensor, copied: DeviceEvent | None = None
     ) -> None:
-        """Take a final gradient of an open step; hand over chunks that await no more.
+        """Take a final gradient of an open step; send the chunks that it completes.
 
         Args:
             param: Whose gradient it is.
             gradient: Contiguous, in the order of the weight's memory.
-            copied: Behind which its elements are there; None: they are.
+            copied: The event after which its elements are in host memory; None: they are.
         """
         if copied is None and not self._arriving:
             self._take(param, gradient)
@@ -169,7 +169,7 @@ class StepFeeds:
             self._take_first()
 
     def close(self) -> None:
-        """Hand over the rest of an open step: no more gradients come."""
+        """Send the rest of an open step: no more gradients come."""
         if not self._is_open:
             return
         self._is_open = False
@@ -184,9 +184,9 @@ class StepFeeds:
                     feed.wait(None)
 
     def wait(self, numbers: Collection[int] | None = None) -> None:
-        """Return when these parameters, or all, have their new weights.
+        """Block until these parameters, or all, have new weights for the caller's stream.
 
-        For whatever the caller's stream does next. Raises what failed in the pipeline.
+        Raises the pipeline's error if the step failed.
         """
         for feed in self._feeds.values():
             feed.wait(numbers)
@@ -268,7 +268,7 @@ class StepFeeds:
             feed.move_on()
 
     def _sent(self) -> None:
-        """Close the pipeline's step when no feed will hand over any more."""
+        """Close the pipeline's step when every feed has sent all gradients."""
         self._unsent -= 1
         if self._unsent == 0:
             self._pipeline.close_step()

@@ -1,4 +1,4 @@
-"""The hooks by which autograd tells of gradients that it has accumulated."""
+"""Autograd hooks that are called when a parameter's gradient has been accumulated."""
 
 import weakref
 from collections.abc import Callable
@@ -10,7 +10,7 @@ OnGradient = Callable[[torch.Tensor], None]
 
 
 class GradientHooks:
-    """Hooks on parameters, which end with this object."""
+    """Hooks on parameters, removed with this object."""
 
     def __init__(self, on_gradient: OnGradient) -> None:
         """Begin with none; ``on_gradient`` is called with the parameter."""
@@ -20,12 +20,12 @@ class GradientHooks:
         weakref.finalize(self, _remove, self._handles)
 
     def add(self, parameter: torch.Tensor) -> None:
-        """Put a hook on ``parameter``: as soon as torch lets us, for it may be frozen."""
+        """Register a hook on ``parameter``; if it is frozen, when ``update`` finds it unfrozen."""
         self._frozen.append(parameter)
         self.update()
 
     def update(self) -> None:
-        """Put hooks on the parameters that have been unfrozen."""
+        """Register hooks on parameters that have been unfrozen."""
         still: list[torch.Tensor] = []
         for parameter in self._frozen:
             if parameter.requires_grad:
@@ -36,7 +36,7 @@ class GradientHooks:
         self._frozen = still
 
     def clear(self) -> None:
-        """Take all hooks off. Idempotent."""
+        """Remove all hooks. Idempotent."""
         _remove(self._handles)
         self._frozen.clear()
 

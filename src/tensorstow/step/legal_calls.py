@@ -1,10 +1,10 @@
 """Which methods may be called in which state of a step: one table for all schedules.
 
 [Note: Legal calls] Beside backward a step begins with the first gradient that is final and ends
-with ``step()``; in between, weights are some new and some old. The other schedules have no such
-phases: all that they begin can be waited for, so they are always between steps. In every phase an
-optimizer that has failed refuses all but ``resume()`` and ``close()`` (PoisonedError). The guide
-docs/guides/durable-runs.md has the table for users.
+with ``step()``; in between, some weights are new and some are old. The other schedules have no such
+phases: everything that they start can be waited for, so they are always between steps. In every
+phase an optimizer that has failed refuses all but ``resume()`` and ``close()`` (PoisonedError). The
+guide docs/guides/durable-runs.md has the table for users.
 """
 
 from enum import Enum
@@ -25,7 +25,7 @@ class Phase(Enum):
 
 
 class Call(Enum):
-    """What is asked of an optimizer or its model."""
+    """A call of an optimizer or its model."""
 
     FORWARD = "A forward or wait()"
     BACKWARD = "A backward"

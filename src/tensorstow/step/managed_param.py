@@ -23,22 +23,22 @@ class ManagedParam:
     """A parameter whose states we keep."""
 
     owner: torch.Tensor
-    """The parameter that users know: in groups, in ``optimizer.state``, with ``.grad``."""
+    """The user's parameter: in groups, in ``optimizer.state``, with ``.grad``."""
     shard: torch.Tensor
-    """What this rank has of it ([Note: Shards]); itself for most."""
+    """This rank's shard ([Note: Shards]); without FSDP2 the parameter itself."""
     number: int
     """Its name in the store."""
     family: Family
     numel: int
     views: dict[str, torch.Tensor]
-    """What ``optimizer.state`` has of it: its states in its shape where all of them are in RAM,
-    else what stands in for them."""
+    """Its entry in ``optimizer.state``: its states in its shape if all are in RAM, else
+    placeholders."""
     host: torch.Tensor | None = None
-    """Its weight elsewhere for one step, where tests want to see who reads it too early."""
+    """A copy that the step updates in place of the weight, with the option ``poison``."""
     begun: bool = False
     """It has states that are not zero."""
     written: Stamp | None = None
-    """Version counter and address after our last update; others mean that someone else wrote."""
+    """Version counter and address after our last update; a difference means a write by others."""
     host_weight: HostWeight | None = None
     """Its weight in host memory, where the parameter is on an accelerator."""
     pager: Pager | None = None
@@ -50,7 +50,7 @@ class ManagedParam:
     updated_here: bool = True
     """The host updates elements of it."""
     tier: Tier = Tier.HOST
-    """Where its weight lives, which decides the way of its gradient ([Note: Feeds])."""
+    """The tier of its weight, which decides by which feed its gradient goes ([Note: Feeds])."""
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -103,17 +103,17 @@ class ManagedParam:
         return self.host_weight
 
     def hold_on_device(self, host_weight: HostWeight) -> None:
-        """Say that the parameter is on an accelerator, and where its weight in host memory is."""
+        """Set the host weight of a parameter on an accelerator."""
         self.host_weight, self.tier = host_weight, Tier.DEVICE
 
     def remember(self) -> None:
-        """Take what is there now for our own writing."""
+        """Mark the weight as written by us, so that later writes by others are detected."""
         self.written = stamp_of(self.parameter, self.owner)
         if self.tier is Tier.DEVICE:
             self.on_host.remember()
 
     def leave_behind(self) -> None:
-        """Say that an update on the device has not brought all of the new weight down."""
+        """Mark the host weight as stale if an update on the device did not copy all of it."""
         if self.updated_there and self.family.dtype == torch.float32:
             self.on_host.leave_behind()
 
@@ -121,8 +121,8 @@ class ManagedParam:
     def needs_host_weight(self) -> bool:
         """Return whether a step that commits nothing reads the whole of a stale host weight.
 
-        For 16-bit ones, which masters must fit. Of an fp32 one, what the host updates is what it
-        has left there, while nobody else writes the parameter.
+        True for 16-bit weights, which masters must match. The host's elements of an fp32 weight are
+        as its last update left them, unless the user has written the parameter.
         """
         if self.family.dtype != torch.float32 or not self.updated_there:
             return True

@@ -33,10 +33,10 @@ class ParamTable:
     """The parameters of one optimizer, the store of their states, and what updates them."""
 
     def __init__(self, offload_policy: OffloadPolicy, on_gradient: OnGradient) -> None:
-        """Begin with nobody; raises for a directory that cannot hold states.
+        """Begin with no parameters; raise for a directory that cannot hold states.
 
-        ``on_gradient`` is called with each parameter whose gradient autograd has accumulated,
-        where states move at all.
+        ``on_gradient`` is called with each parameter whose gradient autograd has accumulated, if
+        any states move.
         """
         self.offload_policy = offload_policy
         # By id: hashing a tensor is a call into Python, a hundred times a step. Members hold the
@@ -135,7 +135,7 @@ class ParamTable:
     def attach(self, parameters: Iterable[torch.Tensor], amsgrad: Mapping[int, bool]) -> None:
         """Give states to those of ``parameters`` that have none.
 
-        ``amsgrad`` tells for every parameter of the optimizer, by id, whether it wants that state.
+        ``amsgrad``: for every parameter of the optimizer, by id, whether it has that state.
         """
         new = [p for p in parameters if id(p) not in self._by_id]
         self._hooks.update()
@@ -169,9 +169,9 @@ class ParamTable:
         adopt: Callable[[], Sequence[StoredChunk]],
         update_on: UpdateOn | None,
     ) -> None:
-        """Take ``parameters`` and their states as a commit has them, in place of all others.
+        """Replace all parameters by ``parameters``, with states from a commit.
 
-        ``adopt`` holds what the disk has of each chunk, when what was held before has been let go.
+        ``adopt`` takes over each chunk's bytes on disk, after the old ones have been released.
         ``update_on``: where to update from now on; None: as before.
         """
         if update_on is not None:
@@ -239,7 +239,7 @@ class ParamTable:
         self.store.keep()
 
     def abandon(self) -> None:
-        """Let go of the store without closing it, in a forked child, which may not."""
+        """Drop the store without closing it: a forked child must not close it."""
         self.store.abandon()
 
     def close(self) -> None:

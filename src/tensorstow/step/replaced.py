@@ -1,10 +1,10 @@
 """Detects weights whose memory was replaced, written or freed during their update.
 
-[Note: Replaced] The pipeline writes to the memory that a step was given, and holds it until it is
-done. Whoever asks the parameter for it waits ([Note: Unpublished]); past that go tensors that were
-taken before ``step()`` and share the memory, and the shard of a DTensor. What is there when the
-update is over may be of old values, so it is an error. Memory that was freed in place nobody can
-hold: that can only be said.
+[Note: Replaced] The pipeline writes to the memory that a step was given, and keeps it alive until
+the update is done. Reads through the parameter wait ([Note: Unpublished]), but not writes through
+tensors that were taken before ``step()`` and share its memory, or through the shard of a DTensor.
+Such values may be lost or old, so they are an error when the update is over. Memory that was freed
+in place cannot be kept alive: this is reported only.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@
 when a weight is published and in nothing else.
 
 none      ``step()`` returns when every weight is new (``Synchronous``).
-forward   ``step()`` returns at once; whoever reads a weight waits for it (``ForwardOverlap``, and
+forward   ``step()`` returns at once; a read of a weight waits for it (``ForwardOverlap``, and
           [Note: Unpublished]).
 backward  a step is open while backward runs; each gradient is offered when it is final, and
           ``step()`` closes it and waits for the rest (``BackwardOverlap``).
@@ -39,8 +39,8 @@ class Schedule:
 
     @property
     def phase(self) -> Phase:
-        """Where the optimizer is in its step ([Note: Legal calls]); USED is not told."""
-        return Phase.BETWEEN  # whatever is under way is waited for
+        """Where the optimizer is in its step ([Note: Legal calls]); never USED."""
+        return Phase.BETWEEN  # updates under way can be waited for
 
     @property
     def why_broken(self) -> str | None:
@@ -74,7 +74,7 @@ class Schedule:
         return False
 
     def break_off(self) -> None:
-        """Say that a gradient was not taken as it should: the step will never be whole."""
+        """Mark the open step as broken: a gradient was not taken."""
 
     def begin(self, plan: StepPlan) -> None:
         """Begin a step of which no gradient is there yet."""
@@ -90,7 +90,7 @@ class Schedule:
         """Take the step of ``plan``, or end the one that is open with the gradients of ``plan``.
 
         Args:
-            plan: Who takes part, by which gradients and numbers.
+            plan: The updates, with their gradients and scalars.
             states: ``optimizer.state``, in which steps are counted.
         """
         raise NotImplementedError
@@ -102,7 +102,7 @@ class Schedule:
         """End the step that is under way: no more will come."""
 
     def abort(self) -> None:
-        """Forget the step that is open or under way: its store is gone, or has failed."""
+        """Drop the step that is open or under way: its store is closed, or has failed."""
         self._params.sides.path.abort()
 
     # --- what users do with gradients ---

@@ -1,4 +1,4 @@
-"""Which side, host or device, updates what, and by which path gradients get there."""
+"""Decides which chunks are updated on the host or the device, and routes gradients there."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from tensorstow.step.share_tuner import ShareTuner
 
 
 class UpdateSides:
-    """What takes gradients to their updates for the parameters of one store."""
+    """Routes the gradients of one store's parameters to updates on the host or the device."""
 
     def __init__(
         self, offload_policy: OffloadPolicy, store: StateStore, links: OptimizerLinks
@@ -32,22 +32,22 @@ class UpdateSides:
         self._links = links
         self._params: Sequence[ManagedParam] = ()
         self._connected = 0
-        """How many of them have their host weights, and are known to the path."""
+        """How many of them are connected: they have host weights, and the path serves them."""
         self.device_feeds: list[DeviceFeed] = []
-        """One where gradients of an accelerator's parameters are copied down."""
+        """At most one: if gradients of an accelerator's parameters are copied to the host."""
         self.updaters: list[DeviceUpdater] = []
-        """One where updates may run on the accelerator."""
+        """At most one: if updates may run on the accelerator."""
         self.share_tuner = ShareTuner(offload_policy.update_on)
         self._share: float | None = None
         self.path: StepFeeds | DeviceUpdates = self._path_of_feeds()
-        """By which a schedule takes its steps ([Note: Feeds])."""
+        """The interface through which a schedule takes its steps ([Note: Feeds])."""
 
     # --- as parameters come ---
 
     def connect(self, params: Sequence[ManagedParam]) -> None:
-        """Serve ``params``, all of the store's by number; where that failed before, once more.
+        """Serve ``params``, all of the store's by number; repeated if it failed before.
 
-        Those that are on an accelerator get host weights; the path is another one then.
+        Those on an accelerator get host weights, and the path is replaced.
         """
         self._params = params
         new = params[self._connected :]
@@ -123,17 +123,17 @@ class UpdateSides:
     # --- between steps ---
 
     def refresh(self, *, whole: bool = True) -> None:
-        """Share chunks out anew, and fetch weights on an accelerator that are newer there.
+        """Divide chunks between the sides, and copy weights that are newer on the device.
 
-        A step begins with it. Not ``whole``: only weights that a step which commits nothing looks
-        at.
+        Called when a step begins. If not ``whole``, only the weights that a step without a commit
+        reads.
         """
         whole = self._divide() or whole
         self._let_go_of_a_side()
         self._links.fetch(m for m in self._params if whole or m.needs_host_weight)
 
     def _divide(self) -> bool:
-        """Give host and device their chunks; return whether these are others than before."""
+        """Divide chunks between host and device; return whether that changed anything."""
         share = self.share_tuner.share
         if share == self._share:
             return False
@@ -147,7 +147,7 @@ class UpdateSides:
         return True
 
     def _let_go_of_a_side(self) -> None:
-        """Give back the memory of the side that "auto" has not chosen."""
+        """Free the memory of the side that "auto" has not chosen."""
         chosen = self.share_tuner.chosen
         if chosen is None or not (self.device_feeds and self.updaters):
             return
@@ -165,15 +165,15 @@ class UpdateSides:
         )
 
     def upload(self) -> None:
-        """Let every parameter on an accelerator be what host memory has of it."""
+        """Copy all host weights to their parameters on an accelerator."""
         remote = self.on_device()
         torch.autograd.graph.increment_version([param.parameter for param in remote])
         upload((param.on_host for param in remote), self._links.weights)
 
     def give_up(self) -> None:
-        """Forget the step that is open, if any, when nothing of it is under way on the device.
+        """Drop the open step, if any, and wait for the device.
 
-        What goes next is the memory that its copies and updates use; weights may be loaded anew.
+        Then the memory of its copies and updates can be freed, and weights can be loaded.
         """
         self.path.abort()
         self._links.weights.synchronize()

@@ -21,12 +21,12 @@ def record_step(
     *,
     commits: bool,
 ) -> None:
-    """Count the step of ``params``, and tell autograd that native code wrote to the weights.
+    """Count the step of ``params``, and increment the version counters of their weights.
 
-    A stale graph would otherwise use the new ones.
+    So autograd detects graphs that were made with the old weights.
 
     Args:
-        params: Those that were updated.
+        params: The updated parameters.
         counts: Their step counts, before the step.
         states: ``optimizer.state``.
         commits: Whether the step commits.

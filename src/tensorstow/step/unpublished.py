@@ -1,14 +1,14 @@
-"""Makes whoever reads a parameter wait until its update is done.
+"""Makes reads of a parameter wait until its update is done.
 
-[Note: Unpublished] While its update is under way, a parameter is of a class of ours, derived from
-its own, whose ``__torch_function__`` waits, gives the parameter its own class back, and goes on
-with what was asked. So every operation of torch that is given the parameter itself sees the new
-weight, wherever it is called: averages of weights, norms, copies, ``p.data``. What needs no bytes
-(``shape``, ``grad``) does not wait. A graph of ``torch.compile`` guards the classes of parameters,
-so it is not entered with one of them; hooks see to it that the weights are new before.
+[Note: Unpublished] While its update is under way, a parameter has a subclass of its own class,
+whose ``__torch_function__`` waits, restores the parameter's class, and runs the operation. So every
+torch operation on the parameter itself sees the new weight, wherever it is called: averages of
+weights, norms, copies, ``p.data``. Operations that need no bytes (``shape``, ``grad``) do not wait.
+A graph of ``torch.compile`` guards the classes of parameters, so it is not entered with an
+unpublished one; hooks wait before.
 
-Not seen is what reads memory and asks no operation of torch for it: a view or NumPy array that was
-taken before ``step()``, and extensions that take a tensor's address past torch's dispatch.
+Reads without a torch operation on the parameter are not detected: through a view or NumPy array
+taken before ``step()``, and by extensions that use a tensor's address without torch's dispatch.
 """
 
 import copy
@@ -49,7 +49,7 @@ _HARMLESS = frozenset(_without_bytes())
 
 
 Waiter = Callable[[Iterable[int]], None]
-"""Returns once the parameters with the ids that it is given may be read."""
+"""Blocks until the parameters with the given ids may be read."""
 
 _waiters: dict[int, Waiter] = {}
 """By id of an unpublished parameter."""
@@ -72,7 +72,7 @@ def mark_published(parameter: torch.Tensor) -> None:
 
 
 class Unpublished:
-    """What the classes of unpublished parameters have in common."""
+    """Base of the classes of unpublished parameters."""
 
     __slots__ = ()
     own: ClassVar[type[torch.Tensor]]
@@ -102,36 +102,36 @@ class Unpublished:
         return function(*args, **given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401
-        """Copy what is there when it is new."""
+        """Copy the new weight, when it is there."""
         return copy.deepcopy(_wait_for(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
-        """Save what is there when it is new."""
+        """Save the new weight, when it is there."""
         return _wait_for(self).__reduce_ex__(protocol)
 
 
 class _UnpublishedShard(Unpublished):
-    """A DTensor's, some of whose methods ask torch for nothing."""
+    """For DTensors, some of whose methods call no torch function."""
 
     __slots__ = ()
 
     def to_local(self, **given: Any) -> Any:  # noqa: ANN401
-        """Return the shard when it is new."""
+        """Return the new shard, when it is there."""
         return _ask(self, "to_local", given)
 
     def full_tensor(self, **given: Any) -> Any:  # noqa: ANN401
-        """Return the whole when it is new."""
+        """Return the whole new weight, when it is there."""
         return _ask(self, "full_tensor", given)
 
     def redistribute(self, *args: Any, **given: Any) -> Any:  # noqa: ANN401
-        """Return it anew when it is new."""
+        """Redistribute the new weight, when it is there."""
         return _ask(self, "redistribute", given, *args)
 
 
 def _ask(shard: Any, name: str, given: Mapping[str, Any], *args: object) -> Any:  # noqa: ANN401
     """Call a method of the shard's own class; where torch functions are disabled, at once."""
     own = getattr(type(shard), "own", type(shard))  # another thread may have published it by now
-    if torch._C._is_torch_function_enabled():  # noqa: SLF001  # else whoever waits is asking
+    if torch._C._is_torch_function_enabled():  # noqa: SLF001  # else the waiter itself calls
         _wait_for(shard)
     return getattr(own, name)(shard, *args, **given)
 
@@ -143,7 +143,7 @@ def _unpublished(kind: type[torch.Tensor]) -> Any:  # noqa: ANN401  # a class ma
 
 
 def _wait_for(tensor: Any) -> Any:  # noqa: ANN401
-    """Return ``tensor``, which is published by then."""
+    """Wait for the update of ``tensor`` and return it."""
     waiter = _waiters.get(id(tensor))
     if waiter is not None:
         waiter([id(tensor)])

@@ -5,12 +5,12 @@ the scale, whether their step was taken or not, and so do ours. An fp32 gradient
 it is, before its update, which reads the product: the bits of an update that multiplies by the
 scale's reciprocal itself. A 16-bit one would lose what the scale is there to keep, so its update
 reads a copy that is still scaled. The multiplication is before the update under every schedule:
-beside the next forward ``.grad`` would change under who reads it.
+beside the next forward ``.grad`` would change while it is read.
 
 [Note: Scaling on two devices] The scale is where the first loss was that was scaled. torch copies
 it to the other devices that have gradients, and what it found not finite back to it, and the host
-reads what comes from an accelerator without waiting for it: gradients are multiplied by whatever is
-there, and steps are skipped or not by chance. ``step()`` cannot mend that, and refuses.
+reads copies from an accelerator without waiting for them: gradients are multiplied by undefined
+values, and steps are skipped at random. ``step()`` cannot correct that and refuses.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,9 +24,9 @@ from tensorstow.tensors.dtensor import anywhere, gradient_of
 
 
 def is_skipped(found_inf: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether a GradScaler has found on any rank what is not finite.
+    """Return whether a GradScaler has found an inf or NaN on any rank.
 
-    Raises OptionError where that is chance: see [Note: Scaling on two devices].
+    Raises OptionError if that is undefined: see [Note: Scaling on two devices].
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     apart = [g for g in gradients if g.is_cpu != found_inf.is_cpu]
@@ -48,14 +48,14 @@ def unscale(parameters: Iterable[torch.Tensor], scale: float) -> None:
 
 
 def unscaled(updates: list[ParamUpdate], scale: float) -> list[ParamUpdate]:
-    """Divide the gradients by ``scale``, where they are; return who is updated by what then."""
+    """Divide the gradients by ``scale`` in place; return the updates that read them."""
     read = [_copied(update, scale) for update in updates]
     unscale((update.param.owner for update in updates), scale)
     return [_read_anew(update) for update in read]
 
 
 def _copied(update: ParamUpdate, scale: float) -> ParamUpdate:
-    """Return a due whose 16-bit gradient is a copy: ``.grad`` is multiplied under it."""
+    """Return the update with a copy of a 16-bit gradient, as ``.grad`` will be multiplied."""
     if update.gradient is None or update.gradient.dtype == torch.float32:
         return update
     return replace(update, gradient=update.gradient.clone(), scale=scale)

@@ -1,12 +1,12 @@
 """Chooses what updates chunks on the device: the fused kernel, or torch's operations.
 
-[Note: Two rules] Both give the host's bits, so which one runs is a matter of time and memory alone:
-the fused kernel is one launch a chunk and makes no temporaries; the reference is twenty launches or
-more for each part of a parameter in a chunk, and runs wherever torch does. The kernel needs Triton
-and CUDA. What Triton's compiler, the system's and the driver make of it is seen on the machine
-alone, so the kernel is tried there before a run relies on it, once for each family, on a few
-numbers. Where that fails, or differs from the reference in a bit, the reference updates.
-``tensorstow doctor`` says which rule it is and why.
+[Note: Two rules] Both give the same bits as the host, so they differ in time and memory alone: the
+fused kernel is one launch per chunk and makes no temporaries; the reference is twenty launches or
+more for each part of a parameter in a chunk, and runs on every torch device. The kernel needs
+Triton and CUDA. Its result depends on the compilers and the driver of the machine, so it is tried
+on a few numbers before a run uses it, once for each family. If that fails or differs from the
+reference in any bit, the reference is used. ``tensorstow doctor`` prints which rule is used and
+why.
 """
 
 import importlib
@@ -104,7 +104,7 @@ class TorchRule:
     name = "torch's operations"
 
     def table_bytes(self, segments: int) -> int:
-        """Return none: what a launch needs goes with it."""
+        """Return 0: launches take arguments and need no table."""
         del segments
         return 0
 
@@ -123,7 +123,7 @@ class FusedRule:
 
     def __init__(self) -> None:
         """Import Triton; raises ImportError where it is not installed."""
-        # By name, for Triton is optional: nobody pays for it who does not update on CUDA.
+        # Imported here: Triton is optional, and slow to import.
         self._kernel: Any = importlib.import_module("tensorstow.step.fused_kernel")
 
     def table_bytes(self, segments: int) -> int:

@@ -136,9 +136,9 @@ def _number(value: object, name: str) -> float:
 
 
 def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
-    """Raise OptionError for the keywords of torch's class that mean something we cannot do.
+    """Raise OptionError for keywords of torch's class that cannot be honoured.
 
-    False asks for nothing: the bits are those of torch's plain loop whatever ``fused`` says.
+    False is accepted: the bits are those of torch's plain loop in any case.
     """
     why = {
         "foreach": "the update is one fused pass over each chunk, never a pass per operation",
@@ -182,7 +182,9 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             " or give it a contiguous copy: param.data = param.data.contiguous()."
         )
         raise DTypeError(message)
-    if hasattr(type(parameter), "own"):  # [Note: Unpublished], of which this layer knows no more
+    if hasattr(
+        type(parameter), "own"
+    ):  # [Note: Unpublished], which is all that this layer may know
         message = (
             f'{name} is being updated by another optimizer, which has overlap="forward". Give each'
             ' parameter to one optimizer; or make both with overlap="none", and close() the one'
