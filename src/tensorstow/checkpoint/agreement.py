@@ -21,7 +21,7 @@ COMMIT, FIRST = "commit", "first"
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A generation, as a rank tells the others of it."""
+    """A generation, as ranks exchange it."""
 
     id: str | None
     number: int
@@ -34,10 +34,10 @@ class _Kept:
 
 
 def choose(store: Store, which: str | int | None, ranks: Ranks) -> Generation | None:
-    """Return the newest generation that all ranks have, or the one that is asked for by all.
+    """Return the newest generation that all ranks have, or the one that ``which`` names.
 
-    None where nothing was ever committed and none is named; a number is rank 0's. Raises
-    OptionError where it is not there, RankError where ranks have nothing in common.
+    None if nothing was ever committed and none is named; a number is rank 0's. Raises OptionError
+    if the named one does not exist, RankError if the ranks have no generation in common.
     """
     if ranks.alone:
         return store.generation(which)

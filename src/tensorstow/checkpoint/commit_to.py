@@ -24,10 +24,10 @@ def commit_to(
     states: MutableMapping[torch.Tensor, dict[str, Any]],
     extra: Extra | None,
 ) -> None:
-    """Commit the run of now in ``directories``, and take states from there from now on.
+    """Commit the run to new ``directories`` and continue there.
 
-    The store before is read through the files that are open, wherever they are by now, and closed.
-    Raises OptionError where a run is there; until the commit is durable nothing is changed.
+    The old store is read through its open files, even if they were moved, and closed. Raises
+    OptionError if ``directories`` hold a run. Nothing is changed before the commit is durable.
     """
     placement = replace(params.offload_policy.placement, directories=tuple(directories))
     offload_policy = commits.ranks.in_rank_directory(

@@ -59,7 +59,7 @@ class Commits:
         self.ranks = ranks or Ranks()
         self.module = module
         self.log: TransferLog | None = None
-        """Of a recording: waits for commits are put there."""
+        """Of a recording: waits for commits are logged there."""
         self.extra_now = extra
         self._extra_checked = extra_checked
         self.was_given_extra = False
@@ -71,9 +71,9 @@ class Commits:
         self.generation: int | None = None
         """Its number: after going back to a snapshot, not the newest one's."""
         self.requested = False
-        """A commit was asked for by ``request_commit()`` and is not made yet."""
+        """``request_commit()`` was called, and the commit is not made yet."""
         self.prompt = False
-        """The step commits because that was asked for: it is durable when ``step()`` returns."""
+        """The step commits by request: the commit is durable when ``step()`` returns."""
         self.extents = CommittedExtents()
         self._last = time.monotonic()
         self._owner = os.getpid()
@@ -82,7 +82,7 @@ class Commits:
         self._warned_foreign = False
 
     def refuse_strange(self, params: ParamTable) -> None:
-        """Raise OptionError where the directory holds a run that this one would bury."""
+        """Raise OptionError if the directory holds a run that this one would replace."""
         if not params.offload_policy.placement.durable or self.committed is not None:
             return
         newest = storage_of(params).store.generation()
@@ -96,9 +96,9 @@ class Commits:
             raise OptionError(message)
 
     def check_extra(self) -> None:
-        """Raise at the first step for what ``extra`` returns and no commit could keep.
+        """Raise at the first step if ``extra`` returns values that a commit cannot store.
 
-        Where its result was not checked before, because what it speaks of was not made yet.
+        Only if they could not be checked earlier, because ``extra`` refers to later objects.
         """
         if not self._extra_checked and self.extra_now is not None:
             check_extra(self.extra_now())
@@ -106,10 +106,10 @@ class Commits:
 
     def due(self) -> bool:
         """Return whether the step that is about to be taken commits."""
-        self.prompt, self.requested = self.requested, False  # one asked for later is another one
+        self.prompt, self.requested = self.requested, False  # a later request is another one
         due = self.ranks.decide(self.step + 1, self._is_time, requests=self.prompt)
         if self.prompt and not due:
-            self.requested, self.prompt = True, False  # rank 0 has not heard of it yet
+            self.requested, self.prompt = True, False  # rank 0 has not received the request yet
         return due
 
     def _is_time(self) -> bool:
@@ -122,7 +122,7 @@ class Commits:
         )
 
     def reporting_errors(self, *, commits: bool) -> AbstractContextManager[None]:
-        """Tell other ranks of what fails inside, where they will wait for this step's commit."""
+        """Report errors of the block to ranks that will wait for this step's commit."""
         if not commits:
             return nullcontext()
         return self.ranks.reporting_errors(f"the commit of step {self.step + 1}")
@@ -158,7 +158,7 @@ class Commits:
                 self.extents.retarget(params.store, storage_of(params))
                 self.committed, self.generation = generation.step, generation.number
         except BaseException as error:
-            params.store.pipeline.check_alive()  # the caller may have been told already
+            params.store.pipeline.check_alive()  # unless the caller has seen the error already
             params.store.pipeline.poison(error)
             raise
         if unlinked is not None:
@@ -166,9 +166,9 @@ class Commits:
             raise unlinked
 
     def abandon(self) -> None:
-        """Wait until the commit under way, if any, is over, whatever became of it.
+        """Wait until the commit under way, if any, has ended or failed; raise nothing.
 
-        For whoever loads what is committed behind a failure that was raised.
+        Called before a commit is loaded after a failure that was raised.
         """
         if self._pending is not None:
             wait([self._pending])
@@ -199,7 +199,7 @@ class Commits:
                 store.drop_older()
             return generation
 
-        with SignalsDeferred():  # what was submitted must be known to be under way
+        with SignalsDeferred():  # a submitted commit must be recorded as pending
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(
                     1, thread_name_prefix="tensorstow-commit", initializer=_begin_thread
@@ -214,7 +214,7 @@ class Commits:
     def _gather(
         self, params: ParamTable, groups: Groups, states: States, extra: Extra | None
     ) -> Callable[[], Content]:
-        """Write what is small; return what waits for the states and says all that there is."""
+        """Write small values; return a function that waits for states and lists the content."""
         storage = storage_of(params)
         given: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
         plain, tensors = flatten(extra_of(given), "extra")
@@ -257,7 +257,7 @@ class Commits:
         states: States,
         extra: Extra | None,
     ) -> Generation:
-        """Make the run of now a generation of another store; what is here stays as it is."""
+        """Commit the run to another store; this store is unchanged."""
         what = f"the commit of step {self.step} in another directory"
         with self.ranks.reporting_errors(what):
             self.capture(params)
@@ -270,7 +270,7 @@ class Commits:
                 target.store.release(extent)
 
     def capture(self, params: ParamTable) -> None:
-        """Write to disk what it has not got of the states and weights of now."""
+        """Write the current states and weights that are not on disk."""
         with self.ranks.reporting_errors(f"the commit of step {self.step}"):
             params.sides.refresh()
             self.prepare(params)
@@ -314,7 +314,7 @@ def _run_through(plan: StepPlan, params: ParamTable) -> None:
 
 
 def storage_of(params: ParamTable, asked: str = "A commit") -> StoreStorage:
-    """Return the durable space; raise OptionError, naming ``asked``, where states are scratch."""
+    """Return the durable space; raise OptionError, naming ``asked``, for scratch files."""
     storage = params.store.storage
     if isinstance(storage, StoreStorage):
         return storage

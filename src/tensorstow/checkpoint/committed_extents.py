@@ -28,7 +28,7 @@ class CommittedExtents:
         """Begin with none."""
         self._places: dict[Chunk, FilePosition] = {}
         self._tensors: dict[str, tuple[tuple[int, int], TensorRecord]] = {}
-        """Of the module, by name, with what tells whether the tensor was changed since."""
+        """Of the module, by name, with the tensor's version and address when it was written."""
         self._temporary: list[TensorRecord] = []
         """Of that commit alone: the next one has others."""
         self._warned_left_out = False
@@ -76,7 +76,7 @@ class CommittedExtents:
         """Write a tensor, whose bytes are in memory, unless they are what a commit has of it."""
         held = shard_of(tensor).detach().cpu().contiguous()
         nbytes = held.numel() * held.element_size()
-        # Both: batch_norm writes its statistics without telling the version counter.
+        # Both: batch_norm writes its statistics without incrementing the version counter.
         mark = (tensor._version, _native.checksum(held.data_ptr(), nbytes))  # noqa: SLF001
         before = self._tensors.get(name)
         if before is None or before[0] != mark:

@@ -87,7 +87,7 @@ def _chunk_entry(chunk: Chunk) -> dict[str, Any]:
 
 
 def hyper_of(params: ParamTable, groups: Groups, states: States) -> dict[str, Any]:
-    """Return parameter groups, step counts, and what the next update of a parameter must know."""
+    """Return parameter groups, step counts, and flags of parameters that the next update needs."""
     saved = [
         {k: v for k, v in group.items() if k not in {"params", "param_names"}} for group in groups
     ]

@@ -1,10 +1,10 @@
 """Exchanges small values among ranks, by torch.distributed's key-value store.
 
-[Note: Coordinator] It uses the store that torch.distributed met over, under a prefix of its own: it
-works whatever the backend of the user's group, and disturbs none of its collectives. In a gather
-each rank posts a value under the gather's number and its own, and waits for those of all ranks.
-Waiting is polling, and it ends: when all values are there, when a rank reports an error or leaves,
-or after the store's timeout, which is what ``init_process_group(timeout=)`` was given.
+[Note: Coordinator] It uses the store of torch.distributed's rendezvous under a prefix of its own,
+so it works with any backend and does not interfere with collectives. In a gather each rank posts a
+value under the gather's number and its own rank, and polls for those of all ranks. Polling ends
+when all values are there, when a rank reports an error or leaves, or after the store's timeout
+(``init_process_group(timeout=)``).
 """
 
 import contextlib
@@ -122,12 +122,12 @@ class Coordinator:
             return self._poll(what, poll, lambda: [0])
 
     def leave(self) -> None:
-        """Tell the others that this rank takes part in no further gather."""
-        # Whatever the store refuses now: there is nobody left to be told.
+        """Announce that this rank takes part in no further gather."""
+        # Errors of the store are ignored now: no rank is left to read it.
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "yes")
             self._store.set("trouble", "yes")
-            # The store mostly lives in rank 0: it must not go while others read of their success.
+            # Rank 0 mostly hosts the store, and must not end while others still read their results.
             deadline = time.monotonic() + _FAREWELL_SECONDS
             while self.rank == 0 and self._unread is not None and time.monotonic() < deadline:
                 if self._store.add(self._unread, 0) == self.world:
@@ -142,12 +142,14 @@ class Coordinator:
     def _poll(
         self, what: str, poll: Callable[[], _T | None], absent: Callable[[], list[int]]
     ) -> _T:
-        """Return what ``poll`` finds; raise RankError where those who are absent do not come."""
+        """Return the first result of ``poll``; raise RankError if a rank left or timed out."""
         deadline = time.monotonic() + self._seconds
         pause, longest = _PAUSES
         while (found := poll()) is None:
             left = self._left()
-            gone = [rank for rank in absent() if rank in left]  # in this order: a value, then gone
+            gone = [
+                rank for rank in absent() if rank in left
+            ]  # in this order: a rank posts, then leaves
             if gone:
                 message = f"{_ranks(gone)} ended before {what}, which needs all ranks. {_ADVICE}"
                 raise RankError(message)

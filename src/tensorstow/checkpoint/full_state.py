@@ -27,9 +27,9 @@ def read_full_states(
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Return the states of the parameters with these ``numbers``, 1-D and fp32, by name.
 
-    What is more than RAM_BYTES of states on disk comes as memory that is a file without a name
-    beside them (ADR 0014): the system may take its pages back, and it is gone with the last of the
-    tensors. Raises DirectoryError where no directory has room for it.
+    States on disk of more than RAM_BYTES are returned in a mapped, unnamed file beside them (ADR
+    0014): the system may reclaim its pages, and the file is freed with the last of the tensors.
+    Raises DirectoryError if no directory has space for it.
     """
     names = [(n, name) for n in numbers for name in store.families[n].states]
     nbytes = sum(_WIDTH * store.sizes[n] for n, _ in names)
@@ -55,7 +55,7 @@ def read_full_states(
 def complete_state_dict(
     entries: dict[Any, Any], parameters: Sequence[torch.Tensor], params: ParamTable
 ) -> None:
-    """Add the states that live on disk to what torch gathered for a state dict."""
+    """Add states on disk to torch's state dict."""
     params.store.pipeline.settle()
     # By parameter: users keep entries under keys of their own, which go as they are, as in torch.
     found = {
@@ -72,8 +72,8 @@ def complete_state_dict(
         index, parameter = missing[number]
         entry = entries[index]
         shaped = in_shape_of(parameter, tensors)
-        # The moments are copies, so the step count is one too: all of the same moment. What
-        # somebody put in meanwhile, for the next step to take, is kept.
+        # The moments are copies, so the step count is one too, all of the same time. Entries
+        # that the user has put in, for the next step to take, are kept.
         entries[index] = {**entry, **shaped, **without_placeholders(entry)}
         entries[index]["step"] = entry["step"].clone()
     for i, param in found.items():
@@ -83,7 +83,7 @@ def complete_state_dict(
 
 def lacks_states(entry: Mapping[str, Any], param: ManagedParam) -> bool:
     """Return whether ``entry`` of ``optimizer.state`` lacks states."""
-    # Without a step count somebody only asked for a state that does not exist yet.
+    # Without a step count it was made by a mere read of a state that does not exist yet.
     return "step" in entry and not without_placeholders(entry).keys() >= set(param.family.states)
 
 

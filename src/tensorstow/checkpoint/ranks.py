@@ -1,10 +1,9 @@
 """Makes the ranks of a run commit and resume together: a store each, the same generations.
 
-[Note: Ranks] Where parameters are sharded and torch.distributed has several ranks, all of them are
-the run, whatever meshes they form. What one of them commits is of use only with what the others
-do, so each step of a commit is run by `run_on_all`: every rank has done it, or every rank raises. A
-rank keeps the generation before until all have the new one, so that at any moment there is one
-which all have.
+[Note: Ranks] If parameters are sharded and torch.distributed has several ranks, all of them form
+the run, whatever their meshes. A commit of one rank is useful only with those of the others, so
+each step of a commit runs by `run_on_all`: it succeeds on every rank, or every rank raises. A rank
+keeps the previous generation until all have the new one, so at any time there is one that all have.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -46,7 +45,7 @@ class Ranks:
         ):
             return cls()
         group: Any = dist.group.WORLD
-        # A connection of our own: whoever waits in the group's does not hold ours up.
+        # A connection of our own: a wait in the group's would block ours.
         store = group.get_group_store().clone()
         return cls(Coordinator(store, dist.get_rank(), dist.get_world_size()))
 
@@ -123,6 +122,6 @@ class Ranks:
         return int(value.split()[1]) == step
 
     def close(self) -> None:
-        """Tell the others that this rank takes part in nothing more. Idempotent."""
+        """Announce that this rank has ended. Idempotent."""
         if self._coordinator is not None:
             self._coordinator.leave()

@@ -38,11 +38,11 @@ def resume(
     states: MutableMapping[torch.Tensor, dict[str, Any]],
     module: torch.nn.Module | None,
 ) -> dict[str, Any]:
-    """Make the optimizer and the model what they were at ``generation``; return its ``extra``.
+    """Restore the optimizer and the model to ``generation``; return its ``extra``.
 
     Reads the weights; states are read when the first step needs them. Raises OptionError or
-    BudgetError where the run is of other parameters or does not fit, before anything is changed;
-    whatever fails behind that poisons the optimizer until it is resumed anew.
+    BudgetError if the run has other parameters or does not fit, before anything is changed; later
+    failures poison the optimizer until it is resumed again.
     """
     entries = generation.layout["parameters"]
     _refuse_other_blocks(generation)
@@ -86,9 +86,9 @@ def resume(
 def _updated_on(
     hyper: Mapping[str, Any], params: ParamTable, order: Sequence[torch.Tensor]
 ) -> UpdateOn | None:
-    """Return where else to update: as the run did, and nobody says otherwise.
+    """Return the run's ``update_on`` if this optimizer has none of its own, else None.
 
-    Raises OptionError where this optimizer cannot.
+    Raises OptionError if this optimizer cannot update there.
     """
     where = hyper.get("update_on", "host")
     if params.offload_policy.update_on is not None or where == "host":
@@ -111,7 +111,7 @@ def _updated_on(
 
 
 def _refuse_other_blocks(generation: Generation) -> None:
-    """Raise StoreFormatError where a checksum stands for another number of elements than here."""
+    """Raise StoreFormatError if checksums are of blocks of another size than here."""
     found = {shape.block for shape in chunk_shapes(generation.layout)} - {_native.UPDATE_BLOCK}
     if found:
         message = (

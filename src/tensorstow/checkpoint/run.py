@@ -24,7 +24,7 @@ class Interval:
 
     @property
     def by_hand(self) -> bool:
-        """Whether nobody but the user commits."""
+        """Whether the run commits by hand alone."""
         return self.seconds is None and self.steps is None
 
     @classmethod
@@ -46,7 +46,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What an optimizer knows of the run that it is a part of."""
+    """The options of a durable run."""
 
     module: torch.nn.Module | None = None
     """The model: gives names, buffers, and the places where new weights are waited for."""

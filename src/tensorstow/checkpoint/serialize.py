@@ -39,10 +39,10 @@ def check_extra(given: object) -> None:
 
 
 def is_checked(extra: Callable[[], object] | None) -> bool:
-    """Return whether what ``extra`` returns now can be kept; raise where it cannot.
+    """Return whether the values that ``extra`` returns can be stored; raise if they cannot.
 
-    False where it returns nothing yet: what it speaks of, a scheduler of this optimizer, may be
-    made later. It is called again at the first step, and then raises.
+    False if it raises for now: it may refer to an object that is made later, such as a scheduler of
+    this optimizer. It is called again at the first step, where errors are raised.
     """
     if extra is None:
         return True
@@ -155,7 +155,7 @@ def _array(value: np.ndarray[Any, Any], where: str) -> torch.Tensor:
 
 
 def _read_array(stored: torch.Tensor) -> np.ndarray[Any, Any]:
-    if stored.numel() == 0:  # a placeholder, from one who looks at the rest
+    if stored.numel() == 0:  # a placeholder, if only the other values are wanted
         return np.empty(0)
     file = io.BytesIO(stored.cpu().numpy().tobytes())
     found: np.ndarray[Any, Any] = np.lib.format.read_array(file, allow_pickle=False)

@@ -226,7 +226,7 @@ class AdamW(Adam):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Stay AdamW whatever is loaded, as torch's does: an Adam's groups say otherwise."""
+        """Stay AdamW whatever is loaded, as torch's does: groups of an Adam have other flags."""
         super().__setstate__(state)
         for group in self.param_groups:
             group["decoupled_weight_decay"] = True

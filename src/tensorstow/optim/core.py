@@ -1,13 +1,12 @@
-"""What an optimizer owns (store, pipeline, threads), and how all of it is closed.
+"""``Core``: what an optimizer owns (store, pipeline, threads), and how it is closed.
 
 [Note: One end] Wrappers are made from an optimizer's class or share its ``__dict__``, so the
-optimizer object has no finalizer: it holds a ``Core``, as does whoever shares it, and the core ends
-what runs behind the last step when nobody holds it any more. A reference cycle is no exception. The
-collector calls weakref callbacks before any ``__del__``, so a store that closed itself in one would
-be closed before its last update is over: what the store of an optimizer has is kept until the core
-closes it (``StateStore.keep``). Steps of a durable run that no commit has are committed first, or
-their number is said. What is alive at the interpreter's end is ended there, before
-files close: see ``_finish_all``.
+optimizer object has no finalizer. It holds a ``Core``, as do wrappers, and the last reference to
+the core ends background work, in reference cycles too. The garbage collector calls weakref
+callbacks before any ``__del__``, so a store with such a callback would be closed before its last
+update is over: an optimizer's store stays open until the core closes it (``StateStore.keep``).
+Uncommitted steps of a durable run are committed first, or their number is logged. Cores that are
+alive at the interpreter's exit are finished there, before files close: see ``_finish_all``.
 """
 
 import atexit
@@ -51,7 +50,7 @@ class Core:
         *,
         extra_checked: bool,
     ) -> None:
-        """Make all that ``offload_policy`` asks for; it ends with this object."""
+        """Create the store, schedule and threads of ``offload_policy``; the core owns them."""
         self._owner = os.getpid()
         self._finished = True  # until there is something to finish
         core = weakref.ref(self)  # a parameter must not keep the optimizer it was once given to
@@ -105,10 +104,10 @@ class Core:
         return wait
 
     def finish(self, *, together: bool = True) -> None:
-        """Wait for updates and a commit under way, commit the rest, and let everything go.
+        """Wait for updates and a commit under way, commit the rest, and close everything.
 
-        Not ``together``: the other ranks are not known to do the same, so nothing is committed with
-        them. Raises what failed behind the last step, when all is closed. Idempotent.
+        Without ``together`` nothing is committed with other ranks, as they may not finish now.
+        Raises an error of background work when everything is closed. Idempotent.
         """
         if self._finished:
             return
@@ -181,10 +180,10 @@ class Core:
             self.commits.join(self.params)
 
     def finish_unasked(self) -> None:
-        """Finish, and log what failed: there is nobody to raise it to.
+        """Finish and log errors: a finalizer has no caller to raise them to.
 
-        Python's collector runs in any thread, in one that commits too: that thread would wait for
-        the commit that it makes itself, so another one finishes.
+        Python's garbage collector runs in any thread. The committing thread would wait for its own
+        commit, so another thread finishes then.
         """
         if self._owner != os.getpid():  # a forked child has nothing to wait for
             self.params.abandon()
@@ -198,9 +197,9 @@ class Core:
             logger.exception("An optimizer was dropped, and what ran behind its last step failed")
 
     def __del__(self) -> None:
-        """End what runs behind the last step: the model may live on, and is to have its weights.
+        """End background work: the model may outlive the optimizer, and needs its new weights.
 
-        A method, for a weakref.finalize would keep the model alive, which may hold the optimizer.
+        Not a weakref.finalize: that would keep the model alive, which may hold the optimizer.
         """
         self.finish_unasked()
 

@@ -25,11 +25,11 @@ _OF_ALL = frozenset(
         "update_on",
     }
 )
-"""What is said of a whole optimizer."""
+"""Options of a whole optimizer, not of a group."""
 
 
 def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise OptionError for a key that is all but one of ``known``, or is not a group's to say."""
+    """Raise OptionError for a misspelled key of ``known``, or an option of whole optimizers."""
     taken = {*known, *_OTHERS}
     for key in group:
         if key in taken:

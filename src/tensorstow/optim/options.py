@@ -73,7 +73,7 @@ def offload_policy(
     amsgrad: bool,
     update_on: UpdateOn | None,
 ) -> OffloadPolicy:
-    """Read the keywords that say where, in which format and when states move.
+    """Return the policy of keywords about the place, format and updates of states.
 
     Raises:
         OptionError: A value that cannot be used, or values that contradict each other.
@@ -97,7 +97,7 @@ def run_options(
     commit_every: str | int | None,
     extra: Callable[[], Extra] | None,
 ) -> RunOptions:
-    """Read the keywords that tell an optimizer of the run that it is a part of.
+    """Return the options of keywords about a durable run.
 
     Raises:
         OptionError: ``module`` is no module, ``extra`` no function, ``commit_every`` no interval.
@@ -128,7 +128,7 @@ def _is_function(value: object) -> bool:
 
 
 def _update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:
-    """Return what was said of where updates run, checked."""
+    """Return the user's ``update_on``, checked."""
     if where is not None and not is_update_on(where):
         message = f"update_on={where!r} was given: it is {CHOICES}."
         raise OptionError(message)
@@ -176,8 +176,8 @@ def with_own_flags(
 ) -> list[dict[str, Any]]:
     """Return saved groups with the flags of ``own`` that choose among torch's implementations.
 
-    ``foreach``, ``fused``, ``capturable`` and ``differentiable`` say how the saving process took
-    its steps, and no number of the rule: they are not a checkpoint's to decide here.
+    ``foreach``, ``fused``, ``capturable`` and ``differentiable`` select an implementation in the
+    saving process and change no result, so a checkpoint does not set them.
     """
     groups = []
     for index, group in enumerate(saved):

@@ -1,8 +1,8 @@
 """``with optimizer.recording():`` logs what a run does, for ``optimizer.report()``.
 
-Nothing is patched: torch's hooks of optimizers and modules say when forward and a step begin and
-end, the pipeline and the links have logs of their own, and a thread samples memory 20 times a
-second. Logs are bounded. Outside of a recording nothing of it runs.
+Nothing is patched: torch's hooks of optimizers and modules time forwards and steps, the pipeline
+and the links have logs of their own, and a thread samples memory 20 times a second. Logs are
+bounded. Outside of a recording none of this runs.
 """
 
 import time
@@ -42,7 +42,7 @@ class RecordedPart(Protocol):
         """Return what counts bytes held over time: reads of a number, called in another thread."""
 
     def moved(self) -> Mapping[str, int]:
-        """Return the bytes moved so far, by what they were; those written to disk say "written"."""
+        """Return the bytes moved so far, by kind; "written" marks kinds that go to disk."""
 
     def disk_bytes(self) -> int:
         """Return the bytes that it has on disk."""
@@ -112,7 +112,7 @@ class CommitPart(StatesPart):
 
 
 class RecordedRun(Protocol):
-    """What a recording asks of an optimizer."""
+    """What a recording needs of an optimizer."""
 
     def memory(self) -> StateMemory:
         """Return the bytes of states and buffers."""

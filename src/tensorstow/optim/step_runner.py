@@ -70,9 +70,9 @@ class ClipFactor:
         self.set(1.0, ())
 
     def of_now(self) -> float:
-        """Return the factor of the gradients of now: 1 where those that were clipped are gone.
+        """Return the clip factor of the current gradients: 1 if all clipped ones were replaced.
 
-        Raises OptionError where some of them are.
+        Raises OptionError if only some of them were.
         """
         still = [p.grad is gradient for p, gradient in self._clipped]
         if all(still) or self._factor == 1.0:
@@ -98,7 +98,7 @@ class OptimizerContents:
         self._states: States = {}
 
     def set(self, groups: Groups, states: States) -> None:
-        """Take ``groups`` and ``states``; the optimizer's own come first while it lives."""
+        """Use ``groups`` and ``states``, but those of the optimizer while it is alive."""
         self._groups, self._states = groups, states
 
     @property
@@ -289,7 +289,7 @@ class StepRunner:
         param = params.find(parameter)
         params.store.pipeline.check_alive()
         if schedule.is_given_up():
-            parameter.grad = None  # of weights that are gone, as those that resume() drops
+            parameter.grad = None  # of weights that no longer exist, as those that resume() drops
             return
         try:
             if param is not None and schedule.is_final(param.number):
@@ -332,7 +332,7 @@ class StepRunner:
         """Wait for a gradient of the open step that is still coming down; False: there is none."""
         if self._schedule.phase is not Phase.OPEN:
             return False
-        with poisoning(self._params.store.pipeline):  # an interrupt: it may be gone and not used
+        with poisoning(self._params.store.pipeline):  # an interrupt: it may be removed and not used
             return self._params.sides.path.wait_for_one(())
 
     def _end_open_step(self) -> None:
@@ -391,7 +391,7 @@ def collect(
 ) -> tuple[list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
     """Return (group, parameter, gradient) of this step, checked, and parameters without states.
 
-    ``backward_overlap``: gradients may have been handed over already. Raises before anything is
+    ``backward_overlap``: gradients may have been consumed already. Raises before anything is
     changed.
     """
     found = []

@@ -145,7 +145,7 @@ class StowedAdam(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step; returns when ``overlap`` says so, while writes of states go on.
+        """Take one step; writes of states, and with ``overlap="forward"`` updates, run on after it.
 
         Args:
             closure: Computes the loss again and returns it. It is called once, with gradients
@@ -347,12 +347,12 @@ class StowedAdam(Optimizer):
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """Where states live, in which format, and when they move."""
+        """Where states are kept, in which format, and when updates run."""
         return self._params().offload_policy
 
     @property
     def placement_of_states(self) -> str:
-        """Where states live: "host", "disk", or "shared" between the two."""
+        """Where states are kept: "host", "disk", or "shared" between the two."""
         fraction = self._params().offload_policy.placement.disk_fraction
         return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
 
@@ -416,7 +416,7 @@ class StowedAdam(Optimizer):
     def alone(self) -> Callable[[], AbstractContextManager[object]]:
         """Return a function that makes a context in which other threads' calls wait.
 
-        For whatever shares the weights with the optimizer. Inside a call it is part of that call.
+        For code that shares the weights with the optimizer. Inside a call it is part of that call.
         """
         return self._calls.alone
 
@@ -669,7 +669,7 @@ class StowedAdam(Optimizer):
             self._drop_gradients()
 
     def _own_params(self) -> OwnParams:
-        """Return what tells which parameters are ours; it must not refer to the optimizer."""
+        """Return the test for parameters of ours; it must not refer to the optimizer."""
         return OwnParams()
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
@@ -704,7 +704,7 @@ class StowedAdam(Optimizer):
         params = self._params()
         amsgrad = {id(p): bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
         if params.differ(amsgrad):
-            params.renew()  # the saved groups say otherwise: other states exist
+            params.renew()  # the saved groups have another amsgrad: other states exist
         self._core.steps.attach(
             p for p in self._parameters() if validation.is_to_be_trained(p) or p in loaded
         )

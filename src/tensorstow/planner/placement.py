@@ -52,7 +52,7 @@ class Conditions:
     activation_bytes: int = 0
     """Held at the same time as all gradients, at most, where forward and backward compute."""
     states: Tier | None = None
-    """Where the user says that states go; None: the plan says it."""
+    """The user's tier of the states; None: the plan's."""
 
     @property
     def compute_tier(self) -> Tier:
@@ -70,7 +70,7 @@ class Item:
 
 
 def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan | dict[Tier, int]:
-    """Return ``plan`` where a budget holds it, or the bytes that are short by tier.
+    """Return ``plan`` if a budget holds it, else the missing bytes by tier.
 
     Units on disk are given of HOST what is left of it: whole units, and no more than they ask for.
 
@@ -78,7 +78,7 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
         plan: The plan.
         sizes: The model, as one rank's share.
         budget: Bytes that each rank may use of each tier.
-        conditions: What else decides.
+        conditions: Other inputs of the prediction.
     """
     on_disk = [unit.share_bytes for unit in units_on(Tier.DISK, plan, sizes)]
     tight = plan
@@ -104,7 +104,7 @@ def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, 
     Args:
         plan: The plan.
         sizes: The model, as one rank's share.
-        conditions: What else decides.
+        conditions: Other inputs of the prediction.
     """
     held = dict.fromkeys(Tier, 0)
     for item in items_of(plan, sizes, conditions):
@@ -118,7 +118,7 @@ def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
     Args:
         plan: The plan.
         sizes: The model, as one rank's share.
-        conditions: What else decides.
+        conditions: Other inputs of the prediction.
     """
     items = [
         *_parameters(plan, sizes, conditions),
@@ -181,7 +181,7 @@ def is_whole(plan: Plan, sizes: Sizes, conditions: Conditions) -> bool:
 
 
 def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
-    """Return parameters where they live, and what they pass through to be computed with."""
+    """Return the bytes of parameters by tier, and of the buffers that they are used from."""
     compute = conditions.compute_tier
     by_tier = {tier: units_on(tier, plan, sizes) for tier in Tier}
     on_disk = [unit.share_bytes for unit in by_tier[Tier.DISK]]

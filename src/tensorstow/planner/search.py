@@ -84,9 +84,9 @@ class Asked:
     budget: Budget
     conditions: Conditions
     base: Plan = field(default_factory=Plan)
-    """Says what a search leaves as it is: micro-batches, stage, replicas."""
+    """The fields that a search does not change: micro-batches, stage, replicas."""
     overlap: Overlap | None = None
-    """Where the user says when updates run; None: the search says it."""
+    """The user's choice of when updates run; None: the search chooses."""
     spend: bool = True
     """Whether host memory that the budget leaves may hold states of a plan that has them on disk
     (``Plan.ram_budget``)."""
@@ -104,16 +104,16 @@ class Asked:
 
 
 def search(asked: Asked) -> Found:
-    """Return the fastest plan that fits, of those that refuse nothing; without rates the first.
+    """Return the fastest plan that fits; without rates the first one.
 
     ``overlap="backward"`` refuses clipping and loss scaling: it is chosen only where nothing else
     fits. Of plans that are as fast, the one that holds most in the highest tiers is first.
 
     Args:
-        asked: The model, the budget and what is known of the machine.
+        asked: The model, the budget and what is measured of the machine.
 
     Raises:
-        BudgetError: None fits; it says what is short, and the smallest change that fits.
+        BudgetError: None fits; the message has what is short, and the smallest change that fits.
         OptionError: The profile lacks a rate.
     """
     tried = tuple(_try_all(asked))
@@ -136,10 +136,10 @@ def auto_plan(sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan:
     Args:
         sizes: The model, as one rank's share.
         budget: Bytes that each rank may use of each tier.
-        conditions: What else decides.
+        conditions: Other inputs of the prediction.
 
     Raises:
-        BudgetError: None fits; it says what is short, and the smallest change that fits.
+        BudgetError: None fits; the message has what is short, and the smallest change that fits.
     """
     return search(Asked(sizes, budget, conditions)).chosen.plan
 
@@ -156,7 +156,7 @@ def candidates(asked: Asked) -> list[Plan]:
        gradients wait for their update.
 
     Args:
-        asked: The model, the budget and what is known of the machine.
+        asked: The model, the budget and what is measured of the machine.
     """
     away = not asked.conditions.device_is_host
     above = (Tier.DEVICE, Tier.HOST) if away else (Tier.HOST,)

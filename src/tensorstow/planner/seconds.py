@@ -109,7 +109,7 @@ class StepPhase:
 
     @property
     def binding(self) -> str:
-        """Return the resource that says so."""
+        """Return the resource that takes longest."""
         return max(self.loads, key=lambda name: self.loads[name])
 
 

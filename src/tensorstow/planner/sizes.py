@@ -117,10 +117,10 @@ def least_in_memory(units: Iterable[int]) -> int:
 
 
 def most_in_memory(units: Sequence[int], prefetch: int) -> int:
-    """Return the host memory that units on disk have where the plan says nothing of it.
+    """Return the default host memory for buffers of units on disk.
 
     Args:
         units: The bytes of each unit on disk, of one rank, padded.
-        prefetch: How many units are read before they are asked for.
+        prefetch: How many units are read ahead of use.
     """
     return least_in_memory(units) + prefetch * max(units, default=0)

@@ -1,4 +1,4 @@
-"""Which optimizer classes are known to update each parameter by itself, and which are refused."""
+"""Lists of optimizer classes: elementwise, per parameter, and refused."""
 
 from torch import optim
 from torch.optim import Optimizer

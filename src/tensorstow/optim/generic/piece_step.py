@@ -140,7 +140,7 @@ def sliced_entry(entry: Mapping[str, Any], partition: Partition, numel: int) -> 
 def _refuse_sharing(
     packed: PackedEntry, stowed: Mapping[str, Any], parameter: torch.Tensor
 ) -> None:
-    """Refuse a state that is the gradient itself, say; those that were stowed share the ring."""
+    """Refuse states that share memory, as with the gradient; stowed ones may share the ring."""
     known = {tensor.data_ptr() for tensor in tensors_in(dict(stowed))}
     fresh = [tensor for _, tensor in packed.tensors if tensor.data_ptr() not in known]
     if fresh:

@@ -86,7 +86,7 @@ class ExpectedStates:
     """What a parameter's states will take, found out without memory before its first step."""
 
     entry: Mapping[str, Any]
-    """The whole parameter's, tensors without memory; empty where the class does not tell."""
+    """Of the whole parameter, tensors without memory; empty if they cannot be predicted."""
     ram_bytes: int
     disk_bytes: int
     piece_bytes: tuple[int, ...]
@@ -115,7 +115,7 @@ def split_into_pieces(
 def expected_states(
     stepper: Stepper, group: Mapping[str, Any], parameter: torch.Tensor, pieces: list[Piece]
 ) -> ExpectedStates:
-    """Ask the class what it will keep for ``parameter``."""
+    """Predict the states of ``parameter`` by a step without memory."""
     entry = stepper.expected_entry(group, parameter)
     if not pieces:
         return ExpectedStates(entry, _bytes_of(entry), 0, ())
@@ -147,7 +147,7 @@ class ParameterPlan:
     """``ram``: they stay in RAM. ``whole``: they move as one. ``chunks``: in several pieces."""
     pieces: int
     piece_bytes: int
-    """The largest piece on disk, as far as the class tells before its first step."""
+    """The largest piece on disk, as predicted before the first step."""
 
 
 def plan_of(param: PartitionedParam) -> ParameterPlan:

@@ -35,7 +35,7 @@ _WITHOUT_ONE = 11
 _SCHEDULED = 6
 """The step from which each group has another learning rate."""
 _AWAY_AND_BACK = 5
-"""The step before which schedule-free classes are asked for the weights to evaluate."""
+"""The step before which schedule-free classes are switched to eval mode and back."""
 _LEAST_SIDE, _SIDES = 3, 12
 
 _Kept = dict[tuple[int, int], dict[str, Any]]
@@ -297,7 +297,7 @@ def _shrunk(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _small(group: Mapping[str, Any], side: Mapping[int, int]) -> dict[str, Any]:
-    """Return a group with values of its own, and its parameters as small as ``side`` says."""
+    """Return a copy of a group with small parameters of at most ``side`` in each dimension."""
     params = [
         torch.empty([side.get(size, size) for size in _shape(p)], dtype=p.dtype).requires_grad_(
             p.requires_grad

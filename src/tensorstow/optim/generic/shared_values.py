@@ -45,7 +45,7 @@ _TORCHS = frozenset(
 )
 """What torch.optim itself keeps in every optimizer."""
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
-"""Types of values that nobody can change: most of what groups say."""
+"""Immutable types: most values of groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class SharedValues:
         found += [f"self.state[{name!r}]" for name in _differing(self.state, other.state)]
         for number, (mine, others) in enumerate(zip(self.groups, other.groups, strict=True)):
             if mine.keys() == others.keys() and all(map(is_, mine.values(), map(others.get, mine))):
-                continue  # nearly always; it is asked for every group with every piece
+                continue  # nearly always; called for every group with every piece
             names = [name for name in _differing(mine, others) if name not in PLAIN_LOOP]
             found += [f"param_groups[{number}][{name!r}]" for name in names]
         return found
@@ -164,7 +164,7 @@ def batch_group(run: StepBatch) -> dict[str, Any]:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group says beside its parameters and their names."""
+    """Return a group's options, without its parameters and their names."""
     return {k: v for k, v in group.items() if k not in _OF_PARAMETERS}
 
 
@@ -202,7 +202,7 @@ def _copied_items(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, list):
         return items
     if all(map(is_, items, value)):
-        return value  # nobody can change it
+        return value  # it is immutable
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 

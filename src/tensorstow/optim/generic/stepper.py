@@ -41,7 +41,7 @@ class Stepper:
     ) -> None:
         """Construct the class over parameters without memory, shaped as those of ``groups``.
 
-        Raises OptionError for whatever it finds wrong with ``options`` or the shapes.
+        Raises OptionError if the class refuses ``options`` or the shapes.
         """
         self.optimizer_class = optimizer_class
         self._options = dict(options)
@@ -76,11 +76,11 @@ class Stepper:
         method: str = "step",
         closure: Callable[[], Any] | None = None,
     ) -> Iterator[SplitStep | None]:
-        """Let the runs inside be one call of ``method`` over all ``groups``.
+        """Make the runs inside the block one call of ``method`` over all ``groups``.
 
-        Behind it ``groups``, and ``state`` under keys that are no parameters, have what the call
-        made of them. None for classes that are known to keep nothing there. ``closure`` is given
-        to every run, which may call it once, and is not to evaluate anything again.
+        Afterwards ``groups``, and ``state`` under keys that are no parameters, have the values that
+        the call left. Yields None for classes that keep nothing there. ``closure`` is given to
+        every run, which may call it once; it must return a result that is already computed.
         """
         with self._opened(groups, state, method) as step:
             if step is not None:
@@ -175,13 +175,13 @@ class Stepper:
     def expected_entry(
         self, group: Mapping[str, Any], parameter: torch.Tensor, shape: Sequence[int] | None = None
     ) -> dict[str, Any]:
-        """Return what the first step would keep for ``parameter``, tensors without memory.
+        """Return the states that the first step would create for ``parameter``, without memory.
 
-        Empty where the class does not say before it has numbers. ``shape`` is a slice's.
+        Empty if the class needs values to create them. ``shape`` is that of a slice.
         """
         stand_in = _meta_parameter(parameter, shape)
         stand_in.grad = torch.empty_like(stand_in)
-        # It fails where a number is asked of a tensor that has none: the states are made by then.
+        # It fails where it reads a value of a meta tensor: the states exist by then.
         entry: dict[str, Any] = {}
         alone = dict(group)
         name = name_in(group, parameter)

@@ -215,7 +215,7 @@ class StowedOptimizer(Optimizer):
         raise StowError(message)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Return ``train`` and ``eval`` where the class has them: trainers ask for them so."""
+        """Return ``train`` and ``eval`` if the class has them: trainers look for them."""
         stepper: Stepper | None = self.__dict__.get("_stepper")
         if name in MODES and stepper is not None and stepper.has_mode(name):
             return partial(self._change_mode, name)
@@ -246,8 +246,8 @@ class StowedOptimizer(Optimizer):
 
         On disk each tensor of a piece takes whole blocks of 4 KiB. The ring buffer is the sum of
         the pieces or the budget, whichever is less, and at least the largest piece. The first step
-        allocates the states of one piece in addition. A class that does not tell its states in
-        advance is predicted to have none.
+        allocates the states of one piece in addition. A class whose states cannot
+        be predicted counts as having none.
 
         Returns:
             Bytes in RAM, on disk and in the ring buffer.
@@ -465,7 +465,7 @@ class StowedOptimizer(Optimizer):
 
 
 def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Add the states that live on disk to what torch gathered."""
+    """Add states on disk to torch's state dict."""
     if not isinstance(optimizer, StowedOptimizer):
         message = f"The hook of StowedOptimizer was called for a {type(optimizer).__name__}."
         raise TypeError(message)

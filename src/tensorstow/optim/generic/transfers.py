@@ -17,7 +17,7 @@ DEFAULT_RING_BYTES = 64 << 20
 
 
 class Transfers:
-    """Reads and writes of pieces, in the order in which they are asked for."""
+    """Reads and writes of pieces, in the order of the calls."""
 
     def __init__(self, files: ScratchFiles, budget: int | None) -> None:
         """Begin with no memory; ``budget`` bounds it, and None lets a larger piece run alone."""

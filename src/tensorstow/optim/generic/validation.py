@@ -40,9 +40,9 @@ def refuse_keywords(given: Mapping[str, Any]) -> None:
 
 
 def refuse_adams_keywords(optimizer_class: type, given: Mapping[str, Any]) -> None:
-    """Raise OptionError for what AdamW and Adam of tensorstow take and a stowed class does not.
+    """Raise OptionError for keywords of tensorstow's AdamW that a stowed class does not take.
 
-    A class that has an option of that name gets it.
+    They are passed on to a class that has an option of that name.
     """
     taken = inspect.signature(optimizer_class).parameters
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
@@ -57,7 +57,7 @@ def refuse_adams_keywords(optimizer_class: type, given: Mapping[str, Any]) -> No
 
 
 def refuse_commits(asked: str) -> NoReturn:
-    """Raise OptionError for ``asked``, a call that needs states which outlive the process."""
+    """Raise OptionError for ``asked``, a call that needs durable states."""
     message = (
         f"{asked} was asked for, and StowedOptimizer keeps its states in scratch files, which end"
         ' with the process. Save state_dict(), or use tensorstow.AdamW or Adam with dir="...",'
@@ -67,7 +67,7 @@ def refuse_commits(asked: str) -> NoReturn:
 
 
 def check_policy(policy: PipelinePolicy | None) -> PipelinePolicy:
-    """Return the policy; raise OptionError where it asks for kernels that are not used here."""
+    """Return the policy; raise OptionError for options of kernels that are not used here."""
     if policy is not None and policy.isa is not None:
         message = (
             f"PipelinePolicy(isa={policy.isa!r}) was given: torch's own step runs here, and torch"
@@ -171,7 +171,7 @@ def check_saved(
 def cast_as_kept(entry: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``entry`` on the CPU, each state in the dtype and order in which the class keeps it.
 
-    What the class did not tell beforehand stays as it was saved.
+    States that were not predicted stay as they were saved.
     """
     cast = {}
     for key, value in entry.items():
