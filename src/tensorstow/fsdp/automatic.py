@@ -1,4 +1,4 @@
-"""``plan="auto"``: a search by the machine's rates, within its memory where no budget is given."""
+"""``plan="auto"``: searches by the machine's rates, in the budget or the machine's memory."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What one rank knows of its machine."""
+    """One rank's memory, rates and limit of its device."""
 
     budget: Budget
     profile: Profile | None
@@ -65,15 +65,15 @@ def choose_plan(
     Ranks agree: each tier has what the rank with least of it has, and rates are rank 0's.
 
     Args:
-        asked: The model and what the user said, without budget and rates.
+        asked: The model and the user's options, without budget and rates.
         units: The model's.
-        budget: What the user gave; None: the machine is the budget.
-        device: What computes.
+        budget: The user's; None: the machine's memory.
+        device: The device that computes.
         directory: Of states on disk; None: one is chosen.
         tokens: Of a micro-batch of one rank; None: it is not known.
 
     Raises:
-        BudgetError: No placement fits; it says what is short.
+        BudgetError: No placement fits; the message has what is short.
     """
     own = machine_budget(units, device, directory) if budget is None else budget
     limit = _device_limit(device) if budget is None else own.bytes_of(Tier.DEVICE)
@@ -121,7 +121,7 @@ def machine_budget(
         there = int(_COMPUTE_PART * (free + sum(p.nbytes for p in parameters if is_remote(p))))
     try:
         facts = choose_directory() if directory is None else check_directory(Path(directory))
-    except DirectoryError:  # it is not made yet, or none will do: whoever opens it says why
+    except DirectoryError:  # it does not exist yet, or none is usable: opening it raises the error
         return Budget(there, int(host), None if directory is not None else 0)
     return Budget(there, int(host), int(_OTHER_PART * facts.free_bytes / ranks))
 

@@ -1,14 +1,13 @@
-"""Which units' copies stay on the device from forward to backward, by the memory that is free.
+"""Chooses the units whose copies stay on the device from forward to backward, by free memory.
 
 [Note: Device cache] A unit in host memory is copied to the device for its forward and again for its
-backward. Where the device has room, the first copy stays and serves both. How much room there is
-depends on activations, which only a run can tell: at the end of each step the most that was
-allocated is read, copies that stay are subtracted, and what is left of the limit is room for them.
-The first step makes the optimizer's states, and the second is the first that has them from its
-beginning: so two steps keep none, the third as many as fit, and a step that needed more than any
-before (a longer batch) makes them fewer. Each change is logged. Caches of several models on one
-device count each other's copies. Ranks decide alone: what is copied over a rank's own link is no
-collective.
+backward. If the device has free memory, the first copy stays and serves both. The free memory
+depends on activations and is measured: at the end of each step the peak of allocated bytes is read,
+copies that stay are subtracted, and the rest of the limit is available to them. The first step
+creates the optimizer's states, and the second is the first that has them from its beginning: so two
+steps keep none, the third keeps as many as fit, and a step with a higher peak (a longer batch)
+reduces them. Each change is logged. Caches of several models on one device count each other's
+copies. Ranks decide alone, as copies over a rank's own link are no collective.
 """
 
 import logging

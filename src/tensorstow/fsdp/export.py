@@ -1,9 +1,9 @@
-"""A stowed model as safetensors that others load: one set of files, a tensor at a time.
+"""Exports a stowed model to safetensors files that other libraries load, a tensor at a time.
 
-Every rank takes part, for tensors are all-gathered; the first one writes, or each its own files.
-What is written is what ``stow(weights=...)`` and transformers' ``from_pretrained`` read: tied
-parameters are there once, by their first name, and an index says which file has what where there
-are several. The configuration of a model of transformers is written beside them.
+Every rank takes part, as tensors are all-gathered; the first rank writes, or each its own files.
+``stow(weights=...)`` and transformers' ``from_pretrained`` read the files: tied parameters are
+stored once, under their first name, and several files have an index. The configuration of a
+transformers model is written beside them.
 """
 
 import copy

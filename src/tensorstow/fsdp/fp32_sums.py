@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches that stay on the device are summed in fp32, by hooks."""
+"""Hooks that sum gradients of several micro-batches in fp32 on the device."""
 
 import weakref
 from collections.abc import Iterable

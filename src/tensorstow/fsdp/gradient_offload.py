@@ -1,13 +1,13 @@
-"""Gradients are copied to host memory as soon as they are reduced, and are summed there.
+"""Copies gradients to host memory as soon as they are reduced, and sums them there.
 
 [Note: Sums] The first micro-batch's gradient keeps its dtype; with the second the sum becomes fp32,
-so that a bf16 sum does not lose what comes late. FSDP2 adds to ``.grad`` of a parameter's shard, so
-what stands there (``HostGradient``) is told of every micro-batch, and host memory has the sum.
-``.grad`` says so: from the second micro-batch on its dtype is fp32.
+so that a bf16 sum does not lose small late values. FSDP2 adds each micro-batch to ``.grad`` of a
+parameter's shard, which is a ``HostGradient`` whose sum is in host memory. From the second
+micro-batch on the dtype of ``.grad`` is fp32.
 
 [Note: Pieces] The first gradient is copied as a whole, into memory of its own. What is added to it
 is copied in pieces, through a few pinned buffers that all gradients of a model share. A piece is
-added when its copy is complete: whenever a hook runs, and when somebody reads the sum. So backward
+added when its copy is complete: whenever a hook runs, and when the sum is read. So backward
 waits for no copy, pinned memory does not grow with the model, and of a large gradient one piece is
 added while others are being copied. Copies complete in the order in which gradients were made, and
 that is the order of each sum, whose bits depend on nothing else.
@@ -97,11 +97,11 @@ class HostSum:
             self._copied = None
 
     def fill(self, link: DeviceLink, source: torch.Tensor) -> DeviceEvent:
-        """Begin copying a gradient here, behind what the caller's stream was given so far.
+        """Begin copying a gradient to this memory, ordered behind the caller's stream.
 
         Args:
-            link: What copies.
-            source: The gradient, contiguous; it must live until the event that is returned.
+            link: The link to copy over.
+            source: The gradient, contiguous; it must live until the returned event.
         """
         event = link.d2h([(self.memory.view(-1), source.view(-1))], [link.record_event()])
         self._copied = event
@@ -202,7 +202,7 @@ class D2HQueue:
             Its elements, which are complete later.
         """
         self._wait_until_within_bound()
-        gradient = gradient.contiguous()  # what is copied lives here until it is
+        gradient = gradient.contiguous()  # keeps the source alive until it is copied
         total = HostSum(memory.allocate(gradient), self)
         with SignalsDeferred(), self._lock:
             complete = total.fill(self._link, gradient)
@@ -429,14 +429,14 @@ class PinnedBuffer:
 
     @property
     def is_free(self) -> bool:
-        """Return whether nobody refers to what ``allocate`` returned last."""
+        """Return whether the tensor that ``allocate`` returned last is no longer referenced."""
         return self._last is None or self._last() is None
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of the shape and dtype of ``like``, to be filled.
+        """Return uninitialized memory of the shape and dtype of ``like``.
 
-        It is other, pageable memory while somebody refers to what was returned last, or where the
-        dtype is wider than the one that this memory is for.
+        It is new, pageable memory while the last result is still referenced, or if the dtype is
+        wider than that of the buffer.
         """
         if not self.is_free or like.nbytes > self._memory.nbytes:
             return torch.empty(like.shape, dtype=like.dtype, device=self._memory.device)
@@ -448,7 +448,7 @@ class PinnedBuffer:
 class PinnedBufferPool(PinnedBuffer):
     """Pinned host memory for gradients of any parameter, as much as is in use at once.
 
-    Whoever uses a gradient keeps the tensor that ``allocate`` returned.
+    Memory is in use while the tensor that ``allocate`` returned is referenced.
     """
 
     def __init__(self, link: DeviceLink) -> None:
@@ -460,7 +460,7 @@ class PinnedBufferPool(PinnedBuffer):
         """By their bytes."""
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return pinned memory of the shape and dtype of ``like`` that nobody refers to."""
+        """Return unused pinned memory of the shape and dtype of ``like``."""
         buffers = self._buffers.setdefault(like.nbytes, [])
         buffer = next((buffer for buffer in buffers if buffer.is_free), None)
         if buffer is None:

@@ -1,10 +1,10 @@
 """Copies shards in host memory to the accelerator before FSDP2 all-gathers them.
 
-[Note: Prefetch to the device] FSDP2 asks for a unit's shards one after the other, in the stream
-that gathers, and over one rank when it is about to compute with them. So they are copied on a
-stream of our own, unit by unit, into buffers on the device that are allocated once: the unit that
-is asked for now, and those that come next by ``UseOrder``. Streams wait for each other and the host
-for none: a buffer is filled again behind the all-gather that read it.
+[Note: Prefetch to the device] FSDP2 reads a unit's shards one after the other, in its all-gather
+stream, and on a single rank just before it computes with them. So they are copied on a stream of
+our own, unit by unit, into buffers on the device that are allocated once: the unit that is gathered
+now, and the next ones by ``UseOrder``. Streams wait for each other and the host for none: a buffer
+is filled again behind the all-gather that read it.
 
     free -> copying (h2d) -> in use (FSDP2 copies from it) -> free
                           -> in use again without a copy, where the same unit comes next
@@ -13,20 +13,20 @@ A unit whose copy stays for its backward ([Note: Device cache]) has a buffer of 
 
 Bytes that a copy can read by itself, page-locked ones in compute dtype, are read where they are.
 Others (in a pool's buffer, pageable, to be cast) pass through pinned memory beside the device's, so
-that a pool's buffer is given back at once.
+that a pool's buffer is unpinned at once.
 
-[Note: Old weights] What is copied must be the newest weight, and host memory must not change under
-a copy. Before a step, a resume or a write to a parameter, copies are waited for and discarded. A
-write to what ``state_dict`` returns over one rank shows in the tensor's version, which is compared
-when a copy is asked for. Beside backward a weight is updated when its gradient is final, so what
+[Note: Old weights] A copy must be of the newest weight, and host memory must not change during a
+copy. Before a step, a resume or a write to a parameter, copies are waited for and discarded. A
+write to a tensor of ``state_dict`` on a single rank changes the tensor's version, which is compared
+when a copy is used. Beside backward a weight is updated when its gradient is final, so a unit that
 was gathered in a backward is not prefetched again in it. Under overlap="forward" a weight is
-prefetched only when somebody has waited for its update.
+prefetched only after a wait for its update.
 
-FSDP2 gathers in the device's thread during backward, and of a backward that has raised it may do so
-while the caller is in the next call already ([Note: Hooks] in step/calls.py). So whatever looks at
-copies or changes them takes its turn with the calls of the optimizer: such a gather comes before
-``resume()`` or behind it. It may come between a step's hooks and its call too, or beside a write to
-a parameter: copies are discarded before weights change and once more behind that.
+FSDP2 gathers in the device's thread during backward; if a backward has raised, it may do so while
+the caller is in its next call ([Note: Hooks] in step/calls.py). So code that reads or changes
+copies holds the lock of the optimizer's calls: such a gather runs before or after ``resume()``. It
+may also run between a step's hooks and its call, or beside a write to a parameter: copies are
+discarded before weights change and again afterwards.
 """
 
 import weakref
@@ -66,7 +66,7 @@ class _Unit:
     prefetcher: Prefetcher | None
     """What reads ahead from disk, where they are there."""
     is_newest: bool = False
-    """Whether somebody has waited for its update since the last step."""
+    """Whether its update was waited for since the last step."""
 
     @property
     def pager(self) -> PooledBuffer | None:
@@ -113,9 +113,9 @@ class _Copied:
     """Each shard on the device, by the id of its storage."""
     complete: DeviceEvent
     versions: Sequence[int]
-    """Of the shards' weights when they were copied: others, if somebody wrote them by torch."""
+    """Versions of the shards' weights when they were copied; they differ after writes by torch."""
     asked: set[int] = field(default_factory=set)
-    """Shards that FSDP2 has asked for."""
+    """Shards that FSDP2 has gathered."""
     used: set[int] = field(default_factory=set)
     """And copied from."""
 
@@ -125,7 +125,7 @@ class _Copied:
         return self.versions != _versions_of(self.unit)
 
     def keep(self, link: DeviceLink) -> None:
-        """Let the copy be asked for again."""
+        """Mark no shard as gathered, to use the copy again."""
         self.buffer.ready = link.record_event()
         self.asked.clear()
         self.used.clear()
@@ -286,14 +286,14 @@ class H2DPrefetcher:
     def __init__(
         self, link: DeviceLink, *, ahead: int, overlap: Overlap, limit_bytes: int | None = None
     ) -> None:
-        """Know no unit yet.
+        """Begin with no units.
 
         Args:
-            link: What copies.
-            ahead: How many units are prefetched beyond the one that is asked for.
+            link: The link to copy over.
+            ahead: How many units are prefetched beyond the one that is gathered.
             overlap: What updates run beside.
-            limit_bytes: What torch may have allocated on the device for copies to stay there from
-                forward to backward; None: none stays.
+            limit_bytes: Copies stay on the device from forward to backward while torch's allocated
+                bytes are below this limit; None: none stays.
         """
         self.link = link
         self.buffers = DeviceBuffers(link, ahead)
@@ -351,7 +351,7 @@ class H2DPrefetcher:
             self._units[id(shard)] = unit
             shard.discard_copies = partial(self._discard_unit, unit)
 
-    # --- what FSDP2 asks ---
+    # --- called by FSDP2 ---
 
     @torch.no_grad()
     def all_gather_input(self, shard: ShardStorage, dtype: torch.dtype) -> torch.Tensor:
@@ -473,7 +473,7 @@ class H2DPrefetcher:
                 return
 
     def _prefetch(self, unit: _Unit) -> bool:
-        """Begin copying a unit that nobody has asked for, where nothing is to be waited for."""
+        """Begin copying a unit ahead of its gather, unless that would have to wait."""
         if self._overlap == "forward" and not unit.is_newest:
             return False
         if unit.pager is not None and not unit.pager.is_ready():
@@ -485,7 +485,7 @@ class H2DPrefetcher:
         return True
 
     def _copy(self, unit: _Unit) -> _Copied | None:
-        """Begin copying a unit that is asked for; None where FSDP2 uses all buffers."""
+        """Begin copying the unit that is gathered; return None if FSDP2 uses all buffers."""
         for shard in unit.shards:
             shard.before_read()
         unit.is_newest = True

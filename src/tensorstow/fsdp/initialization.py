@@ -2,11 +2,11 @@
 
 A unit at a time, so that host memory never holds the whole model of a rank.
 
-[Note: Initializers] A module's ``reset_parameters`` gives values to what the module itself has. An
-``init`` of the user's is called as by ``Module.apply``: with children first, and with modules that
-have nothing of their own where all below them is in the unit (some scale what their children drew).
-What a tied parameter got from its first module stays. Buffers are filled with NaN, or the least
-number, before: what is still there afterwards was given no values.
+[Note: Initializers] A module's ``reset_parameters`` initializes the module's own tensors. A user's
+``init`` is called as by ``Module.apply``: children first, and also for modules without tensors of
+their own if everything below them is in the unit (some rescale their children's values). A tied
+parameter keeps the value from its first module. Buffers are filled with NaN, or the least number,
+before: those that still hold it afterwards were not initialized.
 """
 
 import os
@@ -40,13 +40,13 @@ class InitialValues:
         group: dist.ProcessGroup | None,
         model: nn.Module | None = None,
     ) -> None:
-        """Say where values come from.
+        """Set the source of the values.
 
         Args:
             weights: Safetensors, a file or a directory; None: the model's own values.
-            init: Gives one module its first values; None: the module's ``reset_parameters``.
-            group: Ranks that are to have the same values; None: there is one.
-            model: What ``weights`` are for, where its files may have other names than it has.
+            init: Initializes one module; None: the module's ``reset_parameters``.
+            group: Ranks that get the same values; None: there is one.
+            model: The model of ``weights``, if its files may use other names.
 
         Raises:
             StoreFormatError: ``weights`` cannot be read.
@@ -211,7 +211,7 @@ def initialize_buffers(module: nn.Module, name: str, init: Init | None) -> None:
 
 
 def swap_parameter(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Replace the contents of ``parameter`` by ``values``, for all who refer to it."""
+    """Replace the contents of ``parameter`` by ``values``, for all references to it."""
     exchange: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
     exchange(parameter, nn.Parameter(values, parameter.requires_grad))
 
@@ -280,7 +280,7 @@ def _check_buffers(module: nn.Module, name: str, buffers: list[str]) -> None:
         buffer = module.get_buffer(key)
         unlikely = _sentinel(buffer.dtype)
         blank = buffer.isnan() if isinstance(unlikely, float) else buffer == unlikely
-        # All that a boolean one may be is likely: it is told by having nothing set at all.
+        # A boolean one has no unlikely value: it counts as missing if nothing in it is set.
         if (blank.all() if buffer.dtype == torch.bool else blank.any()) and buffer.numel():
             missing.append(key)
     if missing:

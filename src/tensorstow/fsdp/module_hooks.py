@@ -1,24 +1,24 @@
-"""Hooks on the modules of a sharded model: what they return, and calls that FSDP2 does not expect.
+"""Hooks on a sharded model's modules: for their outputs, and calls that FSDP2 does not expect.
 
 [Note: Outputs] FSDP2 looks for tensors in lists, tuples, dicts and dataclasses that a unit returns,
 and unshards the unit's weights when a gradient comes to one. It does not see a tensor in any other
 object: backward would go through the unit without its weights. Such tensors are searched for here
 and shown to it.
 
-Weights are resharded behind a unit's backward, so what autograd records in a backward by
-``create_graph=True`` cannot be gone through: that is refused where such a backward begins.
+Weights are resharded after a unit's backward, so a graph that autograd records in a backward with
+``create_graph=True`` cannot be differentiated: that is refused when such a backward begins.
 
 [Note: Submodules] Parameters that are in no block (embeddings, the head) are unsharded for the
-forward of the whole model. A module that has some of them and is called by itself finds shards,
-which no operation takes beside plain tensors. Without gradients they are unsharded for the call
-here; with gradients nobody would reduce what comes to them.
+forward of the whole model. A module that has some of them and is called by itself would see shards,
+which no operation accepts beside plain tensors. Without gradients they are unsharded here for the
+call; with gradients the call is refused, as no hook would reduce them.
 
-A unit that is called by itself before the model has ever been would be taken for the root by FSDP2,
-and the model could not be called any more: so the root is told first.
+FSDP2 takes the first unit that is called for its root. If that is not the model, the model could
+not be called afterwards: so the root is initialized first.
 
-A copy, a cast or a resize would leave the optimizer with tensors that are the model's no more.
-Python and torch find ``__deepcopy__`` and ``_apply`` by the object, and there they are refused by
-name, on every module that has sharded parameters.
+After a copy, a cast or a resize the optimizer would have tensors that are no longer the model's.
+Python and torch look up ``__deepcopy__`` and ``_apply`` on the object, so both are refused by name
+on every module with sharded parameters.
 """
 
 import weakref
@@ -96,12 +96,12 @@ def guard_modules(model: nn.Module) -> None:
 # --- what units return ---
 
 
-# A graph would take what is asked here for constants.
+# A compiled graph would treat these queries as constants.
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 def _post_forward(module: nn.Module, _: Any, output: Any) -> None:  # noqa: ANN401  # torch's own
     if not torch.is_grad_enabled() or not isinstance(module, FSDPModule):
         return
-    # Transforms of torch.func record a graph of every backward, also where none is asked for.
+    # Transforms of torch.func record a graph of every backward, also without create_graph.
     named = not torch._C._are_functorch_transforms_active()  # noqa: SLF001
     hidden = []
     for tensor, is_hidden in _tensors(output, _MAX_DEPTH, set()):
@@ -173,7 +173,7 @@ def _has_shards(module: nn.Module) -> bool:
 
 
 def _init_root_first(unit: nn.Module, model: nn.Module) -> None:
-    """Let FSDP2 know the root when ``unit`` is called first, by itself or within ``model``."""
+    """Initialize FSDP2's root before the first call of ``unit``, by itself or in ``model``."""
     if not isinstance(model, FSDPModule):
         return
     known: weakref.ref[FSDPModule] = weakref.ref(model)

@@ -97,7 +97,7 @@ def move_schedule(schedule: Any, optimizer: Optimizer) -> None:  # noqa: ANN401 
     Args:
         schedule: A scheduler of torch's, those inside it included; of anything else only its
             ``optimizer`` is exchanged, if it has one.
-        optimizer: The new optimizer, with the groups that the scheduler knows.
+        optimizer: The new optimizer, with the groups of the old one.
     """
     found = [
         s for s in _schedules(schedule) if isinstance(getattr(s, "optimizer", None), Optimizer)
@@ -105,7 +105,7 @@ def move_schedule(schedule: Any, optimizer: Optimizer) -> None:  # noqa: ANN401 
     if not found:
         return
     rates = [(group["lr"], dict(group)) for group in optimizer.param_groups]
-    # torch warns where step() does not know of a schedule; making one tells it.
+    # torch warns unless step() is patched by a scheduler: creating one patches it.
     LambdaLR(optimizer, lambda _: 1.0)
     for group, (rate, before) in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

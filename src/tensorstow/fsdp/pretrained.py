@@ -1,9 +1,9 @@
 """Pretrained weights: safetensors files, read by the names and in the shapes of a model.
 
 [Note: Key conversion] transformers (from version 5) computes with other tensors than its
-checkpoints have: experts as one tensor, vision towers under other names. Its own conversions say
-which tensors of a file make which of the model; here they are asked, tensor by tensor, so that
-memory is that of one tensor and its sources. Other models have what their files have.
+checkpoints have: experts as one tensor, vision towers under other names. Its own conversions map
+tensors of a file to those of the model; they are applied tensor by tensor, so that memory is that
+of one tensor and its sources. For other models the names in the files are the model's.
 """
 
 import json
@@ -38,7 +38,7 @@ class PretrainedFiles:
 
         Args:
             path: A safetensors file, or a directory of some, with or without an index.
-            model: Whose names tensors are asked by, before it is sharded; None: those of the files.
+            model: The unsharded model whose names are used; None: the names in the files.
 
         Raises:
             StoreFormatError: There is none, or one cannot be read.
@@ -165,14 +165,14 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def origins_of(model: nn.Module | None, shapes: Mapping[str, Sequence[int]]) -> dict[str, Origin]:
-    """Return which tensors of the files each tensor of the model is made of.
+    """Map each tensor of the model to the tensors of the files that it is made of.
 
     Args:
-        model: The model; None: tensors are asked by the names of the files.
+        model: The model; None: the names in the files are used.
         shapes: Shapes of the tensors in the files, by name.
 
     Returns:
-        Origins by the model's names; what the files have besides is there by its own name.
+        Origins by the model's names; other tensors of the files are under their own names.
     """
     as_they_are = {name: Origin(tuple(shape), (name,)) for name, shape in shapes.items()}
     if model is None or not is_of_transformers(model):

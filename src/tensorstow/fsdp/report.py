@@ -1,4 +1,4 @@
-"""What a stowed model's parameters hold and have moved: counted, and for recordings."""
+"""Counts the bytes that a stowed model's parameters hold and move, for reports."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence

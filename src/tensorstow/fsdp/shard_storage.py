@@ -1,12 +1,12 @@
 """Where a shard's bytes are: in host memory, or on disk and read before they are needed.
 
-[Note: Copies for an all-gather] FSDP2 copies what it gathers one unit after the other, and it has
-copied a unit's bytes when it asks for the next unit's. So one unit on disk is pinned for that at a
-time, also where FSDP2 gathers a unit ahead, does not use it, and says nothing of it.
+[Note: Copies for an all-gather] FSDP2 copies the shards of one unit after the other, and has copied
+a unit's bytes when it reads the next unit's. So one unit on disk is pinned for that at a time, also
+if FSDP2 gathers a unit ahead and never uses it.
 
 [Note: Prefetch order] Units are used in one order in forward and in the reverse order in backward.
-Which of the two runs is told by the unit before, so pairs of units predict the next one. A model
-that takes another way is read when it asks.
+The previous unit shows which of the two runs, so pairs of units predict the next one. After a wrong
+prediction a unit is read when it is used.
 """
 
 from abc import ABC, abstractmethod
@@ -43,13 +43,13 @@ class ShardStorage(ABC):
         self.home = padded.narrow(0, 0, rows)
         """This rank's elements without padding: what the optimizer updates."""
         self.is_sharded = False
-        """Whether FSDP2 has sharded the parameter; before that nobody may use the bytes."""
+        """Whether FSDP2 has sharded the parameter; before that the bytes must not be used."""
         self.before_read: Callable[[], None] = _do_nothing
         """Returns when the pending update of the weight is finished."""
         self.discard_copies: Callable[[], None] = _do_nothing
-        """Returns when no copy reads the weight, and none made ahead will be used.
+        """Wait for copies that read the weight, and discard those made ahead.
 
-        Called before it is written to and behind that.
+        Called before and after a write to it.
         """
         self.bytes_down = 0
         """Bytes of gradients that were copied from the device."""
@@ -75,7 +75,7 @@ class ShardStorage(ABC):
 
     @abstractmethod
     def pin_for_copy(self) -> torch.Tensor:
-        """Return the newest padded weight, to be copied before the next unit's is asked for."""
+        """Return the newest padded weight, to be copied before the next unit's is pinned."""
 
     @abstractmethod
     def unpin_after_copy(self) -> None:
@@ -164,7 +164,7 @@ class DiskShard(ShardStorage):
         self.pager.pin()
         try:
             self._prefetcher.record_use(self.pager)
-        except BaseException:  # an interrupt: nobody will unpin what was not returned
+        except BaseException:  # an interrupt: a pin that was not returned would never be released
             self.pager.unpin()
             raise
         return self.padded
@@ -174,7 +174,7 @@ class DiskShard(ShardStorage):
         self.pager.unpin(dirty=dirty)
 
     def pin_for_copy(self) -> torch.Tensor:
-        """Return the newest padded weight, to be copied before the next unit's is asked for."""
+        """Return the newest padded weight, to be copied before the next unit's is pinned."""
         self.before_read()
         self._prefetcher.pin(self.pager)
         return self.padded
@@ -202,7 +202,7 @@ class UseOrder(Generic[T]):
     """Predicts what is used next from the last two that were used ([Note: Prefetch order])."""
 
     def __init__(self) -> None:
-        """Know no order yet."""
+        """Begin with no recorded order."""
         self.last: tuple[T | None, T | None] = (None, None)
         """What was used last but one, and last."""
         self._next: dict[tuple[T | None, T | None], T] = {}
@@ -213,7 +213,7 @@ class UseOrder(Generic[T]):
         self.last = (self.last[1], used)
 
     def following(self) -> Iterator[T]:
-        """Yield what is expected next, then behind that; it ends where nothing is known."""
+        """Yield the predicted uses in order, until there is no prediction."""
         pair = self.last
         while (expected := self._next.get(pair)) is not None:
             yield expected

@@ -173,14 +173,14 @@ def shard_unit(
     values: Mapping[str, RowReader],
     pool: DiskPool | None,
 ) -> list[tuple[DTensor, ShardStorage]]:
-    """Give a unit to FSDP2, with its parameters on ``tier``.
+    """Shard a unit with FSDP2, with its parameters on ``tier``.
 
     Args:
         unit: The unit; its module's tensors are replaced.
-        tier: Where its parameters live.
-        sharding: What is the same for all units.
+        tier: The tier of its parameters.
+        sharding: Options of all units.
         values: Readers of the first values, by parameter name.
-        pool: Where units on DISK have their bytes; None: there are none.
+        pool: Buffers of units on DISK; None: there are none.
 
     Returns:
         The sharded parameters with their storages; empty on DEVICE, where FSDP2 holds them.

@@ -2,10 +2,10 @@
 
 [Note: Single rank] Where a parameter is sharded over one rank, FSDP2 still copies each weight
 before use and each gradient twice after it. None of that is needed on the CPU in a weight's own
-dtype. FSDP2 asks ``fsdp_post_all_gather`` for the unsharded weight and for the tensors to free with
-it, and frees one by resizing its storage to 0. So it is given the shard's own memory as the weight,
-and an ``UnshardedAlias`` to free: resizing that pins and unpins the shard. A forward that writes to
-its weight (clamps it, say) writes to the shard itself, which its version counter tells.
+dtype. ``fsdp_post_all_gather`` returns the unsharded weight to FSDP2 and the tensors to free with
+it; FSDP2 frees a tensor by resizing its storage to 0. Here it returns the shard's own memory as the
+weight, and an ``UnshardedAlias`` to free: resizing that pins and unpins the shard. A forward that
+writes to its weight (clamps it, say) writes to the shard itself, which its version counter shows.
 
 [Note: Versions] Memory that is freed so keeps its address: a graph that still needs the weight
 would read other bytes, where FSDP2's own storage of 0 bytes raises an error. Autograd compares the
@@ -35,7 +35,7 @@ class UnshardedAlias(Placeholder):
 
     @staticmethod
     def __new__(cls: type[Self], shard: ShardStorage) -> Self:
-        """Stand for the memory of ``shard``, which is not pinned yet."""
+        """Make an alias of ``shard``, which is not pinned yet."""
         tensor = Placeholder.__new__(cls, shard.padded)
         tensor._storage = _AliasStorage(shard)  # noqa: SLF001  # its own
         return tensor
@@ -64,7 +64,7 @@ class _AliasStorage:
         """The same memory with another version counter."""
         self._version = 0
         """The weight's, when it was pinned or unpinned last."""
-        self._shard_version = shard.padded._version  # noqa: SLF001  # nothing public tells
+        self._shard_version = shard.padded._version  # noqa: SLF001  # no public way
         """The shard's own, when it was unpinned last."""
         self.nbytes_when_pinned = shard.padded.nbytes
         _set_versions((self.weight,), (_FREED,))
@@ -94,8 +94,8 @@ class _AliasStorage:
 class InPlaceReduceScatter:
     """A reduce-scatter over one rank, for ``set_custom_reduce_scatter``: its result is its input.
 
-    FSDP2 asks it for the memory of input and output, one after the other, and copies the one to the
-    other, which for one tensor is nothing.
+    FSDP2 allocates input and output through it, one after the other, and copies one to the other;
+    here both are the same tensor.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,8 @@
 """``state_dict`` of a stowed model as plain tensors; loads whole or sharded ones.
 
-On one rank values are plain tensors, on several DTensors over plain shards: of parameters in host
-memory the memory itself, as torch's own state dicts have it, and of those on disk a copy, which is
-memory that is a file without a name (ADR 0014) unless it is small. What is loaded may be as
-sharded, or whole.
+On one rank values are plain tensors, on several ranks DTensors over plain shards. Parameters in
+host memory are returned as they are, like torch's own state dicts, and those on disk as copies, in
+a mapped, unnamed file (ADR 0014) unless they are small. Loaded values may be sharded or whole.
 """
 
 import weakref
@@ -25,14 +24,14 @@ SMALL_BYTES = 1 << 20
 
 
 class SavedShard(DTensor):
-    """A rank's part of a weight, which tells those who would write it as a whole what to do."""
+    """A rank's shard of a weight; its storage cannot be saved as a whole tensor."""
 
     def storage(self) -> NoReturn:
-        """Raise OptionError: who asks wants to write what he gets."""
+        """Raise OptionError: the caller would save the shard as a whole tensor."""
         _refuse_whole()
 
     def untyped_storage(self) -> NoReturn:
-        """Raise OptionError: who asks wants to write what he gets."""
+        """Raise OptionError: the caller would save the shard as a whole tensor."""
         _refuse_whole()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # torch's own signature

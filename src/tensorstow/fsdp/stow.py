@@ -78,7 +78,7 @@ _STATE_TIERS = ("host", "ram", "disk")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Request:
-    """What ``stow`` was asked for, checked."""
+    """The checked arguments of ``stow``."""
 
     model: nn.Module
     units: Sequence[Unit]
@@ -333,7 +333,7 @@ def _h2d_prefetcher(plan: Plan, device: torch.device) -> H2DPrefetcher | None:
 
 
 def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:
-    """Make room on disk for the units that are to live there, and bound their host memory."""
+    """Allocate disk space for units on DISK, and bound their buffers in host memory."""
     plan = request.plan
     on_disk = [unit for unit in request.units if plan.tier_of(unit.name) == Tier.DISK]
     sizes = [UnitSizes.of(unit, sharding.ranks).share_bytes for unit in on_disk]
@@ -365,7 +365,7 @@ def _asked(
     optimizer: OptimizerFactory,
     directory: Path,
 ) -> Asked:
-    """Return what ``plan="auto"`` is to choose for, with what the user has told the optimizer."""
+    """Return the input of ``plan="auto"``, with the optimizer's keywords."""
     ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     given = given_keywords(optimizer)
     states = Tier(given["states"]) if given.get("states") in _STATE_TIERS else None

@@ -1,11 +1,11 @@
-"""A sharded parameter without memory: FSDP2 asks it for its bytes at each all-gather.
+"""A sharded parameter without memory, which provides its bytes at each all-gather of FSDP2.
 
 [Note: What FSDP2 does to it] In ``fully_shard`` it splits the parameter, pads the shard and takes
-views. None of that needs bytes, so until the storage ``is_sharded`` every operation is arithmetic
-over shapes. From then on ``fsdp_pre_all_gather`` hands out the bytes, and whoever else reads or
-writes the parameter (``state_dict``, ``load_state_dict``, ``full_tensor``) does so on the storage.
-A view of it (a row, its transpose) has no memory either: the view is taken anew from the storage
-whenever it is read or written, so that what is written to a part is in the parameter.
+views. None of that needs bytes, so until the storage ``is_sharded`` every operation computes shapes
+alone. From then on ``fsdp_pre_all_gather`` returns the bytes, and other reads and writes
+(``state_dict``, ``load_state_dict``, ``full_tensor``) use the storage. A view (a row, say) has no
+memory either: it is taken from the storage at each read or write, so that a write to a part changes
+the parameter.
 """
 
 from collections.abc import Callable, Sequence
@@ -206,7 +206,7 @@ def _is_padding_by_fsdp(parameter: StowedParameter, func: Any, args: Sequence[An
     if func not in _PADDING or parameter.shape not in whole:
         return False
     if func == _NEW_ZEROS and torch.Size(args[1]) == parameter.shape:
-        return False  # zeros of its own shape are somebody else's: here is nothing to pad
+        return False  # zeros of its own shape are not FSDP2's padding: there is nothing to pad
     out = func(torch.empty(parameter.shape, device="meta"), *args[1:])
     return out.shape in whole or out.shape == (storage.padded.numel(),)
 
@@ -282,7 +282,7 @@ def _mutated(
     kwargs: dict[str, Any],
 ) -> list[StowedParameter]:
     """Return the stowed parameters that ``func`` writes: its first, ``out=``, or those in lists."""
-    asked = func._schema.arguments  # noqa: SLF001  # nothing public tells
+    asked = func._schema.arguments  # noqa: SLF001  # no public way
     places = [kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(asked)]
     changes = [a.alias_info is not None and a.alias_info.is_write for a in asked]
     values = tree_flatten([place for place, c in zip(places, changes, strict=True) if c])[0]

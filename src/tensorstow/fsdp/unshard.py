@@ -1,24 +1,24 @@
 """Hooks that unshard weights for reading, and reshard before an update makes them stale.
 
-[Note: Unsharded weights] FSDP2 makes the memory of an unsharded weight at the first forward and
-uses it ever after, and it does not unshard what is unsharded. Three things follow that are mended
-here, by hooks and FSDP2's own methods:
+[Note: Unsharded weights] FSDP2 allocates the memory of an unsharded weight at the first forward and
+keeps it, and it does not unshard an unsharded weight. The consequences are handled here, by hooks
+and FSDP2's own methods:
 
 * Under inference_mode that memory could never be trained with, nor the views of shards that FSDP2
   takes before: such a forward does both outside of inference_mode.
 * A unit's dtypes are those of what was trained at its first forward: a unit that was all frozen
   then is unsharded again once something in it is trained.
 * A forward or a backward that an exception ends leaves weights unsharded and FSDP2 in the middle of
-  it. FSDP2 is told that the iteration is lost: at once behind a forward, and behind a backward when
-  the next forward, step or resume begins. A step by gradients of half a backward is refused.
-* Below stage 3 weights stay unsharded behind a forward. Behind one without gradients they would be
-  the model's parameters from then on (which have no gradients to clip or drop), and behind any they
-  would outlive an update.
+  it. FSDP2 is reset: at once after a forward, and after a backward when the next forward, step or
+  resume begins. A step by gradients of half a backward is refused.
+* Below stage 3 weights stay unsharded after a forward. After one without gradients they would
+  remain the model's parameters (which have no gradients to clip or drop), and after any forward
+  they would be stale after an update.
 
 [Note: Micro-batches] Under stage 1 gradients stay unreduced between micro-batches and are reduced
-with the last one. A micro-batch is a forward with gradients. Before the last one FSDP2 is told to
-keep weights unsharded and gradients unreduced; with it they are reduced and weights resharded, so
-that the next forward unshards new ones.
+with the last one. A micro-batch is a forward with gradients. FSDP2 is set to keep weights unsharded
+and gradients unreduced before the last one; with it they are reduced and weights resharded, so that
+the next forward unshards new ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -84,7 +84,7 @@ class UnshardHooks:
         optimizer.register_step_pre_hook(self._pre_step)
         optimizer.register_resume_hook(self._around_resume)
 
-    # A graph would take what is asked here for constants.
+    # A compiled graph would treat these queries as constants.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _pre_forward(self, module: nn.Module, _: Any) -> None:  # noqa: ANN401  # torch's own
         if not isinstance(module, FSDPModule):
@@ -131,7 +131,7 @@ class UnshardHooks:
     def _is_in_forward(self) -> bool:
         return self._context().iter_forward_root is not None
 
-    def _context(self) -> Any:  # noqa: ANN401  # torch's own, which nothing public tells
+    def _context(self) -> Any:  # noqa: ANN401  # torch's own, not public
         root: Any = self._root
         return root._get_fsdp_state()._state_ctx  # noqa: SLF001
 
@@ -160,9 +160,9 @@ class UnshardHooks:
         self._reset_reduction()
 
     def _reshard_each_parameter(self) -> None:
-        """Reshard parameters one by one, whatever FSDP2 counts of their units.
+        """Reshard parameters one by one, whatever FSDP2's state of their units.
 
-        An interrupt may come when it has done so with some of a unit's and counts none of them.
+        An interrupt may have left some of a unit's resharded and the unit's state unchanged.
         """
         for module in self._modules:
             for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
@@ -192,7 +192,7 @@ class UnshardHooks:
 
 
 class MicroBatches:
-    """Counts the micro-batches of a step and tells FSDP2 which is the last."""
+    """Counts the micro-batches of a step, and makes FSDP2 reduce gradients in the last one."""
 
     def __init__(self, model: FSDPModule, steps: int) -> None:
         """Take the sharded ``model`` and how many micro-batches (``steps``) a step has."""

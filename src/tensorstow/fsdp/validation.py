@@ -29,7 +29,7 @@ from tensorstow.io import device_link
 from tensorstow.optim.stowed_adam import StowedAdam
 
 OptimizerFactory = Callable[..., StowedAdam]
-"""Called with named parameters and the keywords that say where states live."""
+"""Called with named parameters and the keywords that place the states."""
 
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -52,10 +52,10 @@ _FREE = frozenset({"ram_budget", "dir", "update_on"})
 def validate_arguments(
     model: object, optimizer: object, plan: object, compute_dtype: object, mesh: object
 ) -> None:
-    """Check the kinds of what ``stow`` was given, and that the model is new.
+    """Check the types of the arguments of ``stow``, and that the model is new.
 
     Raises:
-        OptionError: One of them is not what ``stow`` says it is.
+        OptionError: An argument has another type than ``stow`` documents.
     """
     if not isinstance(model, nn.Module):
         message = f"stow() was given a {type(model).__name__} for a model: give it a torch module."
@@ -203,7 +203,7 @@ def validate_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:
         device: What this rank computes on.
 
     Raises:
-        OptionError: The mesh has another form or device, or the plan says something else.
+        OptionError: The mesh has another form or device, or contradicts the plan.
     """
     names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
     if mesh.ndim not in {1, 2} or (mesh.ndim == 2 and names is None):
@@ -310,8 +310,8 @@ def _validate_one_dtype(unit: Unit) -> None:
 def given_keywords(optimizer: OptimizerFactory) -> dict[str, Any]:
     """Return the keywords that the user has given with ``functools.partial``.
 
-    A class with keywords of its own for what a plan says has ``placement_asked``, which adds those
-    of the plan.
+    A class with other keywords for the placement has ``placement_asked``, which adds those of a
+    plan.
     """
     if not isinstance(optimizer, partial):
         return {}
@@ -320,10 +320,10 @@ def given_keywords(optimizer: OptimizerFactory) -> dict[str, Any]:
 
 
 def stays_on_device(optimizer: OptimizerFactory) -> Callable[[str], bool]:
-    """Return what tells of a parameter on the device, by its name, whether it is updated there.
+    """Return the test, by name, whether a parameter on the device is updated there.
 
-    A class or function that lets torch update some there, with states that stay, has a function of
-    that name. Their gradients stay there too.
+    A class or function that updates some parameters there by torch, with states that stay, has a
+    function of that name. Their gradients stay on the device too.
     """
     made_by = optimizer.func if isinstance(optimizer, partial) else optimizer
     stays: Callable[[str], bool] = getattr(made_by, "stays_on_device", _never)
@@ -344,7 +344,7 @@ def takes(optimizer: OptimizerFactory, name: str) -> bool:
     """
     try:
         taken = inspect.signature(optimizer).parameters
-    except ValueError:  # ``validate_factory`` says why
+    except ValueError:  # ``validate_factory`` raises the error
         return False
     return name in taken or any(p.kind == inspect.Parameter.VAR_KEYWORD for p in taken.values())
 
@@ -353,8 +353,8 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
     """Check that the optimizer's function takes the plan's keywords and contradicts none.
 
     Args:
-        optimizer: What makes the optimizer.
-        placed: The keywords by which it is told where states live.
+        optimizer: The optimizer's class or factory.
+        placed: The plan's keywords for the placement of states.
 
     Raises:
         OptionError: It does not take one of them, or was given another value by the user.
@@ -415,7 +415,7 @@ def validate_optimizer(made: object, placed: Mapping[str, Any]) -> StowedAdam:
             continue
         wanted = placed.get(name, _DEFAULTS[name])
         if (name, wanted, value) == ("states", "disk", "shared"):
-            continue  # a class that is told the share beside the plan
+            continue  # a class that is given the share beside the plan
         if name == "ram_budget" and wanted is not None:
             wanted = parse_size(wanted, name)
         if value != (wanted is not None if name == "dir" else wanted):
