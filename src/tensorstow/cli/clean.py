@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    with ExitStack() as locks:  # all of them first: a run of which one rank lives is not dead
+    with ExitStack() as locks:  # all of them first: a run with one live rank is not dead
         directories = stores_in(given.directory)
         found = [locks.enter_context(hold_dead_run(d)) for d in directories]
         for removal in found if given.yes else ():

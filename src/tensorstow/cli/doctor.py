@@ -42,7 +42,7 @@ class DirectoryReport:
     path: str
     named_by_user: bool
     objection: str | None
-    """Why states cannot live there; None where they can."""
+    """Why it cannot hold states; None if it can."""
     filesystem: str | None = None
     device: str | None = None
     free_bytes: int | None = None
@@ -126,7 +126,7 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
 
 
 def look_at(path: Path, *, named_by_user: bool, profile: Profile | None = None) -> DirectoryReport:
-    """Examine one directory; a reason why states cannot live there becomes its objection."""
+    """Examine one directory; its objection is the reason why it cannot hold states."""
     try:
         facts = inspect_directory(path)
     except DirectoryError as error:

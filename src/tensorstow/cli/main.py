@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = given.run(given)
         if sys.stdout is not None:
-            sys.stdout.flush()  # now, while what fails can still be told
+            sys.stdout.flush()  # now, while an error can still be reported
     except BrokenPipeError:
         drop_output()
         return PIPE_CLOSED

@@ -44,7 +44,7 @@ def print_json(value: object) -> None:
 
 
 def by_rank(each: Sequence[T], directories: Sequence[Path], asked: Path) -> T | Sequence[T]:
-    """Return what ``--json`` prints: a list if ``asked`` has a store for each rank."""
+    """Return the value that ``--json`` prints: a list if ``asked`` has a store for each rank."""
     return each[0] if list(directories) == [asked] else each
 
 
@@ -104,7 +104,7 @@ def fits(console: Console, table: Table) -> bool:
 
 
 def drop_output() -> None:
-    """Discard further output: nobody reads standard output any more."""
+    """Discard further output: standard output is closed."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())

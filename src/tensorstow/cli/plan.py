@@ -135,8 +135,8 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
     """Return everything that the command prints, as plain values.
 
     Raises:
-        BudgetError: No placement fits; it says what is short, and the smallest change that fits.
-        OptionError: An argument makes no sense.
+        BudgetError: No placement fits; the message has what is short, and the smallest change that
+        fits. OptionError: An argument makes no sense.
     """
     _check(given)
     model = build_model(given.model, _DTYPES.get(given.dtype))
@@ -243,7 +243,7 @@ def _traced(model: NamedModel, given: argparse.Namespace) -> "Activations | None
 def _batch(
     model: NamedModel, traced: "Activations | None", given: argparse.Namespace
 ) -> MicroBatch:
-    """Return what a micro-batch does: as traced, or as many operations as parameters say."""
+    """Return the operations of a micro-batch: traced, or estimated from the parameters."""
     if traced is None:
         parameters = sum(p.numel() for p in model.module.parameters())
         return MicroBatch.estimate(parameters, _ANY_TOKENS)

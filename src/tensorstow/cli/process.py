@@ -88,7 +88,7 @@ def started(name: str, module: str, arguments: Sequence[str]) -> Iterator[Proces
 
 
 def teller(pipe: TextIO) -> Callable[[int, str], None]:
-    """Return what the process itself tells by, the step and the part of it that begins."""
+    """Return the function by which the process reports the step and the part that begins."""
     return lambda step, part: say(pipe, json.dumps({"step": step, "part": part}))
 
 
@@ -102,9 +102,9 @@ def kill_in_an_update(process: Process, behind: int, tell: Callable[[int, str], 
     """Kill a training process in the first update behind a step.
 
     Args:
-        process: It tells parts of steps by ``teller``.
+        process: It reports parts of steps by ``teller``.
         behind: Steps that are taken before, so that one of them is committed.
-        tell: Is told what it tells.
+        tell: Called with each report.
 
     Raises:
         StowError: It ended by itself.

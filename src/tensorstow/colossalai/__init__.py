@@ -2,7 +2,7 @@
 
 ``import colossalai`` becomes ``import tensorstow.colossalai as colossalai``, and ``from
 colossalai.booster.plugin import GeminiPlugin`` becomes ``from tensorstow.colossalai.booster.plugin
-import GeminiPlugin``. docs/guides/colossalai.md says what is honoured and what is refused.
+import GeminiPlugin``. docs/guides/colossalai.md lists what is honoured and what is refused.
 """
 
 from tensorstow.colossalai import accelerator

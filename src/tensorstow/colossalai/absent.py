@@ -1,4 +1,4 @@
-"""Names of ColossalAI that are not here: whoever imports one is told why, and what to use."""
+"""Errors for names of ColossalAI that do not exist here, with the reason and what to use."""
 
 from collections.abc import Mapping
 from typing import NoReturn

@@ -60,7 +60,7 @@ class CPUAdam(StowedAdam):
         DirectoryError: A directory that is read-only, too full or in RAM.
     """
 
-    def __init__(  # upstream's signature, then what stow() says
+    def __init__(  # upstream's signature, then stow()'s keywords
         self,
         model_params: ParamsT,
         lr: float = 1e-3,
@@ -136,7 +136,7 @@ class CPUAdam(StowedAdam):
 
     @staticmethod
     def placement_asked(keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a caller's keywords say of the placement, by the names that a plan has.
+        """Translate a caller's keywords for the placement to those of a plan.
 
         Args:
             keywords: Those of the constructor.

@@ -1,4 +1,4 @@
-"""``colossalai.cluster``: who of the ranks does what the others do not."""
+"""``colossalai.cluster``: the rank's position, and work for one rank alone."""
 
 import functools
 import os
@@ -32,7 +32,7 @@ class DistCoordinator:
 
     @property
     def local_rank(self) -> int:
-        """The rank on this machine; -1 where no launcher says so, 0 for one process alone."""
+        """The rank on this machine; -1 if no launcher sets it, 0 for one process alone."""
         alone = 0 if self.world_size == 1 else -1
         return int(os.environ.get("LOCAL_RANK", alone))
 
@@ -84,7 +84,7 @@ class DistCoordinator:
             process_group: The ranks that are counted. Default: None, all.
         """
         if self.is_master(process_group):
-            print(msg)  # noqa: T201  # what was asked
+            print(msg)  # noqa: T201  # its purpose
 
     def print_on_node_master(self, msg: str) -> None:
         """Print on local rank 0.
@@ -96,7 +96,7 @@ class DistCoordinator:
             OptionError: As of ``is_node_master``.
         """
         if self.is_node_master():
-            print(msg)  # noqa: T201  # what was asked
+            print(msg)  # noqa: T201  # its purpose
 
     @contextmanager
     def priority_execution(

@@ -1,4 +1,4 @@
-"""What Gemini's plugin returns: a model and an optimizer whose state dicts are whole, on rank 0."""
+"""The model and optimizer of Gemini's plugin, whose state dicts are whole and on rank 0."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping

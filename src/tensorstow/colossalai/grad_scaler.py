@@ -6,7 +6,7 @@ from tensorstow.base.errors import OptionError
 
 
 class DynamicGradScaler:
-    """The loss scale of a run, which is told after each step whether gradients overflowed.
+    """The loss scale of a run, updated after each step by whether gradients overflowed.
 
     Of overflows with fewer than ``growth_interval`` good steps in a row between them, the first
     ``hysteresis - 1`` leave the scale as it is; each one after them makes it smaller.

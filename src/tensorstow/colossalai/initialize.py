@@ -1,4 +1,4 @@
-"""``launch``: how the ranks of a ColossalAI script find each other; one process needs none."""
+"""``launch``: starts the process group of a ColossalAI script; one process alone needs none."""
 
 import os
 import random
@@ -60,7 +60,7 @@ def launch(
     )
     set_seed(seed)
     if verbose and rank == 0:
-        print(f"{world_size} ranks")  # noqa: T201  # what verbose asks for
+        print(f"{world_size} ranks")  # noqa: T201  # verbose
 
 
 def launch_from_torch(

@@ -1,4 +1,4 @@
-"""What ``Booster.boost`` returns: a model and an optimizer by ColossalAI's interface."""
+"""Wrappers returned by ``Booster.boost``: a model and an optimizer with ColossalAI's interface."""
 
 import logging
 import math
@@ -112,7 +112,7 @@ class OptimizerWrapper(Optimizer):
         self._is_scaled = False
         """Whether a backward of ours has scaled the gradients."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the optimizer has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of the optimizer
         """Return an attribute of the optimizer that the wrapper lacks."""
         if name == "optim":
             raise AttributeError(name)
@@ -148,7 +148,7 @@ class OptimizerWrapper(Optimizer):
         return repr(self.optim)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the optimizer's: what cannot be pickled says so itself."""
+        """Return the optimizer's state, which raises an error if it cannot be pickled."""
         return self.optim.__getstate__()
 
     def unwrap(self) -> Optimizer:
@@ -242,7 +242,7 @@ class OptimizerWrapper(Optimizer):
             kwargs: Not used.
 
         Returns:
-            The norm of all ranks' together; None where neither ``max_norm`` nor fp16 asks for it.
+            The norm of all ranks' together; None if neither ``max_norm`` nor fp16 needs it.
         """
         del kwargs
         return None if self._norm is None else float(self._norm)
@@ -389,7 +389,7 @@ def _stowed(optimizer: Optimizer, what: str) -> StowedAdam:
 
 
 def _step_scaled(optimizer: StowedAdam, factor: float) -> None:
-    """Take a step by the gradients divided by ``factor``, as ``torch.amp.GradScaler`` asks."""
+    """Take a step by the gradients divided by ``factor``, as by ``torch.amp.GradScaler``."""
     scaled: Any = optimizer
     if factor != 1.0:
         scaled._loss_scale = factor  # noqa: SLF001  # what the update divides by

@@ -1,4 +1,4 @@
-"""``colossalai.logging``: a logger that can be told which ranks speak."""
+"""``colossalai.logging``: a logger for some or all ranks."""
 
 import logging
 from collections.abc import Collection

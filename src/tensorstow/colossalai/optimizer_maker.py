@@ -37,8 +37,8 @@ class PlacedAdam(HybridAdam):
 
     Args:
         params: Groups of named parameters.
-        in_host_memory: Tells by a parameter's name whether its states are there, on disk or in
-            memory; those of parameters that are there themselves always are.
+        in_host_memory: Whether the states of a parameter, by its name, are in host memory or on
+            disk; those of parameters in host memory always are.
         keywords: As of ``HybridAdam``.
     """
 
@@ -85,18 +85,18 @@ def maker_of(
 ) -> OptimizerMaker:
     """Return a factory that recreates an optimizer over the placed model.
 
-    It is a PlacedAdam, with the groups, the share of states on disk and the directory of the one
-    that was given. That one is closed when the new one is made.
+    It creates a PlacedAdam with the groups, the share of states on disk and the directory of the
+    given optimizer, which is closed when the new one is created.
 
     Args:
         optimizer: CPUAdam, HybridAdam, tensorstow's or torch's Adam or AdamW. None: the model is
-            not trained, and there are no parameters and no states in what is made.
+            not trained, and the new optimizer has no parameters and no states.
         model: The model before it is placed.
-        in_host_memory: Tells by a parameter's name whether its states are in host memory or on
+        in_host_memory: Whether the states of a parameter, by its name, are in host memory or on
             disk.
 
     Returns:
-        What ``stow`` takes.
+        An optimizer factory for ``stow``.
 
     Raises:
         OptionError: Another class, one that has taken steps, or one whose states would change.

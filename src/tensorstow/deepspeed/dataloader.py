@@ -15,8 +15,8 @@ def make_dataloader(
 ) -> DataLoader[Any]:
     """Return a dataloader of micro-batches, different ones on each rank.
 
-    ``loader.sampler.set_epoch`` reshuffles. An iterable dataset is used as it is: it has to know
-    its rank itself.
+    ``loader.sampler.set_epoch`` reshuffles. An iterable dataset is used as it is, and must
+    select its rank's samples itself.
     """
     sampler: DistributedSampler[Any] | None = None
     if not isinstance(data, IterableDataset):

@@ -57,7 +57,7 @@ class DeepSpeedEngine(nn.Module):
         optimizer: StowedAdam,
         settings: Settings,
         *,
-        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has step() and a state
+        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or any object with step() and a state
         scale: LossScale | None = None,
     ) -> None:
         """Create the engine; the class documents the arguments."""
@@ -116,7 +116,7 @@ class DeepSpeedEngine(nn.Module):
         return self.world_size
 
     def destroy(self) -> None:
-        """Close the optimizer: its states, buffers and files are gone; the weights stay."""
+        """Close the optimizer and free its states, buffers and files; the weights stay."""
         self.monitor.close()
         self.optimizer.close()
 
@@ -374,7 +374,7 @@ class DeepSpeedEngine(nn.Module):
             torch.save(whole, Path(save_dir) / save_filename)
         return True
 
-    # --- what it was told, and how it went ---
+    # --- settings and results ---
 
     def train_batch_size(self) -> int:
         """Return how many samples all ranks use in one step.

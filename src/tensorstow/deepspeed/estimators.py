@@ -1,4 +1,4 @@
-"""``estimate_zero2_...`` and ``estimate_zero3_...``: DeepSpeed's names over this engine's bytes.
+"""``estimate_zero2_...`` and ``estimate_zero3_...``: DeepSpeed's estimators for this engine.
 
 For ``P`` parameters, all trained, on ``R`` ranks, Adam needs, per rank and in the state format that
 loses nothing::
@@ -7,10 +7,10 @@ loses nothing::
     bf16         2 P / R      2 P / R      10 P / R    (both moments, the rest of the fp32 master)
     fp32         4 P / R      4 P / R       8 P / R    (both moments)
 
-Gradients are in host memory, but for those of weights on the device. States live in host memory, or
-on disk behind a ring of 48 MiB; never on the device, whatever offload_optimizer says. Weights live
-where offload_param says: on the device they have a copy of the rank's share in host memory, which
-updates write; on disk three units' are in host memory at once, and more where max_in_cpu lets
+Gradients are in host memory, but for those of weights on the device. States are in host memory, or
+on disk behind a ring of 48 MiB; never on the device, also without offload_optimizer. Weights are
+where offload_param sets them: on the device they have a copy of the rank's share in host memory,
+which updates write; on disk three units' are in host memory at once, and more where max_in_cpu lets
 them. Beside its share a rank has on the device two units' weights at once in stage 3, and all of
 them in stage 2; one rank alone has nothing to gather where its weights are on the device.
 Activations, buffers and what the allocator rounds up come on top.

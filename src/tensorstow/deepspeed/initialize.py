@@ -46,7 +46,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     *,
     fill: Mapping[str, Any] | None = None,
 ) -> Started:
-    """Place a model as a DeepSpeed configuration says.
+    """Place a model by a DeepSpeed configuration.
 
     The model is changed in place: it is cast under bf16 and fp16, and sharded. The process group is
     joined if a launcher started several ranks.

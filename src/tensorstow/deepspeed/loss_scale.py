@@ -10,7 +10,7 @@ _FACTOR = 2.0
 
 
 class LossScale:
-    """The loss scale of a run, which is told after each step whether gradients overflowed.
+    """The loss scale of a run, updated after each step by whether gradients overflowed.
 
     A static scale (``Fp16.loss_scale`` above 0) never changes. A dynamic one starts at ``2 **
     initial_scale_power``. It is doubled after ``loss_scale_window`` good steps in a row, the first

@@ -1,4 +1,4 @@
-"""The sections ``tensorboard``, ``csv_monitor`` and ``wandb``: writes an engine's scalars."""
+"""Writes an engine's scalars, by the sections ``tensorboard``, ``csv_monitor`` and ``wandb``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +15,18 @@ from tensorstow.report.scalars import (
 
 
 class Monitor:
-    """What writes the scalars of one engine; only the first rank writes.
+    """Writes the scalars of one engine; only the first rank writes.
 
     Args:
         settings: The configuration.
         writes: Whether this rank writes; each checks that the packages are there.
 
     Raises:
-        OptionError: A package that the configuration asks for is not installed.
+        OptionError: A package that the configuration needs is not installed.
     """
 
     def __init__(self, settings: Settings, *, writes: bool) -> None:
-        """Open what the configuration asks for; the class documents the arguments."""
+        """Open the enabled writers; the class documents the arguments."""
         for name in ("tensorboard", "wandb"):
             if getattr(settings, name).enabled:
                 require(name)
@@ -63,6 +63,6 @@ class Monitor:
 
 
 def _place(section: MonitorFiles, name: str) -> Path:
-    """Return the directory; without output_path, one in the home directory, as upstream says."""
+    """Return the directory; without output_path, one in the home directory, as upstream."""
     base = Path(section.output_path) if section.output_path else Path.home() / name
     return base / section.job_name

@@ -31,7 +31,7 @@ def init_distributed(
 
     Args:
         dist_backend: The backend. Default: None, the accelerator's and gloo for host memory.
-        auto_mpi_discovery: Not used; MPI is not asked.
+        auto_mpi_discovery: Not used; MPI is not queried.
         distributed_port: The port of rank 0, unless MASTER_PORT is set. Default: 29500.
         more: Upstream's other keywords; not used.
     """

@@ -51,7 +51,7 @@ class OptimizerStep:
     def _step(self, factor: float, *, overflow: bool) -> None:
         """Step as ``torch.amp.GradScaler`` does, which sets attributes of the optimizer.
 
-        But ``grad_scale``, which asks for unscaled gradients, is not set: the gradients are
+        But ``grad_scale``, which requests unscaled gradients, is not set: the gradients are
         dropped. The ranks need not exchange overflows, since they have the same norm.
         """
         scaling: dict[str, Any] = {} if factor == 1.0 else {"_loss_scale": factor}

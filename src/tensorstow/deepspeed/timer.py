@@ -54,7 +54,7 @@ class StepTimer:
 def _tell(line: str) -> None:
     """Log at INFO, to stdout if no handler is set up.
 
-    The default level (WARNING) is not applied: the configuration asked for the line. A level that
+    The default level (WARNING) is not applied: the configuration enables the line. A level that
     the user set for "tensorstow" or this logger is.
     """
     given = [logging.getLogger(name).level for name in ("tensorstow", logger.name)]

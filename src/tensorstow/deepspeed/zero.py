@@ -56,8 +56,8 @@ class Init:
     """A context in which modules are created without memory, until ``initialize`` places them.
 
     They are on the meta device. ``initialize`` allocates one block at a time and calls
-    ``reset_parameters`` of its modules. What a constructor writes into its parameters besides is
-    not kept, which a warning says: load such values later.
+    ``reset_parameters`` of its modules. Other values that a constructor writes to its
+    parameters are lost, with a warning: load such values later.
 
     Args:
         module: Must be None: a module that exists needs no context.

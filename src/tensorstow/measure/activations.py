@@ -50,7 +50,7 @@ class Activations:
 
 
 def trace(model: NamedModel, batch: int, sequence: int) -> Activations:
-    """Return what one micro-batch of token ids holds and does.
+    """Return the activations and operations of one micro-batch of token ids.
 
     Args:
         model: A model of transformers.

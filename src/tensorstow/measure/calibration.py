@@ -25,8 +25,8 @@ def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda 
     """Return the rates of this machine: four seconds, and four for each directory.
 
     Args:
-        directories: Whose disks are measured.
-        tell: Is told what is measured, before it is.
+        directories: Directories on the disks to measure.
+        tell: Called with a description before each measurement.
 
     Raises:
         DirectoryError: A directory is missing, read-only, in RAM or too full.

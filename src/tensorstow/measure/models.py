@@ -70,7 +70,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class NamedModel:
-    """A model on the meta device, and how it was told."""
+    """A model on the meta device, with its name."""
 
     name: str
     module: nn.Module
@@ -79,7 +79,7 @@ class NamedModel:
 
 
 def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
-    """Return the model that ``name`` says, on the meta device.
+    """Return the model called ``name``, on the meta device.
 
     Args:
         name: A name of KNOWN; a configuration of transformers, as a file or the folder of a
@@ -87,7 +87,7 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
         dtype: Of floating point parameters; None: as the configuration or the function has it.
 
     Raises:
-        OptionError: It says no model, or transformers is needed and not installed.
+        OptionError: It is no model, or transformers is needed and not installed.
     """
     path = Path(name)
     if name in KNOWN:

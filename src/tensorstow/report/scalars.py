@@ -18,7 +18,7 @@ class ScalarWriter(Protocol):
     """What takes the scalars of a run."""
 
     def write(self, scalars: Iterable[Scalar]) -> None:
-        """Write scalars, so that who reads now finds them."""
+        """Write scalars and flush them."""
 
     def close(self) -> None:
         """End. Idempotent."""

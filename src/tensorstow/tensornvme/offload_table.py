@@ -35,7 +35,7 @@ class StoredTensors:
     """Storages on disk that were written in one call, and are to be read in one."""
 
     storages: tuple[StorageWeakRef, ...]
-    """Weak: a tensor that nobody can read any more gives its room back."""
+    """Weak references: the disk space of a tensor that no longer exists is freed."""
     sizes: tuple[int, ...]
     stripes: tuple[tuple[Stripe, ...], ...]
 

@@ -26,7 +26,7 @@ class _Piece:
     future: IoFuture
     owner: object
     is_borrowed: bool
-    """The bytes are a tensor's of the caller, who must not change it yet."""
+    """The bytes belong to a tensor of the caller, who must not change it yet."""
 
 
 class AsyncFileWriter:
@@ -158,7 +158,7 @@ class AsyncFileWriter:
         self._wait(last + 1)
 
     def register_tasks(self, num_tasks: int) -> None:
-        """Check the number and do nothing else: ``synchronize`` knows what was written.
+        """Check the number and do nothing else: ``synchronize`` waits for all writes.
 
         Args:
             num_tasks: The number of writes.

@@ -169,7 +169,7 @@ class ModelSize:
         kept = sum(
             _WEIGHT_BYTES + ADAM_STATE_BYTES * (1 - row.fraction) for row in CONFIGURATIONS
         )  # per parameter
-        working = (_WEIGHT_BYTES + ADAM_STATE_BYTES) * self.parameters  # whoever has its turn
+        working = (_WEIGHT_BYTES + ADAM_STATE_BYTES) * self.parameters  # the one that is running
         return int(kept * self.parameters) + working + len(CONFIGURATIONS) * _LEAST_PROCESS_BYTES
 
     def policy(self, row: Configuration) -> PipelinePolicy:

@@ -23,8 +23,8 @@ class OtherLoad:
     def share(self) -> float | None:
         """Return the share of the cores that other programs used; all our children must have ended.
 
-        None under a cgroup's quota, which counts other cores too, and where the kernel does not
-        say.
+        None under a cgroup's quota, which counts other cores too, and if the kernel has no
+        figures.
         """
         busy = busy_seconds(self._stat)
         if quota_cores() is not None or busy is None or self._busy is None:

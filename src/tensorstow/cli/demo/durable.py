@@ -1,8 +1,8 @@
 """The run that is killed and resumed: ``python -m tensorstow.cli.demo.durable``.
 
-Trains as the rows do, in a run's directory: goes on from its last commit, commits after the steps
-that it is told, and ends after the last one with a hash of the parameters. Tells what it does as
-``worker`` does.
+Trains like the rows, in a run's directory: resumes from its last commit, commits after the steps
+that are given as arguments, and ends after the last one with a hash of the parameters. Reports
+progress like ``worker``.
 """
 
 import argparse

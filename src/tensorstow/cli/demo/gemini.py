@@ -41,7 +41,7 @@ class GeminiResult:
     rss_bytes: int
     """Resident memory of the process at the end, as the example prints it."""
     peak_rss_bytes: int | None
-    """None: the system does not tell."""
+    """None: unknown on this system."""
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ from tensorstow.report.rss import peak_bytes, resident_bytes
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the example as the arguments say."""
+    """Run the example with the given arguments."""
     parser = argparse.ArgumentParser(prog="tensorstow.cli.demo.gemini_worker")
     parser.add_argument("--policy", choices=POLICIES, required=True)
     parser.add_argument("--fraction", type=float, required=True)

@@ -41,7 +41,7 @@ class RunResult:
     """From the sizes of the parameters alone; None for stow, whose chunks follow its units."""
     measured: StateMemory
     allocated_file_bytes: int
-    """What the filesystem says that the scratch files take."""
+    """The size of the scratch files, by the filesystem."""
     bytes_read: int = 0
     bytes_written: int = 0
     bytes_spared: int = 0

@@ -69,7 +69,7 @@ def run_rows(
             for runner in runners:
                 runner.until_it_waits()  # built, side by side
             for number, count in enumerate(turns):
-                # There and back: what changes steadily meanwhile, heat for one, meets all alike.
+                # In alternating order: a steady drift, such as heat, affects all rows alike.
                 for runner in runners if number % 2 == 0 else reversed(runners):
                     runner.take(count)
             for runner in runners:

@@ -65,7 +65,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a configuration; hyper-parameters are the same for all.
 
-    If the configuration says so, ``model`` is stowed.
+    Some configurations stow ``model``.
     """
     given: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.0}
     if row.optimizer == "torch":

@@ -1,4 +1,4 @@
-"""What differed first between a run and its reference."""
+"""Finds the first difference between a run and its reference."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

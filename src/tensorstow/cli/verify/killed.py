@@ -1,6 +1,6 @@
 """The run that `verify` kills: ``python -m tensorstow.cli.verify.killed``.
 
-It tells each part of a step as it begins, and trains until it is killed.
+It reports each part of a step as it begins, and trains until it is killed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _ENDLESS = 1_000_000
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train as the arguments say."""
+    """Train with the given arguments."""
     parser = argparse.ArgumentParser(prog="tensorstow.cli.verify.killed", description=__doc__)
     for name in ("directory", "dtype", "format", "device"):
         parser.add_argument(f"--{name}", required=True)

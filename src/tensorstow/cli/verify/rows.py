@@ -1,4 +1,4 @@
-"""What is run: states in RAM, and every exact way of keeping them on disk."""
+"""The runs to compare: states in RAM, and every exact way of keeping them on disk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -85,7 +85,7 @@ def subject_of(name: str | None) -> Subject:
             forward as a tuple or a dict. None: a small transformer.
 
     Raises:
-        OptionError: It says no model that can be built and fed.
+        OptionError: It is no model that can be built and run.
     """
     if name is None:
         return Subject(
@@ -181,7 +181,7 @@ def _moved(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
     return tuple(moved(each) for each in given), {k: moved(v) for k, v in named.items()}
 
 
-def _as_loss(found: Any) -> torch.Tensor:  # noqa: ANN401  # whatever a model returns
+def _as_loss(found: Any) -> torch.Tensor:  # noqa: ANN401  # any output of a model
     """Return the loss that a model returned, or the mean square of its first output."""
     loss = getattr(found, "loss", None)
     if isinstance(loss, torch.Tensor):

@@ -57,7 +57,7 @@ def train(
         subject: The model.
         directory: For states on disk; the run's own if it is killed.
         device: Where the model computes.
-        progress: Is told what begins.
+        progress: Called with the step and the part that begins.
         steps: After how many steps to end.
     """
     torch.set_num_threads(usable_cores())

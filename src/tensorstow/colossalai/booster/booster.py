@@ -62,9 +62,9 @@ class Booster:
         optimizer: Optimizer | None = None,
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has an optimizer
+        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or any object with an optimizer
     ) -> Boosted:
-        """Place a model, and make its optimizer anew over what was placed.
+        """Place a model, and recreate its optimizer over the placed parameters.
 
         The model is changed in place. The optimizer that was given is closed, and its groups are
         those of the one returned; the scheduler goes on with that.
@@ -137,7 +137,7 @@ class Booster:
             size_per_shard: The largest size of one of several files, in MiB.
             use_safetensors: Whether files are safetensors, as one file is in any case whose name
                 ends with ".safetensors".
-            use_async: Changes nothing, which True is told (WARNING): it returns when the files are
+            use_async: No effect; True is logged (WARNING): it returns when the files are
                 durable.
 
         Raises:
@@ -168,13 +168,13 @@ class Booster:
             model: What ``boost`` returned.
             checkpoint: A file, an index, or a directory with one or the other.
             strict: Whether the names must be the model's.
-            low_cpu_mem_mode: Changes nothing, which False is told (WARNING): one file at a time is
+            low_cpu_mem_mode: No effect; False is logged (WARNING): one file at a time is
                 in memory.
-            num_threads: Changes nothing, which another number is told: one thread reads.
+            num_threads: No effect; another number is logged: one thread reads.
 
         Raises:
             StoreFormatError: There is no checkpoint.
-            OptionError: The names are others.
+            OptionError: The names differ.
         """
         _tell_of_loading(low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads)
         checkpoint_io.load_model(model, checkpoint, strict=strict)
@@ -237,7 +237,7 @@ class Booster:
 
     def save_lr_scheduler(
         self,
-        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has a state
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or any object with a state
         checkpoint: str | PathLike[str],
     ) -> None:
         """Write a scheduler's state; call it on every rank.
@@ -253,7 +253,7 @@ class Booster:
 
     def load_lr_scheduler(
         self,
-        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has a state
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or any object with a state
         checkpoint: str | PathLike[str],
     ) -> None:
         """Load what ``save_lr_scheduler`` wrote.

@@ -103,7 +103,7 @@ def is_off(value: object) -> bool:
 
 
 def _switches(section: Mapping[str, Any]) -> list[bool]:
-    # DeepSpeed looks at inner switches whatever the outer one says.
+    # DeepSpeed reads inner switches even if the outer one is off.
     own = section.get("enabled")
     found = [bool(own) and own != "auto"] if "enabled" in section else []
     for value in section.values():
@@ -137,11 +137,11 @@ class Support(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What is known of one key of a configuration.
+    """One key of a configuration: its path, values and support.
 
     ``off`` is the value if the key is absent, or that disables it. ``note`` is why it has no
     meaning, or what to do instead. ``spellings`` are older paths of the key, ``also`` other current
-    ones. A path that ends in ``.*`` stands for a whole section.
+    ones. A path that ends in ``.*`` is a whole section.
     """
 
     path: str

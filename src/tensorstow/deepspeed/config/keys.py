@@ -1,8 +1,8 @@
 """The table of all keys of a DeepSpeed configuration, with the support of each.
 
-HONOURED: it decides something here. NO_MEANING: it tunes or watches machinery that is not here, and
-training computes the same without it; said once. REFUSED: it would change what is computed or kept,
-so any value but its ``off`` one is an error that says what to do instead.
+HONOURED: it has an effect. NO_MEANING: it tunes or observes machinery that does not exist here, and
+training computes the same without it; logged once. REFUSED: it would change what is computed or
+stored, so any value but its ``off`` one is an error with advice.
 """
 
 from collections.abc import Mapping
@@ -347,7 +347,7 @@ SPELLINGS: Final = MappingProxyType(
 )
 # Sections that have another path with everything in them.
 SECTIONS: Final = MappingProxyType({"bfloat16": "bf16", f"{_Z}aio": "aio"})
-# Switches of old that stand for a value of another key.
+# Old switches that set a value of another key.
 SWITCHES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "fp32_allreduce": ("communication_data_type", "fp32"),

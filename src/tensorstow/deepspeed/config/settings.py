@@ -38,7 +38,7 @@ class Fp16:
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptimizer:
-    """Where optimizer states live; ``ratio`` is the share of them that the CPU updates."""
+    """The device of optimizer states; ``ratio`` is the share of them that the CPU updates."""
 
     device: Device = "none"
     nvme_path: str | None = None
@@ -47,7 +47,7 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class OffloadParam:
-    """Where parameters live; ``max_in_cpu``: elements of those on disk that memory may hold."""
+    """The device of parameters; ``max_in_cpu``: elements of those on disk kept in host memory."""
 
     device: Device = "none"
     nvme_path: str | None = None

@@ -128,7 +128,7 @@ def values_of(given: Iterable[GivenKey], fill: Mapping[str, Any]) -> dict[str, A
         if one.key.support is Support.NO_MEANING:
             idle.append(one)
         if one.value == AUTO:
-            if needed:  # else nobody asks for what it stands for
+            if needed:  # else nothing uses the value
                 undecided.append(one)
             continue
         checked = _checked(_decided(one) if needed else one)

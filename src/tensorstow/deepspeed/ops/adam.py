@@ -10,7 +10,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 
 
 class DeepSpeedCPUAdam(Adam):
-    """DeepSpeed's CPUAdam: Adam or AdamW with its states in host memory, or as ``placement`` says.
+    """DeepSpeed's CPUAdam: Adam or AdamW, by default with its states in host memory.
 
     ``initialize`` creates it again over the sharded model, with the same groups. Unlike upstream,
     ``amsgrad`` works.
@@ -65,7 +65,7 @@ class DeepSpeedCPUAdam(Adam):
 
 
 class FusedAdam(Adam):
-    """DeepSpeed's FusedAdam: Adam or AdamW, updated on the CPU by default, as ``placement`` says.
+    """DeepSpeed's FusedAdam: Adam or AdamW, updated on the CPU by default; see ``placement``.
 
     Args:
         params: Parameters, named parameters, or parameter groups.
@@ -111,7 +111,8 @@ class FusedAdam(Adam):
         """Drop the gradients, or zero them.
 
         Args:
-            set_to_none: Whether ``.grad`` becomes None. Default: None, as ``set_grad_none`` says.
+            set_to_none: Whether ``.grad`` becomes None. Default: None, the value of
+            ``set_grad_none``.
         """
         super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
 

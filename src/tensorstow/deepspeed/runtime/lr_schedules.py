@@ -348,7 +348,7 @@ def make_scheduler(named: Named, optimizer: Optimizer) -> LRScheduler:
     if kind is None:
         return _of_torch(named, optimizer)
     params = {name: value for name, value in named.params.items() if value is not None}
-    # Where the JSON says -1, it is what a run starts from; checkpoints say where to go on.
+    # -1 in the JSON is the start of a run; checkpoints restore the iteration.
     if params.pop("last_batch_iteration", -1) != -1:
         message = (
             "scheduler.params.last_batch_iteration was given: load_checkpoint sets where a schedule"

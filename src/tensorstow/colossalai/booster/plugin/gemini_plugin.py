@@ -54,15 +54,15 @@ _IDLE: Mapping[str, tuple[object, str]] = {
     "pin_memory": (False, "host memory that an accelerator copies from is pinned in any case"),
     "enable_gradient_accumulation": (False, "gradients of several backwards always add up"),
 }
-"""What changes nothing, whatever it is, and why."""
+"""Arguments without effect, and the reason."""
 
 
 class GeminiPlugin(Plugin):
     """Parameters, gradients and states over device and host memory, sharded over ranks.
 
     Every argument of ColossalAI 0.5 is there, with ``device`` of its older versions. None is
-    ignored: it is honoured, or it can change nothing here and a log line (WARNING) says why, or a
-    value other than the default raises an error. Where the CPU computes, device memory is host
+    ignored: it is honoured, or it has no effect here and a log line (WARNING) gives the reason, or
+    a value other than the default raises an error. Where the CPU computes, device memory is host
     memory, and all placements are the same.
 
     Args:
@@ -75,7 +75,7 @@ class GeminiPlugin(Plugin):
             what activations take, and each change is logged.
         enable_gradient_accumulation: Changes nothing: gradients of several backwards add up, in
             fp32 where the CPU updates, in the parameter's dtype where the device does.
-        max_prefetch: How many units are copied to the device before they are asked for.
+        max_prefetch: How many units are copied to the device ahead of use.
         shard_param_frac: The fraction of the parameters' bytes that is sharded between forward and
             backward too: 1.0 is ZeRO stage 3, 0.0 is stage 2; between, the others are those of the
             units whose bytes are nearest to the rest.
@@ -239,7 +239,7 @@ class GeminiPlugin(Plugin):
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
-        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or any object with an optimizer
     ) -> tuple[nn.Module, Optimizer | None]:
         placed, made = place(
             model,

@@ -144,7 +144,7 @@ class LowLevelZeroPlugin(Plugin):
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
-        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or any object with an optimizer
     ) -> tuple[nn.Module, Optimizer | None]:
         return place(
             model, optimizer, lr_scheduler, self._decide, self._training, replicas=self._replicas

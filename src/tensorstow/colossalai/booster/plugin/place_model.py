@@ -1,4 +1,4 @@
-"""What the plugins over ``stow`` share: a model placed by a plan, and wrapped."""
+"""Places a model by a plan and wraps it; shared by the plugins over ``stow``."""
 
 import logging
 import time
@@ -118,7 +118,7 @@ Wrappers = tuple[type[ModelWrapper], type[OptimizerWrapper]]
 def place(
     model: nn.Module,
     optimizer: Optimizer | None,
-    lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
+    lr_scheduler: Any,  # noqa: ANN401  # torch's, or any object with an optimizer
     decide: Callable[[PlacementRequest], Decision],
     training: TrainingOptions,
     *,

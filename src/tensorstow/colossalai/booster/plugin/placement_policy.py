@@ -1,4 +1,4 @@
-"""Gemini's placement policies, as plans: what of a model is on the device, and what is not."""
+"""Translates Gemini's placement policies to plans."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ def plan_of(
     prefetch: int,
     device_limit: int = 0,
 ) -> Plan:
-    """Return the plan that a policy means.
+    """Return the plan of a policy.
 
     Args:
         policy: The policy.

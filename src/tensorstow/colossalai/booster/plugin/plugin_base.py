@@ -1,4 +1,4 @@
-"""What every plugin has: ``configure``, a dataloader for its ranks, and whether it can wait."""
+"""Base of all plugins: ``configure``, ``prepare_dataloader`` and ``no_sync``."""
 
 import random
 from abc import ABC, abstractmethod
@@ -30,9 +30,9 @@ class Plugin(ABC):
         optimizer: Optimizer | None = None,
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or whatever has an optimizer
+        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or any object with an optimizer
     ) -> Boosted:
-        """Place the model, as ``Booster.boost`` says.
+        """Place the model, for ``Booster.boost``.
 
         Args:
             model: As of ``Booster.boost``.
@@ -55,7 +55,7 @@ class Plugin(ABC):
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
-        lr_scheduler: Any,  # noqa: ANN401  # torch's, or whatever has an optimizer
+        lr_scheduler: Any,  # noqa: ANN401  # torch's, or any object with an optimizer
     ) -> tuple[nn.Module, Optimizer | None]:
         """Place the model; return it and its optimizer, with which the scheduler goes on."""
 
@@ -63,7 +63,7 @@ class Plugin(ABC):
         """Return whether ``no_sync`` can be called.
 
         Returns:
-            False, unless a plugin says otherwise.
+            False, unless a plugin overrides it.
         """
         return False
 

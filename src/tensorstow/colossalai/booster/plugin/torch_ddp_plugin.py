@@ -83,7 +83,7 @@ class TorchDDPPlugin(Plugin):
             check_reduction=check_reduction,
             fp8_communication=fp8_communication,
         )
-        # Torch warns of the name, whatever the value is.
+        # Torch warns of the name with any value.
         self._keywords: dict[str, Any] = {} if broadcast_buffers else {"broadcast_buffers": False}
         self._keywords |= {
             "bucket_cap_mb": bucket_cap_mb,

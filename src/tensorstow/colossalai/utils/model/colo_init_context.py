@@ -9,17 +9,17 @@ from tensorstow.base.errors import OptionError
 
 
 class ColoInitContext:
-    """A context in which parameters are made on a device, in a dtype, and are plain ones.
+    """A context in which parameters are created on a device and in a dtype, unsharded.
 
     Args:
-        device: Where they are made: a device, its name, or an accelerator's index. Default: the
+        device: Their device: a device, its name, or an accelerator's index. Default: the
             CPU.
         dtype: The dtype that floating point tensors have by default inside.
-        default_pg: A process group that cuts parameters; refused unless None.
-        default_dist_spec: How it cuts them; refused unless None.
+        default_pg: A process group to shard parameters over; refused unless None.
+        default_dist_spec: How to shard them; refused unless None.
 
     Raises:
-        OptionError: Parameters were asked to be cut before they are placed.
+        OptionError: Parameters would be sharded before they are placed.
     """
 
     def __init__(

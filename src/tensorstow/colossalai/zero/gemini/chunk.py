@@ -1,4 +1,4 @@
-"""``colossalai.zero.gemini.chunk``: says that there are no chunks here."""
+"""``colossalai.zero.gemini.chunk``: not supported; its names raise errors."""
 
 from typing import NoReturn
 

@@ -33,7 +33,7 @@ class GeminiDDP(GeminiModel):
         chunk_init_device: Changes nothing.
         placement_policy: "static", "cuda", "cpu", "const" or "auto", as of ``GeminiPlugin``.
         enable_gradient_accumulation: Changes nothing: gradients of several backwards add up.
-        max_prefetch: How many units are copied to the device before they are asked for.
+        max_prefetch: How many units are copied to the device ahead of use.
         shard_param_frac: The fraction of the parameters' bytes that is sharded between forward and
             backward too.
         offload_optim_frac: The fraction of the states' bytes in host memory.
@@ -166,13 +166,13 @@ class GeminiDDP(GeminiModel):
         return super().forward(*args, **kwargs)
 
     def place(self, optimizer: Optimizer) -> OptimizerWrapper:
-        """Place the module, and make its optimizer anew.
+        """Place the module, and recreate its optimizer.
 
         Args:
             optimizer: As of ``Booster.boost``.
 
         Returns:
-            The optimizer over what was placed.
+            The optimizer over the placed parameters.
 
         Raises:
             OptionError: It is placed, or something cannot be honoured; the model was not changed.

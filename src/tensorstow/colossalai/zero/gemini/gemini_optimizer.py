@@ -30,7 +30,7 @@ class GeminiOptimizer(GeminiStates):
 
     Args:
         optim: HybridAdam, CPUAdam, AdamW or Adam (tensorstow's or torch's) over the parameters of
-            ``module``, without a step. It is closed, and made anew over what is placed.
+            ``module``, without a step. It is closed, and recreated over the placed parameters.
         module: The model, a ``GeminiDDP``.
         gpu_margin_mem_ratio: Refused unless 0.
         initial_scale: The first loss scale; this and the next six are of fp16.
