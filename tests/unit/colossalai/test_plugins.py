@@ -24,7 +24,7 @@ from tensorstow.colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from tensorstow.colossalai.booster.plugin.placed import refuse_values
+from tensorstow.colossalai.booster.plugin.place_model import refuse_values
 from tensorstow.planner.sizes import padded_bytes
 
 Pool = Callable[[int], Ranks]

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from tensorstow.base.update_on import UpdateOn, is_update_on, reaches_device, told
+from tensorstow.base.update_on import UpdateOn, is_update_on, keyword_of, reaches_device
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import ChunkPlan, Family, Segment
 from tensorstow.step.share_tuner import ShareTuner, SideTiming, chunks_of_device, elements_of
@@ -111,5 +111,5 @@ def test_what_may_be_said() -> None:
     for given in ("gpu", 0.0, 1.0, 1, True, None, float("nan"), ["host"]):
         assert not is_update_on(given)
     assert [reaches_device(w) for w in (None, "host", 0.5, "auto")] == [False, False, True, True]
-    assert told(0.5) == "update_on=0.5"
-    assert told("auto") == 'update_on="auto"'
+    assert keyword_of(0.5) == "update_on=0.5"
+    assert keyword_of("auto") == 'update_on="auto"'
