@@ -58,7 +58,7 @@ void set_thread_cores(const std::vector<int>& cores) {
   if (std::any_of(cores.begin(), cores.end(), [](int core) { return core < 0; })) {
     throw std::system_error(EINVAL, std::generic_category(), "a core below 0");
   }
-  if (!cores.empty()) {  // tried by a thread that nobody misses
+  if (!cores.empty()) {  // tried by a temporary thread
     int error = 0;
     std::thread([&] { error = set_affinity(cores); }).join();
     if (error != 0) throw std::system_error(error, std::generic_category(), "sched_setaffinity");
@@ -76,7 +76,7 @@ void bind_thread() {
 int prefer_node(void* address, std::size_t bytes, int node) {
   if (node < 0) return EINVAL;
   const std::vector<unsigned long> mask = mask_of({node});
-  // The kernel reads one bit less than it is told.
+  // The kernel reads one bit less than the given number.
   const unsigned long bits = mask.size() * kBits + 1;
   return syscall(SYS_mbind, address, bytes, MPOL_PREFERRED, mask.data(), bits, 0) < 0 ? errno : 0;
 }

@@ -12,8 +12,7 @@ namespace stow {
 void set_thread_cores(const std::vector<int>& cores);
 std::vector<int> thread_cores();
 
-// Counts the changes made by `set_thread_cores`: what threads with another number must be made anew
-// for.
+// Counts the changes made by `set_thread_cores`: threads bound at another number must be restarted.
 int thread_cores_version();
 
 // Called by each of our threads before it does anything else.

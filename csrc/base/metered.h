@@ -1,4 +1,4 @@
-// Slowness put in, so that tests and benchmarks know how long moving takes at the least.
+// Injected delays, so that tests and benchmarks have a lower bound of how long transfers take.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace stow {
 
-// A lane that takes units / rate for each piece of work, one after the other. Off unless asked for.
+// A lane that takes units / rate for each piece of work, one after the other. Off by default.
 class Metered {
  public:
   using Clock = std::chrono::steady_clock;

@@ -43,13 +43,13 @@ std::uint32_t wait_for_change(const std::atomic<std::uint32_t>& value, std::uint
 }  // namespace
 
 // [Note: The gate] `gate` is the open bit plus the number of workers inside. A worker enters by
-// adding one and belongs to the job only if it found the bit set; otherwise it takes its one back
-// without having looked at the job. The caller fills in the job while nobody is inside, sets the
+// adding one and belongs to the job only if it found the bit set; otherwise it subtracts it again
+// without reading the job. The caller fills in the job while no worker is inside, sets the
 // bit, works, clears the bit and waits for zero. So a job that is over before a sleeping worker
 // wakes up does not wait for it.
 //
-// [Note: Shares] Each thread begins with a share of its own, neighbouring blocks in order, so that
-// it streams through memory and finds the same part of it in its cache at the next job. A thread
+// [Note: Shares] Each thread begins with its own share, neighbouring blocks in order, so that it
+// streams through memory and has the same part of it in its cache at the next job. A thread
 // that is done takes single blocks of the others' shares.
 struct alignas(64) Share {
   std::atomic<std::int64_t> next{0};

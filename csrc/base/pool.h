@@ -33,7 +33,7 @@ class Pool {
   std::unique_ptr<State> state_;
 };
 
-// The process's pool, made at first use with `set_pool_threads` threads (default 1), and made anew
+// The process's pool, made at first use with `set_pool_threads` threads (default 1), and recreated
 // in a forked child, where the parent's threads do not exist. The reference stays good: another
 // number of threads resizes it in place.
 Pool& pool();

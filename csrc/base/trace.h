@@ -1,4 +1,4 @@
-// The event log: what each lane did, when. Bounded, allocated once, off unless asked for.
+// The event log: what each lane did, when. Bounded, allocated once, off by default.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What the files of this folder share. They alone know Python; every call that can wait lets go of
-// the GIL.
+// Shared by the files of this folder. They alone use Python; every call that can wait releases the
+// GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -53,11 +53,11 @@ std::vector<char*> as_pointers(const std::vector<Address>& addresses) {
 }
 
 // [Note: Owners] Every address comes with its owner, a Python object that keeps the memory: the
-// storage, for a tensor's can be exchanged. Owners are let go of with the GIL, when the pipeline
-// has said that it is done with their memory: gradients parameter by parameter, weights, which a
-// commit also reads where no gradient comes, with the step; all of them behind its destructor. They
-// are taken and let go of under the GIL, and a step begins without leaving it, so no thread can
-// take another's step for one that is over.
+// storage, as a tensor's can be replaced. Owners are released when the pipeline has finished with
+// their memory: gradients parameter by parameter; weights, which a commit also reads without a
+// gradient, with the step; all of them after its destructor. They are taken and released under the
+// GIL, and a step begins without leaving it, so no thread can mistake a new step for one that is
+// over.
 struct PyPipeline {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Pipeline> pipeline;
@@ -119,7 +119,7 @@ struct PyPipeline {
     if (!owner.is_none()) gradient_owners.at(parameter).push_back(owner);
   }
 
-  // Lets go of what the pipeline is done with, of these parameters or with the whole step.
+  // Releases owners of memory that the pipeline has finished with: these parameters' or all.
   void let_go(const std::vector<int>& done) {
     if (get().is_over()) {
       weight_owners.clear();

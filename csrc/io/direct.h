@@ -6,7 +6,7 @@
 namespace stow {
 
 // The alignment that memory, offsets and lengths of direct transfers on `fd` need, in bytes; 0
-// where the filesystem or the kernel (older than 6.1) does not tell.
+// where the filesystem or the kernel (older than 6.1) does not report it.
 std::int64_t direct_alignment(int fd);
 
 }  // namespace stow

@@ -1,9 +1,9 @@
 // Asynchronous file I/O: transfers of any length go in, are cut into blocks, kept in flight at a
 // depth, and come out with their result read.
 //
-// [Note: Three steps] Submitting, reaping and telling the caller are apart: a backend settles every
-// block that the kernel has answered under the engine's lock, and calls `Transfer::done` after it
-// has let go of it. So `done` may take the caller's own lock, under which the caller may submit.
+// [Note: Three steps] Submitting, reaping and callbacks are separate: a backend settles every block
+// that the kernel has completed under the engine's lock, and calls `Transfer::done` after it has
+// released the lock. So `done` may take the caller's own lock, under which the caller may submit.
 #pragma once
 
 #include <sys/types.h>
@@ -51,7 +51,7 @@ struct Block {
   bool drop_cache = false;
   std::int64_t align = 1;
   char* data = nullptr;      // the memory the kernel sees
-  std::int64_t length = 0;   // what is asked of the kernel (padded)
+  std::int64_t length = 0;   // of the request to the kernel (padded)
   std::int64_t offset = 0;   // in the file
   char* user = nullptr;      // set where `data` is a bounce buffer
   std::int64_t wanted = 0;   // bytes of the transfer in this block
@@ -64,7 +64,7 @@ class Engine {
   virtual ~Engine() = default;
   virtual const char* backend() const = 0;
 
-  // Waits until every transfer submitted before has been told.
+  // Waits until `done` of every transfer submitted before has been called.
   void drain();
 
   int add_file(const FileFacts& facts);
@@ -82,15 +82,15 @@ class Engine {
   virtual void wake() = 0;  // transfers were queued
 
   // A block's life. Under mutex_: `take` cuts the next one off the queue (false: nothing queued);
-  // `bounce` is an aligned buffer of block_bytes + 4096 for it. `settle` reads one answer of the
+  // `bounce` is an aligned buffer of block_bytes + 4096 for it. `settle` reads one result of the
   // kernel (bytes, or -errno): true when the block is over, false when the rest of it must be
-  // started again; a transfer that is over goes on `finished`. Not under mutex_: `fill` before a
+  // started again; a transfer that is over is put on `finished`. Not under mutex_: `fill` before a
   // block's first start, `empty` before each settle, `tell` after the last.
   bool take(Block* block, char* bounce);
   static void fill(const Block& block);
   static void empty(const Block& block, std::int64_t result);
-  // For blocks with `drop_cache`, after each answer: what was moved is written out and not left in
-  // the page cache. Blocks; the errno of a failed write-out, which nobody else would report.
+  // For blocks with `drop_cache`, after each result: written bytes are flushed and dropped from the
+  // page cache. Blocks; returns the errno of a failed flush, which is reported nowhere else.
   static int leave_no_cache(const Block& block);
   bool settle(Block* block, std::int64_t result, Transfer** finished);
   void tell(Transfer* finished);

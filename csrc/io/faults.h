@@ -41,7 +41,7 @@ class FaultPlan {
     armed_.store(false, std::memory_order_release);
   }
 
-  // Asked once for each block that is about to start.
+  // Called once for each block that is about to start.
   FaultEffect next(Op op) {
     if (!armed_.load(std::memory_order_acquire)) return {};
     std::lock_guard lock(mutex_);

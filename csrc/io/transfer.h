@@ -23,8 +23,8 @@ struct Transfer {
   void (*done)(Transfer*) = nullptr;
   void* context = nullptr;
 
-  // What was found, valid in and after `done`. `error` is an errno or kEndOfFile. Blocks
-  // are settled in any order: of those that failed the one at the lowest offset is told.
+  // The result, valid in and after `done`. `error` is an errno or kEndOfFile. Blocks are settled in
+  // any order: of several errors the one at the lowest offset is reported.
   int error = 0;
   std::int64_t error_offset = 0;
   std::int64_t error_length = 0;

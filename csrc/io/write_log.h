@@ -10,7 +10,7 @@
 
 namespace stow {
 
-// A block that the system has answered for. Nothing says yet that it would survive a power loss.
+// A block whose write has completed. It may not survive a power loss yet.
 struct LoggedWrite {
   int file;
   std::int64_t offset;

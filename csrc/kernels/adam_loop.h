@@ -1,4 +1,4 @@
-// [Note: The Adam rule] over arrays, for the formats whose elements do not know of each other.
+// [Note: The Adam rule] over arrays, for formats whose elements are independent of each other.
 #pragma once
 
 #include <cstdint>

@@ -41,7 +41,7 @@ const KernelTable& table(Isa isa) {
 }
 
 #ifdef STOW_X86
-// Not among the names that every compiler's __builtin_cpu_supports knows. Asked once: on a virtual
+// Not a name that every compiler's __builtin_cpu_supports has. Queried once: on a virtual
 // machine CPUID costs microseconds, as much as a block of work.
 bool has_f16c() {
   static const bool answer = [] {

@@ -1,5 +1,5 @@
 // [Note: The Adam rule] over arrays whose moments are bytes. The scheme is FlashOptim's
-// (Databricks, arXiv 2602.23349); what differs is said below.
+// (Databricks, arXiv 2602.23349); differences are described below.
 //
 // [Note: Byte moments] A group is kGroup elements, aligned in the parameter. Each group keeps two
 // scales in bf16: the largest magnitude of its first moments, and the largest root of its second

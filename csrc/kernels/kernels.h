@@ -54,7 +54,7 @@ struct AdamHyper {
 //   int8   m and v in a byte ([Note: Byte moments]); a bf16 parameter's master in 24 bits
 //          ([Note: 24-bit masters]), a fp16 one's in fp32. Not exact.
 //
-// amsgrad goes with the first two. Where signs of v are used, v is taken without its own.
+// amsgrad is possible with the first two. Where signs of v are used, |v| is the moment.
 enum class StateFormat : std::uint8_t { fp32, split, bf16, int8 };
 inline constexpr int kGroup = 32;  // elements that share a scale; aligned in the parameter
 

@@ -15,7 +15,7 @@ void widen_all(const void* param, void* master, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) to[i] = widen(from[i]);
 }
 
-// Where masters are split, a set sign says that one lies half way to the weight below.
+// Where masters are split, a set sign marks one half way to the weight below.
 template <class T>
 void clear_signs(void* v, std::int64_t n) {
   auto* bits = static_cast<T*>(v);

@@ -14,7 +14,7 @@ constexpr bool kLegal[8][8] = {
     {false, false, true, false, true, false, false, false},    // blank: zeros need no read
     {false, false, true, true, true, false, false, true},      // stored: ready, for a weight alone
     {false, false, false, false, true, false, false, true},    // reading
-    {false, true, true, false, false, true, false, false},     // ready: let go, or updated
+    {false, true, true, false, false, true, false, false},     // ready: evicted, or updated
     {true, false, false, false, false, false, true, true},     // updating
     {true, true, true, false, true, false, false, true},       // writing: may stay in its slot
     {false, false, false, false, false, false, false, false},  // lost
@@ -68,7 +68,7 @@ ChunkParts::ChunkParts(const ChunkSpec& spec) : layout(spec) {
         pieces.push_back({static_cast<std::int32_t>(segment), low - s.chunk_offset, high - low});
         covered += high - low;
       }
-      if (s.chunk_offset + s.count > end) break;  // it goes on in the next block
+      if (s.chunk_offset + s.count > end) break;  // it continues in the next block
     }
     block.last_piece = pieces.size();
     block.whole = covered == end - begin;

@@ -17,7 +17,7 @@ inline constexpr std::int64_t kStreamAlign = 4096;  // of a stream, in a file an
 inline constexpr std::int64_t kStagger = 3 * kStreamAlign;
 inline constexpr int kMaxParts = kMaxStreams + 1;  // the streams, and the weight in a commit
 
-// Where a chunk's states are, and who holds memory for them.
+// Where a chunk's states are, and which memory they have.
 enum class ChunkState : std::uint8_t {
   resident,  // in memory of their own
   blank,     // never updated: zero by definition; no memory

@@ -19,7 +19,7 @@ Pipeline::Pipeline(Engine& engine, Isa isa, Order order, Team team)
 }
 
 Pipeline::~Pipeline() {
-  // The scheduler first: a step that nobody waited for would start new transfers behind `quiesce`.
+  // The scheduler first: a step without a wait would start new transfers after `quiesce`.
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;

@@ -36,7 +36,7 @@ struct RingSpec {
 // How chunks are taken in turn.
 enum class Order : std::uint8_t {
   alternating,  // there and back: a step begins with what the last one left in the ring
-  given,        // as `set_order` says, every step
+  given,        // by `set_order`, every step
 };
 
 // How many threads of the pool update, the scheduler counted; 0 is all.
@@ -123,7 +123,7 @@ class Pipeline {
   void set_ring(const RingSpec& ring);
   // While idle: returns the chunk's number. `blank` states are zero; others are resident or, with
   // a place, stored there with the block checksums `states`. With the checksums `weights` the place
-  // also holds the weights of now, as a commit wrote them.
+  // also holds the current weights, written by a commit.
   int add_chunk(ChunkSpec spec, bool blank, std::vector<std::uint32_t> states,
                 std::vector<std::uint32_t> weights = {});
   // While idle: every chunk's number, in the order in which the next steps take them.
@@ -134,7 +134,7 @@ class Pipeline {
   // Starts reading the first chunks, up to the ring. Idempotent until the next `begin`.
   void prefetch();
 
-  // Hands over one step; returns at once. After a failure nothing is begun, and the waits tell it.
+  // Starts one step; returns at once. After a failure nothing is begun, and the waits report it.
   // `parameters` is indexed as in the segments; both vectors are copied. In an open step all
   // gradients are null and the `expected` parameters may get one.
   void begin(const std::vector<StepParameter>& parameters, const std::vector<AdamHyper>& hypers,
@@ -167,7 +167,7 @@ class Pipeline {
   Failure wait_chunk(int chunk);
   // Blocks until every write of the step is over.
   Failure wait_written();
-  // Blocks until no slot is in use: writes are over, prefetched states were let go.
+  // Blocks until no slot is in use: writes are over, prefetched states were evicted.
   Failure quiesce();
 
   // Whether no step is under way: weights and gradients are the caller's again.
@@ -176,9 +176,9 @@ class Pipeline {
   std::vector<int> order() const;  // in which the next step takes chunks, or this one does
   ChunkState state(int chunk) const;
   DiskPosition place(int chunk) const;
-  // Whether the chunk's place holds its states and the weights of now.
+  // Whether the chunk's place holds its current states and weights.
   bool captured(int chunk) const;
-  void forget_capture(int parameter);                // someone else wrote the weight
+  void forget_capture(int parameter);                // others wrote the weight
   void set_target(int chunk, DiskPosition target);   // of the next step's write
   const ChunkChecksums& checksums(int chunk) const;  // while idle
   // While idle: `streams` are what was written to the chunk's target, or put into its memory.
@@ -262,7 +262,7 @@ class Pipeline {
   Queue acquirable_;             // to be updated by whoever calls `acquire_chunk`
   Queue released_;               // updated by the caller
   std::int64_t unfinished_ = 0;  // chunks of this step
-  int waiters_ = 0;              // callers who do nothing else
+  int waiters_ = 0;              // callers that are blocked
   bool work_ = false;            // something may have become possible
   bool stepping_ = false;
   bool updating_ = false;  // the scheduler is in the kernel, on the caller's gradients

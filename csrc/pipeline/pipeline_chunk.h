@@ -1,4 +1,4 @@
-// What the pipeline knows of a chunk: shared by its three sources, and by nobody else.
+// The pipeline's state of a chunk: shared by its three sources alone.
 #pragma once
 
 #include "base/metered.h"
@@ -32,7 +32,7 @@ struct Pipeline::Chunk {
   Stage stage = Stage::out;
   DiskPosition place;      // where the states were last written
   DiskPosition target;     // where they are to be written next
-  bool captured = false;   // `place` also holds the weights of now
+  bool captured = false;   // `place` also holds the current weights
   bool capturing = false;  // what is being written holds them
   SlotStates slot_states = SlotStates::known;
   bool unwanted = false;  // let go as soon as its read is over

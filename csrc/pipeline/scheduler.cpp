@@ -70,7 +70,7 @@ Pipeline::Chunk* Pipeline::next_to_admit() {
 // Whether the step has more chunks to bring in than there are slots for.
 bool Pipeline::slots_are_wanted() const {
   if (!stepping_) return false;
-  // What is resident goes through a slot only where it is written too.
+  // A resident chunk takes a slot only if it is written too.
   if (!hot_.empty() || (step_.capture && !ready_resident_.empty())) return true;
   std::size_t wanting = 0;
   for (std::size_t k = next_; k < order_.size() && wanting <= free_slots_.size(); ++k) {
@@ -216,7 +216,7 @@ UpdateMemory Pipeline::memory_of(const Chunk& chunk, bool resident, bool empty_s
   return memory;
 }
 
-// The chunk's memory holds what is new: it goes where it belongs.
+// The chunk's memory holds new states: write them, or keep them.
 void Pipeline::settle_update(Chunk& chunk, bool resident, bool empty_slot) {
   const int streams = chunk.parts.layout.streams;
   const bool idle_chunk = !chunk.has_gradient;
@@ -338,7 +338,7 @@ void Pipeline::settle_write(Chunk& chunk) {
     complete(chunk);
     return;
   }
-  // The slot keeps what was written where nobody needs it now and the next step begins with it.
+  // The slot keeps its states if no chunk needs it now and the next step begins with it.
   const bool over = chunk.stage == Stage::out && !slots_are_wanted();
   if (order_kind_ == Order::alternating && whole && over) {
     move(chunk, ChunkState::ready);

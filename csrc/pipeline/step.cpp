@@ -47,7 +47,7 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
                      const std::vector<AdamHyper>& hypers, const StepSpec& step,
                      const std::vector<char>& expected) {
   std::unique_lock lock(mutex_);
-  if (failure_.error != 0) {  // the waits tell
+  if (failure_.error != 0) {  // reported by the waits
     sleep_until(lock, [] { return true; });
     return;
   }
@@ -140,7 +140,7 @@ void Pipeline::complete(Chunk& chunk) {
 
 void Pipeline::add_gradient(int parameter, const void* grad, DType dtype) {
   std::lock_guard lock(mutex_);
-  if (failure_.error != 0) return;  // the waits tell
+  if (failure_.error != 0) return;  // reported by the waits
   if (!stepping_ || !step_.open || !expected_.at(parameter)) {
     throw std::logic_error("add_gradient: no gradient of this parameter is expected");
   }
@@ -161,7 +161,7 @@ void Pipeline::add_gradient(int parameter, const void* grad, DType dtype) {
 
 void Pipeline::add_chunk_gradients(int number, const std::vector<PieceGradient>& pieces) {
   std::lock_guard lock(mutex_);
-  if (failure_.error != 0) return;  // the waits tell
+  if (failure_.error != 0) return;  // reported by the waits
   Chunk& chunk = *chunks_.at(number);
   for (const PieceGradient& piece : pieces) {
     const std::size_t s = segment_of(chunk.spec, piece.parameter);

@@ -59,7 +59,7 @@ class BlockUpdate {
     args.param = static_cast<char*>(parameter.param) + args.first * size_of(family.param_dtype);
     args.n = piece.count;
     if (task_.half == Half::both) compute(args, piece);
-    // An fp32 weight is its own master: nobody asks whether someone else wrote it.
+    // An fp32 weight is its own master: writes by others need not be detected.
     if (family.param_dtype == DType::f32) return;
     task_.checksums.recorded[index] = checksum(args.param, 2 * piece.count, 0);
     task_.checksums.is_recorded[index] = 1;
