@@ -22,7 +22,7 @@ FailureTuple as_tuple(const Failure& f) {
 }
 
 constexpr const char* kStates[] = {"resident", "blank",    "stored",  "reading",
-                                   "ready",    "updating", "writing", "lost"};
+                                   "ready",    "updating", "writing", "failed"};
 constexpr const char* kLanes[] = {"read", "update", "write", "wait"};
 
 Caller parse_caller(const std::string& name) {
@@ -120,7 +120,7 @@ struct PyPipeline {
   }
 
   // Releases owners of memory that the pipeline has finished with: these parameters' or all.
-  void let_go(const std::vector<int>& done) {
+  void release_owners(const std::vector<int>& done) {
     if (get().is_over()) {
       weight_owners.clear();
       for (auto& owners : gradient_owners) owners.clear();
@@ -141,7 +141,7 @@ struct PyPipeline {
       nb::gil_scoped_release release;
       failure = until(get());
     }
-    let_go(done);
+    release_owners(done);
     return as_tuple(failure);
   }
 
@@ -333,14 +333,14 @@ void bind_pipeline(nb::module_& m) {
       .def("is_updated",
            [](PyPipeline& self, int chunk) {
              const bool updated = self.get().is_updated(chunk);
-             if (updated) self.let_go(self.parameters_of.at(chunk));
+             if (updated) self.release_owners(self.parameters_of.at(chunk));
              return updated;
            })
       .def("close", [](PyPipeline& self) { self.get().close(); })
       .def("is_published",
            [](PyPipeline& self, int parameter) {
              const bool published = self.get().is_published(parameter);
-             if (published) self.let_go({parameter});
+             if (published) self.release_owners({parameter});
              return published;
            })
       .def(

@@ -9,7 +9,7 @@ namespace {
 
 // [Note: Chunk states] Row: from; column: to; in the order of the enum.
 constexpr bool kLegal[8][8] = {
-    // resident blank  stored reading ready  updating writing lost
+    // resident blank  stored reading ready  updating writing failed
     {false, false, false, false, false, false, true, false},   // resident: a commit copies it out
     {false, false, true, false, true, false, false, false},    // blank: zeros need no read
     {false, false, true, true, true, false, false, true},      // stored: ready, for a weight alone
@@ -17,7 +17,7 @@ constexpr bool kLegal[8][8] = {
     {false, true, true, false, false, true, false, false},     // ready: evicted, or updated
     {true, false, false, false, false, false, true, true},     // updating
     {true, true, true, false, true, false, false, true},       // writing: may stay in its slot
-    {false, false, false, false, false, false, false, false},  // lost
+    {false, false, false, false, false, false, false, false},  // failed
 };
 
 std::int64_t padded(std::int64_t bytes) {

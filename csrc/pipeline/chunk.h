@@ -26,7 +26,7 @@ enum class ChunkState : std::uint8_t {
   ready,     // a slot that holds what is on disk
   updating,  // a slot, the kernel is on it
   writing,   // a slot, a write in flight
-  lost,      // the disk failed: neither copy can be trusted
+  failed,    // the disk failed: neither copy can be trusted
 };
 
 // A set of parameters whose states have the same streams.

@@ -190,7 +190,7 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
     fail({kDamaged, chunk.place.file, chunk.number, Op::read,
           chunk.place.offset + part.file_at + part.at(block.begin),
           part.length(block.end - block.begin)});
-    leave_slot(chunk, ChunkState::lost);
+    leave_slot(chunk, ChunkState::failed);
     return;
   }
   if (chunk.slot_states == SlotStates::unverified) chunk.slot_states = SlotStates::known;
@@ -299,7 +299,7 @@ void Pipeline::transferred(Chunk& chunk, const Transfer& transfer) {
   const bool failed = std::any_of(chunk.transfers, chunk.transfers + chunk.transfer_count,
                                   [](const Transfer& t) { return t.error != 0; });
   if (failed) {
-    leave_slot(chunk, ChunkState::lost);
+    leave_slot(chunk, ChunkState::failed);
   } else if (!reading) {
     settle_write(chunk);
   } else {

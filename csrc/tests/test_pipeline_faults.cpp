@@ -24,7 +24,7 @@ void test_failures_end_the_step(Make make, Op op, int error, const StepSpec& spe
     CHECK(failure.error == error);
     CHECK(failure.op == op);
     CHECK(failure.chunk >= 0 && failure.length == 4096);
-    CHECK(rig.pipeline().state(failure.chunk) == ChunkState::lost);
+    CHECK(rig.pipeline().state(failure.chunk) == ChunkState::failed);
     CHECK(rig.step(3).error == error);  // told again, and nothing is updated
     CHECK(rig.pipeline().wait_parameters({0}).error == error);
     CHECK(rig.pipeline().wait_written().error == error);
@@ -218,7 +218,7 @@ void test_damage_is_told_with_its_place(Make make) {
     CHECK(failure.length == (block == 0 ? 4 * kUpdateBlock : 4 * 2048));
     rig.spoil_gradients();
     CHECK(rig.pipeline().quiesce().error == kDamaged);
-    CHECK(rig.pipeline().state(chunk) == ChunkState::lost);
+    CHECK(rig.pipeline().state(chunk) == ChunkState::failed);
     CHECK(rig.pipeline().counters().slots_in_use == 0);
     CHECK(rig.step(3).error == kDamaged);
   }

@@ -232,7 +232,7 @@ class DeviceFeed(GradientFeed):
         while self._d2h and self._d2h[0].copied.query():
             flight = self._d2h.popleft()
             self._pipeline.add_chunk_gradients(flight.transfer.chunk, flight.pieces)
-            self._let_go(flight, updated=False)  # the device's copy is not needed any more
+            self._free_gradients(flight, updated=False)  # the device's copy is not needed any more
             self._updating.append(flight)
         while self._updating and self._pipeline.is_updated(self._updating[0].transfer.chunk):
             self._start_h2d()
@@ -277,7 +277,7 @@ class DeviceFeed(GradientFeed):
             _ChunkInFlight(transfer, slot, pieces, self.link.d2h(pairs, events.values()))
         )
 
-    def _let_go(self, flight: _ChunkInFlight, *, updated: bool) -> None:
+    def _free_gradients(self, flight: _ChunkInFlight, *, updated: bool) -> None:
         """Free gradients that were copied or, if ``updated``, read by the update."""
         for number, piece in flight.pieces:
             gradient = self._gradients.get(number)
@@ -290,7 +290,7 @@ class DeviceFeed(GradientFeed):
     def _start_h2d(self) -> None:
         """Copy a chunk's new weights to the device; free its slot."""
         flight = self._updating.popleft()
-        self._let_go(flight, updated=True)
+        self._free_gradients(flight, updated=True)
         updated = {number for number, gradient in flight.pieces if gradient is not None}
         pairs = []
         for run in flight.transfer.runs:

@@ -129,7 +129,7 @@ class UpdateSides:
         reads.
         """
         whole = self._divide() or whole
-        self._let_go_of_a_side()
+        self._drop_side()
         self._links.fetch(m for m in self._params if whole or m.needs_host_weight)
 
     def _divide(self) -> bool:
@@ -146,7 +146,7 @@ class UpdateSides:
             param.updated_here = param.number in here
         return True
 
-    def _let_go_of_a_side(self) -> None:
+    def _drop_side(self) -> None:
         """Free the memory of the side that "auto" has not chosen."""
         chosen = self.share_tuner.chosen
         if chosen is None or not (self.device_feeds and self.updaters):
