@@ -36,7 +36,7 @@ from tensorstow.measure.calibration import calibrate
 from tensorstow.measure.models import build_model, from_config
 from tensorstow.optim.adam import AdamW
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
-from tensorstow.planner.search import Asked, search
+from tensorstow.planner.search import PlanRequest, search
 from tensorstow.planner.seconds import MachineRates, MicroBatch, time_of
 from tensorstow.planner.sizes import Sizes
 from tensorstow.report.rss import peak_bytes, resident_bytes
@@ -234,7 +234,7 @@ def _run_traced(case: Case, plan: Plan) -> dict[str, Any]:
         "bytes": _pairs(predicted, measured),
         "resident": (host, (peak_bytes() or 0) - before),
         "seconds": (step.seconds, statistics.median(seconds)),
-        "choices": _choices(Asked(sizes, Budget(), conditions, batch=batch, machine=machine)),
+        "choices": _choices(PlanRequest(sizes, Budget(), conditions, batch=batch, machine=machine)),
     }
 
 

@@ -48,7 +48,7 @@ def _data(state: str) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Attack as often as was asked for; exit by what was wrong."""
+    """Attack as often as was requested; exit by what was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))

@@ -14,7 +14,7 @@ from crash.lives import nursery, random_deaths, tell_story
 
 
 def main() -> None:
-    """Kill as often as was asked for; stop at the first run that is not the one never killed."""
+    """Kill as often as was requested; stop at the first run that is not the one never killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kills", type=int)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))

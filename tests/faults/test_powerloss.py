@@ -21,7 +21,7 @@ DIRECTORIES = ("a", "b")
 
 
 def record_run(root: Path, disk: RecordingDisk, steps: int) -> list[Event]:
-    """Commit, pin and unpin for a while; return all that the disk was asked for."""
+    """Commit, pin and unpin for a while; return all that the disk was requested."""
     directories = [root / name for name in DIRECTORIES]
     for directory in directories:
         directory.mkdir(parents=True)

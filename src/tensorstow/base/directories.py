@@ -62,13 +62,13 @@ def inspect_directory(
     except OSError as error:
         code = error.errno or codes.EIO
         message = (
-            f"Directory {resolved} was asked for but cannot be looked at: {os.strerror(code)}."
+            f"Directory {resolved} was requested but cannot be looked at: {os.strerror(code)}."
             f" {advice_for(code)}"
         )
         raise DirectoryError(message) from error
     if space is None:
         found = "is not a directory" if is_there else "does not exist"
-        message = f"Directory {resolved} was asked for but {found}. Create it or name another."
+        message = f"Directory {resolved} was requested but {found}. Create it or name another."
         raise DirectoryError(message)
     mount = _mount_of(resolved, mountinfo)
     refusal = _try_to_create_file(resolved)
@@ -90,7 +90,7 @@ def check_directory(
     facts = inspect_directory(path, mountinfo=mountinfo)
     objection = _objection(facts, needed_bytes)
     if objection is not None:
-        message = f"Directory {facts.path} was asked for but {objection}. Name another directory."
+        message = f"Directory {facts.path} was requested but {objection}. Name another directory."
         raise DirectoryError(message)
     return facts
 
@@ -123,7 +123,7 @@ def _made(path: Path, made: list[Path]) -> DirectoryFacts:
         pass  # a link to nowhere: the check below says so
     except OSError as error:
         message = (
-            f"Directory {path} was asked for and cannot be made: {error.strerror}."
+            f"Directory {path} was requested and cannot be made: {error.strerror}."
             f" {advice_for(error.errno or codes.EIO)}"
         )
         raise DirectoryError(message) from error

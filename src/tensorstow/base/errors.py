@@ -151,7 +151,7 @@ def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise an OSError of the block as DirectoryError, unless it is an error of ours already.
 
     Args:
-        asked: What was asked for, of ``path``, as the begin of a sentence.
+        asked: What was requested, of ``path``, as the begin of a sentence.
         path: A file or a directory.
 
     Yields:
@@ -169,7 +169,7 @@ def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
         found = error.filename or path
         where = "" if os.fspath(found) == os.fspath(path) else f" ({found})"
         message = (
-            f"{asked} {os.fspath(path)} was asked for: {os.strerror(code)}{where}."
+            f"{asked} {os.fspath(path)} was requested: {os.strerror(code)}{where}."
             f" {advice_for(code)}"
         )
         raise DirectoryError(message) from error

@@ -239,10 +239,10 @@ def read_profile(path: Path | None = None) -> Profile | None:
     except FileNotFoundError as error:
         if path is None:
             return None
-        message = f"A profile was asked for in {found}: there is no such file."
+        message = f"A profile was requested in {found}: there is no such file."
         raise OptionError(message) from error
     except (OSError, UnicodeDecodeError) as error:
-        message = f"A profile was asked for in {found}: {error}."
+        message = f"A profile was requested in {found}: {error}."
         raise OptionError(message) from error
     except OptionError:
         if path is not None:

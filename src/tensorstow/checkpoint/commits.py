@@ -319,7 +319,7 @@ def storage_of(params: ParamTable, asked: str = "A commit") -> StoreStorage:
     if isinstance(storage, StoreStorage):
         return storage
     message = (
-        f"{asked} was asked for, and the states are scratch: nothing of them outlives the process."
+        f"{asked} was requested, and the states are scratch: nothing of them outlives the process."
         ' Make the optimizer with dir="..." and durability="commit", which is the default there.'
     )
     raise OptionError(message)

@@ -259,7 +259,7 @@ def _family(entry: Mapping[str, Any], params: ParamTable) -> Family:
     wanted = params.offload_policy.family(dtype, amsgrad=saved.amsgrad)
     if params.offload_policy.format is not None and wanted != saved:
         message = (
-            f"state_format={params.offload_policy.format.value!r} was asked for, and the run that"
+            f"state_format={params.offload_policy.format.value!r} was requested, and the run that"
             f" is stored here keeps its {entry['dtype']} parameters' states as"
             f" {saved.format.value!r}. Leave state_format out; to change it, save state_dict() and"
             " load it into a new run."

@@ -207,13 +207,13 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(given: argparse.Namespace) -> None:
-    asked = {
+    request = {
         "world-size": given.world_size,
         "accumulation-steps": given.accumulation_steps,
         "batch": given.batch,
         "seq": given.seq,
     }
-    for name, value in asked.items():
+    for name, value in request.items():
         if value is not None and value < 1:
             message = f"--{name} {value} was given: it is a number, at least 1."
             raise OptionError(message)
@@ -272,26 +272,26 @@ def _splits(
 
 
 def _search(
-    asked: Asked, given: argparse.Namespace
+    request: PlanRequest, given: argparse.Namespace
 ) -> tuple[Found, MachineRates | None, str | None]:
     """Return what was found, by rates where they are known, the rates, and why there are none."""
     profile = read_profile(given.profile)
     if profile is None:
         why = "no profile of this machine: `tensorstow calibrate` makes one"
-        return search(asked), None, why
-    machine = _machine(profile, asked, given.directory)
+        return search(request), None, why
+    machine = _machine(profile, request, given.directory)
     try:
-        found = search(replace(asked, machine=machine))
+        found = search(replace(request, machine=machine))
     except OptionError as error:
         if given.profile is not None:
             raise
-        return search(asked), None, str(error)
+        return search(request), None, str(error)
     if found.chosen.step is None:
         return found, None, "no directory was measured: `tensorstow calibrate DIR` does"
     return found, machine, None
 
 
-def _machine(profile: Profile, asked: Asked, directory: Path | None) -> MachineRates:
+def _machine(profile: Profile, request: PlanRequest, directory: Path | None) -> MachineRates:
     away = next((kind for kind in profile.compute if kind != "cpu"), "an accelerator")
     disk = profile.rates_of(directory)
     if directory is not None and disk is None:
@@ -300,7 +300,7 @@ def _machine(profile: Profile, asked: Asked, directory: Path | None) -> MachineR
             f" {directory}`."
         )
         raise OptionError(message)
-    return MachineRates(profile, "cpu" if asked.conditions.device_is_host else away, disk)
+    return MachineRates(profile, "cpu" if request.conditions.device_is_host else away, disk)
 
 
 def _step(chosen: Alternative, sizes: Sizes) -> dict[str, Any] | None:
@@ -323,24 +323,26 @@ def _step(chosen: Alternative, sizes: Sizes) -> dict[str, Any] | None:
     }
 
 
-def _break_even(plan: Plan, asked: Asked, machine: MachineRates | None) -> dict[str, Any] | None:
+def _break_even(
+    plan: Plan, request: PlanRequest, machine: MachineRates | None
+) -> dict[str, Any] | None:
     """Return the tokens of all ranks from which on computing takes longer than any transfer."""
-    batch = asked.batch
+    batch = request.batch
     if machine is None or batch is None:
         return None
-    step = time_of(plan, asked.sizes, asked.conditions, batch, machine)
+    step = time_of(plan, request.sizes, request.conditions, batch, machine)
     tokens = batch.tokens * plan.accumulation_steps
     least = break_even_tokens(step, tokens)
     if least is None:
         return None
     compute = step.compute * least / tokens
-    ranks = asked.sizes.ranks
+    ranks = request.sizes.ranks
     return {"tokens": ranks * least, "tokens_per_second": ranks * least / (compute + step.update)}
 
 
-def _wear(plan: Plan, asked: Asked, tbw: str | None) -> dict[str, Any]:
+def _wear(plan: Plan, request: PlanRequest, tbw: str | None) -> dict[str, Any]:
     """Return what a step reads and writes of the disk, and how many steps a drive lasts."""
-    work = work_of(plan, asked.sizes, asked.conditions)
+    work = work_of(plan, request.sizes, request.conditions)
     limit = None if tbw is None else parse_size(tbw, "--tbw")
     worn = limit // work.written if limit is not None and work.written else None
     return {

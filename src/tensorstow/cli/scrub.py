@@ -74,7 +74,7 @@ def _held(directory: Path) -> Iterator[Store]:
     found = inspect_store(directory)  # a store that is not there is not to be made
     if found.holder is not None:
         message = (
-            f"A scrub of {found.directory} was asked for but the store is held by {found.holder}:"
+            f"A scrub of {found.directory} was requested but the store is held by {found.holder}:"
             " wait until that is over. (A run checks what it reads by itself.)"
         )
         raise LockedError(message)

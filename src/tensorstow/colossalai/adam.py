@@ -135,7 +135,7 @@ class CPUAdam(StowedAdam):
         )
 
     @staticmethod
-    def placement_asked(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    def translate_placement(keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Translate a caller's keywords for the placement to those of a plan.
 
         Args:
@@ -269,7 +269,7 @@ def update_on_accelerator(
         check_elsewhere(parameter, "A parameter")
     if not group.get("bias_correction", True):
         message = (
-            "bias_correction=False was asked for with parameters on an accelerator: torch's fused"
+            "bias_correction=False was requested with parameters on an accelerator: torch's fused"
             " Adam always corrects. Keep these parameters in host memory, or leave it True."
         )
         raise OptionError(message)

@@ -58,7 +58,7 @@ class DistCoordinator:
         """
         if self.local_rank < 0:
             message = (
-                "DistCoordinator was asked for the node's master, and LOCAL_RANK is not set: start"
+                "DistCoordinator was requested the node's master, and LOCAL_RANK is not set: start"
                 " the ranks with torchrun, which sets it."
             )
             raise OptionError(message)

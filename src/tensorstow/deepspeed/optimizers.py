@@ -62,7 +62,7 @@ def of_named(named: Named) -> Make:
     kind = named.type.lower()
     if kind not in {"adam", "adamw"}:
         message = (
-            f'An optimizer of type "{named.type}" was asked for: a configuration may name "Adam" or'
+            f'An optimizer of type "{named.type}" was requested: a configuration may name "Adam" or'
             ' "AdamW". Use one of these, or another class with tensorstow.StowedOptimizer, without'
             " deepspeed.initialize."
         )

@@ -192,7 +192,7 @@ def safe_set_local_optimizer_state(
 
 def _check_name(name: str, known: tuple[str, ...]) -> None:
     if name not in known:
-        message = f"A state {name!r} was asked for: this parameter has {', '.join(known)}."
+        message = f"A state {name!r} was requested: this parameter has {', '.join(known)}."
         raise OptionError(message)
 
 

@@ -82,7 +82,7 @@ def streams_of(dtype: torch.dtype, format: StateFormat, *, amsgrad: bool) -> tup
     """
     if amsgrad and not format.exact:
         message = (
-            f"amsgrad was asked for with states in {format}: its running maximum needs an exact"
+            f"amsgrad was requested with states in {format}: its running maximum needs an exact"
             " format. Use fp32 or split, or amsgrad=False."
         )
         raise OptionError(message)

@@ -22,7 +22,7 @@ from tensorstow.fsdp.units import Unit
 from tensorstow.io.device_link import is_remote
 from tensorstow.io.local_ranks import local_ranks
 from tensorstow.planner.placement import bytes_of
-from tensorstow.planner.search import Asked, Found, search
+from tensorstow.planner.search import Found, PlanRequest, search
 from tensorstow.planner.seconds import MachineRates, MicroBatch
 from tensorstow.report.run_record import PredictedStep
 
@@ -51,7 +51,7 @@ class _Known:
 
 
 def choose_plan(
-    asked: Asked,
+    request: PlanRequest,
     units: Sequence[Unit],
     budget: Budget | None,
     device: torch.device,
@@ -65,7 +65,7 @@ def choose_plan(
     Ranks agree: each tier has what the rank with least of it has, and rates are rank 0's.
 
     Args:
-        asked: The model and the user's options, without budget and rates.
+        request: The model and the user's options, without budget and rates.
         units: The model's.
         budget: The user's; None: the machine's memory.
         device: The device that computes.
@@ -162,29 +162,29 @@ def _agree(own: _Known, device: torch.device) -> _Known:
 
 
 def _search(
-    asked: Asked,
+    request: PlanRequest,
     profile: Profile | None,
     device: torch.device,
     directory: str | os.PathLike[str] | None,
 ) -> Found:
     if profile is None:
         logger.info("no rates of this machine are known: `tensorstow calibrate` measures them")
-        return search(asked)
+        return search(request)
     disk = profile.rates_of(None if directory is None else Path(directory))
     machine = MachineRates(profile, device.type, disk)
     try:
-        return search(replace(asked, machine=machine))
+        return search(replace(request, machine=machine))
     except OptionError as error:
         logger.info('plan="auto" looks at bytes only: %s', error)
-        return search(asked)
+        return search(request)
 
 
-def _log(found: Found, asked: Asked, *, origin: str) -> None:
+def _log(found: Found, request: PlanRequest, *, origin: str) -> None:
     """Log one table: what was chosen, what it holds, and why the others were not."""
     plan = found.chosen.plan
     lines = [f'plan="auto" chose {_name(plan)}, within the memory {origin}:']
-    for tier, nbytes in bytes_of(plan, asked.sizes, asked.conditions).items():
-        limit = asked.budget.bytes_of(tier)
+    for tier, nbytes in bytes_of(plan, request.sizes, request.conditions).items():
+        limit = request.budget.bytes_of(tier)
         most = "no limit" if limit is None else format_bytes(limit)
         lines.append(f"  {tier:<8}{format_bytes(nbytes):>12} of {most}")
     lines += [

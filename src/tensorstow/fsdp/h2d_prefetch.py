@@ -114,7 +114,7 @@ class _Copied:
     complete: DeviceEvent
     versions: Sequence[int]
     """Versions of the shards' weights when they were copied; they differ after writes by torch."""
-    asked: set[int] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)
     """Shards that FSDP2 has gathered."""
     used: set[int] = field(default_factory=set)
     """And copied from."""
@@ -127,7 +127,7 @@ class _Copied:
     def keep(self, link: DeviceLink) -> None:
         """Mark no shard as gathered, to use the copy again."""
         self.buffer.ready = link.record_event()
-        self.asked.clear()
+        self.gathered.clear()
         self.used.clear()
 
 
@@ -368,18 +368,18 @@ class H2DPrefetcher:
         self, unit: _Unit, shard: ShardStorage, dtype: torch.dtype
     ) -> torch.Tensor:
         copied = self._copies.get(unit)
-        is_old = copied is not None and not copied.asked and copied.is_old
-        if copied is None or is_old or id(shard) in copied.asked:  # another all-gather
+        is_old = copied is not None and not copied.gathered and copied.is_old
+        if copied is None or is_old or id(shard) in copied.gathered:  # another all-gather
             if copied is not None:
                 self._release(copied)  # one that an exception has ended
             copied = self._copy(unit)
         shard.before_read()
         if copied is None or copied.on_device[id(shard)].dtype != dtype:
             return _copy_and_wait(shard, dtype, self.link.device)
-        if not copied.asked:
+        if not copied.gathered:
             self.link.join(copied.complete)
             self._record_all_gather(unit)
-        copied.asked.add(id(shard))
+        copied.gathered.add(id(shard))
         weight = copied.on_device[id(shard)]
         if is_away(self.link.device):
             weight.record_stream(torch.accelerator.current_stream(self.link.device))
@@ -389,7 +389,7 @@ class H2DPrefetcher:
         """Learn that the caller's stream is behind its copies of what it was given of ``shard``."""
         with self._alone():
             copied = self._copies.get(self._units[id(shard)])
-            if copied is None or id(shard) not in copied.asked:
+            if copied is None or id(shard) not in copied.gathered:
                 return
             copied.used.add(id(shard))
             if len(copied.used) < len(copied.unit.shards):
@@ -492,7 +492,7 @@ class H2DPrefetcher:
         buffer = self._free_buffer(unit)
         if buffer is None:
             shared = [c for c in self._copies.values() if not self._has_own(c)]
-            guessed = next((c for c in shared if not c.asked), None)
+            guessed = next((c for c in shared if not c.gathered), None)
             if guessed is None:
                 return None
             self._release(guessed)
@@ -516,7 +516,7 @@ class H2DPrefetcher:
     def _release(self, copied: _Copied) -> None:
         """Let the buffer be filled again, behind what the caller's stream was given so far."""
         del self._copies[copied.unit]
-        if copied.asked:
+        if copied.gathered:
             copied.buffer.ready = self.link.record_event()
 
 

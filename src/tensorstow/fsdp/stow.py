@@ -68,7 +68,7 @@ from tensorstow.io.files import ALIGN
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
 from tensorstow.planner.placement import Conditions, Item, items_of
-from tensorstow.planner.search import Asked
+from tensorstow.planner.search import PlanRequest
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
 from tensorstow.report.run_record import PredictedStep
 
@@ -364,14 +364,14 @@ def _asked(
     mesh: DeviceMesh | None,
     optimizer: OptimizerFactory,
     directory: Path,
-) -> Asked:
+) -> PlanRequest:
     """Return the input of ``plan="auto"``, with the optimizer's keywords."""
     ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     given = given_keywords(optimizer)
     states = Tier(given["states"]) if given.get("states") in _STATE_TIERS else None
     here, where = device.type == "cpu", given.get("update_on")
     commits = (directory or given.get("dir")) is not None and given.get("durability") != "none"
-    return Asked(
+    return PlanRequest(
         Sizes.of(units, ranks),
         Budget(),
         Conditions(here, commits=commits, state_format=_format(given), states=states),

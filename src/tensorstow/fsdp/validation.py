@@ -310,12 +310,12 @@ def _validate_one_dtype(unit: Unit) -> None:
 def given_keywords(optimizer: OptimizerFactory) -> dict[str, Any]:
     """Return the keywords that the user has given with ``functools.partial``.
 
-    A class with other keywords for the placement has ``placement_asked``, which adds those of a
+    A class with other keywords for the placement has ``translate_placement``, which adds those of a
     plan.
     """
     if not isinstance(optimizer, partial):
         return {}
-    translate = getattr(optimizer.func, "placement_asked", dict)
+    translate = getattr(optimizer.func, "translate_placement", dict)
     return dict(translate(optimizer.keywords))
 
 

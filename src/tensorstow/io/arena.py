@@ -32,7 +32,7 @@ class Arena:
             self._map = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=_PRIVATE)
         except OSError as error:
             message = (
-                f"{format_bytes(self.nbytes)} of host memory were asked for and the system has no"
+                f"{format_bytes(self.nbytes)} of host memory were requested and the system has no"
                 f" room for the mapping ({error.strerror}). Lower the budget."
             )
             raise BudgetError(message) from error

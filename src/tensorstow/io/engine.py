@@ -52,7 +52,7 @@ def probe_backend(name: str, directory: Path | None = None) -> str | None:
     The bytes go to an unlinked file in ``directory`` (default: the system's temporary one).
     """
     if name not in BACKENDS:
-        message = f"Backend {name!r} was asked for; there are {', '.join(BACKENDS)}."
+        message = f"Backend {name!r} was requested; there are {', '.join(BACKENDS)}."
         raise OptionError(message)
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -70,7 +70,7 @@ def choose_backend(wanted: str | None = None) -> BackendChoice:
     wanted = wanted or os.environ.get("TENSORSTOW_IO") or None
     choice = _probe_all(wanted)
     if wanted is not None and choice.name != wanted:
-        logger.warning("I/O backend %s was asked for; using %s", wanted, choice)
+        logger.warning("I/O backend %s was requested; using %s", wanted, choice)
     return choice
 
 
@@ -98,7 +98,7 @@ def open_engine(
         )
         raise OptionError(message)
     if block_bytes < PAGE_BLOCK or block_bytes % PAGE_BLOCK:
-        message = f"Blocks of {block_bytes} bytes were asked for: use a multiple of {PAGE_BLOCK}."
+        message = f"Blocks of {block_bytes} bytes were requested: use a multiple of {PAGE_BLOCK}."
         raise OptionError(message)
     try:
         return _native.Engine(choose_backend(wanted).name, depth, block_bytes)
@@ -134,7 +134,7 @@ def _probe_all(wanted: str | None) -> BackendChoice:
             return choice
         refused.append((name, reason))
     reasons = "; ".join(f"{name}: {why}" for name, why in refused)
-    message = f"An I/O backend was asked for and none works here ({reasons}). Free that up first."
+    message = f"An I/O backend was requested and none works here ({reasons}). Free that up first."
     raise BackendError(message)
 
 

@@ -120,11 +120,11 @@ class File:
     def _start(self, operation: str, tensor: torch.Tensor, offset: int) -> IoFuture:
         check_movable(tensor)
         if not self._open:
-            message = f"{operation} of {self.path} was asked for after it was closed."
+            message = f"{operation} of {self.path} was requested after it was closed."
             raise OptionError(message)
         if offset < 0 or (self.direct and offset % ALIGN):
             message = (
-                f"{operation} at offset {offset} of {self.path} was asked for: a direct file"
+                f"{operation} at offset {offset} of {self.path} was requested: a direct file"
                 f" takes multiples of {ALIGN}."
             )
             raise OptionError(message)
@@ -182,7 +182,7 @@ def create_file(engine: _native.Engine, path: Path) -> File:
         fd = os.open(path, flags, 0o666)  # as open() does: the umask decides
     except OSError as error:
         advice = "Name a file in a directory that exists and this user may write to."
-        message = f"File {path} was asked for: {error.strerror}. {advice}"
+        message = f"File {path} was requested: {error.strerror}. {advice}"
         raise DirectoryError(message) from error
     return File(engine, fd, path, direct=False, cached=True)
 
@@ -192,7 +192,7 @@ def open_file(engine: _native.Engine, path: Path) -> File:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        message = f"File {path} was asked for: {error.strerror}. {advice_for(error.errno or 0)}"
+        message = f"File {path} was requested: {error.strerror}. {advice_for(error.errno or 0)}"
         raise DirectoryError(message) from error
     try:
         with named("File", path):
@@ -252,7 +252,7 @@ def open_unnamed(directory: Path) -> int:
 
 def _directory_error(directory: Path, error: OSError) -> DirectoryError:
     message = (
-        f"A scratch file was asked for in {directory}: {error.strerror}."
+        f"A scratch file was requested in {directory}: {error.strerror}."
         f" {advice_for(error.errno or codes.EIO)}"
     )
     return DirectoryError(message)
@@ -274,7 +274,7 @@ def reserve(fd: int, directory: Path, nbytes: int) -> None:
     with named(f"{format_bytes(nbytes)} of space in", directory):
         free = os.statvfs(directory)
     message = (
-        f"{format_bytes(nbytes)} of space were asked for in {directory}:"
+        f"{format_bytes(nbytes)} of space were requested in {directory}:"
         f" {os.strerror(code)} ({format_bytes(free.f_bavail * free.f_frsize)} free)."
         f" {advice_for(code)}"
     )

@@ -156,7 +156,7 @@ def _rename(made: Path, path: Path) -> None:
 
 def _cannot_make(path: Path, error: OSError) -> DirectoryError:
     message = (
-        f"File {path} was asked for: {error.strerror}. Name a file in a directory that exists and"
+        f"File {path} was requested: {error.strerror}. Name a file in a directory that exists and"
         " this user may write to."
     )
     return DirectoryError(message)

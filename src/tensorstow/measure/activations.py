@@ -182,12 +182,12 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         result = func(*args, **(kwargs or {}))
         self._count(func, (args, kwargs or {}), result)
         together = self.held - self._fixed
-        landed = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
+        grad_bytes = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
         if all(p.grad is not None for p in self._first):
-            self.late = max(self.late, together - landed)
+            self.late = max(self.late, together - grad_bytes)
             self.together = max(self.together, together - self._gradients)
         else:
-            self.early = max(self.early, together - landed)
+            self.early = max(self.early, together - grad_bytes)
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:

@@ -147,7 +147,7 @@ class Core:
             check_extra(extra)
         elif self._lacks_extra():
             message = (
-                f"{what} was asked for without extra, and what is committed got its own by hand,"
+                f"{what} was requested without extra, and what is committed got its own by hand,"
                 " which the new place would lack. Give extra=; {} is none."
             )
             raise OptionError(message)
@@ -179,7 +179,7 @@ class Core:
             )
             self.commits.join(self.params)
 
-    def finish_unasked(self) -> None:
+    def finish_and_log(self) -> None:
         """Finish and log errors: a finalizer has no caller to raise them to.
 
         Python's garbage collector runs in any thread. The committing thread would wait for its own
@@ -189,7 +189,7 @@ class Core:
             self.params.abandon()
             return
         if in_commit_thread():
-            threading.Thread(target=self.finish_unasked, name="tensorstow-end").start()
+            threading.Thread(target=self.finish_and_log, name="tensorstow-end").start()
             return
         try:
             self.finish(together=False)
@@ -201,7 +201,7 @@ class Core:
 
         Not a weakref.finalize: that would keep the model alive, which may hold the optimizer.
         """
-        self.finish_unasked()
+        self.finish_and_log()
 
 
 _NUMBERS = itertools.count()
@@ -216,7 +216,7 @@ def _finish_all() -> None:
     users run before, and may still use their optimizers.
     """
     for _, core in sorted(_LIVING.items()):
-        core.finish_unasked()
+        core.finish_and_log()
 
 
 # The first finalizer that is made registers the exit function of all finalizers, which would close

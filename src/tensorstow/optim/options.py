@@ -49,7 +49,7 @@ def placement(
     durable = durability == "commit" or (durability is None and directory is not None)
     if durable and directory is None:
         message = (
-            'durability="commit" was asked for without dir=: name a directory, for a run that'
+            'durability="commit" was requested without dir=: name a directory, for a run that'
             " nobody can find cannot be resumed."
         )
         raise OptionError(message)
@@ -133,7 +133,7 @@ def _update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:
         message = f"update_on={where!r} was given: it is {CHOICES}."
         raise OptionError(message)
     if reaches_device(where):
-        refuse_beside(overlap, f"{keyword_of(where)} was asked for")
+        refuse_beside(overlap, f"{keyword_of(where)} was requested")
     return where
 
 

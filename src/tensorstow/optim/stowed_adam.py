@@ -643,7 +643,7 @@ class StowedAdam(Optimizer):
         if kind is None:
             self.close()
             return
-        self._core.finish_unasked()
+        self._core.finish_and_log()
         self.state.clear()
 
     # --- inside ---

@@ -77,7 +77,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """What a search is for."""
 
     sizes: Sizes
@@ -103,23 +103,23 @@ class Asked:
     """Where the user says that updates run; None: the search says it."""
 
 
-def search(asked: Asked) -> Found:
+def search(request: PlanRequest) -> Found:
     """Return the fastest plan that fits; without rates the first one.
 
     ``overlap="backward"`` refuses clipping and loss scaling: it is chosen only where nothing else
     fits. Of plans that are as fast, the one that holds most in the highest tiers is first.
 
     Args:
-        asked: The model, the budget and what is measured of the machine.
+        request: The model, the budget and what is measured of the machine.
 
     Raises:
         BudgetError: None fits; the message has what is short, and the smallest change that fits.
         OptionError: The profile lacks a rate.
     """
-    tried = tuple(_try_all(asked))
+    tried = tuple(_try_all(request))
     fitting = [each for each in tried if not each.short]
     if not fitting:
-        raise BudgetError(_what_is_short(tried, asked.budget))
+        raise BudgetError(_what_is_short(tried, request.budget))
     free = [each for each in fitting if each.plan.overlap != "backward"] or fitting
     chosen = free[0]
     for each in free[1:]:
@@ -141,10 +141,10 @@ def auto_plan(sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan:
     Raises:
         BudgetError: None fits; the message has what is short, and the smallest change that fits.
     """
-    return search(Asked(sizes, budget, conditions)).chosen.plan
+    return search(PlanRequest(sizes, budget, conditions)).chosen.plan
 
 
-def candidates(asked: Asked) -> list[Plan]:
+def candidates(request: PlanRequest) -> list[Plan]:
     """Return the placements that are tried, from the one that holds most to the one that least.
 
     1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
@@ -156,14 +156,14 @@ def candidates(asked: Asked) -> list[Plan]:
        gradients wait for their update.
 
     Args:
-        asked: The model, the budget and what is measured of the machine.
+        request: The model, the budget and what is measured of the machine.
     """
-    away = not asked.conditions.device_is_host
+    away = not request.conditions.device_is_host
     above = (Tier.DEVICE, Tier.HOST) if away else (Tier.HOST,)
     pairs = [(t, s) for t in above for s in (Tier.HOST, Tier.DISK)] + [(Tier.DISK, Tier.DISK)]
     plans = []
     for parameters, states in pairs:
-        if asked.conditions.states not in {None, states}:
+        if request.conditions.states not in {None, states}:
             continue
         free: tuple[Overlap, ...] = ("none", "backward") if parameters == Tier.DISK else ("none",)
         for overlap in free if asked.overlap is None else (asked.overlap,):
@@ -296,13 +296,18 @@ def _may_update_there(plan: Plan, asked: Asked) -> bool:
     return work.updates.keys() <= asked.machine.profile.device_update.keys()
 
 
-def _spend(plan: Plan, asked: Asked) -> Plan | None:
+def _spend(plan: Plan, request: PlanRequest) -> Plan | None:
     """Return a plan whose states on disk have what the budget leaves of HOST; None: nothing."""
-    limit = asked.budget.bytes_of(Tier.HOST)
-    if not asked.spend or limit is None or plan.states != Tier.DISK or plan.ram_budget is not None:
+    limit = request.budget.bytes_of(Tier.HOST)
+    if (
+        not request.spend
+        or limit is None
+        or plan.states != Tier.DISK
+        or plan.ram_budget is not None
+    ):
         return None
-    held = states_of(plan, asked.sizes, asked.conditions)
-    left = limit - bytes_of(plan, asked.sizes, asked.conditions)[Tier.HOST]
+    held = states_of(plan, request.sizes, request.conditions)
+    left = limit - bytes_of(plan, request.sizes, request.conditions)[Tier.HOST]
     least = max(DEFAULT_RING_BYTES, held.ring_bytes)
     if left < DEFAULT_RING_BYTES:
         return None

@@ -127,7 +127,7 @@ def require(package: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         message = (
-            f"Scalars were asked for in {package}, and the package is not installed: `pip install"
+            f"Scalars were requested in {package}, and the package is not installed: `pip install"
             f" {package}`, or switch it off."
         )
         raise OptionError(message)

@@ -9,7 +9,7 @@ from tensorstow.states.policy import PipelinePolicy
 _FEW_THREADS = 4
 """The most threads that update beside a caller that computes. Four, not one: one busy core already
 stalls the caller's OpenMP team at its barriers, and one thread would do so for longer."""
-_most_asked = 0
+_most_threads = 0
 """The most threads of any policy: the pool is the process's, and each pipeline uses part of it."""
 
 
@@ -24,10 +24,10 @@ class KernelFacts:
 
 def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
     """Size the kernels' pool by this rank's share or by ``policy``; return what updates run on."""
-    global _most_asked  # noqa: PLW0603  # the process's, as the pool is
+    global _most_threads  # noqa: PLW0603  # the process's, as the pool is
     policy = policy or PipelinePolicy()
-    _most_asked = max(_most_asked, policy.threads or 0)
-    _native.set_pool_threads(max(bind_threads(policy.node).threads, _most_asked))
+    _most_threads = max(_most_threads, policy.threads or 0)
+    _native.set_pool_threads(max(bind_threads(policy.node).threads, _most_threads))
     return KernelFacts(
         isa=policy.isa or _native.best_isa(),
         supported=tuple(_native.supported_isas()),

@@ -121,7 +121,7 @@ def split(
     """
     if not 0.0 <= disk_fraction <= 1.0:
         message = (
-            f"A fraction of {disk_fraction} on disk was asked for: it lies between 0 (all in RAM)"
+            f"A fraction of {disk_fraction} on disk was requested: it lies between 0 (all in RAM)"
             " and 1 (all on disk)."
         )
         raise OptionError(message)
@@ -181,7 +181,7 @@ def cut_alike(runs: Sequence[Segment], capacity: int) -> Iterator[tuple[ChunkPla
     """
     if capacity <= 0 or capacity % LANE:
         message = (
-            f"Chunks of {capacity} elements were asked for: use a positive multiple of {LANE}."
+            f"Chunks of {capacity} elements were requested: use a positive multiple of {LANE}."
         )
         raise OptionError(message)
     total = space_elements(runs)

@@ -25,7 +25,7 @@ class StoreStorage:
         """Open the store in ``directories``, or make one; it is locked until ``close``."""
         if not directories:
             message = (
-                'durability="commit" was asked for without a directory: name one by dir=, for a run'
+                'durability="commit" was requested without a directory: name one by dir=, for a run'
                 " that nobody can find cannot be resumed."
             )
             raise OptionError(message)

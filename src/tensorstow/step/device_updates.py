@@ -78,7 +78,7 @@ class DeviceUpdates:
         """
         if beside is Beside.FORWARD:
             message = (
-                "Updates on the device were asked for beside the next forward, which would have to"
+                "Updates on the device were requested beside the next forward, which would have to"
                 ' wait for them by module. Use overlap="backward" or "none", or update_on="host".'
             )
             raise OptionError(message)

@@ -64,7 +64,7 @@ class ForwardOverlap(Schedule):
                 fill_with_nan(update.param)
         if any(param.tier is Tier.DISK for param in params.all()):
             message = (
-                'overlap="forward" was asked for with parameters on disk, whose memory is let go of'
+                'overlap="forward" was requested with parameters on disk, whose memory is let go of'
                 ' before the next forward. Use "backward" or "none".'
             )
             raise OptionError(message)

@@ -75,7 +75,7 @@ def require(call: Call, schedule: _HasPhase) -> None:
 def refuse(call: Call, phase: Phase, why: str) -> NoReturn:
     """Raise OptionError: ``call`` is not legal in ``phase``."""
     message = (
-        f'{call.value} was asked for, and {why}: with overlap="backward" gradients have been used'
+        f'{call.value} was requested, and {why}: with overlap="backward" gradients have been used'
         f" by then. {_WAYS[phase]}"
     )
     raise OptionError(message)

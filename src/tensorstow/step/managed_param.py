@@ -98,7 +98,7 @@ class ManagedParam:
     def on_host(self) -> HostWeight:
         """Return the weight in host memory of a parameter on an accelerator."""
         if self.host_weight is None:
-            message = f"A weight in host memory was asked for, and the parameter is on {self.tier}."
+            message = f"A weight in host memory was requested, and the parameter is on {self.tier}."
             raise StowError(message)
         return self.host_weight
 

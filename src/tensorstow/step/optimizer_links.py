@@ -51,7 +51,7 @@ class OptimizerLinks:
         if reaches_device(where) and len(remote) < len(parameters):
             message = (
                 f"{len(parameters) - len(remote)} of {len(parameters)} parameters are in host"
-                f" memory, and {keyword_of(where)} was asked for, which updates on the accelerator"
+                f" memory, and {keyword_of(where)} was requested, which updates on the accelerator"
                 ' that has them. Move the model there first, or use update_on="host".'
             )
             raise OptionError(message)
@@ -63,7 +63,7 @@ class OptimizerLinks:
     def pin(self, nbytes: int) -> PinnedBlock:
         """Return memory that the accelerator copies from and to, for states."""
         if not self._is_open:
-            message = "Memory for states was asked for before the accelerator was known."
+            message = "Memory for states was requested before the accelerator was known."
             raise StowError(message)
         block = PinnedBlock(nbytes, self.weights.device, self.weights.synchronize)
         self.blocks.add(block)

@@ -35,7 +35,7 @@ def refuse_host(parameter: torch.Tensor, name: str, where: UpdateOn | None) -> N
     """Raise OptionError for a parameter in host memory, which no accelerator updates."""
     if reaches_device(where) and not device_link.is_remote(parameter):
         message = (
-            f"{name} is on {parameter.device}, and {keyword_of(where)} was asked for, which updates"
+            f"{name} is on {parameter.device}, and {keyword_of(where)} was requested, which updates"
             " on the accelerator that has the parameters. Move the model there before the optimizer"
             ' is made, or use update_on="host".'
         )
@@ -46,7 +46,7 @@ def check_overlap(overlap: Overlap, module: torch.nn.Module | None, steps: int) 
     """Raise OptionError for a schedule that lacks what it needs or cannot be exact."""
     if overlap == "forward" and module is None:
         message = (
-            'overlap="forward" was asked for without module=: the model says where new weights'
+            'overlap="forward" was requested without module=: the model says where new weights'
             " must be waited for. Pass module=model."
         )
         raise OptionError(message)
@@ -90,7 +90,7 @@ def refuse_ranks(module: torch.nn.Module | None, parameters: Iterable[torch.Tens
         several and not all(is_sharded(p) for p in parameters)
     ):
         message = (
-            'overlap="backward" was asked for in a run of several ranks: a gradient is not final'
+            'overlap="backward" was requested in a run of several ranks: a gradient is not final'
             ' when this rank has it. Use overlap="forward" or "none", or fully_shard the model.'
         )
         raise OptionError(message)
@@ -147,7 +147,7 @@ def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
     }
     for name, reason in why.items():
         if options.get(name):
-            message = f"{name}=True was asked for: {reason}. Leave it out, or use torch.optim."
+            message = f"{name}=True was requested: {reason}. Leave it out, or use torch.optim."
             raise OptionError(message)
 
 

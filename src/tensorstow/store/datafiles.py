@@ -71,7 +71,7 @@ def check_files(run: str, directories: Sequence[Path]) -> None:
         if found is None and path.is_file():
             raise _damaged(path, wanted)
         message = (
-            f"{path} was asked for as file {index} of {len(directories)} of run {run};"
+            f"{path} was requested as file {index} of {len(directories)} of run {run};"
             f" {_describe(path, found)}. Name the directories of one run, in the order in which"
             " they were named when it began (`tensorstow inspect` prints it)."
         )
@@ -109,7 +109,7 @@ def _check_is_nothing(path: Path, first: Path) -> None:
         )
         raise DamageError(message)
     message = (
-        f"A store was asked for whose first directory, {first}, has no manifest; but there is"
+        f"A store was requested whose first directory, {first}, has no manifest; but there is"
         f" {path}: {_describe(path, label)}. Name the directories of that run in the order in which"
         " they were named when it began, or empty ones."
     )
@@ -133,7 +133,7 @@ def _describe(path: Path, label: Label | None) -> str:
 
 def _damaged(path: Path, wanted: Label) -> DamageError:
     message = (
-        f"{path} was asked for as file {wanted.index} of {wanted.count} of run {wanted.run}, and"
+        f"{path} was requested as file {wanted.index} of {wanted.count} of run {wanted.run}, and"
         f" its header, {PAGE} bytes at offset 0, is damaged: it names no run. Look at `dmesg` and"
         " the drive's health; put the file back from a copy of the directories, or go on from a"
         " checkpoint elsewhere in another directory."

@@ -90,7 +90,7 @@ def read_head(path: Path, run: str) -> Head:
     found = find_head(path, run)
     if found is None:
         message = (
-            f"{path} was asked for, a data file of run {run}, and both records of what the manifest"
+            f"{path} was requested, a data file of run {run}, and both records of what the manifest"
             f" must have, {HEADER_BYTES - PAGE} bytes at offset {PAGE}, are damaged. Look at"
             f" `dmesg` and the drive's health. `tensorstow recover {path.parent}` (the run's first"
             " directory) writes them anew; or put the file back from a copy of the directories."

@@ -107,13 +107,13 @@ def read_only(directory: Path) -> Iterator[tuple[sqlite3.Connection, str | None]
     path = directory / MANIFEST_NAME
     with peek(directory) as holder:
         if not path.is_file():
-            message = f"A store was asked for in {directory}: there is no {MANIFEST_NAME} in it."
+            message = f"A store was requested in {directory}: there is no {MANIFEST_NAME} in it."
             raise StoreFormatError(message)
         try:
             with _connect(path, holder) as connection:
                 if not check_marks(connection, path):
                     message = (
-                        f"A store was asked for in {directory}: it was never finished, and nothing"
+                        f"A store was requested in {directory}: it was never finished, and nothing"
                         " is in it. A run may start there; or remove it by hand."
                     )
                     raise StoreFormatError(message)

@@ -36,7 +36,7 @@ class DirectoryLock:
         while not self._try():
             if time.monotonic() > deadline:
                 message = (
-                    f"The store in {directory} was asked for but is held by"
+                    f"The store in {directory} was requested but is held by"
                     f" {read_holder(self.path)}. Wait until that is over, or name another"
                     " directory."
                 )
@@ -53,7 +53,7 @@ class DirectoryLock:
         found = os.pread(self._fd, 4, 0)
         if found not in {b"", b"pid "}:
             message = (
-                f"The lock {self.path} was asked for and there is another program's file of that"
+                f"The lock {self.path} was requested and there is another program's file of that"
                 " name. It was not touched: name another directory."
             )
             raise StoreFormatError(message)
@@ -117,7 +117,7 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         message = (
-            f"The lock {path} was asked for: {error.strerror}."
+            f"The lock {path} was requested: {error.strerror}."
             f" {advice_for(error.errno or codes.EIO)}"
         )
         raise DirectoryError(message) from error
@@ -130,7 +130,7 @@ def _lock(fd: int, kind: int, path: Path) -> bool:
         if error.errno in {codes.EWOULDBLOCK, codes.EACCES}:
             return False
         message = (
-            f"The lock {path} was asked for and the filesystem gives none ({error.strerror}): two"
+            f"The lock {path} was requested and the filesystem gives none ({error.strerror}): two"
             " runs could write to one store. Name a directory on a filesystem with flock."
         )
         raise DirectoryError(message) from error

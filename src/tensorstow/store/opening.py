@@ -44,7 +44,7 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) 
     facts = [check_directory(directory) for directory in directories]
     paths = [fact.path for fact in facts]
     if not paths or len(set(paths)) < len(paths):
-        message = f"A store was asked for in {[str(d) for d in directories]}: name each once."
+        message = f"A store was requested in {[str(d) for d in directories]}: name each once."
         raise OptionError(message)
     links = Links()
     with ExitStack() as resources, named("The store in", paths[0]):

@@ -67,7 +67,7 @@ def hold_recovery(directories: Sequence[Path]) -> Iterator[Recovery]:
         label = read_label(data_path(first, 0)) if data_path(first, 0).is_file() else None
         if label is None:
             message = (
-                f"A store was asked for in {first}: there is no states-0.bin in it that says which"
+                f"A store was requested in {first}: there is no states-0.bin in it that says which"
                 " run it is of. Name the store's first directory."
             )
             raise StoreFormatError(message)
@@ -139,7 +139,7 @@ def _others(connection: sqlite3.Connection, first: Path, count: int) -> Sequence
     # The manifest of a copied or moved run may refer to the original's files.
     if len(noted) != count or noted[0] != first:
         message = (
-            f"A recovery was asked for of the store in {first}, which has {count} directories, and"
+            f"A recovery was requested of the store in {first}, which has {count} directories, and"
             " its manifest does not say where they are now. Name all of them, in their order."
         )
         raise StoreFormatError(message)

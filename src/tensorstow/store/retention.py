@@ -16,7 +16,7 @@ def find(kept: Sequence[Summary], which: str | int) -> Summary:
         for summary in kept
     )
     asked = f"snapshot {which!r}" if isinstance(which, str) else f"generation {which}"
-    message = f"The {asked} was asked for and is not there. There are: {there or 'none at all'}."
+    message = f"The {asked} was requested and is not there. There are: {there or 'none at all'}."
     raise OptionError(message)
 
 
@@ -30,17 +30,17 @@ def check_name(kept: Sequence[Summary], name: str, number: int | None) -> Summar
     # Checked here, for an error in the middle of the transaction would end the store.
     if not _is_name(name):
         message = (
-            f"A snapshot {name!r} was asked for: give a name of printable characters with a letter"
+            f"A snapshot {name!r} was requested: give a name of printable characters with a letter"
             " in it."
         )
         raise OptionError(message)
     if not kept:
-        message = f"A snapshot {name!r} was asked for and nothing is committed yet: commit first."
+        message = f"A snapshot {name!r} was requested and nothing is committed yet: commit first."
         raise OptionError(message)
     for summary in kept:
         if name in summary.names:
             message = (
-                f"A snapshot {name!r} was asked for and generation {summary.number} has that name:"
+                f"A snapshot {name!r} was requested and generation {summary.number} has that name:"
                 " drop it first, or give another one."
             )
             raise OptionError(message)

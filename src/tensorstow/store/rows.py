@@ -209,7 +209,7 @@ def to_json(value: object, name: str) -> str:
         return json.dumps(value, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         message = (
-            f"A commit was asked for whose {name} cannot be kept: {error}. Give numbers, strings,"
+            f"A commit was requested whose {name} cannot be kept: {error}. Give numbers, strings,"
             " lists and dicts; tensors have records of their own."
         )
         raise OptionError(message) from error

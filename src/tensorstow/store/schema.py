@@ -112,7 +112,7 @@ def write_failure(path: Path, error: sqlite3.Error) -> StoreError | OptionError:
         return damaged(path, str(error))
     if primary == sqlite3.SQLITE_CONSTRAINT:
         message = (
-            f"A commit was asked for in which two records are the same chunk or tensor ({error})."
+            f"A commit was requested in which two records are the same chunk or tensor ({error})."
             " Give each chunk its own number, each tensor its own kind and name."
         )
         return OptionError(message)
@@ -148,7 +148,7 @@ def _is_ours(path: Path) -> bool:
 
 def _foreign(path: Path, found: str) -> StoreFormatError:
     message = (
-        f"{path} was asked for as a store's manifest: {found}. It was not touched: name another"
+        f"{path} was requested as a store's manifest: {found}. It was not touched: name another"
         " directory."
     )
     return StoreFormatError(message)

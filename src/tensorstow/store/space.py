@@ -26,7 +26,7 @@ class StoreSpace:
     def allocate(self, nbytes: int) -> Extent:
         """Hand out a free extent; files go round. Raises DirectoryError where none can grow."""
         if nbytes < 0:
-            message = f"An extent of {nbytes} bytes was asked for: give 0 or more."
+            message = f"An extent of {nbytes} bytes was requested: give 0 or more."
             raise OptionError(message)
         if nbytes == 0:
             return Extent(0, 0, 0)
@@ -83,7 +83,7 @@ class StoreSpace:
             extent = self._extents.take(file, nbytes)
             if extent is not None:
                 return extent
-        asked = f"An extent of {format_bytes(nbytes)} was asked for and no data file can grow:"
+        asked = f"An extent of {format_bytes(nbytes)} was requested and no data file can grow:"
         raise DirectoryError("\n".join([asked, *refused]))
 
     def _grow(self, file: int, nbytes: int) -> None:

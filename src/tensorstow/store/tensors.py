@@ -51,7 +51,7 @@ def dtype_of(record: TensorRecord) -> torch.dtype:
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
         message = (
-            f"Tensor {record.name!r} was asked for and is of dtype {record.dtype}, which torch"
+            f"Tensor {record.name!r} was requested and is of dtype {record.dtype}, which torch"
             f" {torch.__version__} does not have. Use the torch that wrote it, or a newer one."
         )
         raise StoreFormatError(message)

@@ -16,7 +16,7 @@ def choose_tensornvme_backend(backend: str | None) -> BackendChoice:
     if backend is None:
         return choose_backend()
     if backend not in _SERVED_BY:
-        message = f"backend={backend!r} was asked for. Give one of {', '.join(_SERVED_BY)}."
+        message = f"backend={backend!r} was requested. Give one of {', '.join(_SERVED_BY)}."
         raise OptionError(message)
     choice = choose_backend(_SERVED_BY[backend])
     if backend == "aio":

@@ -222,6 +222,6 @@ def _choose(backend: str, directories: Sequence[Path]) -> BackendChoice:
 
 def _as_tuple(tensors: Sequence[torch.Tensor] | torch.Tensor) -> tuple[torch.Tensor, ...]:
     if isinstance(tensors, torch.Tensor):
-        message = "A list of tensors was asked for and one tensor was given. Put it into a list."
+        message = "A list of tensors was requested and one tensor was given. Put it into a list."
         raise OffloadError(message)
     return tuple(tensors)

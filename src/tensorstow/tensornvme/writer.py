@@ -98,7 +98,7 @@ class AsyncFileWriter:
             OptionError: A negative number.
         """
         if n_bytes < 0 or offset < 0:
-            message = f"A write of {n_bytes} bytes at {offset} was asked for: both are 0 or more."
+            message = f"A write of {n_bytes} bytes at {offset} was requested: both are 0 or more."
             raise OptionError(message)
         self._start(py_ref, buffer, n_bytes, offset, is_borrowed=True)
 
@@ -213,12 +213,12 @@ class AsyncFileWriter:
         self, owner: object, address: int, nbytes: int, offset: int, *, is_borrowed: bool = False
     ) -> None:
         if self._file is None:
-            message = "A write was asked for after the file was closed. Make another writer."
+            message = "A write was requested after the file was closed. Make another writer."
             raise OptionError(message)
         while self._pieces and self._pieces[0].future.done():
             self._wait(1)
         if self._failure is not None:
-            message = f"A write was asked for, but an earlier one failed: {self._failure}"
+            message = f"A write was requested, but an earlier one failed: {self._failure}"
             raise PoisonedError(message) from self._failure
         if nbytes:
             buffer = (ctypes.c_char * nbytes).from_address(address)

@@ -116,11 +116,11 @@ def test_missing_directories_are_made_and_named(
 def test_what_was_made_for_one_that_is_refused_is_removed(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(DirectoryError, match=f"{file}/run was asked for and cannot be made"):
+    with pytest.raises(DirectoryError, match=f"{file}/run was requested and cannot be made"):
         make_directories([tmp_path / "nvme" / "run", file / "run"])
     assert sorted(tmp_path.iterdir()) == [file]
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DirectoryError, match="nowhere was asked for but does not exist"):
+    with pytest.raises(DirectoryError, match="nowhere was requested but does not exist"):
         make_directories([tmp_path / "link"])
 
 

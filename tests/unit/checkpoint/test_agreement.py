@@ -90,7 +90,7 @@ def test_numbers_may_differ(stores: list[Store]) -> None:
     assert chosen(stores) == [3, 3]
     assert chosen(stores, 3) == [3, 3]  # as rank 0 numbers it
     for error in chosen(stores, 2):
-        assert "rank 0's generation 2 was asked for" in str(error)
+        assert "rank 0's generation 2 was requested" in str(error)
 
 
 def test_a_first_commit_of_some_is_forgotten(
@@ -146,7 +146,7 @@ def test_a_snapshot_is_of_all_ranks(stores: list[Store]) -> None:
     stores[1].drop_snapshot("a")
     for error in chosen(stores, "a"):
         assert isinstance(error, OptionError)
-        assert "snapshot 'a' was asked for" in str(error)
+        assert "snapshot 'a' was requested" in str(error)
         assert "not ranks 1" in str(error)
         assert "none at all" in str(error)
 

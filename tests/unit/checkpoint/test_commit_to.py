@@ -112,7 +112,7 @@ def test_where_a_run_is_nothing_is_changed(tmp_path: Path) -> None:
 
 
 def test_states_that_are_scratch_are_committed_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"commit_to\(\) was asked for, and the states are scr"):
+    with pytest.raises(OptionError, match=r"commit_to\(\) was requested, and the states are scr"):
         Run(None).optimizer.commit_to(tmp_path / "other")
 
 
@@ -120,7 +120,7 @@ def test_extra_goes_with_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.train(1)
     run.optimizer.commit({"epoch": 3})
-    with pytest.raises(OptionError, match=r"commit_to\(\) was asked for without extra"):
+    with pytest.raises(OptionError, match=r"commit_to\(\) was requested without extra"):
         run.optimizer.commit_to(tmp_path / "other")
     assert not (tmp_path / "other").exists()
     with pytest.raises(TypeError):

@@ -395,7 +395,7 @@ def test_scratch_has_nothing_to_commit(tmp_path: Path) -> None:
         "drop": lambda: optimizer.drop("one"),
     }
     for name, call in calls.items():
-        asked = rf'^{name}\(\) was asked for, .* scratch.* dir=.* durability="commit"'
+        asked = rf'^{name}\(\) was requested, .* scratch.* dir=.* durability="commit"'
         with pytest.raises(OptionError, match=asked):
             call()
     optimizer.close()

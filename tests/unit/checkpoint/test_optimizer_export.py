@@ -232,7 +232,7 @@ def test_a_failure_keeps_the_old_export(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "x"]
     opt.save_safetensors(path)
     assert path.read_bytes() != kept
-    with pytest.raises(DirectoryError, match="was asked for"):
+    with pytest.raises(DirectoryError, match="was requested"):
         opt.save_safetensors(tmp_path / "no" / "x")
 
 

@@ -69,7 +69,7 @@ SIZE = 1 << 16
 
 
 def _use(buffer: PooledBuffer, prefetcher: Prefetcher) -> bool:
-    """Return whether it was in memory before it was asked for."""
+    """Return whether it was in memory before it was requested."""
     there = buffer.present
     prefetcher.pin(buffer)
     assert buffer.present

@@ -82,7 +82,7 @@ def test_a_named_backend_that_does_not_work_gives_way_with_a_warning(
     forbid(monkeypatch, "uring", code=codes.EPERM)
     with caplog.at_level(logging.WARNING, "tensorstow"):
         assert open_engine("uring").backend == "threads"
-    assert "uring was asked for; using threads; not uring: io_uring is forbidden" in caplog.text
+    assert "uring was requested; using threads; not uring: io_uring is forbidden" in caplog.text
 
 
 def test_a_named_backend_that_works_is_taken_in_silence(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,7 +98,7 @@ def test_the_environment_chooses_where_the_caller_does_not(
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(OptionError, match="'aio' was asked for; there are uring, threads"):
+    with pytest.raises(OptionError, match="'aio' was requested; there are uring, threads"):
         choose_backend("aio")
 
 
@@ -119,7 +119,7 @@ def test_a_directory_that_cannot_be_written_is_the_reason() -> None:
 
 @pytest.mark.parametrize(("depth", "block"), [(0, 4096), (-1, 4096), (1, 0), (1, 4095), (1, 100)])
 def test_sizes_that_cannot_be(depth: int, block: int) -> None:
-    with pytest.raises(OptionError, match=r"asked for|was given"):
+    with pytest.raises(OptionError, match=r"was requested|was given"):
         open_engine("threads", depth=depth, block_bytes=block)
 
 

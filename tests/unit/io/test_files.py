@@ -334,5 +334,5 @@ def test_an_opened_file_without_direct_io_warns_once(
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DirectoryError, match=r"absent was asked for: No such file"):
+    with pytest.raises(DirectoryError, match=r"absent was requested: No such file"):
         open_file(open_engine(), tmp_path / "absent")

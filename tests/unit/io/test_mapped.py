@@ -162,5 +162,5 @@ def _umask() -> int:
 
 def test_a_path_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "x", tmp_path):
-        with pytest.raises(DirectoryError, match="was asked for"), replacing(path, 4):
+        with pytest.raises(DirectoryError, match="was requested"), replacing(path, 4):
             pass

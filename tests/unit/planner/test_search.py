@@ -20,14 +20,14 @@ HOST_BYTES = 4 * UNITS * G
 
 
 def test_without_rates_the_first_that_fits_is_chosen() -> None:
-    found = search(Asked(SIZES, Budget(), HERE))
+    found = search(PlanRequest(SIZES, Budget(), HERE))
     assert found.chosen.plan == Plan(Tier.HOST, Tier.HOST)
     assert found.chosen.step is None
     assert [each.plan.parameters for each in found.tried] == 2 * [Tier.HOST] + 2 * [Tier.DISK]
 
 
 def test_rates_choose_when_updates_run() -> None:
-    asked = Asked(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, spend=False)
+    asked = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, spend=False)
     slow = replace(CPU, disk=replace(DISK, mixed=G, write=G))
     found = search(replace(asked, machine=slow))
     assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "forward")
@@ -49,7 +49,7 @@ def test_memory_that_is_left_holds_states() -> None:
     for machine, conditions in ((CPU, HERE), (CUDA, AWAY)):
         slow = replace(machine, disk=replace(DISK, mixed=G / 4, write=G / 4))
         budget = Budget(device=0 if machine is CPU else None, host=host)
-        asked = Asked(SIZES, budget, conditions, batch=BATCH, machine=slow)
+        asked = PlanRequest(SIZES, budget, conditions, batch=BATCH, machine=slow)
         found = search(asked)
         plan = found.chosen.plan
         assert plan.states == Tier.DISK
@@ -63,13 +63,13 @@ def test_memory_that_is_left_holds_states() -> None:
 
 
 def test_in_memory_nothing_is_gained_beside_the_same_cores() -> None:
-    found = search(Asked(SIZES, Budget(), HERE, batch=BATCH, machine=CPU))
+    found = search(PlanRequest(SIZES, Budget(), HERE, batch=BATCH, machine=CPU))
     assert found.chosen.plan == Plan(Tier.HOST, Tier.HOST)
     assert len(found.tried) > 4
 
 
 def test_an_accelerator_has_updates_beside_its_forward() -> None:
-    found = search(Asked(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA))
+    found = search(PlanRequest(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA))
     assert found.chosen.plan == Plan(Tier.DEVICE, Tier.HOST, overlap="forward")
 
 
@@ -156,7 +156,7 @@ def test_a_batch_is_cut_where_its_activations_do_not_fit() -> None:
 def test_a_chosen_plan_is_never_over_budget_and_nothing_faster_was_free() -> None:
     for part in range(1, 9):
         budget = Budget(host=part * HOST_BYTES // 8)
-        asked = Asked(SIZES, budget, HERE, batch=BATCH, machine=CPU)
+        asked = PlanRequest(SIZES, budget, HERE, batch=BATCH, machine=CPU)
         found = search(asked)
         chosen = found.chosen
         assert bytes_of(chosen.plan, SIZES, HERE)[Tier.HOST] <= part * HOST_BYTES // 8
@@ -169,7 +169,7 @@ def test_a_chosen_plan_is_never_over_budget_and_nothing_faster_was_free() -> Non
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_what_the_user_says_stays(overlap: Overlap) -> None:
     base = Plan(accumulation_steps=4, stage=3, replicas=2)
-    asked = Asked(SIZES, Budget(), HERE, base, overlap, BATCH, CPU)
+    asked = PlanRequest(SIZES, Budget(), HERE, base, overlap, BATCH, CPU)
     for plan in candidates(asked):
         assert plan.overlap == overlap
         assert (plan.accumulation_steps, plan.replicas) == (4, 2)
@@ -177,14 +177,14 @@ def test_what_the_user_says_stays(overlap: Overlap) -> None:
 
 
 def test_a_disk_that_was_not_measured_leaves_seconds_out() -> None:
-    asked = Asked(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH)
+    asked = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH)
     found = search(replace(asked, machine=replace(CPU, disk=None)))
     assert found.chosen.plan.states == Tier.DISK
     assert found.chosen.step is None
 
 
 def test_the_smallest_change_fits_and_nothing_less() -> None:
-    asked = Asked(SIZES, Budget(host=HOST_BYTES // 2, disk=0), HERE)
+    asked = PlanRequest(SIZES, Budget(host=HOST_BYTES // 2, disk=0), HERE)
     with pytest.raises(BudgetError, match="smallest change") as caught:
         search(asked)
     named = str(caught.value).split("in bytes: ")[1].split(";")[0].split(" and ")
@@ -206,7 +206,9 @@ def test_a_faster_disk_is_never_slower() -> None:
     last = float("inf")
     for factor in (1, 2, 4, 8, 16):
         disk = DirectoryRates(DISK.read * factor, DISK.write * factor, DISK.mixed * factor, 1, 1)
-        asked = Asked(SIZES, Budget(host=8 * G), HERE, batch=BATCH, machine=replace(CPU, disk=disk))
+        asked = PlanRequest(
+            SIZES, Budget(host=8 * G), HERE, batch=BATCH, machine=replace(CPU, disk=disk)
+        )
         found = search(asked).chosen
         assert found.step is not None
         assert found.step.seconds <= last

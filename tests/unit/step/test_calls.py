@@ -134,7 +134,7 @@ def test_a_requested_commit_is_durable_when_the_step_is_over(
 
 def test_a_request_with_nowhere_to_commit_is_refused() -> None:
     _, optimizer = made(None, "none")
-    with pytest.raises(OptionError, match=r"request_commit\(\) was asked for.*scratch"):
+    with pytest.raises(OptionError, match=r"request_commit\(\) was requested.*scratch"):
         optimizer.request_commit()
 
 

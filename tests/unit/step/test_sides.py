@@ -313,7 +313,7 @@ def test_beside_the_next_forward_is_refused_by_name(
 
 
 def test_parameters_in_host_memory_are_refused_by_name() -> None:
-    with pytest.raises(OptionError, match=r'on cpu, and update_on="auto" was asked for'):
+    with pytest.raises(OptionError, match=r'on cpu, and update_on="auto" was requested'):
         make(Vectors(SIZES), update_on="auto")
 
 

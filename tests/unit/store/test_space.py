@@ -49,7 +49,7 @@ def test_the_end_of_a_file_is_used_before_it_grows(path: Path) -> None:
     space.allocate(14 * MIB)
     space.allocate(6 * MIB)  # two are left, four are missing
     assert file.asked == [HEADER_BYTES + 16 * MIB, HEADER_BYTES + 32 * MIB, HEADER_BYTES + 20 * MIB]
-    with pytest.raises(DirectoryError, match=r"extent of 4\.0 KiB was asked for and no data file"):
+    with pytest.raises(DirectoryError, match=r"extent of 4\.0 KiB was requested and no data file"):
         space.allocate(1)
 
 

@@ -411,7 +411,7 @@ def test_directories_that_cannot_serve(directory: str, found: str) -> None:
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="backend='libaio' was asked for"):
+    with pytest.raises(OptionError, match="backend='libaio' was requested"):
         DiskOffloader(tmp_path, backend="libaio")
     with pytest.raises(OptionError, match="n_entries=0 was given"):
         DiskOffloader(tmp_path, 0)

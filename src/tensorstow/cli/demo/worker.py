@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     row = next(row for row in CONFIGURATIONS if row.key == given.row)
     with os.fdopen(given.descriptor, "w", encoding="utf-8") as pipe:
         scale = SMALL if given.small else FULL
-        turns = asked_turns(sys.stdin, pipe)
+        turns = read_turns(sys.stdin, pipe)
         result = run_row(row, scale, turns, given.directory, teller(pipe))
         say(pipe, result.to_json())
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true")
 
 
-def asked_turns(orders: TextIO, pipe: TextIO) -> Iterator[int]:
+def read_turns(orders: TextIO, pipe: TextIO) -> Iterator[int]:
     """Yield the number of steps of each turn, as they are requested."""
     taken = 0
     while True:

@@ -35,7 +35,7 @@ def refuse_keywords(given: Mapping[str, Any]) -> None:
     """Raise OptionError for the options of torch's classes that cannot be honoured."""
     for name, reason in _REFUSED.items():
         if given.get(name):
-            message = f"{name}=True was asked for: {reason}. Leave it out (or None)."
+            message = f"{name}=True was requested: {reason}. Leave it out (or None)."
             raise OptionError(message)
 
 
@@ -59,7 +59,7 @@ def refuse_adams_keywords(optimizer_class: type, given: Mapping[str, Any]) -> No
 def refuse_commits(asked: str) -> NoReturn:
     """Raise OptionError for ``asked``, a call that needs durable states."""
     message = (
-        f"{asked} was asked for, and StowedOptimizer keeps its states in scratch files, which end"
+        f"{asked} was requested, and StowedOptimizer keeps its states in scratch files, which end"
         ' with the process. Save state_dict(), or use tensorstow.AdamW or Adam with dir="...",'
         " which commit."
     )

@@ -21,7 +21,7 @@ LARGE = 40_000
 def events_of_a_second_step(
     directory: Path, schedule: Literal["pipelined", "naive"], patch: pytest.MonkeyPatch
 ) -> list[str]:
-    """Return which of three pieces was asked for ahead, read or settled, in order."""
+    """Return which of three pieces was requested ahead, read or settled, in order."""
     params = [nn.Parameter(torch.zeros(LARGE)) for _ in range(3)]
     stepper = Stepper(optim.SGD, [{"params": params}], {"momentum": 0.5, "lr": 1.0})
     policy = PipelinePolicy(schedule=schedule)
