@@ -24,7 +24,7 @@ class LocalRanks:
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """What one rank has of the machine's cores."""
+    """One rank's share of the machine's cores."""
 
     threads: int
     nodes: tuple[int, ...] = ()

@@ -27,7 +27,7 @@ _MEMORY_DEVICES = ("/dev/zram", "/dev/ram")
 
 @dataclass(frozen=True, slots=True)
 class DirectoryFacts:
-    """What was found out about one directory."""
+    """Properties of one directory: its filesystem, free space and permissions."""
 
     path: Path
     """Absolute, symbolic links resolved."""

@@ -74,7 +74,7 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True)
 class ComputeRates:
-    """What forward and backward run at on one kind of device."""
+    """Rates of forward and backward on one kind of device."""
 
     flops: Mapping[str, float]
     """Floating point operations per second of matrix products, by dtype."""
@@ -86,7 +86,7 @@ class ComputeRates:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What one machine does per second."""
+    """The rates of one machine: memory, update kernel, compute, disks and link."""
 
     machine: Mapping[str, Any]
     """Its identity, as ``identify_machine`` returns it."""

@@ -38,7 +38,7 @@ _FEW = 5
 
 @dataclass(slots=True)
 class _Contents:
-    """What goes into a file."""
+    """The content of a file."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """This rank and the others of the run; a process alone has no others."""
+    """This rank among those of the run; a single process is alone."""
 
     def __init__(self, coordinator: Coordinator | None = None) -> None:
         """Exchange values through ``coordinator``; None for a process alone."""

@@ -182,7 +182,7 @@ class CPUAdam(StowedAdam):
 
 
 class ParamsInHostMemory(OwnParams):
-    """Those in host memory; torch's fused Adam updates the others."""
+    """Selects parameters in host memory; torch's fused Adam updates the others."""
 
     def takes(self, parameter: torch.Tensor) -> bool:
         """Return whether ``parameter`` is in host memory."""

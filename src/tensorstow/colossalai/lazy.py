@@ -10,7 +10,7 @@ from tensorstow.base.errors import OptionError
 
 
 class LazyInitContext:
-    """A context that a ColossalAI script makes its model in.
+    """A context in which a ColossalAI script creates its model.
 
     Nothing is deferred: parameters have their values when the model is made, the same as without
     the context, in host memory, from where ``Booster.boost`` places them. A model that is larger

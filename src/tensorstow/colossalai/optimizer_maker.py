@@ -21,7 +21,7 @@ _OURS = (CPUAdam, HybridAdam, Adam, AdamW)
 
 
 class PlacedParams(ParamsInHostMemory):
-    """Those in host memory, and some on an accelerator whose states are in host memory."""
+    """Selects parameters in host memory, and some on an accelerator with states in host memory."""
 
     def __init__(self, kept: set[int]) -> None:
         """``kept``: ids of the parameters on an accelerator."""

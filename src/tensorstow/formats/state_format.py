@@ -28,7 +28,7 @@ _PIECE = 1 << 19
 
 
 class StateFormat(StrEnum):
-    """What states take on their way; kernels.h knows the same names."""
+    """The format of states in the ring and on disk; kernels.h has the same names."""
 
     FP32 = "fp32"
     SPLIT = "split"

@@ -132,7 +132,7 @@ class _Copied:
 
 
 class DeviceBuffers:
-    """The memory that shards pass through: of a few units for all, and own of those that stay."""
+    """Device memory for copies: a few shared buffers, and own ones of units that stay."""
 
     def __init__(self, link: DeviceLink, ahead: int) -> None:
         """Allocate nothing yet; copy over ``link``, with up to ``ahead`` units prefetched."""

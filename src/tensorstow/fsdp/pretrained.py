@@ -149,7 +149,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a tensor of a model is made of."""
+    """The tensors of files that one tensor of a model is made of."""
 
     shape: tuple[int, ...]
     sources: tuple[str, ...]

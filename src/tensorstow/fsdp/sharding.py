@@ -117,7 +117,7 @@ def join_ranks(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What is the same for all units: ranks, device, dtypes, and how weights come and go."""
+    """Options shared by all units: ranks, device, dtypes, unsharding and reduction."""
 
     mesh: DeviceMesh
     device: torch.device
@@ -160,7 +160,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class DiskPool:
-    """Where units on DISK have their bytes."""
+    """The buffers and the prefetcher of units on DISK."""
 
     buffers: BufferPool
     prefetcher: Prefetcher

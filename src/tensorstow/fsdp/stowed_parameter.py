@@ -33,7 +33,7 @@ _View = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AllGatherInput:
-    """Where an all-gather finds the bytes of one parameter."""
+    """The source of one parameter's bytes for an all-gather."""
 
     storage: ShardStorage
     alias: UnshardedAlias | None = None

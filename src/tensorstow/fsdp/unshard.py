@@ -44,7 +44,7 @@ _UNREDUCED = (
 
 
 class UnshardHooks:
-    """Keeps the unsharded weights of a model right from one iteration to the next."""
+    """Hooks that reset FSDP2's unsharded weights between iterations ([Note: Unsharded weights])."""
 
     def __init__(
         self, model: nn.Module, units: Iterable[Unit], reset_reduction: Callable[[], None]

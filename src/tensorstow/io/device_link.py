@@ -38,7 +38,7 @@ class DeviceEvent(Protocol):
 
 
 class DeviceLink(Protocol):
-    """Copies between host memory and one device, and what they wait for."""
+    """Copies between host memory and one device, with the events that order them."""
 
     device: torch.device
 

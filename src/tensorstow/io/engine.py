@@ -35,7 +35,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The backend that was chosen, and what kept each better one out."""
+    """The chosen backend, and why each better one was not chosen."""
 
     name: str
     refused: tuple[tuple[str, str], ...]

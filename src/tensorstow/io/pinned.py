@@ -74,7 +74,7 @@ def pinned_bytes() -> int:
 
 
 class _Ledger:
-    """What is pinned, against the limit."""
+    """Counts pinned bytes against the limit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What is in a file, and where."""
+    """The tensors of a file and their offsets."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]

@@ -10,7 +10,7 @@ _MOST = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class LoggedTransfer:
-    """What ``lane`` did between two times of ``time.monotonic()``."""
+    """One transfer or wait of a lane; times are of ``time.monotonic()``."""
 
     lane: str
     name: str

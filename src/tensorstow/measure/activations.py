@@ -35,7 +35,7 @@ _WHOLE_LAYERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What forward and backward of one micro-batch hold and do."""
+    """Activations and operations of forward and backward of one micro-batch."""
 
     peak_bytes: int
     """Of activations alone, gradients excluded."""

@@ -125,7 +125,7 @@ def _call_seconds(device: torch.device, seconds: float) -> float:
 
 
 class _Count(TorchDispatchMode):
-    """Counts the operations that torch's kernels are called for."""
+    """Counts calls of torch's operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch is untyped here

@@ -38,7 +38,7 @@ _LEFT = "%d %s since the last commit of %s %s not committed: %s. resume() goes o
 
 
 class Core:
-    """The parameters, schedule, commits and ranks of one optimizer, and what takes its steps."""
+    """The parameters, schedule, commits, ranks and step runner of one optimizer."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.25
 
 
 class RecordedPart(Protocol):
-    """A part of a run that moves bytes of its own: links, weights on disk."""
+    """A part of a run with transfers of its own: links, weights on disk."""
 
     def start_log(self, log: TransferLog) -> None:
         """Put transfers, and waits for them, into ``log`` from now on."""
@@ -55,7 +55,7 @@ class RecordedPart(Protocol):
 
 
 class StatesPart:
-    """A part of a run that holds and moves nothing that its optimizer does not count."""
+    """The states, whose bytes the optimizer counts."""
 
     def held(self) -> Mapping[str, Callable[[], int]]:
         """Return nothing."""
@@ -96,7 +96,7 @@ class LinkPart(StatesPart):
 
 
 class CommitPart(StatesPart):
-    """The commits of a run, which a step may wait for."""
+    """The commits of a run, for which a step may wait."""
 
     def __init__(self, commits: Commits) -> None:
         """Take the commits."""

@@ -42,7 +42,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads consecutive num
 
 
 class OwnParams:
-    """Which parameters an optimizer keeps the states of: all. A subclass updates the others."""
+    """Selects the parameters whose states are kept: all. Subclasses update the others."""
 
     def takes(self, parameter: torch.Tensor) -> bool:
         """Return whether the states of ``parameter`` are the optimizer's to keep."""
@@ -54,7 +54,7 @@ class OwnParams:
 
 
 class ClipFactor:
-    """What the gradients of the next step are multiplied by, since they were clipped."""
+    """The factor of clipping that the next step applies to its gradients."""
 
     def __init__(self) -> None:
         """Begin with gradients that were not clipped."""
@@ -124,7 +124,7 @@ class OptimizerContents:
 
 
 class StepRunner:
-    """What takes the steps of one optimizer."""
+    """Takes the steps of one optimizer."""
 
     def __init__(
         self,

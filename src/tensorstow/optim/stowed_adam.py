@@ -52,7 +52,7 @@ from tensorstow.tensors.dtensor import (
 
 
 class StowedAdam(Optimizer):
-    """What Adam, AdamW and the frontends' optimizers share; not made by users.
+    """Base of Adam, AdamW and the frontends' optimizers; not created by users.
 
     Every placement of the states gives bitwise the same parameters ([Note: The Adam rule] in
     csrc/kernels/kernels.h; ``formats.reference`` is the same rule in plain torch).

@@ -40,7 +40,7 @@ from tensorstow.step.backward_overlap import WINDOW_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What decides about a run's memory beside its model and its plan."""
+    """Inputs of a run's memory beside its model and its plan."""
 
     device_is_host: bool
     """Whether the CPU computes."""

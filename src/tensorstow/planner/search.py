@@ -78,7 +78,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a search is for."""
+    """The input of a search: model, budget and fixed choices."""
 
     sizes: Sizes
     budget: Budget

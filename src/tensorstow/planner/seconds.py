@@ -29,7 +29,7 @@ _FLOPS_PER_TOKEN = 6
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What forward and backward of one micro-batch do on one rank."""
+    """The work of forward and backward of one micro-batch on one rank."""
 
     tokens: int
     flops: int
@@ -63,7 +63,7 @@ class MachineRates:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one rank moves and updates in one step."""
+    """The bytes that one rank moves, and the elements that it updates, in one step."""
 
     updates: Mapping[str, int]
     """Parameters by "dtype/format"."""

@@ -39,7 +39,7 @@ _CAUSES = (
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Bytes that a plan predicts for one purpose, beside what is there."""
+    """Predicted and measured bytes of one purpose."""
 
     tier: str
     what: str
@@ -59,7 +59,7 @@ class PredictedStep:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What was recorded; times are in seconds since the recording began."""
+    """A recorded run; times are in seconds since the recording began."""
 
     title: str
     spans: Sequence[TimeSpan]
@@ -106,7 +106,7 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class LaneFigures:
-    """What one lane did in a step, on average."""
+    """The average work of one lane in a step."""
 
     lane: str
     seconds: float

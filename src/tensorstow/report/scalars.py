@@ -15,7 +15,7 @@ Scalar = tuple[str, float, int]
 
 
 class ScalarWriter(Protocol):
-    """What takes the scalars of a run."""
+    """The interface of writers of a run's scalars."""
 
     def write(self, scalars: Iterable[Scalar]) -> None:
         """Write scalars and flush them."""

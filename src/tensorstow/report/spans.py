@@ -11,7 +11,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """What a lane did between two times, in seconds since the first step began."""
+    """One activity of a lane; times are in seconds since the first step began."""
 
     lane: str
     name: str

@@ -16,7 +16,7 @@ Transferring = Callable[[torch.Tensor, int], IoFuture]
 
 
 class ChunkStorage(Protocol):
-    """Where chunks that are on disk have their bytes."""
+    """The interface of disk space for chunks."""
 
     engine: _native.Engine | None
     durable: bool

@@ -41,7 +41,7 @@ of them on the way stays in the cache, and torch starts no threads for so few.""
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """A cut of a family's states; ``resident`` memory of its own, or none."""
+    """A part of a family's states, with ``resident`` memory of its own or none."""
 
     plan: ChunkPlan
     family: Family

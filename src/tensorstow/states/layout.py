@@ -85,7 +85,7 @@ def _state_bytes(family: Family, elements: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """``count`` elements of a parameter, from ``start`` of it, at ``position`` of a space."""
+    """``count`` elements of a parameter from ``start`` on, at ``position`` of a chunk or space."""
 
     parameter: int
     start: int
@@ -95,7 +95,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """One cut of a space: runs with positions relative to it, and its length in elements."""
+    """The segments of one chunk, with positions relative to it, and its length in elements."""
 
     runs: tuple[Segment, ...]
     elements: int
@@ -216,7 +216,7 @@ def _pieces(runs: Sequence[Segment], index: int, begin: int, end: int) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stream of a chunk, or the weight behind them: where it is, in bytes."""
+    """The place of one stream of a chunk, or of its weights, in bytes."""
 
     width: int
     per: int

@@ -61,7 +61,7 @@ class StateMemory:
 
 @dataclass(frozen=True, slots=True)
 class StagingPlan:
-    """The memory that gradients come down into: ``slots`` of one chunk's gradients each."""
+    """The host memory for copies of gradients: ``slots`` of one chunk's gradients each."""
 
     slots: int
     slot_bytes: int

@@ -32,7 +32,7 @@ class Resources:
 
 
 class NativeHandle:
-    """One native pipeline, and what became of it."""
+    """One native pipeline, and its failure, if any."""
 
     def __init__(self) -> None:
         """Begin with none."""

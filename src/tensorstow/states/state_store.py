@@ -51,7 +51,7 @@ from tensorstow.states.stored_chunks import NOWHERE, StoredChunk
 
 @dataclass(frozen=True, slots=True)
 class StateSlice:
-    """States in fp32 of the elements of a parameter from ``start`` on, by name, 1-D."""
+    """fp32 states of a run of a parameter's elements from ``start`` on, by name, 1-D."""
 
     parameter: int
     start: int
@@ -81,7 +81,7 @@ def _no_weights(number: int) -> torch.Tensor:
 
 
 class StateStore:
-    """States of parameters, each parameter known by the number it got when it was added."""
+    """States of parameters; a parameter's number is assigned when it is added."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ NOWHERE: FilePosition = (-1, 0)
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """What the disk already has of a chunk."""
+    """Where a chunk already is on disk, and its checksums."""
 
     place: FilePosition = NOWHERE
     blank: bool = True

@@ -9,7 +9,7 @@ _LONGEST_TRACE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One entry of the event log: what ``lane`` did between two times of ``time.monotonic()``."""
+    """One entry of the event log; times are of ``time.monotonic()``."""
 
     lane: str
     """read, update, write, or wait: the caller was blocked."""
@@ -21,7 +21,7 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What moved since the optimizer was made."""
+    """Bytes and chunks moved since the optimizer was created."""
 
     bytes_read: int
     bytes_written: int

@@ -53,7 +53,7 @@ _numbers = itertools.count(1)
 
 
 class Calls:
-    """The call that an optimizer is in."""
+    """The lock of an optimizer's public calls: one at a time."""
 
     def __init__(self) -> None:
         """Begin outside of all."""

@@ -14,7 +14,7 @@ from tensorstow.states.chunks import Chunk
 
 
 class ChunkGate:
-    """What each chunk of one step still awaits."""
+    """Counts, for each chunk of a step, the gradients that are still to come."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         """Serve the steps over ``chunks``."""

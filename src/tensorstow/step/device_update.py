@@ -42,7 +42,7 @@ StreamsOf = Callable[[Chunk, int], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one step does with one parameter."""
+    """One parameter's update in one step."""
 
     gradient: torch.Tensor | None
     """1-D, on the device; None: it is still to come."""

@@ -31,7 +31,7 @@ _AT_ONCE = 2
 
 @dataclass(eq=False, slots=True)
 class _DiskChunk:
-    """What a step does with one chunk through this feed."""
+    """A chunk with weights on disk: its segments and their owners."""
 
     chunk: Chunk
     runs: tuple[Segment, ...]

@@ -83,7 +83,7 @@ class GradientFeed:
 
 
 class HostFeed(GradientFeed):
-    """Gradients and weights in host memory, used where they are; the pipeline has what is known."""
+    """Gradients and weights in host memory, which the pipeline uses in place."""
 
     def __init__(self, pipeline: UpdatePipeline) -> None:
         """Feed ``pipeline``."""

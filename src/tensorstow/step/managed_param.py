@@ -20,7 +20,7 @@ from tensorstow.tensors.dtensor import Order, Pager, in_order, order_of, out_of_
 
 @dataclass(slots=True)
 class ManagedParam:
-    """A parameter whose states we keep."""
+    """A parameter whose states are kept here, and its place in the store."""
 
     owner: torch.Tensor
     """The user's parameter: in groups, in ``optimizer.state``, with ``.grad``."""
@@ -147,7 +147,7 @@ NO_SCALARS = np.zeros((0, 9), dtype=np.float32)
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: what the pipeline gets, and what must stay alive until it is published."""
+    """One step: the pipeline's input, and references that keep it alive until it is published."""
 
     updates: list[ParamUpdate]
     counts: list[torch.Tensor]

@@ -16,7 +16,7 @@ from tensorstow.step.managed_param import ManagedParam
 
 
 class OptimizerLinks:
-    """The two links, which go nowhere before there are parameters on an accelerator."""
+    """The two links, on the CPU until there are parameters on an accelerator."""
 
     def __init__(self) -> None:
         """Begin with no accelerator."""

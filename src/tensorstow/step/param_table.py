@@ -30,7 +30,7 @@ logger = logging.getLogger("tensorstow")
 
 
 class ParamTable:
-    """The parameters of one optimizer, the store of their states, and what updates them."""
+    """The parameters of one optimizer, the store of their states, and their update paths."""
 
     def __init__(self, offload_policy: OffloadPolicy, on_gradient: OnGradient) -> None:
         """Begin with no parameters; raise for a directory that cannot hold states.

@@ -23,7 +23,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a step was given of one weight."""
+    """The memory of one weight that a step writes to."""
 
     memory: torch.Tensor
     """Shares the parameter's memory, and keeps it where the parameter gets another."""

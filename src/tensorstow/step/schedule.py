@@ -26,7 +26,7 @@ from tensorstow.step.step_plan import States, record_step
 
 
 class Schedule:
-    """When the updates of one optimizer run. Most begin a step when ``step()`` is called."""
+    """Decides when the updates of one optimizer run. Most begin a step in ``step()``."""
 
     begins_early: ClassVar[bool] = False
     """A step begins with its first final gradient: ``begin`` and ``on_gradient`` are called."""

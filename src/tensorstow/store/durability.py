@@ -36,7 +36,7 @@ class Disk(Protocol):
 
 
 class SystemDisk:
-    """The real one."""
+    """The operating system's."""
 
     def create(self, path: Path, contents: bytes) -> None:
         """Make the new file ``path``, its owner's alone; nothing is durable yet."""

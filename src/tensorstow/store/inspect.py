@@ -51,7 +51,7 @@ class LayoutInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """All that is known of a store from outside."""
+    """The contents of a store, read without its lock."""
 
     directory: Path
     run: str

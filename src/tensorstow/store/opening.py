@@ -28,7 +28,7 @@ from tensorstow.store.verify import check_at_rest
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a store is made of."""
+    """The parts of an open store: data files, manifest, disk and links."""
 
     files: tuple[File, ...]
     manifest: Manifest

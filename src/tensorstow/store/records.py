@@ -22,7 +22,7 @@ def padded(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """A run of bytes of one data file: what is allocated, referred to and freed as a whole."""
+    """A range of bytes of one data file, allocated, referred to and freed as a whole."""
 
     file: int
     """Which of the store's files."""

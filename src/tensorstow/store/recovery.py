@@ -34,7 +34,7 @@ _BESIDE = ("-wal", "-journal")
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What is left of a store's manifest."""
+    """The intact part of a store's manifest."""
 
     run: str
     directories: tuple[Path, ...]

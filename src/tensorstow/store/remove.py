@@ -21,7 +21,7 @@ _COMPANIONS = ("-wal", "-shm", "-journal", "")  # the manifest last: it lists wh
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What would be removed, in this order, and what would stay."""
+    """The files to remove, in this order, and those that stay."""
 
     run: str
     generations: tuple[Summary, ...]

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class Transactions:
-    """The transactions of one store, and why it can make no more of them."""
+    """The transactions of one store, and the failure after which it refuses more."""
 
     def __init__(self, parts: Parts, space: StoreSpace, is_open: Callable[[], bool]) -> None:
         """Change the manifest of ``parts``, and the owners of bytes in ``space``."""

@@ -30,7 +30,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class GeminiResult:
-    """What one run of the example printed, and what more was measured."""
+    """The output of one run of the example, and measurements of it."""
 
     policy: str
     fraction: float

@@ -24,7 +24,7 @@ Announce = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run left."""
+    """The result of one run."""
 
     losses: tuple[float, ...]
     """Of each step, in fp64, which holds every loss exactly; those of a killed run's first life

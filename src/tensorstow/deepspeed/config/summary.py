@@ -13,7 +13,7 @@ _WIDEST = 40
 
 
 class SummaryLine(NamedTuple):
-    """A key as it is written, its value, and what becomes of it."""
+    """A key as it is written, its value, and how it is treated."""
 
     path: str
     value: str

@@ -25,7 +25,7 @@ _STAGGER = 3 * 4096
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where a tensor is in its piece's run of bytes, and what it is."""
+    """The place of a tensor in its piece's bytes, its dtype, shape and strides."""
 
     offset: int
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class TensorSlot:
 
 @dataclass(slots=True)
 class PackedEntry:
-    """An entry taken apart."""
+    """An entry of ``optimizer.state``, split into the part on disk and the rest."""
 
     resident: dict[str, Any] = field(default_factory=dict)
     """What stays in RAM, as it was."""

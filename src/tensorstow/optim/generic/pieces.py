@@ -83,7 +83,7 @@ class PartitionedParam:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedStates:
-    """What a parameter's states will take, found out without memory before its first step."""
+    """The predicted size of a parameter's states, before its first step."""
 
     entry: Mapping[str, Any]
     """Of the whole parameter, tensors without memory; empty if they cannot be predicted."""

@@ -10,7 +10,7 @@ from tensorstow.io.arena import Arena
 
 @dataclass(eq=False, slots=True)
 class RingBlock:
-    """Bytes of the ring that one piece has for a while."""
+    """Bytes of the ring that are allocated to one piece."""
 
     offset: int
     region: torch.Tensor

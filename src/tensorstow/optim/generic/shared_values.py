@@ -50,7 +50,7 @@ _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Parameters of one group to be stepped, each with what the optimizer keeps for it."""
+    """Parameters of one group to be stepped, each with its states."""
 
     group: Mapping[str, Any]
     entries: Sequence[tuple[torch.Tensor, dict[str, Any]]]
@@ -60,7 +60,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class SharedValues:
-    """What a step reads and changes beside parameters and their states."""
+    """Values that a step reads and changes beside parameters and their states."""
 
     groups: list[dict[str, Any]]
     own: dict[str, Any]

@@ -32,7 +32,7 @@ from tensorstow.states.traffic import Traffic
 
 
 class StateManager:
-    """Members by parameter, and the way of their pieces through memory."""
+    """Keeps the states of parameters and moves their pieces through memory."""
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What a plugin decides a plan by."""
+    """The inputs by which a plugin chooses a plan."""
 
     units: Sequence[Unit]
     sizes: Sizes
