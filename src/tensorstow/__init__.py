@@ -46,11 +46,11 @@ _OF_FSDP = {
     "save_safetensors": "tensorstow.fsdp.export",
     "stow": "tensorstow.fsdp.stow",
 }
-"""Names that are imported when they are asked for, and where they are."""
+"""Names that are imported on first use, and their modules."""
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs FSDP2 when it is asked for: that takes a second, and optimizers do not."""
+    """Import FSDP2's names on first use: that takes a second, and optimizers do not need it."""
     if name in _OF_FSDP:
         return getattr(import_module(_OF_FSDP[name]), name)
     message = f"module {__name__!r} has no attribute {name!r}"

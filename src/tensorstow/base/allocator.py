@@ -16,7 +16,7 @@ _THRESHOLD = 1 << 20
 
 
 def give_back_large_blocks() -> bool:
-    """Let blocks of a MiB and more go back when freed; return whether the C library can do that.
+    """Return freed blocks of a MiB and more to the system, if the C library supports it (True).
 
     Holds for the whole process, until it ends.
     """

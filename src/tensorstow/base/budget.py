@@ -26,7 +26,7 @@ class Budget:
     disk: int | str | None = None
 
     def __post_init__(self) -> None:
-        """Read the sizes; raises OptionError for what is no size."""
+        """Parse the sizes; raise OptionError for an invalid one."""
         for tier in ("device", "host", "disk"):
             given = getattr(self, tier)
             if given is not None:

@@ -34,7 +34,7 @@ class CoreShare:
 
 
 def part(total: int, ranks: int, rank: int | None) -> int:
-    """Return this rank's whole part of ``total``, at least 1; the first ranks have what is left."""
+    """Return this rank's part of ``total``, at least 1; the first ranks get the remainder."""
     more = rank is not None and rank < total % ranks
     return max(1, total // ranks + more)
 

@@ -139,7 +139,7 @@ class Plan:
             raise OptionError(message)
 
     def _refuse_idle(self) -> None:
-        """Raise OptionError for what would be accepted and change nothing."""
+        """Raise OptionError for options that would have no effect."""
         if self.states == Tier.DEVICE:
             message = (
                 'states="device" was given: states live on the host or on disk, wherever updates'

@@ -175,7 +175,7 @@ class Profile:
 
 
 def dtype_key(dtype: torch.dtype) -> str:
-    """Return what a profile calls a dtype.
+    """Return the name of a dtype in profiles.
 
     Args:
         dtype: The dtype.
@@ -184,7 +184,7 @@ def dtype_key(dtype: torch.dtype) -> str:
 
 
 def update_key(dtype: torch.dtype, state_format: str) -> str:
-    """Return what a profile calls the update of parameters of a dtype.
+    """Return the name of the update of parameters of a dtype in profiles.
 
     Args:
         dtype: Of the parameters, and of their gradients.
@@ -213,7 +213,7 @@ def identify_machine() -> dict[str, Any]:
 
 
 def cached_profile_path(machine: Mapping[str, Any] | None = None) -> Path:
-    """Return where the profile of a machine is kept.
+    """Return the path of a machine's cached profile.
 
     Args:
         machine: Its identity; None: this machine's.

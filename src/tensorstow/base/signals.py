@@ -63,7 +63,7 @@ class SignalsDeferred:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Put the handlers back, and let those run whose signals came."""
+        """Restore the handlers, and run those whose signals were received."""
         self._deferring = False
         raised = self._put_back()
         for number in dict.fromkeys(self._came):
@@ -75,7 +75,7 @@ class SignalsDeferred:
             raise raised
 
     def _put_back(self) -> BaseException | None:
-        """Put the handlers back; return what one of them raised meanwhile."""
+        """Restore the handlers; return the error that one of them raised, if any."""
         raised: BaseException | None = None
         for number, handler in self._handlers.items():
             for _ in range(2):  # a handler that is due runs, and may raise, before the exchange

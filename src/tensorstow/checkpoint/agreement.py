@@ -67,7 +67,7 @@ def snapshots(store: Store, ranks: Ranks) -> list[Summary]:
 
 
 def add_snapshot(store: Store, name: str, number: int | None, ranks: Ranks) -> None:
-    """Give a generation a name on all ranks; one that only some have is theirs no longer."""
+    """Name a generation on all ranks; drop the name where only some ranks have it."""
     what = f"snapshot({name!r})"
     _drop_unless_all(store, name, ranks, what)
     ranks.run_on_all(what, lambda: store.add_snapshot(name, number))
@@ -140,7 +140,7 @@ def _log_difference(kept: Sequence[Sequence[_Kept]], wanted: str | None) -> None
 
 
 def _begin_anew(store: Store, kept: Sequence[Sequence[_Kept]], ranks: Ranks) -> None:
-    """Forget a run's first commit that not all ranks made; RankError where more is missing."""
+    """Drop a first commit that not all ranks made; raise RankError if more is missing."""
     if any(len(each) > 1 or any(k.names or not k.first for k in each) for each in kept):
         found = "; ".join(
             f"rank {rank}: {', '.join(str(k.step) for k in each) or 'nothing'}"

@@ -51,7 +51,7 @@ class Commits:
         extra_checked: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        """Take names and buffers from ``module``, and from ``extra`` what the caller keeps.
+        """Commit names and buffers of ``module``, and the values that ``extra`` returns.
 
         ``ranks``: those that make each commit together.
         """
@@ -128,7 +128,7 @@ class Commits:
         return self.ranks.reporting_errors(f"the commit of step {self.step + 1}")
 
     def join(self, params: ParamTable) -> None:
-        """Wait until the commit under way, if any, is durable; raise what failed in it."""
+        """Wait until the commit under way, if any, is durable; raise its error if it failed."""
         if self._pending is None:
             return
         if self._owner != os.getpid():
@@ -238,7 +238,7 @@ class Commits:
         return finish
 
     def _warn_foreign(self, states: States) -> None:
-        """Warn once of what users keep in ``optimizer.state`` under keys that are no parameters."""
+        """Warn once about entries of ``optimizer.state`` under keys that are no parameters."""
         keys: Iterable[object] = states.keys()
         foreign = [key for key in keys if not isinstance(key, torch.Tensor)]
         if foreign and not self._warned_foreign:
@@ -279,21 +279,21 @@ class Commits:
                 _run_through(StepPlan([], [], rows, NO_SCALARS, commits=True), params)
 
     def resumed(self, generation: Generation, params: ParamTable) -> None:
-        """Go on behind a generation that was just loaded."""
+        """Continue from a generation that was just loaded."""
         self.step = self.committed = generation.step
         self.generation = generation.number
         self._last = time.monotonic()
         self.extents.resumed(params.store, storage_of(params))
 
     def close(self) -> None:
-        """Let the thread go. Idempotent."""
+        """End the thread. Idempotent."""
         if self._executor is not None and self._owner == os.getpid():
             self._executor.shutdown(wait=True)
             self._executor = None
 
 
 def in_commit_thread() -> bool:
-    """Return whether this thread makes commits: what it waits for must not be one."""
+    """Return whether this is the committing thread, which must not wait for a commit."""
     return getattr(_here, "commits", False)
 
 
@@ -302,7 +302,7 @@ def _begin_thread() -> None:
 
 
 def _run_through(plan: StepPlan, params: ParamTable) -> None:
-    """Let the pipeline go through a step without updates, which writes what the disk lacks."""
+    """Run a step without updates in the pipeline, which writes what is not on disk."""
     path = params.sides.path
     path.begin(plan)
     try:

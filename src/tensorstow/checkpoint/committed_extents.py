@@ -73,7 +73,7 @@ class CommittedExtents:
     def _write_changed(
         self, name: str, tensor: torch.Tensor, storage: StoreStorage
     ) -> TensorRecord:
-        """Write a tensor, whose bytes are in memory, unless they are what a commit has of it."""
+        """Write a tensor, unless the last commit has the same bytes."""
         held = shard_of(tensor).detach().cpu().contiguous()
         nbytes = held.numel() * held.element_size()
         # Both: batch_norm writes its statistics without incrementing the version counter.
@@ -86,7 +86,7 @@ class CommittedExtents:
         return self._tensors[name][1]
 
     def retarget(self, store: StateStore, storage: StoreStorage) -> None:
-        """Give every chunk whose extent is committed now another one to be written to."""
+        """Assign another extent for the next write to every chunk whose extent is now committed."""
         for record in self._temporary:
             storage.store.release(record.extent)
         self._temporary.clear()
@@ -103,21 +103,21 @@ class CommittedExtents:
             stored.target(chunk, free)
 
     def resumed(self, store: StateStore, storage: StoreStorage) -> None:
-        """Hold the chunks' extents of a generation that was just loaded, and no tensors'."""
+        """Hold the extents of the chunks of a generation that was just loaded."""
         for record in (*self._temporary, *(record for _, record in self._tensors.values())):
             storage.store.release(record.extent)
         self.forget()
         self._places = {chunk: store.pipeline.stored.place(chunk) for chunk in store.chunks}
 
     def forget(self) -> None:
-        """Forget what is held in a store that is left for another one."""
+        """Drop all extents: the run moves to another store."""
         self._tensors.clear()
         self._temporary.clear()
         self._places.clear()
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether all there is of a frozen parameter or a buffer are the bytes of its elements.
+    """Return whether a frozen parameter or buffer is a plain tensor whose bytes can be stored.
 
     A tensor made of others (quantised weights are) is put together by code that no commit keeps.
     """

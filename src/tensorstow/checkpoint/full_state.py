@@ -88,7 +88,7 @@ def lacks_states(entry: Mapping[str, Any], param: ManagedParam) -> bool:
 
 
 def without_placeholders(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is there of an entry of ``optimizer.state``, without what stands in."""
+    """Return an entry of ``optimizer.state`` without its placeholders."""
     return {name: value for name, value in entry.items() if not isinstance(value, StateOnDisk)}
 
 

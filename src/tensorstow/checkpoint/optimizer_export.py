@@ -47,7 +47,7 @@ class _Contents:
     """Members whose states are to be gathered, and what they are called."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor that is in memory."""
+        """Add a tensor that is in memory."""
         self.tensors[name] = tensor
         self.entries[name] = Entry(tensor.dtype, tuple(tensor.shape))
 
@@ -102,7 +102,7 @@ def _refuse_shards(groups: Groups) -> None:
 def state_dict_of(
     path: str | os.PathLike[str], groups: Groups, module: torch.nn.Module | None = None
 ) -> dict[str, Any]:
-    """Return what an optimizer's ``save_safetensors`` wrote as a ``state_dict``, of torch's too.
+    """Read a file of ``save_safetensors`` as a ``state_dict``, which torch's optimizers load too.
 
     Args:
         path: The file.
@@ -162,7 +162,7 @@ def _saved_groups(
 
 
 def _names(groups: Groups, module: torch.nn.Module | None) -> tuple[bool, list[list[str]]]:
-    """Return what parameters are called, group by group, and whether those are names."""
+    """Return the names of parameters by group, or their numbers, and whether they are names."""
     names = own_names(groups, module)
     if names is not None:
         return True, names
@@ -229,7 +229,7 @@ def _by_owner(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.
 def _match(
     path: Path, saved: Sequence[Sequence[str]], here: Sequence[Sequence[str]], *, by_name: bool
 ) -> list[str]:
-    """Return, for each parameter here in order, what the file calls it."""
+    """Return the file's name of each parameter here, in order."""
     refuse_other_groups(str(path), len(saved), len(here))
     for number, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
         if by_name and set(theirs) != set(ours):

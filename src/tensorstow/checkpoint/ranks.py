@@ -36,7 +36,7 @@ class Ranks:
 
     @classmethod
     def of(cls, parameters: Iterable[torch.Tensor], offload_policy: OffloadPolicy) -> "Ranks":
-        """Return the ranks that commit together what an optimizer of ``parameters`` keeps."""
+        """Return the ranks that commit the states of ``parameters`` together."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if (
             not several
@@ -51,7 +51,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Return whether there are no others."""
+        """Return whether this is the only rank."""
         return self._coordinator is None
 
     def in_rank_directory(self, offload_policy: OffloadPolicy) -> OffloadPolicy:
@@ -70,11 +70,11 @@ class Ranks:
         return replace(offload_policy, placement=replace(placement, directories=mine))
 
     def next_id(self) -> str | None:
-        """Return what all ranks call what they do together next; None for a process alone."""
+        """Return the common number of the next collective operation; None for a single process."""
         return None if self._coordinator is None else self._coordinator.next_id()
 
     def run_on_all(self, what: str, act: Callable[[], _T]) -> _T:
-        """Return what ``act`` does, once all ranks have done it.
+        """Run ``act`` on all ranks; return this rank's result when all have succeeded.
 
         Raises what it raises; RankError where another rank failed or does not come.
         """
@@ -84,12 +84,12 @@ class Ranks:
         return result
 
     def all_gather(self, what: str, value: object = None) -> list[Any]:
-        """Return the ``value`` (JSON) that each rank gave at ``what``, by rank."""
+        """Return each rank's ``value`` (JSON) for the operation ``what``, by rank."""
         return [value] if self._coordinator is None else self._coordinator.all_gather(what, value)
 
     @contextmanager
     def reporting_errors(self, what: str) -> Iterator[None]:
-        """Report what is raised inside to the ranks that will wait for this one at ``what``."""
+        """Report errors of the block to the ranks that will wait for this one at ``what``."""
         try:
             yield
         except BaseException as error:

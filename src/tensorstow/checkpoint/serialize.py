@@ -66,7 +66,7 @@ def extra_of(given: object) -> dict[str, Any]:
 
 
 def inflate(plain: object, tensor_at: Callable[[int], torch.Tensor]) -> Any:  # noqa: ANN401
-    """Return what ``flatten`` was given; ``tensor_at`` returns its tensors by number."""
+    """Rebuild the value given to ``flatten``; ``tensor_at`` returns its tensors by number."""
     if isinstance(plain, list):
         return [inflate(v, tensor_at) for v in plain]
     if not isinstance(plain, dict):
@@ -130,7 +130,7 @@ def _plain_dict(
 
 
 def _scalar(value: np.generic, where: str) -> list[str]:
-    """Return its dtype and its bytes: a float32 is not a float, and comes back as it was."""
+    """Return its dtype and bytes, so that a float32 is restored as a float32, not as a float."""
     if value.dtype.kind not in _SCALAR_KINDS:
         message = (
             f"{where} is a numpy scalar of dtype {value.dtype}: numbers, texts and times are kept."

@@ -71,7 +71,7 @@ def _with_earlier(found: Profile) -> Profile:
 
 @contextmanager
 def _progress() -> Iterator[Status]:
-    """Show what is measured on a terminal's standard error, and nothing elsewhere."""
+    """Show progress on standard error if it is a terminal."""
     console = make_console(to_stderr=True)
     console.quiet = not console.is_terminal
     with console.status("measuring") as status:

@@ -274,7 +274,7 @@ def _splits(
 def _search(
     request: PlanRequest, given: argparse.Namespace
 ) -> tuple[Found, MachineRates | None, str | None]:
-    """Return what was found, by rates where they are known, the rates, and why there are none."""
+    """Return the found plans, the rates, and why there are none, if so."""
     profile = read_profile(given.profile)
     if profile is None:
         why = "no profile of this machine: `tensorstow calibrate` makes one"
@@ -341,7 +341,7 @@ def _break_even(
 
 
 def _wear(plan: Plan, request: PlanRequest, tbw: str | None) -> dict[str, Any]:
-    """Return what a step reads and writes of the disk, and how many steps a drive lasts."""
+    """Return the disk traffic of a step, and how many steps a drive lasts."""
     work = work_of(plan, request.sizes, request.conditions)
     limit = None if tbw is None else parse_size(tbw, "--tbw")
     worn = limit // work.written if limit is not None and work.written else None

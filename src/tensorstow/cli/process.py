@@ -99,7 +99,7 @@ def say(pipe: TextIO, line: str) -> None:
 
 
 def kill_in_an_update(process: Process, behind: int, tell: Callable[[int, str], None]) -> None:
-    """Kill a training process in the first update behind a step.
+    """Kill a training process in the first update after a step.
 
     Args:
         process: It reports parts of steps by ``teller``.

@@ -216,7 +216,7 @@ class HybridAdam(CPUAdam):
         return True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
+        """Load a state dict of this class or ``torch.optim.Adam(W)``, without loss.
 
         Args:
             state_dict: As of ``AdamW``.

@@ -93,7 +93,7 @@ def choose_plan(
 
 
 def _device_limit(device: torch.device) -> int | None:
-    """Return what torch may allocate of an accelerator that is not used by others."""
+    """Return the bytes of an accelerator that torch may allocate beside other processes."""
     if device.type == "cpu":
         return None
     free, _ = torch.accelerator.get_memory_info(device)
@@ -103,7 +103,7 @@ def _device_limit(device: torch.device) -> int | None:
 def machine_budget(
     units: Iterable[Unit], device: torch.device, directory: str | os.PathLike[str] | None
 ) -> Budget:
-    """Return what one rank may use of this machine: parts of what is free now.
+    """Return one rank's budget on this machine: parts of the memory that is free now.
 
     Args:
         units: The model's, whose parameters' memory is free for them.
@@ -146,7 +146,7 @@ def _read(path: Path) -> str:
 
 
 def _agree(own: _Known, device: torch.device) -> _Known:
-    """Return what all ranks can use. Collective."""
+    """Return the minimum over all ranks. Collective."""
     if world_size() == 1:
         return own
     join_ranks(device)
@@ -180,7 +180,7 @@ def _search(
 
 
 def _log(found: Found, request: PlanRequest, *, origin: str) -> None:
-    """Log one table: what was chosen, what it holds, and why the others were not."""
+    """Log the chosen plan, its memory, and why the others were not chosen."""
     plan = found.chosen.plan
     lines = [f'plan="auto" chose {_name(plan)}, within the memory {origin}:']
     for tier, nbytes in bytes_of(plan, request.sizes, request.conditions).items():

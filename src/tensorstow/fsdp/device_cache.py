@@ -51,7 +51,7 @@ class DeviceCache(Generic[T]):
         _CACHES.add(self)
 
     def add(self, unit: T, nbytes: int) -> None:
-        """Take a unit, behind those that a forward uses before it.
+        """Add a unit, in the order in which a forward uses them.
 
         Args:
             unit: The unit.
@@ -77,7 +77,7 @@ class DeviceCache(Generic[T]):
         self._choose(other_bytes, "assumed")
 
     def measure(self) -> None:
-        """Choose by what torch has allocated at most. At the end of a step."""
+        """Choose by torch's peak of allocated bytes, at the end of a step."""
         self._steps += 1
         peak = torch.accelerator.max_memory_allocated(self._device)
         if self._steps < _STEPS or peak <= self._peak_bytes:

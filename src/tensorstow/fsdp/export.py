@@ -88,7 +88,7 @@ def save_safetensors(
 
 
 def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write what ``save_safetensors`` writes to one file of any name, without a configuration.
+    """Write a model like ``save_safetensors``, to one file of any name and without a configuration.
 
     Call it on every rank; rank 0 writes. It returns when the file is durable.
 
@@ -117,7 +117,7 @@ def _prepare(folder: Path) -> Exception | None:
 
 
 def _run_state_dict_pre_hooks(model: nn.Module) -> None:
-    """Do what ``state_dict()`` does before it reads: wait for updates, reshard."""
+    """Run the hooks of ``state_dict()`` that precede a read: wait for updates, reshard."""
     for module in model.modules():
         for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001
             hook(module, "", False)  # noqa: FBT003  # torch's own call
@@ -156,7 +156,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _write(
     shards: Sequence[_Shard], rank: int, folder: Path, failure: Exception | None
 ) -> Exception | None:
-    """Write as many files at once as there are writers, this rank the one of its number.
+    """Write files in parallel, each by one rank.
 
     Returns what failed, for the other ranks wait for every tensor's gather.
     """
@@ -187,7 +187,7 @@ def _in_turns(shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, str]]:
 
 
 def _finish(model: nn.Module, folder: Path, shards: Sequence[_Shard]) -> Exception | None:
-    """Write the index where there are several files, and remove what an earlier set has more.
+    """Write the index of several files, and remove surplus files of an earlier export.
 
     And the configuration, where the model has one.
     """
@@ -212,7 +212,7 @@ def _finish(model: nn.Module, folder: Path, shards: Sequence[_Shard]) -> Excepti
 
 
 def write_configuration(model: nn.Module, folder: Path) -> None:
-    """Write what ``save_pretrained`` of transformers writes beside weights.
+    """Write the configuration files of transformers' ``save_pretrained``.
 
     Args:
         model: A model; one that is not of transformers has no configuration.
@@ -232,7 +232,7 @@ def write_configuration(model: nn.Module, folder: Path) -> None:
 def _raise_on_every_rank(
     failure: Exception | None, folder: Path, group: dist.ProcessGroup | None
 ) -> None:
-    """Raise on every rank what failed on one."""
+    """Raise an error of one rank on every rank."""
     failures: list[str | None] = [None]
     if group is not None:
         failures *= dist.get_world_size(group)

@@ -9,7 +9,7 @@ import torch
 
 
 def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
-    """Let autograd sum the gradients of several backward passes in fp32.
+    """Make autograd sum the gradients of several backward passes in fp32.
 
     Within one backward they keep the gradient's dtype, as FSDP2's do.
 

@@ -79,7 +79,7 @@ class HostSum:
         return self.memory
 
     def query(self) -> bool:
-        """Return whether the elements are complete; adds what was copied meanwhile."""
+        """Return whether the elements are complete; add pieces whose copies are complete."""
         if self.pending and self._queue is not None:
             self._queue.poll()
         if self._copied is not None and self._copied.query():
@@ -213,7 +213,7 @@ class D2HQueue:
         return total
 
     def add(self, total: HostSum, gradient: torch.Tensor, alpha: float) -> None:
-        """Begin copying a later micro-batch's gradient, to be added when it is there.
+        """Begin copying a later micro-batch's gradient, to be added when the copy is complete.
 
         Args:
             total: What ``copy`` returned for the first one.
@@ -232,7 +232,7 @@ class D2HQueue:
         self.poll()
 
     def poll(self) -> None:
-        """Add what was copied and begin further copies, without waiting."""
+        """Add pieces whose copies are complete and begin further copies, without waiting."""
         with SignalsDeferred(), self._lock:
             while self._in_flight and self._in_flight[0].complete.query():
                 self._complete_first()
@@ -257,7 +257,7 @@ class D2HQueue:
     # --- inside, where no signal's handler comes ---
 
     def _complete_first(self) -> None:
-        """Add what the first copy brought; the device's memory is freed with the last piece."""
+        """Add the piece of the oldest copy; the device's memory is freed with the last piece."""
         copy = self._in_flight[0]
         gradient = copy.gradient
         if copy.buffer is not None:
@@ -337,7 +337,7 @@ class HostGradient(OffloadedGradient):
 
     @property
     def copied(self) -> HostSum:
-        """The end of the copies, behind which ``memory`` has the elements."""
+        """The event of the copies, after which ``memory`` has the elements."""
         return self.host
 
     @property
@@ -393,7 +393,7 @@ class HostGradient(OffloadedGradient):
 
 
 def _is_micro_batch(total: HostGradient, other: object) -> bool:
-    """Return whether FSDP2 adds what backward has just made, and not a user something else."""
+    """Return whether FSDP2 adds a micro-batch's gradient, and not a user something else."""
     return (
         isinstance(other, torch.Tensor)
         and other.shape == total.shape
@@ -402,7 +402,7 @@ def _is_micro_batch(total: HostGradient, other: object) -> bool:
 
 
 def _mutated_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """Return what ``func``, which has written to one of these, is to return."""
+    """Return the result of an in-place ``func``: the argument that it has written."""
     if not func._schema.returns:  # noqa: SLF001  # of lists
         return None
     return kwargs.get("out", args[0])
@@ -452,7 +452,7 @@ class PinnedBufferPool(PinnedBuffer):
     """
 
     def __init__(self, link: DeviceLink) -> None:
-        """Hold no memory yet."""
+        """Begin without memory."""
         super().__init__(torch.empty(0, dtype=torch.uint8, device="cpu"))
         self._link = link
         self._blocks: list[PinnedBlock] = []  # pinned as long as this lives
@@ -532,7 +532,7 @@ class UnshardedOffload:
         behind(self._take)
 
     def _set_aside(self, _: torch.Tensor) -> None:
-        """Take what was offloaded out of ``.grad``: autograd would add to it on the device."""
+        """Remove an offloaded gradient from ``.grad``: autograd would add to it on the device."""
         parameter = self._known()
         self._sum = None  # that of a backward which an exception ended
         if parameter is not None and isinstance(parameter.grad, HostGradient):
@@ -599,7 +599,7 @@ class GradientOffload:
         self.register_unfrozen()
 
     def register(self, model: torch.nn.Module) -> None:
-        """Look before every forward of ``model`` for parameters that were unfrozen since."""
+        """Register parameters that were unfrozen, before every forward of ``model``."""
         model.register_forward_pre_hook(self.register_unfrozen, prepend=True)
         _OFFLOADS[model] = self
 

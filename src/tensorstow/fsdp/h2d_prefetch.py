@@ -330,7 +330,7 @@ class H2DPrefetcher:
         *,
         is_gathered_twice: bool = True,
     ) -> None:
-        """Take a unit. All units are added before the first all-gather.
+        """Add a unit, before the first all-gather.
 
         Args:
             shards: The unit's shards; none: nothing is added.
@@ -386,7 +386,7 @@ class H2DPrefetcher:
         return weight
 
     def record_copied(self, shard: ShardStorage) -> None:
-        """Learn that the caller's stream is behind its copies of what it was given of ``shard``."""
+        """Record that the caller's stream has read the copy of ``shard``."""
         with self._alone():
             copied = self._copies.get(self._units[id(shard)])
             if copied is None or id(shard) not in copied.gathered:
@@ -419,7 +419,7 @@ class H2DPrefetcher:
 
     @torch.no_grad()
     def prefetch(self) -> None:
-        """Begin copying what the next forward begins with."""
+        """Begin copying the first units of the next forward."""
         with self._alone():
             self._in_backward = False
             self._prefetch_following()
@@ -450,7 +450,7 @@ class H2DPrefetcher:
     # --- inside ---
 
     def _record_all_gather(self, unit: _Unit) -> None:
-        """Learn that ``unit`` is gathered now, and prefetch those that follow."""
+        """Record the gather of ``unit``, and prefetch the units that follow."""
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # as FSDP2 asks
         if in_backward != self._in_backward:
             self._in_backward = in_backward
@@ -514,7 +514,7 @@ class H2DPrefetcher:
         return self._has_own(copied) and not updated
 
     def _release(self, copied: _Copied) -> None:
-        """Let the buffer be filled again, behind what the caller's stream was given so far."""
+        """Free the buffer for the next copy, behind the work of the caller's stream."""
         del self._copies[copied.unit]
         if copied.gathered:
             copied.buffer.ready = self.link.record_event()
@@ -525,7 +525,7 @@ def _versions_of(unit: _Unit) -> list[int]:
 
 
 def _copy_and_wait(shard: ShardStorage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy a shard at once: FSDP2 gathers more units ahead than there are buffers."""
+    """Copy a shard synchronously: FSDP2 gathers more units ahead than there are buffers."""
     with shard.access(write=False):
         given = shard.padded.to(device, dtype)
     shard.bytes_up += given.nbytes
@@ -533,5 +533,5 @@ def _copy_and_wait(shard: ShardStorage, dtype: torch.dtype, device: torch.device
 
 
 def h2d_prefetcher_of(model: nn.Module) -> H2DPrefetcher | None:
-    """Return what copies the shards of ``model`` to a device; None where nothing does."""
+    """Return the prefetcher of ``model``; None if there is none."""
     return found_in(_PREFETCHERS, model)

@@ -99,7 +99,7 @@ class InitialValues:
         return {n: reader_of(p) for n, p in unit.parameters.items()}
 
     def fill(self, units: Iterable[Unit], aliases: Mapping[str, list[str]]) -> None:
-        """Put values into parameters that stay whole. Collective, without files.
+        """Fill parameters that stay unsharded. Collective, without files.
 
         Args:
             units: The units; parameters on the meta device get memory on the CPU.
@@ -117,7 +117,7 @@ class InitialValues:
                     parameter.detach().copy_(values)
 
     def buffers(self, model: nn.Module) -> None:
-        """Give buffers their values: from the files, or the first rank's. Collective.
+        """Fill buffers: from the files, or with the first rank's values. Collective.
 
         Args:
             model: Its buffers on the meta device that are in no file are initialized.
@@ -147,7 +147,7 @@ class InitialValues:
 
     @contextmanager
     def _same_random_state(self) -> Iterator[None]:
-        """Give every rank the first one's random numbers inside, and its own again behind."""
+        """Use the first rank's random state on every rank inside the block, and restore it."""
         if self._group is None:
             yield
             return
@@ -159,7 +159,7 @@ class InitialValues:
 
 
 def initialize_unit(unit: Unit, init: Init | None) -> None:
-    """Give memory on the CPU to the unit's modules that are on the meta device, and first values.
+    """Allocate and initialize the unit's modules that are on the meta device, on the CPU.
 
     Args:
         unit: The unit; its parameters keep their identity.
@@ -190,7 +190,7 @@ def initialize_unit(unit: Unit, init: Init | None) -> None:
 
 
 def initialize_buffers(module: nn.Module, name: str, init: Init | None) -> None:
-    """Give values to the buffers of a module that are on the meta device.
+    """Initialize the buffers of a module that are on the meta device.
 
     Args:
         module: The module.
@@ -257,7 +257,7 @@ def _no_initializer_error(module: nn.Module, name: str) -> OptionError:
 
 
 def _allocate_buffers(module: nn.Module) -> list[str]:
-    """Give memory to buffers on the meta device; return the names of those."""
+    """Allocate buffers that are on the meta device; return their names."""
     names = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
     for name in names:
         buffer = module.get_buffer(name)

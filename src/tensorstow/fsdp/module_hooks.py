@@ -55,14 +55,14 @@ _WITHOUT_TENSORS = (
 
 
 def register_output_hooks(model: nn.Module) -> None:
-    """Search what the units of a sharded model return for tensors that FSDP2 would not see."""
+    """Search the outputs of a sharded model's units for tensors that FSDP2 would not see."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.register_forward_hook(_post_forward, prepend=True)
 
 
 def guard_modules(model: nn.Module) -> None:
-    """Let submodules of a sharded model be called by themselves; refuse copies, casts and resizes.
+    """Support calls of a sharded model's submodules; refuse copies, casts and resizes.
 
     Args:
         model: What FSDP2 has sharded. A refused call raises OptionError.
@@ -121,7 +121,7 @@ def _tensors(
     known: set[int],
     is_hidden: bool = False,  # noqa: FBT001, FBT002
 ) -> Iterator[tuple[Any, bool]]:
-    """Yield tensors that gradients come to, each with whether FSDP2 may not see it."""
+    """Yield tensors that need gradients, each with whether FSDP2 may miss it."""
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None and id(value) not in known:
             known.add(id(value))
@@ -203,7 +203,7 @@ def _pre_forward_of_submodule(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Unshard what ``submodule`` needs, where the model's forward has not done so."""
+    """Unshard the parameters of ``submodule`` if it is called outside of the model's forward."""
     if isinstance(getattr(submodule, own), DTensor):
         _unshard_for_call(known(), name, submodule, (*args, *kwargs.values()))
 
@@ -251,7 +251,7 @@ def _apply_if_unchanged(
     fn: Callable[[Any], Any],
     *args: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """Do what torch does where ``fn`` changes no parameter; else raise OptionError."""
+    """Apply ``fn`` like torch if it changes no parameter; else raise OptionError."""
     module: Any = known()
     for kind in {(p.dtype, p.device, p.dim()) for p in module.parameters()}:
         # Two in each dimension: a tensor of one element has every memory format.
@@ -273,7 +273,7 @@ def _resize_embeddings(
     pad_to_multiple_of: int | None = None,
     **given: Any,  # noqa: ANN401  # transformers' own
 ) -> Any:  # noqa: ANN401
-    """Do what transformers does where the size stays; else raise OptionError."""
+    """Act like transformers if the size does not change; else raise OptionError."""
     model: Any = known()
     size = model.get_input_embeddings().weight.shape[0]
     if pad_to_multiple_of is not None or new_num_tokens not in {None, size}:
@@ -287,7 +287,7 @@ def _resize_embeddings(
 
 
 def _set_embeddings(known: "weakref.ref[nn.Module]", which: str, value: object) -> None:
-    """Do nothing where ``value`` is what the model has; else raise OptionError."""
+    """Do nothing if ``value`` is the model's own module; else raise OptionError."""
     model: Any = known()
     if value is not getattr(model, f"get_{which}_embeddings")():
         message = (

@@ -24,7 +24,7 @@ _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"}
 
 
 def groups_of(optimizer: Optimizer) -> Groups:
-    """Return the groups of an optimizer, with every key but what chooses among torch's kernels.
+    """Return the groups of an optimizer, without the keys that select torch's kernels.
 
     Args:
         optimizer: The optimizer.

@@ -54,7 +54,7 @@ class PretrainedFiles:
         self._path = path
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor called ``name``."""
+        """Return whether the files have a tensor called ``name``."""
         return name in self._origins
 
     def reader(self, names: list[str], like: torch.Tensor) -> RowReader:
@@ -135,7 +135,7 @@ def _files_of_index(index: Path) -> list[Path]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; raise StoreFormatError where it is none, or not there."""
+    """Open a safetensors file; raise StoreFormatError if it is none or does not exist."""
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
@@ -192,7 +192,7 @@ def _convert_keys(
     conversions: Iterable[Any],
     theirs: Any,  # noqa: ANN401  # transformers.core_model_loading
 ) -> dict[str, Origin]:
-    """Return what is renamed or made, as ``from_pretrained`` would have it."""
+    """Return the origins of renamed and converted tensors, as in ``from_pretrained``."""
     renamings = [c for c in conversions if isinstance(c, theirs.WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, theirs.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
@@ -221,7 +221,7 @@ def _origins_by(
     converter: Any,  # noqa: ANN401  # a WeightConverter
     shapes: Mapping[str, Sequence[int]],
 ) -> dict[str, Origin]:
-    """Return what ``converter`` makes of ``sources``, each with the pattern that it matched."""
+    """Return the origins of the tensors that ``converter`` makes of ``sources``."""
 
     def convert(read: Read) -> dict[str, torch.Tensor]:
         fresh = deepcopy(converter)

@@ -49,7 +49,7 @@ class ParameterBytes:
 
 
 def parameter_bytes(model: nn.Module) -> ParameterBytes:
-    """Return what a model's parameters hold and have moved on this rank.
+    """Return the bytes that a model's parameters hold and have moved on this rank.
 
     Args:
         model: A model that ``stow`` placed. Of any other all counts are 0.
@@ -113,21 +113,21 @@ class ParameterPart:
         self._pools: list[BufferPool] = list({id(pool): pool for pool in pools}.values())
 
     def start_log(self, log: TransferLog) -> None:
-        """Put transfers, and waits for them, into ``log`` from now on."""
+        """Log transfers, and waits for them, to ``log`` from now on."""
         for link in self._links:
             link.start_log(log)
         for pool in self._pools:
             pool.start_log(log)
 
     def end_log(self) -> None:
-        """Put the rest into the log, and log no more."""
+        """Log the rest, and stop logging."""
         for link in self._links:
             link.end_log()
         for pool in self._pools:
             pool.end_log()
 
     def held(self) -> Mapping[str, Callable[[], int]]:
-        """Return what counts the memory of weights that are read from disk."""
+        """Return counters of the memory of weights that are read from disk."""
         if not self._pools:
             return {}
         return {"buffer pool": lambda: sum(pool.held_bytes for pool in self._pools)}
@@ -151,7 +151,7 @@ class ParameterPart:
         return self._step
 
     def compared(self, memory: StateMemory) -> list[Compared]:
-        """Return what the plan predicts, beside what is there.
+        """Return the plan's predictions beside the measured bytes.
 
         Args:
             memory: What the optimizer's states hold.

@@ -33,7 +33,7 @@ class ShardStorage(ABC):
     """The disk-backed buffer that the bytes are in; None: they stay in host memory."""
 
     def __init__(self, padded: torch.Tensor, rows: int) -> None:
-        """Take memory that holds the shard.
+        """Use the memory of the shard.
 
         Args:
             padded: Contiguous host memory, of shape (rows of every rank's shard, ...).
@@ -94,7 +94,7 @@ class HostShard(ShardStorage):
     """A shard that stays in host memory."""
 
     def __init__(self, padded: torch.Tensor, rows: int, block: PinnedBlock | None = None) -> None:
-        """Take memory that holds the shard.
+        """Use the memory of the shard.
 
         Args:
             padded: Contiguous host memory, of shape (rows of every rank's shard, ...).
@@ -146,7 +146,7 @@ class DiskShard(ShardStorage):
     def __init__(
         self, padded: torch.Tensor, rows: int, buffer: PooledBuffer, prefetcher: "Prefetcher"
     ) -> None:
-        """Take a part of ``buffer``.
+        """Use a part of ``buffer``.
 
         Args:
             padded: A tensor over the buffer's memory, of shape (rows of every rank's shard, ...).
@@ -208,7 +208,7 @@ class UseOrder(Generic[T]):
         self._next: dict[tuple[T | None, T | None], T] = {}
 
     def record(self, used: T) -> None:
-        """Learn that ``used`` came behind the last two."""
+        """Record that ``used`` followed the last two."""
         self._next[self.last] = used
         self.last = (self.last[1], used)
 
@@ -241,12 +241,12 @@ class Prefetcher:
         self.record_use(buffer)
 
     def unpin(self, buffer: PooledBuffer) -> None:
-        """Let ``buffer`` leave memory. Idempotent."""
+        """Unpin ``buffer``. Idempotent."""
         if buffer is self._pinned:
             self._unpin()
 
     def record_use(self, buffer: PooledBuffer) -> None:
-        """Learn that ``buffer`` is used now, and begin reading those that follow."""
+        """Record the use of ``buffer``, and begin reading those that follow."""
         if buffer is self._order.last[1]:
             return
         self._order.record(buffer)

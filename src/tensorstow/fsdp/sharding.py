@@ -45,7 +45,7 @@ def current_device() -> torch.device:
 
 
 def world_size() -> int:
-    """Return how many ranks there are, also before a process group is made."""
+    """Return the number of ranks, also before a process group exists."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1

@@ -240,7 +240,7 @@ class BufferPool:
                     buffer.seen_over = now
 
     def _make_room(self, nbytes: int, *, wait: bool) -> bool:
-        """Drop what was not used for longest, until ``nbytes`` more fit; return whether they do.
+        """Evict the least recently used buffers until ``nbytes`` more fit; return whether they do.
 
         What is still being written is waited for, or without ``wait`` passed over, as are the two
         used last: in a backward, one is computed with and the other will be updated.

@@ -44,32 +44,32 @@ class DeviceLink(Protocol):
 
     @property
     def bytes_down(self) -> int:
-        """Return what went device to host, by the links beside this one too."""
+        """Return the bytes copied from device to host, including links made by ``beside``."""
 
     @property
     def bytes_up(self) -> int:
-        """Return what went host to device, likewise."""
+        """Return the bytes copied from host to device, including links made by ``beside``."""
 
     def record_event(self) -> DeviceEvent:
-        """Return an event behind everything that the caller's stream was given so far."""
+        """Record an event in the caller's stream, after all its work so far."""
 
     def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
-        """Copy device to host when ``after`` is over; return an event behind it, at once.
+        """Start a copy from device to host behind the events ``after``; return its event.
 
         The sources must live until that event is over.
         """
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
-        """Copy host to device when ``after`` is over; return an event behind it, at once.
+        """Start a copy from host to device behind the events ``after``; return its event.
 
         The sources must not change until that event is over.
         """
 
     def join(self, event: DeviceEvent) -> None:
-        """Let what the caller's stream is given from now on wait for ``event``."""
+        """Make the caller's stream wait for ``event``."""
 
     def update_stream(self) -> AbstractContextManager[object]:
-        """Let the caller's stream be, inside, one of the link's own, for updates."""
+        """Make a stream of the link the current stream inside the block, for updates."""
 
     def beside(self) -> "DeviceLink":
         """Return a link with streams of its own, whose work and bytes count as this one's too."""
@@ -78,10 +78,10 @@ class DeviceLink(Protocol):
         """Return when no copy and no update is under way, of the links beside this one too."""
 
     def start_log(self, log: TransferLog) -> None:
-        """Put copies into ``log`` from now on."""
+        """Log copies to ``log`` from now on."""
 
     def end_log(self) -> None:
-        """Put the rest into the log, and log no more."""
+        """Log the rest, and stop logging."""
 
 
 class StreamLink:
@@ -100,27 +100,27 @@ class StreamLink:
 
     @property
     def bytes_down(self) -> int:
-        """Return what went device to host, by the links beside this one too."""
+        """Return the bytes copied from device to host, including links made by ``beside``."""
         return self._bytes_down + sum(link.bytes_down for link in self._beside)
 
     @property
     def bytes_up(self) -> int:
-        """Return what went host to device, likewise."""
+        """Return the bytes copied from host to device, including links made by ``beside``."""
         return self._bytes_up + sum(link.bytes_up for link in self._beside)
 
     def record_event(self) -> DeviceEvent:
-        """Return an event behind everything that the caller's stream was given so far."""
+        """Record an event in the caller's stream, after all its work so far."""
         return torch.accelerator.current_stream(self.device).record_event()
 
     def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
-        """Copy device to host when ``after`` is over; return an event behind it, at once."""
+        """Start a copy from device to host behind the events ``after``; return its event."""
         for event in after:
             self._d2h_stream.wait_event(_torch_event(event))
         self._bytes_down += self._copy(DOWN, pairs, self._d2h_stream)
         return self._d2h_stream.record_event()
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
-        """Copy host to device when ``after`` is over; return an event behind it, at once."""
+        """Start a copy from host to device behind the events ``after``; return its event."""
         for event in after:
             self._h2d_stream.wait_event(_torch_event(event))
         self._bytes_up += self._copy(UP, pairs, self._h2d_stream)
@@ -130,11 +130,11 @@ class StreamLink:
         return self._h2d_stream.record_event()
 
     def join(self, event: DeviceEvent) -> None:
-        """Let what the caller's stream is given from now on wait for ``event``."""
+        """Make the caller's stream wait for ``event``."""
         torch.accelerator.current_stream(self.device).wait_event(_torch_event(event))
 
     def update_stream(self) -> AbstractContextManager[object]:
-        """Let the caller's stream be, inside, one of the link's own, for updates."""
+        """Make a stream of the link the current stream inside the block, for updates."""
         return self._update_stream
 
     def beside(self) -> DeviceLink:
@@ -154,13 +154,13 @@ class StreamLink:
         self._h2d_stream.synchronize()
 
     def start_log(self, log: TransferLog) -> None:
-        """Put copies into ``log`` from now on, by the device's clock."""
+        """Log copies to ``log`` from now on, timed by the device."""
         self._log = (CopyTimes(self.device), log)
         for link in self._beside:
             link.start_log(log)
 
     def end_log(self) -> None:
-        """Put the rest into the log, and log no more."""
+        """Log the rest, and stop logging."""
         logged, self._log = self._log, None
         if logged is not None:
             times, log = logged
@@ -169,7 +169,7 @@ class StreamLink:
             link.end_log()
 
     def _copy(self, lane: str, pairs: Pairs, stream: torch.Stream) -> int:
-        """Give the copies to ``stream``, timed while there is a log; return their bytes."""
+        """Enqueue the copies in ``stream``, timed if there is a log; return their bytes."""
         if self._log is None:
             return _copy(pairs, stream)
         times = self._log[0]
@@ -187,7 +187,7 @@ def _torch_event(event: DeviceEvent) -> torch.Event:
 
 
 def _copy(pairs: Pairs, stream: torch.Stream) -> int:
-    """Give the copies to ``stream``; return their bytes."""
+    """Enqueue the copies in ``stream``; return their bytes."""
     with stream:
         for to, source in pairs:
             to.copy_(source, non_blocking=True)
@@ -198,7 +198,7 @@ class PlainLink:
     """A link to a device that is the CPU itself."""
 
     def __init__(self) -> None:
-        """Have moved nothing yet."""
+        """Begin with counters at zero."""
         self.device = torch.device("cpu")
         self.bytes_down = 0
         self.bytes_up = 0
@@ -228,14 +228,14 @@ class PlainLink:
         return nullcontext()
 
     def beside(self) -> DeviceLink:
-        """Return this one: no copy is ever behind another."""
+        """Return this link: copies on the CPU do not wait for each other."""
         return self
 
     def synchronize(self) -> None:
         """Return: nothing is ever under way."""
 
     def start_log(self, log: TransferLog) -> None:
-        """Put copies into ``log`` from now on."""
+        """Log copies to ``log`` from now on."""
         self._log = log
 
     def end_log(self) -> None:
@@ -274,7 +274,7 @@ def is_remote(tensor: torch.Tensor) -> bool:
 
 
 def is_away(device: torch.device) -> bool:
-    """Return whether what computes on ``device`` has memory of its own."""
+    """Return whether ``device`` has memory of its own."""
     return device.type != "cpu"
 
 

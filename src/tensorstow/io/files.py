@@ -99,7 +99,7 @@ class File:
         reserve(self.fd, self.path.parent, nbytes)
 
     def close(self) -> None:
-        """Wait for what is in flight, then close the descriptor. Idempotent.
+        """Wait for transfers in flight, then close the descriptor. Idempotent.
 
         In a forked child nothing of its own is in flight: only its copy of the descriptor goes.
         """

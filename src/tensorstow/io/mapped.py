@@ -65,7 +65,7 @@ class PieceFile:
         return moved
 
     def map(self) -> "Mapped":
-        """Return the file as memory: what is written there goes to the file."""
+        """Map the file to memory; writes to the memory go to the file."""
         return Mapped(self._fd, self.nbytes, mmap.ACCESS_WRITE)
 
     def sync(self) -> None:
@@ -105,7 +105,7 @@ class Mapped:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Map a file that exists; what is written to the memory stays in this process."""
+        """Map an existing file; writes to the memory are private to this process."""
         with named("File", path), path.open("rb") as file:
             return cls(file.fileno(), os.fstat(file.fileno()).st_size, mmap.ACCESS_COPY)
 

@@ -44,7 +44,7 @@ class PinnedBlock:
     """
 
     def __init__(self, nbytes: int, device: torch.device, synchronize: Callable[[], None]) -> None:
-        """Take the memory; ``synchronize`` returns when no copy uses it, called before it goes.
+        """Allocate; ``synchronize`` is called before the memory is freed, and waits for copies.
 
         Raises BudgetError where the system has no room.
         """
@@ -125,7 +125,7 @@ def _pinned(nbytes: int, device: torch.device) -> tuple[_Memory, str | None]:
 def _pinned_by(
     runtime: object | None, nbytes: int, device: torch.device
 ) -> tuple[_Memory, str | None]:
-    """Return what ``_pinned`` does, from the driver or torch's allocator; nothing is counted."""
+    """Allocate like ``_pinned``, by the driver or torch's allocator, without counting."""
     if runtime is not None:
         memory = _Memory(_pageable(nbytes), device)
         refused = register(memory.bytes.data_ptr(), nbytes, device)
@@ -154,12 +154,12 @@ def register(address: int, nbytes: int, device: torch.device) -> str | None:
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Unpin what ``register`` pinned; no copy may use it any more."""
+    """Unpin memory that ``register`` pinned; no copy may use it any more."""
     _runtime(device).cudaHostUnregister(address)
 
 
 def _runtime(device: torch.device) -> Any:  # noqa: ANN401  # a compiled module that has no types
-    """Return what registers host memory for ``device``; None: nothing does."""
+    """Return the runtime that registers host memory for ``device``; None: there is none."""
     cudart = getattr(torch.get_device_module(device), "cudart", None)
     return None if cudart is None else cudart()
 

@@ -90,7 +90,7 @@ class ScratchFiles:
         return self.files[extent.file].write(memory, extent.offset)
 
     def close(self) -> None:
-        """Wait for what is in flight and drop the files. Idempotent."""
+        """Wait for transfers in flight, then close the files. Idempotent."""
         for file in self.files:
             file.close()
 

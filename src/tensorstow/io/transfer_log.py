@@ -28,7 +28,7 @@ class TransferLog:
         self.dropped = 0
 
     def add(self, transfer: LoggedTransfer) -> None:
-        """Keep an entry, where there is room."""
+        """Keep an entry if the log is not full."""
         if len(self.transfers) < _MOST:
             self.transfers.append(transfer)
         else:

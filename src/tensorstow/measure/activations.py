@@ -119,7 +119,7 @@ class _Traced:
     calls: int
 
     def extended(self, deeper: "_Traced", layers: int) -> "_Traced":
-        """Return what as many ``layers`` more make of it as ``deeper`` has one more."""
+        """Extrapolate to ``layers`` more layers by ``deeper``, which has one more."""
         return _Traced(
             self.early + layers * (deeper.early - self.early),
             max(self.late, deeper.late),
@@ -151,7 +151,7 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
     """The most bytes after any operation, and what operations there were."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Follow ``module``, whose parameters and buffers are there already."""
+        """Trace ``module``, whose parameters and buffers exist already."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch is untyped here
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._gradients = sum(p.nbytes for p in self._trained)
@@ -204,7 +204,7 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         self.held += nbytes
 
     def _count(self, func: Any, given: Any, result: Any) -> None:  # noqa: ANN401  # torch's own
-        """Count an operation, what it holds, and the bytes that it moves unless it is a product."""
+        """Count an operation, its memory, and the bytes that it moves unless it is a product."""
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._follow(value.untyped_storage())

@@ -36,7 +36,7 @@ Pattern = Literal["read", "write", "mixed"]
 
 
 def measure_directory(directory: Path, seconds: float = 4.0) -> DirectoryRates:
-    """Return what a directory's disk reads and writes per second.
+    """Return the rates of reads and writes of a directory's disk.
 
     It writes to a file without a name, of at most 2 GiB and a quarter of what is free: nothing is
     left when the process ends, however it ends.

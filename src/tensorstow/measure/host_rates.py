@@ -70,7 +70,7 @@ def measure_updates(seconds: float = 1.0) -> dict[str, float]:
 
 
 def measure_compute(device: torch.device, seconds: float = 1.5) -> ComputeRates:
-    """Return what forward and backward run at on a device.
+    """Return the rates of forward and backward on a device.
 
     Args:
         device: The CPU, or an accelerator.

@@ -142,7 +142,7 @@ class Core:
         return self.commits.step - (self.commits.committed or 0)
 
     def refuse_lack_of_extra(self, what: str, extra: Extra | None) -> None:
-        """Raise OptionError where ``what`` would go on without the extra that commits have."""
+        """Raise OptionError if ``what`` would commit without the extra of earlier commits."""
         if extra is not None:
             check_extra(extra)
         elif self._lacks_extra():
@@ -210,7 +210,7 @@ _LIVING: "weakref.WeakValueDictionary[int, Core]" = weakref.WeakValueDictionary(
 
 
 def _finish_all() -> None:
-    """End what is alive when the interpreter ends.
+    """Finish all cores that are alive at the interpreter's exit.
 
     Threads that are not daemons are over by then. Exit functions run last in, first out: those of
     users run before, and may still use their optimizers.

@@ -33,13 +33,13 @@ class RecordedPart(Protocol):
     """A part of a run with transfers of its own: links, weights on disk."""
 
     def start_log(self, log: TransferLog) -> None:
-        """Put transfers, and waits for them, into ``log`` from now on."""
+        """Log transfers, and waits for them, to ``log`` from now on."""
 
     def end_log(self) -> None:
-        """Put the rest into the log, and log no more."""
+        """Log the rest, and stop logging."""
 
     def held(self) -> Mapping[str, Callable[[], int]]:
-        """Return what counts bytes held over time: reads of a number, called in another thread."""
+        """Return counters of bytes held over time; they are called in another thread."""
 
     def moved(self) -> Mapping[str, int]:
         """Return the bytes moved so far, by kind; "written" marks kinds that go to disk."""
@@ -48,7 +48,7 @@ class RecordedPart(Protocol):
         """Return the bytes that it has on disk."""
 
     def compared(self, memory: StateMemory) -> list[Compared]:
-        """Return what a plan predicts, beside what is there."""
+        """Return a plan's predictions beside the measured bytes."""
 
     def predicted(self) -> PredictedStep | None:
         """Return what a plan predicts of a step; None: nothing."""
@@ -83,15 +83,15 @@ class LinkPart(StatesPart):
     """The link that gradients and new weights of an optimizer's parameters go over."""
 
     def __init__(self, link: DeviceLink) -> None:
-        """Take the link."""
+        """Use the link."""
         self._link = link
 
     def start_log(self, log: TransferLog) -> None:
-        """Put copies into ``log`` from now on."""
+        """Log copies to ``log`` from now on."""
         self._link.start_log(log)
 
     def end_log(self) -> None:
-        """Put the rest into the log, and log no more."""
+        """Log the rest, and stop logging."""
         self._link.end_log()
 
 
@@ -99,11 +99,11 @@ class CommitPart(StatesPart):
     """The commits of a run, for which a step may wait."""
 
     def __init__(self, commits: Commits) -> None:
-        """Take the commits."""
+        """Use the commits."""
         self._commits = commits
 
     def start_log(self, log: TransferLog) -> None:
-        """Put waits into ``log`` from now on."""
+        """Log waits to ``log`` from now on."""
         self._commits.log = log
 
     def end_log(self) -> None:
@@ -128,7 +128,7 @@ class EventLog(Protocol):
         """Begin it."""
 
     def end_trace(self) -> None:
-        """End it; what is in it stays."""
+        """Stop logging; the log stays."""
 
     def trace(self) -> list[TraceEvent]:
         """Return it."""
@@ -206,7 +206,7 @@ class Recording:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """End; behind an exception too, what there was is kept."""
+        """End the recording; after an exception, too, the record is kept."""
         sampler = self._sampler
         if sampler is None or self._record is not None:
             return
@@ -219,7 +219,7 @@ class Recording:
         self._record = self._make(sampler, end)
 
     def record(self) -> RunRecord:
-        """Return what was recorded, as a whole once the block is over.
+        """Return the record, complete when the block has ended.
 
         Raises:
             OptionError: The block has not ended yet.
@@ -275,7 +275,7 @@ class Recording:
             self._look(now)
 
     def _look(self, now: float) -> None:
-        """Sample what the optimizer counts, which takes longer than a number or two."""
+        """Sample the optimizer's counters, which takes longer than reading a number."""
         self._looked = now
         memory = self._run.memory()
         self._tiers["states"].add(Sample(now, memory.host_bytes))
@@ -330,7 +330,7 @@ class Recording:
 
 
 def totals(optimizer: Optimizer, run: RecordedRun, parts: list[RecordedPart]) -> RunRecord:
-    """Return what is known of a run without a recording: memory now, and bytes since it was made.
+    """Return a record without spans: memory now, and bytes moved since the optimizer was created.
 
     Args:
         optimizer: The optimizer.
@@ -355,7 +355,7 @@ def totals(optimizer: Optimizer, run: RecordedRun, parts: list[RecordedPart]) ->
 
 
 def moved_bytes(run: RecordedRun, parts: list[RecordedPart]) -> dict[str, int]:
-    """Return the bytes moved so far, by what they were."""
+    """Return the bytes moved so far, by kind."""
     traffic = run.traffic()
     moved = {
         "states read": traffic.bytes_read,

@@ -150,7 +150,7 @@ class StepRunner:
     # --- between steps ---
 
     def attach(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Give states to those of ``parameters`` that have none yet and are the optimizer's."""
+        """Create states for those of ``parameters`` that have none and belong to the optimizer."""
         self.settle()
         amsgrad = {id(p): bool(g["amsgrad"]) for g in self.contents.groups for p in g["params"]}
         self._params.attach((p for p in parameters if self._own.takes(p)), amsgrad)
@@ -161,13 +161,13 @@ class StepRunner:
             self._schedule.wait(ids)
 
     def settle(self) -> None:
-        """Wait for updates and a commit under way: what follows changes states or weights."""
+        """Wait for updates and a commit under way, before states or weights are changed."""
         self.require(Call.WHOLE)
         self.wait()
         self._commits.join(self._params)
 
     def settle_or_give_up(self) -> None:
-        """Wait for what is under way, but for a step that is open: resume() replaces it all."""
+        """Wait for work under way, unless a step is open: resume() replaces everything."""
         with suppress(PoisonedError):  # what failed was raised before: this is the way out of it
             if not self._schedule.is_open:
                 self.settle()
@@ -238,7 +238,7 @@ class StepRunner:
         self._commit_step(commits=commits)
 
     def _collect(self) -> list[ParamUpdate]:
-        """Return what this step updates, checked; nothing is changed before."""
+        """Return the checked updates of this step; nothing is changed."""
         params = self._params
         found, new_params = collect(self.contents.groups, params, self._own.takes)
         # Parameters unfrozen, or exchanged for others, after the optimizer was made.
@@ -277,7 +277,7 @@ class StepRunner:
 
     @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Take a gradient that autograd has just accumulated ([Note: Hooks] in calls)."""
+        """Process a gradient that autograd has just accumulated ([Note: Hooks] in calls)."""
         if self._schedule.begins_early:
             self._take_gradient(parameter)
         else:
@@ -329,7 +329,7 @@ class StepRunner:
         self._schedule.begin(self._make_plan(updates, 1.0, commits=commits))
 
     def take_gradient(self) -> bool:
-        """Wait for a gradient of the open step that is still coming down; False: there is none."""
+        """Wait for a gradient of the open step that is still being copied; False: there is none."""
         if self._schedule.phase is not Phase.OPEN:
             return False
         with poisoning(self._params.store.pipeline):  # an interrupt: it may be removed and not used
@@ -372,7 +372,7 @@ class StepRunner:
 
 
 def hook_of(runner: Callable[[], StepRunner | None]) -> Callable[[torch.Tensor], None]:
-    """Return autograd's hook, which hands gradients to ``runner`` while there is one."""
+    """Return the hook for autograd, which passes gradients to ``runner`` while that exists."""
 
     def on_gradient(parameter: torch.Tensor) -> None:
         alive = runner()
@@ -441,7 +441,7 @@ def check_due(
 def make_plan(
     updates: list[ParamUpdate], params: ParamTable, states: States, factor: float
 ) -> StepPlan:
-    """Round the hyper-parameters once and lay out what the pipeline gets.
+    """Round the hyper-parameters once, and lay out the pipeline's input.
 
     ``factor`` multiplies gradients.
     """

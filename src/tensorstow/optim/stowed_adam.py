@@ -187,7 +187,7 @@ class StowedAdam(Optimizer):
 
     @a_call("state_dict")
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's optimizer would return, with the states that are on disk.
+        """Return a state dict like torch's optimizer, including states on disk.
 
         Returns:
             A dict with "state" and "param_groups". States on disk are tensors in a memory-mapped
@@ -196,7 +196,7 @@ class StowedAdam(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class or ``torch.optim.Adam(W)`` saved, without loss.
+        """Load a state dict of this class or ``torch.optim.Adam(W)``, without loss.
 
         Torch casts states to the parameter's dtype while it loads; here they stay fp32. The options
         ``foreach``, ``fused``, ``capturable`` and ``differentiable`` of saved groups are ignored.
@@ -255,7 +255,7 @@ class StowedAdam(Optimizer):
             after.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take groups saved by another version or by torch: keys they lack keep our defaults."""
+        """Restore groups saved by another version or by torch; missing keys get our defaults."""
         self._half_loaded, self._calls.allows_reads = True, False
         super().__setstate__(state)
         for group in self.param_groups:
@@ -544,7 +544,7 @@ class StowedAdam(Optimizer):
         optimizer_export.save(Path(path), self._params(), groups, self.state, module)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
-        """Load what ``save_safetensors`` wrote, into any placement or format, in bounded memory.
+        """Load a file of ``save_safetensors`` into any placement or format, in bounded memory.
 
         Args:
             path: The file.
@@ -574,7 +574,7 @@ class StowedAdam(Optimizer):
         self._states().pipeline.counters.start_trace()
 
     def trace(self) -> list[TraceEvent]:
-        """Return what each lane (read, update, write, wait) did since ``start_trace()``.
+        """Return the events of each lane (read, update, write, wait) since ``start_trace()``.
 
         Returns:
             One event per interval, with its lane, chunk, bytes and times in seconds.
@@ -639,7 +639,7 @@ class StowedAdam(Optimizer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close; behind an exception, commit what a process alone can, and log what fails."""
+        """Close; after an exception, commit if this is the only rank, and log errors."""
         if kind is None:
             self.close()
             return

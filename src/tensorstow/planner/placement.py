@@ -99,7 +99,7 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
 
 
 def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, int]:
-    """Return what a plan holds on each tier of one rank, in bytes.
+    """Return the bytes that a plan holds on each tier of one rank.
 
     Args:
         plan: The plan.
@@ -113,7 +113,7 @@ def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, 
 
 
 def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
-    """Return what a plan holds on each tier of one rank, by purpose; nothing of no bytes.
+    """Return the bytes that a plan holds on each tier of one rank, by purpose, without zeros.
 
     Args:
         plan: The plan.

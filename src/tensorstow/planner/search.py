@@ -297,7 +297,7 @@ def _may_update_there(plan: Plan, asked: Asked) -> bool:
 
 
 def _spend(plan: Plan, request: PlanRequest) -> Plan | None:
-    """Return a plan whose states on disk have what the budget leaves of HOST; None: nothing."""
+    """Return a plan that gives the rest of HOST to states on disk; None: there is no rest."""
     limit = request.budget.bytes_of(Tier.HOST)
     if (
         not request.spend
@@ -336,7 +336,7 @@ def uses_disk(plan: Plan) -> bool:
 
 
 def _what_is_short(tried: Sequence[Alternative], budget: Budget) -> str:
-    """Return what the nearest placement lacks, and the smallest change of the budget that fits."""
+    """Return the bytes that the nearest placement lacks, and the smallest budget that fits."""
     nearest = min(tried, key=lambda each: (len(each.short), sum(each.short.values())))
     short = " and ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in nearest.short.items())
     least = " and ".join(

@@ -41,7 +41,7 @@ class MicroBatch:
 
     @classmethod
     def estimate(cls, parameters: int, tokens: int) -> "MicroBatch":
-        """Return six operations for each parameter and token, for what was not traced.
+        """Return six operations for each parameter and token, if there is no trace.
 
         Args:
             parameters: Of the whole model.
@@ -147,7 +147,7 @@ class StepTime:
 
 
 def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
-    """Return what a plan makes one rank move and update in one step.
+    """Return the bytes that one rank moves and the elements that it updates in one step.
 
     Args:
         plan: The plan.

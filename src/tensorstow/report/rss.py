@@ -61,7 +61,7 @@ class RssSampler:
         self._thread.join()
 
     def take(self) -> None:
-        """Take a sample now, for what is shorter than a sampling interval."""
+        """Take a sample now, for phases shorter than a sampling interval."""
         self.samples.append((time.monotonic(), resident_bytes()))
 
     def _sample(self) -> None:

@@ -35,7 +35,7 @@ _NAMES = {
 
 
 def write_report(record: RunRecord, directory: Path) -> dict[str, Path]:
-    """Write the report of a run; return the paths of its files by what they are.
+    """Write the report of a run; return the paths of its files by kind.
 
     Args:
         record: The run.

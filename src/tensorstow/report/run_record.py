@@ -121,7 +121,7 @@ class LaneFigures:
 
 
 def kind_of(lane: str) -> str:
-    """Return what a lane does: its name without the place in brackets."""
+    """Return the kind of a lane: its name without the place in brackets."""
     return lane.partition(" (")[0]
 
 
@@ -144,7 +144,7 @@ def stalls(record: RunRecord) -> list[tuple[str, float]]:
 
 
 def lane_figures(record: RunRecord) -> list[LaneFigures]:
-    """Return what each lane that moves or updates something did in a step, on average."""
+    """Return the average figures of a step for each lane that transfers or updates."""
     steps = max(record.steps, 1)
     model = _times([s for s in record.of(COMPUTE) if s.name != STEP])
     blocked = union([*_times(record.of(WAIT)), *_times(record.of(STALL))])

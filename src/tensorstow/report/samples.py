@@ -26,7 +26,7 @@ class Samples:
         self._count = 0
 
     def add(self, sample: Sample) -> None:
-        """Take one, which is kept if its turn has come."""
+        """Add a sample, which is kept if its turn has come."""
         if self._count % self._stride == 0:
             if len(self.kept) == self._most:
                 self.kept = self.kept[::2]

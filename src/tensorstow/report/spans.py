@@ -49,7 +49,7 @@ def span_of(event: TraceEvent, lane: str | None = None) -> TimeSpan:
 
 
 def stack(spans: Sequence[TimeSpan]) -> list[tuple[TimeSpan, int]]:
-    """Give each span the lowest level where no earlier span is still running."""
+    """Assign each span the lowest level where no earlier span is still running."""
     free: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda s: (s.start, s.stop)):

@@ -35,7 +35,7 @@ class ChunkStorage(Protocol):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Return where its files are."""
+        """Return the directories of its files."""
 
     def close(self) -> None:
         """Close all files."""

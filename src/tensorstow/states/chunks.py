@@ -135,7 +135,7 @@ def place_in_ram(
 
 
 def allocate_resident(chunks: Sequence[Chunk], allocate: Allocate | None = None) -> None:
-    """Give chunks memory to stay in, one run of it for all; its pages are zero."""
+    """Allocate zeroed memory for resident chunks, in one block for all."""
     # Streams a page apart, so that they never sit a power of two apart. One mapping, because huge
     # pages that are used in part count in full.
     starts: list[int] = []

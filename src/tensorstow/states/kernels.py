@@ -23,7 +23,7 @@ class KernelFacts:
 
 
 def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
-    """Size the kernels' pool by this rank's share or by ``policy``; return what updates run on."""
+    """Size the kernels' pool by this rank's share or by ``policy``; return the kernel's facts."""
     global _most_threads  # noqa: PLW0603  # the process's, as the pool is
     policy = policy or PipelinePolicy()
     _most_threads = max(_most_threads, policy.threads or 0)

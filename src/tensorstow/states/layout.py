@@ -60,7 +60,7 @@ class Family:
 
     @property
     def has_master(self) -> bool:
-        """Return whether the weights are 16-bit ones, so that there are fp32 masters of them."""
+        """Return whether there are fp32 masters: the weights are 16-bit."""
         return self.dtype != torch.float32
 
     @property
@@ -203,7 +203,7 @@ def cut_alike(runs: Sequence[Segment], capacity: int) -> Iterator[tuple[ChunkPla
 
 
 def _pieces(runs: Sequence[Segment], index: int, begin: int, end: int) -> Iterator[Segment]:
-    """Yield what lies between two positions of a space, from the run at ``index`` on."""
+    """Yield the segments between two positions of a space, from the run at ``index`` on."""
     for number in range(index, len(runs)):
         run = runs[number]
         if run.position >= end:

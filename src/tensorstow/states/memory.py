@@ -72,7 +72,7 @@ class StagingPlan:
         return self.slots * self.slot_bytes
 
     def offset(self, slot: int, position: int) -> int:
-        """Return where a slot has the gradient of the element at ``position`` of its chunk."""
+        """Return the offset in a slot of the gradient at ``position`` of its chunk."""
         return slot * self.slot_bytes + position * _WIDEST
 
 
@@ -137,7 +137,7 @@ def predict_memory(
     budget: int | None = None,
     slots: int | None = None,
 ) -> StateMemory:
-    """Return what one family of parameters with ``sizes`` elements will hold where.
+    """Predict the memory of one family of parameters with ``sizes`` elements.
 
     ``slots`` caps the ring where a schedule wants fewer than fit (``PipelinePolicy.most_slots``).
     """
@@ -155,7 +155,7 @@ def predict_whole(
     chunk_elements: int,
     budget: int | None = None,
 ) -> StateMemory:
-    """Return what the states of a whole model will hold where.
+    """Predict the memory of the states of a whole model.
 
     Args:
         lines: Parameters that share chunks: their family, and the elements of each. Those whose

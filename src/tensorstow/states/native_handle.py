@@ -96,7 +96,7 @@ class NativeHandle:
         return native
 
     def poison(self, error: BaseException) -> None:
-        """Refuse everything from now on; the first error is what all later ones come from."""
+        """Refuse all further use; the first error is the cause of all later ones."""
         if self._poison is None:
             self._poison = error
 

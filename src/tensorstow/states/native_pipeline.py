@@ -253,7 +253,7 @@ class UpdatePipeline:
         return self.handle.live().is_published(parameter)
 
     def wait_written(self) -> None:
-        """Block until every write of the step is over; what is read ahead may stay.
+        """Block until every write of the step is over; states that were read ahead may stay.
 
         For a thread behind the caller: what fails is raised here, and once more to the caller, as
         itself, where the pipeline is used next.
@@ -282,7 +282,7 @@ class UpdatePipeline:
 
     @contextmanager
     def whole_step(self, used: object, *, is_open: bool = False) -> Iterator[None]:
-        """Begin a step inside, or end one that ``is_open``, and count it; what is raised poisons.
+        """Begin a step in the block, or end one that ``is_open``, and count it; poison on an error.
 
         No signal handler runs inside: an interrupt is raised behind it, when the step is whole.
         ``used`` is what the step reads and writes: a step that is left half way may do so still.
@@ -313,7 +313,7 @@ class UpdatePipeline:
 
 @contextmanager
 def poisoning(pipeline: UpdatePipeline) -> Iterator[None]:
-    """Refuse everything behind an error inside: it left half done what had begun."""
+    """Poison the pipeline on an error in the block: the operation is half done."""
     try:
         yield
     except BaseException as error:

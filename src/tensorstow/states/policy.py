@@ -47,7 +47,7 @@ class PipelinePolicy:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Check the values."""
         for name in ("chunk_elements", "depth", "threads"):
             value = getattr(self, name)
             if value is None and name != "chunk_elements":

@@ -27,7 +27,7 @@ class ScratchStorage:
     def __init__(
         self, directories: Sequence[Path], policy: PipelinePolicy, *, moving: bool
     ) -> None:
-        """Remember where; files are made when chunks come. ``moving``: some will."""
+        """Keep the directories; files are created with the first chunks, if any are ``moving``."""
         self._directories = tuple(directories)
         self._policy = policy
         self._moving = moving
@@ -36,7 +36,7 @@ class ScratchStorage:
         self.engine: _native.Engine | None = None
 
     def open_engine(self) -> _native.Engine:
-        """Return the engine, made for what the files need."""
+        """Return the engine, created with the alignment that the files need."""
         if self.engine is None:
             # With all states in RAM nothing is moved: the least of engines will do.
             self.engine = (

@@ -129,7 +129,7 @@ class StateStore:
             _KEPT[id(self.pipeline.handle.resources)] = held[2]
 
     def abandon(self) -> None:
-        """Let the collector have it all again: another has it, or the parent of a fork."""
+        """Give the resources back to the garbage collector: another store or process has them."""
         _KEPT.pop(id(self.pipeline.handle.resources), None)
 
     def extend(
@@ -163,14 +163,14 @@ class StateStore:
         chunks: Sequence[Chunk],
         stored: Sequence[StoredChunk],
     ) -> None:
-        """Take states as they are on disk, into an empty store; nothing is read yet."""
+        """Adopt states on disk into an empty store, without reading them."""
         with self.pipeline.lock:
             self._connect(chunks, self._plan_ring(chunks), stored)
             self.sizes += sizes
             self.families += families
 
     def check_budget(self, chunks: Sequence[Chunk]) -> None:
-        """Raise BudgetError unless ``chunks`` fit into the budget when they are all there is."""
+        """Raise BudgetError unless ``chunks`` alone fit into the budget."""
         plan_host(
             [(c.family, c.plan, 1) for c in chunks],
             budget=self.placement.ram_budget,

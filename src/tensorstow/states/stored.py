@@ -88,7 +88,7 @@ class StoreStorage:
         return self.store.directories
 
     def close(self) -> None:
-        """Give up the store. Idempotent."""
+        """Release the store. Idempotent."""
         self.store.close()
         self.engine = None
 

@@ -43,7 +43,7 @@ class StoredChunks:
         return file, offset
 
     def target(self, chunk: Chunk, place: FilePosition) -> None:
-        """Write the chunk there from its next write on."""
+        """Set the position of the chunk's next write."""
         self._targets[chunk.number] = place
         self._handle.live().set_target(chunk.number, *place)
 
@@ -65,7 +65,7 @@ class StoredChunks:
         self._handle.live().rewritten(chunk.number, [s.data_ptr() for s in streams])
 
     def check_intact(self, chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:
-        """Raise DamageError unless ``streams`` are what was written last."""
+        """Raise DamageError unless ``streams`` match the checksums of the last write."""
         if not self._handle.live().intact(chunk.number, [s.data_ptr() for s in streams]):
             file, offset = self.place(chunk)
             raise self._handle.damage(file, offset, chunk.file_bytes)
@@ -96,7 +96,7 @@ class WrittenWeights:
         self._handle.live().forget_weight(parameter)
 
     def is_unchanged(self, parameter: int, weight: torch.Tensor) -> bool:
-        """Return whether ``weight`` is what our last update left in the parameter."""
+        """Return whether ``weight`` is unchanged since our last update of the parameter."""
         return self._handle.live().unchanged(parameter, weight.data_ptr())
 
     def forget_capture(self, parameter: int) -> None:

@@ -54,16 +54,16 @@ class TrafficCounters:
         self._last_trace: list[TraceEvent] = []
 
     def begin(self) -> None:
-        """Go on with the log in a pipeline that was just made."""
+        """Continue the log in a new pipeline."""
         if self._is_tracing and self._handle.native is not None:
             self._handle.native.start_trace(_LONGEST_TRACE)
 
     def end(self) -> None:
-        """Keep what was counted: the pipeline is about to be closed."""
+        """Keep the counters of a pipeline that is about to be closed."""
         self._last_traffic, self._last_trace = self.traffic(), self.trace()
 
     def traffic(self) -> Traffic:
-        """Return what moved so far."""
+        """Return the bytes moved so far."""
         if self._handle.native is None or self.slot_bytes is None:
             return self._last_traffic
         now = self._handle.native.counters()

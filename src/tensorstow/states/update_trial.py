@@ -39,7 +39,7 @@ FAMILIES = (
 
 
 def update_trial(dtype: torch.dtype, kept_as: StateFormat) -> Callable[[], None]:
-    """Return what updates ``PARAMETERS`` parameters by the kernel, as a run does.
+    """Return a function that updates ``PARAMETERS`` parameters by the kernel, like a run.
 
     Args:
         dtype: Of the parameters and their gradients.

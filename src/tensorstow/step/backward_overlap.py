@@ -288,7 +288,7 @@ class BackwardOverlap(Schedule):
         return self._plan is not None
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step of which no gradient is there yet."""
+        """Begin a step without gradients."""
         params = self._params
         pipeline = params.store.pipeline
         if not self._last_order:
@@ -417,7 +417,7 @@ class BackwardOverlap(Schedule):
         return self.gradients.accumulate()
 
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
-        """Forget gradients of earlier micro-batches; give zeros for those that were used."""
+        """Drop gradients of earlier micro-batches; put zeros in place of consumed ones."""
         self.gradients.restart()
         for parameter in parameters if to_zero else ():
             if isinstance(parameter.grad, ConsumedGradient):  # it has no elements to be zeroed
@@ -437,5 +437,5 @@ class BackwardOverlap(Schedule):
 
 
 def _written(param: ManagedParam) -> tuple[int, int]:
-    """Return what changes where the weight is written, or exchanged by ``p.data = ...``."""
+    """Return version and address, which change if the weight is written or replaced."""
     return param.parameter._version, param.parameter.data_ptr()  # noqa: SLF001

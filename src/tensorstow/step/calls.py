@@ -76,7 +76,7 @@ class Calls:
         return self._thread if self._owner == os.getpid() else nullcontext()
 
     def run(self, name: str, act: Callable[[], _T]) -> _T:
-        """Return what ``act`` does as the call ``name``; waits for those of other threads.
+        """Run ``act`` as the call ``name`` and return its result; wait for calls of other threads.
 
         Raises CommitError for a commit, and OptionError else, where this thread is in one already.
         """

@@ -140,11 +140,11 @@ class DeviceFeed(GradientFeed):
                 self._hold(update.param.number, update.gradient, None if on_host else made)
 
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
-        """Take a parameter's contiguous gradient, made by what the caller's stream was given."""
+        """Take a parameter's contiguous gradient, which the caller's stream computes."""
         self._hold(param.number, gradient, self.link.record_event())
 
     def _hold(self, number: int, gradient: torch.Tensor, made: DeviceEvent | None) -> None:
-        """Keep a gradient, complete behind ``made``; None: it is in host memory, as a whole."""
+        """Keep a gradient, complete after ``made``; None: it is complete in host memory."""
         transfers = self._of.get(number, [])
         if made is None and not self._caught_up:
             self.link.record_event().synchronize()  # what went up of the last step: see ``begin``
@@ -183,7 +183,7 @@ class DeviceFeed(GradientFeed):
         return number in self._gradients
 
     def move_on(self) -> None:
-        """Do what can be done without waiting for anything."""
+        """Start all work that can start without waiting."""
         if self._stage != _Stage.FAILED:
             with self._poisoning():
                 self._move_on()

@@ -162,7 +162,7 @@ class DeviceUpdater:
                 self._hold(number, work.gradient, made)
 
     def offer(self, number: int, gradient: torch.Tensor) -> None:
-        """Take the final gradient of a parameter, made by what the caller's stream was given."""
+        """Take the final gradient of a parameter, which the caller's stream computes."""
         self._hold(number, flat(gradient), self.link.record_event())
 
     def send(self, chunk: int) -> None:
@@ -187,7 +187,7 @@ class DeviceUpdater:
         return bool(self._in_flight)
 
     def move_on(self) -> None:
-        """Do what can be done without waiting for anything."""
+        """Start all work that can start without waiting."""
         while self._in_flight and self._in_flight[0].copied.query():
             self._release()
         self._add_gradients()

@@ -48,7 +48,7 @@ class DeviceUpdates:
         updater: DeviceUpdater,
         share_tuner: ShareTuner,
     ) -> None:
-        """Take what feeds the host's chunks, if it may have any, and what updates the device's."""
+        """Use the feeds of the host's chunks, if any, and the updater of the device's."""
         self._link = link
         self._pipeline = pipeline
         self._chunks = chunks
@@ -102,7 +102,7 @@ class DeviceUpdates:
     def offer(
         self, param: ManagedParam, gradient: torch.Tensor, copied: DeviceEvent | None = None
     ) -> None:
-        """Take a final gradient; update the chunks that await no more, where that may begin.
+        """Take a final gradient; start the updates of complete chunks, if they may start now.
 
         Args:
             param: Whose gradient it is.
@@ -176,7 +176,7 @@ class DeviceUpdates:
     # --- which side updates what ---
 
     def divide(self, share: float) -> tuple[Sequence[Chunk], Sequence[Chunk]]:
-        """Let the device update ``share`` of the elements from now on; return its chunks."""
+        """Divide the chunks: the device updates ``share`` of the elements from now on."""
         self._device = chunks_of_device(self._chunks, share)
         there = {chunk.number for chunk in self._device}
         self.chunks_of_host = [chunk for chunk in self._chunks if chunk.number not in there]
@@ -223,7 +223,7 @@ class DeviceUpdates:
         )
 
     def _move_on(self) -> None:
-        """Do what can be done without waiting for anything."""
+        """Start all work that can start without waiting."""
         self._updater.move_on()
         for feed in self._feeds:
             feed.move_on()
@@ -248,7 +248,7 @@ class DeviceUpdates:
 
 
 def works_of(plan: StepPlan) -> dict[int, Work]:
-    """Return what the step does with each parameter, by number."""
+    """Return the update of each parameter, by number."""
     table = [AdamScalars(*row) for row in plan.scalars.tolist()]
     works = {}
     for update in plan.updates:

@@ -117,7 +117,7 @@ class DiskFeed(GradientFeed):
                 self.offer(update.param, update.gradient)
 
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
-        """Take the contiguous gradient of ``param``, which stays until its weight is new."""
+        """Take the contiguous gradient of ``param``, and keep it until its weight is new."""
         self._gradients[param.number] = gradient.view(-1)
 
     def send(self, chunk: int) -> None:
@@ -203,7 +203,7 @@ class DiskFeed(GradientFeed):
         return ()
 
     def _make_room(self, needed: Mapping[int, Pager]) -> None:
-        """End others' pins until there is room for those that are ``needed``."""
+        """End other pins until there is memory for the ``needed`` ones."""
         self.move_on()
         while not self._is_room_for(needed):
             free = (k for k, pin in self._pins.items() if k not in needed and not pin.users)

@@ -125,7 +125,7 @@ class ForwardOverlap(Schedule):
             raise _changed_while_used()
 
     def finish(self) -> None:
-        """End the step that is under way: no more will come."""
+        """End the step under way: it is the last one."""
         self.wait()
 
     def abort(self) -> None:

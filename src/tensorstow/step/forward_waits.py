@@ -104,7 +104,7 @@ class ForwardWaits:
             self._hooks += [saving(self._before_all_of), loading(self._before_all_of)]
 
     def close(self) -> None:
-        """Take the hooks off. Idempotent."""
+        """Remove the hooks. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -169,7 +169,7 @@ class ForwardWaits:
             self._running -= 1
 
     def _traced(self) -> None:
-        """See to it that a graph that is being made is never run with old weights."""
+        """Make sure that the graph being traced never runs with old weights."""
         self._seen.clear()
         self._sets.clear()
         self.blind = self.blind or not self._running
@@ -227,7 +227,7 @@ def _outside_of_groups(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _fsdp_state(module: nn.Module) -> object:
-    """Return what the modules of one group of FSDP2 have in common; None outside of groups."""
+    """Return the state of a module's FSDP2 group; None outside of groups."""
     state: Any = getattr(module, "_get_fsdp_state", None)
     return None if state is None else state()
 

@@ -90,7 +90,7 @@ def update(
     streams: Sequence[Tensor],
     family: Family,
 ) -> None:
-    """Update in place what ``table`` names and ``streams`` by one step, on the current stream.
+    """Update the segments of ``table`` and their ``streams`` in place, on the current stream.
 
     Args:
         table: What ``fill_table`` wrote, on the device.
@@ -217,7 +217,7 @@ def update_chunk(
 
 @triton.jit
 def _segment_of(block: tl.tensor, integers: tl.tensor, segments: tl.tensor) -> tl.tensor:
-    """Return the last segment whose first block is not behind ``block``."""
+    """Return the last segment whose first block is at or before ``block``."""
     low = 0
     high = segments - 1
     while low < high:
@@ -239,7 +239,7 @@ def _adam(
     scalars: tl.tensor,
     AMSGRAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return what ``adam_reference`` makes of them; ``scalars`` are in the order of AdamScalars."""
+    """Compute ``adam_reference``; ``scalars`` are in the order of AdamScalars."""
     beta1_weight = tl.load(scalars)
     beta2 = tl.load(scalars + 1)
     beta2_weight = tl.load(scalars + 2)

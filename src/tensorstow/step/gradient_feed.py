@@ -53,7 +53,7 @@ class GradientFeed:
         """Pass on the feed's gradients of a complete chunk."""
 
     def move_on(self) -> None:
-        """Do what can be done without waiting for anything."""
+        """Start all work that can start without waiting."""
 
     def close(self, sent: Callable[[], None]) -> None:
         """Pass on the rest: no more gradients come. ``sent`` is called after the last."""
@@ -70,7 +70,7 @@ class GradientFeed:
         raise NotImplementedError
 
     def join(self) -> None:
-        """Let the caller's stream be behind the weights that were sent to the device."""
+        """Make the caller's stream wait for new weights that are copied to the device."""
 
     @property
     def staging_bytes(self) -> int:
@@ -198,7 +198,7 @@ class StepFeeds:
             self._pipeline.wait_parameters(list(numbers))
 
     def wait_for_one(self, numbers: Sequence[int]) -> bool:
-        """Return when a gradient more is used, or there; False at once where none can be.
+        """Wait until one more gradient is used or copied; return False if there is none.
 
         Args:
             numbers: Parameters whose gradients are in host memory; the first that awaits no other
@@ -220,7 +220,7 @@ class StepFeeds:
         return self._feeds[param.tier].needs(param.number)
 
     def join(self) -> None:
-        """Let the caller's stream be behind the weights that were sent to the device."""
+        """Make the caller's stream wait for new weights that are copied to the device."""
         for feed in self._feeds.values():
             feed.join()
 

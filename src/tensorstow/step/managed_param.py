@@ -69,7 +69,7 @@ class ManagedParam:
         return self.shard.detach().permute(self.order)
 
     def fits(self, *, amsgrad: bool) -> bool:
-        """Return whether the parameter is still what its states were made for."""
+        """Return whether the parameter still matches its states."""
         family, parameter = self.family, self.parameter
         return (
             parameter.numel() == self.numel
@@ -84,12 +84,12 @@ class ManagedParam:
         return self.written != stamp_of(self.parameter, self.owner)
 
     def held(self, *, for_write: bool = False) -> AbstractContextManager[None]:
-        """Let the weight be in memory inside."""
+        """Pin the weight in memory inside the block."""
         return pinned_by(self.pager, for_write=for_write)
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return what the kernel writes."""
+        """Return the memory that the kernel writes."""
         if self.tier is Tier.DEVICE:
             return self.on_host.host
         return self.parameter if self.host is None else self.host

@@ -8,7 +8,7 @@ import tensorstow._native as _native
 
 
 def squared_norms(gradients: Sequence[torch.Tensor | None], isa: str | None) -> Sequence[float]:
-    """Return the squared norm of each; those on an accelerator come down in one piece."""
+    """Return the squared norm of each; those on an accelerator are copied together."""
     norms = [0.0] * len(gradients)
     away: dict[torch.device, list[int]] = {}
     for index, gradient in enumerate(gradients):

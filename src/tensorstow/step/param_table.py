@@ -80,7 +80,7 @@ class ParamTable:
         )
 
     def weight(self, number: int) -> torch.Tensor:
-        """Return the weight of a number, in host memory; what others wrote is fetched first.
+        """Return a parameter's weight in host memory; a stale host weight is refreshed first.
 
         A copy where it is on disk.
         """
@@ -133,7 +133,7 @@ class ParamTable:
     # --- growth ---
 
     def attach(self, parameters: Iterable[torch.Tensor], amsgrad: Mapping[int, bool]) -> None:
-        """Give states to those of ``parameters`` that have none.
+        """Create states for those of ``parameters`` that have none.
 
         ``amsgrad``: for every parameter of the optimizer, by id, whether it has that state.
         """

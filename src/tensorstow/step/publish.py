@@ -8,7 +8,7 @@ from tensorstow.step.managed_param import ManagedParam, StepPlan
 
 
 def write_to_copies(plan: StepPlan) -> None:
-    """Let the pipeline write new weights to copies, so that tests can fill the weights with NaN."""
+    """Redirect the pipeline to copies of the weights, which tests then fill with NaN."""
     for update in plan.updates:
         param = update.param
         if param.host_weight is not None:

@@ -32,7 +32,7 @@ class Given:
 
     @classmethod
     def of(cls, param: ManagedParam) -> "Given":
-        """Return what ``param`` is now."""
+        """Return the current memory of ``param``."""
         memory = param.parameter.detach()
         return cls(memory, memory.untyped_storage().nbytes())
 

@@ -77,12 +77,12 @@ class Schedule:
         """Mark the open step as broken: a gradient was not taken."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step of which no gradient is there yet."""
+        """Begin a step without gradients."""
         del plan
         raise _only_early(self)
 
     def on_gradient(self, param: ManagedParam) -> None:
-        """Take a gradient of the open step, which is final."""
+        """Take a final gradient of the open step."""
         del param
         raise _only_early(self)
 
@@ -99,7 +99,7 @@ class Schedule:
         """Return once the parameters with these ids, or all, may be read."""
 
     def finish(self) -> None:
-        """End the step that is under way: no more will come."""
+        """End the step under way: it is the last one."""
 
     def abort(self) -> None:
         """Drop the step that is open or under way: its store is closed, or has failed."""
@@ -112,7 +112,7 @@ class Schedule:
         return nullcontext()
 
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
-        """Forget gradients that are about to be dropped, or set ``to_zero``."""
+        """Stop tracking gradients that are about to be dropped, or set ``to_zero``."""
 
     def check_clipping(self) -> None:
         """Raise OptionError where gradients are used before their norm is known."""

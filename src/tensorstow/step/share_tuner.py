@@ -94,7 +94,7 @@ class ShareTuner:
             )
 
     def _choose(self) -> None:
-        """Take the faster side."""
+        """Choose the faster side."""
         (host, _), (_, device) = self._took
         self.share = 1.0 if device.seconds < host.seconds else 0.0
         logger.info(

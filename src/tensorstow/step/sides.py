@@ -115,7 +115,7 @@ class UpdateSides:
         return not (idle and param.family.dtype == torch.float32)
 
     def host_weight_bytes(self) -> int:
-        """Return the host memory of the weights that steps need there."""
+        """Return the bytes of the host weights that steps use."""
         return host_weight_bytes(
             param.parameter for param in self.on_device() if self._reads_host_weight(param)
         )

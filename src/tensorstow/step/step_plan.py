@@ -48,7 +48,7 @@ def record_step(
 def step_of(
     param: ManagedParam, state: dict[str, Any], store: StateStore, *, begins: bool = True
 ) -> torch.Tensor:
-    """Return the parameter's step count, and see to it that its states are what users see.
+    """Return the parameter's step count, after applying the user's edits of its states.
 
     A user may have emptied the state (a reset), or put other tensors in (a transplant). Where a
     gradient ``begins`` it, a parameter without states gets them.
@@ -73,7 +73,7 @@ def step_of(
 
 
 def _transplant(param: ManagedParam, placed: Mapping[str, torch.Tensor], store: StateStore) -> None:
-    """Take states that a user put in; those beside them stay what they were."""
+    """Write states that the user has set to the store; others are unchanged."""
     given = {name: s for name, s in placed.items() if not isinstance(s, StateOnDisk)}
     given = {name: in_order_of(param, s) for name, s in given.items()}
     if given and len(given) < len(placed):
@@ -91,7 +91,7 @@ def must_seed(param: ManagedParam, store: StateStore) -> bool:
 
 
 def name_of(groups: Groups, group: dict[str, Any], index: int) -> str:
-    """Return what to call a parameter in a message."""
+    """Return a parameter's name for messages."""
     if group.get("param_names"):
         return f"Parameter {group['param_names'][index]!r}"
     number = next(i for i, other in enumerate(groups) if other is group)

@@ -64,7 +64,7 @@ def mark_unpublished(parameter: torch.Tensor, waiter: Waiter) -> None:
 
 
 def mark_published(parameter: torch.Tensor) -> None:
-    """Give ``parameter`` its own class back: reads no longer wait."""
+    """Restore the class of ``parameter``: reads no longer wait."""
     _waiters.pop(id(parameter), None)
     kind = type(parameter)
     if issubclass(kind, Unpublished):
@@ -87,7 +87,7 @@ class Unpublished:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  # whatever the function returns
-        """Wait for what ``function`` reads, and call it."""
+        """Wait for the weights that ``function`` reads, and call it."""
         del types
         given = kwargs or {}
         if function in _HARMLESS:

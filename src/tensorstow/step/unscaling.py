@@ -62,7 +62,7 @@ def _copied(update: ParamUpdate, scale: float) -> ParamUpdate:
 
 
 def _read_anew(update: ParamUpdate) -> ParamUpdate:
-    """Return a due whose fp32 gradient is what ``.grad`` is now, where it was copied before."""
+    """Return the update with the unscaled ``.grad``, if its fp32 gradient was copied before."""
     gradient = gradient_of(update.param.owner)
     if update.scale != 1.0 or gradient is None or gradient.is_contiguous():
         return update

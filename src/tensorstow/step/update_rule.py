@@ -87,7 +87,7 @@ class UpdateRule(Protocol):
     def prepare(
         self, segments: Sequence[SegmentUpdate], family: Family, here: Tensor, there: Tensor
     ) -> tuple[Pairs, Update]:
-        """Return what is to be copied up first, and the update.
+        """Return copies to the device that precede the update, and the update.
 
         Args:
             segments: One or more.
@@ -163,7 +163,7 @@ def rule_on(device: torch.device, family: Family) -> Choice:
 
 
 def why_not_fused(device: torch.device) -> str:
-    """Return what is there too little of for the fused kernel; empty: nothing."""
+    """Return the missing requirement of the fused kernel; empty: none."""
     if device.type != "cuda":
         return f"the fused kernel is compiled for CUDA, and this is {device.type}"
     if torch.version.hip is not None:
@@ -190,7 +190,7 @@ def _choose(device: torch.device, family: Family) -> Choice:
 
 
 def _fails(rule: UpdateRule, device: torch.device, family: Family) -> str:
-    """Update a few numbers by ``rule``; return what is wrong with it, if anything."""
+    """Update a few numbers by ``rule``; return the failure, if any."""
     try:
         differ = not _agrees(rule, device, family)
     except Exception as error:  # noqa: BLE001  # what compilers and drivers raise is not known

@@ -43,7 +43,7 @@ def refuse_host(parameter: torch.Tensor, name: str, where: UpdateOn | None) -> N
 
 
 def check_overlap(overlap: Overlap, module: torch.nn.Module | None, steps: int) -> None:
-    """Raise OptionError for a schedule that lacks what it needs or cannot be exact."""
+    """Raise OptionError for a schedule whose requirements are not met, or that cannot be exact."""
     if overlap == "forward" and module is None:
         message = (
             'overlap="forward" was requested without module=: the model says where new weights'
@@ -230,7 +230,7 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
 def refuse_change(
     parameter: torch.Tensor, group: Mapping[str, Any], family: Family, elements: int, name: str
 ) -> NoReturn:
-    """Raise OptionError for a parameter that is no longer what its states were made for."""
+    """Raise OptionError for a parameter that no longer matches its states."""
     if parameter.dtype != family.dtype:
         message = (
             f"{name} was {family.dtype} when the optimizer was made and is {parameter.dtype} now."
@@ -306,7 +306,7 @@ def check_saved(
 
 
 def accept_grad_dtype(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
-    """Let ``parameters`` have gradients of ``dtype``, other than their own.
+    """Allow gradients of ``dtype`` for ``parameters`` of another dtype.
 
     Autograd then accumulates ``.grad`` in that dtype: 16-bit gradients of fp32 parameters take
     half the memory. torch refuses such a ``.grad`` otherwise.

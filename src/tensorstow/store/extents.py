@@ -16,7 +16,7 @@ class Extents:
     """
 
     def __init__(self, sizes: Iterable[int], kept: Mapping[int, Iterable[Extent]]) -> None:
-        """Take files of ``sizes`` bytes, and the extents of each generation by number."""
+        """Begin with files of ``sizes`` bytes, and the extents of each generation by number."""
         self.sizes = list(sizes)
         self.free = [FreeList() for _ in self.sizes]
         self._held: Counter[Extent] = Counter()
@@ -35,13 +35,13 @@ class Extents:
         return self._references[extent] > 0
 
     def grow(self, file: int, size: int) -> None:
-        """Take note that ``file`` now has ``size`` bytes."""
+        """Record that ``file`` now has ``size`` bytes."""
         if size > self.sizes[file]:
             self.free[file].add(self.sizes[file], size)
             self.sizes[file] = size
 
     def take(self, file: int, nbytes: int) -> Extent | None:
-        """Hand out free bytes of ``file``, held by the caller; None where there are too few."""
+        """Allocate free bytes of ``file``, held by the caller; None if there are too few."""
         start = self.free[file].take(nbytes)
         if start is None:
             return None
@@ -70,7 +70,7 @@ class Extents:
             self._drop(self._held, extent)
 
     def refer(self, number: int, extents: Iterable[Extent]) -> None:
-        """Take note of generation ``number``, made of ``extents``, which are in use."""
+        """Record generation ``number`` with its ``extents``, which are in use."""
         self._kept[number] = frozenset(extents)
         self._references.update(self._kept[number])
 

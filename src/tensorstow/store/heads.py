@@ -108,7 +108,7 @@ def find_head(path: Path, run: str) -> Head | None:
 
 
 def find_difference(heads: Sequence[tuple[Path, Head]], transaction: int) -> str | None:
-    """Return what is wrong with a manifest whose last transaction has this number; None: nothing.
+    """Return the error of a manifest whose last transaction has this number; None: none.
 
     [Note: Heads] above.
     """

@@ -18,7 +18,7 @@ class Links:
         self._wanted: dict[Path, os.stat_result] = {}
 
     def expect(self, path: Path, opened: os.stat_result) -> None:
-        """Take note that ``path`` leads to the file that ``opened`` is about."""
+        """Record that ``path`` leads to the open file ``opened``."""
         self._wanted[path] = opened
 
     def check(self) -> None:

@@ -63,7 +63,7 @@ class DirectoryLock:
         return os.fstat(self._fd)
 
     def release(self) -> None:
-        """Give it back. Idempotent; the file stays, since another may be waiting on it."""
+        """Release the lock. Idempotent; the file stays, since another process may wait for it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -123,7 +123,7 @@ class Manifest:
             raise
 
     def files(self) -> list[Path]:
-        """Return those that SQLite has open: the log too, where there is one."""
+        """Return the files that SQLite has open, with the log if there is one."""
         beside = (self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm"))
         return [self.path, *(path for path in beside if path.exists())]
 
@@ -158,7 +158,7 @@ class Manifest:
         )
 
     def note_directories(self, directories: Sequence[Path]) -> bool:
-        """Take note of where the data files are now; return whether they were moved."""
+        """Record the paths of the data files; return whether they were moved."""
         with self._reading() as connection:
             if read_directories(connection) == list(directories):
                 return False
@@ -224,7 +224,7 @@ class Manifest:
             delete_generations(connection, numbers)
 
     def checkpoint(self, *, longer_than: int | None = None) -> None:
-        """Bring a long log into the database, so that it does not grow for ever."""
+        """Write a long log back to the database, so that it does not grow without bound."""
         least = _LONG_LOG_BYTES if longer_than is None else longer_than
         log = self.path.with_name(f"{self.path.name}-wal")
         with self.lock:
@@ -240,7 +240,7 @@ class Manifest:
             self._connection.close()
 
     def abandon(self) -> None:
-        """Keep a child's copy for ever: SQLite would clean up behind the parent's back."""
+        """Leak a child's copy: closing it would change the parent's files."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
     @contextmanager

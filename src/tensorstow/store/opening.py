@@ -40,7 +40,7 @@ class Parts:
 
 
 def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) -> Parts:
-    """Lock ``directories`` and open what is in them, or make it."""
+    """Lock ``directories`` and open the store in them, or create it."""
     facts = [check_directory(directory) for directory in directories]
     paths = [fact.path for fact in facts]
     if not paths or len(set(paths)) < len(paths):

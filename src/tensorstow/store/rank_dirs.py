@@ -11,7 +11,7 @@ _NAME = re.compile(r"rank-(\d+)-of-(\d+)")
 
 
 def rank_directory(base: Path, rank: int, world: int) -> Path:
-    """Return where ``rank`` has its store: a process alone has it in ``base`` itself."""
+    """Return the directory of the store of ``rank``: a single process has it in ``base`` itself."""
     return base if world == 1 else base / f"rank-{rank}-of-{world}"
 
 

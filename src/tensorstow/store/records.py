@@ -31,7 +31,7 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The offset of its end."""
         return self.offset + self.nbytes
 
 
@@ -153,7 +153,7 @@ class Summary:
 
 
 def chunk_shapes(layout: Mapping[str, Any]) -> tuple[ChunkShape, ...]:
-    """Read ``layout["chunks"]``; raise StoreFormatError where that is not what it should be."""
+    """Read ``layout["chunks"]``; raise StoreFormatError if it is malformed."""
     try:
         return tuple(_shape(entry) for entry in layout["chunks"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -90,7 +90,7 @@ def hold_recovery(directories: Sequence[Path]) -> Iterator[Recovery]:
 
 
 def recover(found: Recovery) -> None:
-    """Make a manifest of what is whole; call it while ``found`` is held."""
+    """Write a manifest of the intact generations; call it while ``found`` is held."""
     first, disk = found.directories[0], SystemDisk()
     with named("A recovery of the store in", first):
         new = first / _NEW_NAME
@@ -117,7 +117,7 @@ def recover(found: Recovery) -> None:
 
 
 def _copy_manifest(first: Path, scratch: Path) -> Path:
-    """Copy the manifest, or what an earlier recovery left of it, with its log: SQLite writes."""
+    """Copy the manifest, or an earlier recovery's backup, with its log, as SQLite writes to it."""
     copy = scratch / MANIFEST_NAME
     for suffix in ("", *_BESIDE):
         names = (f"{MANIFEST_NAME}{suffix}", f"{DAMAGED_NAME}{suffix}")
@@ -147,7 +147,7 @@ def _others(connection: sqlite3.Connection, first: Path, count: int) -> Sequence
 
 
 def _has_its_data(generation: Generation, data_files: Sequence[Path]) -> bool:
-    """Return whether what a generation refers to is what was written."""
+    """Return whether the bytes that a generation refers to are intact."""
     shapes = dict(enumerate(chunk_shapes(generation.layout)))
     pieces = [p for r in generation.chunks for p in chunk_pieces(r, shapes.get(r.chunk))]
     pieces += [p for r in generation.tensors for p in tensor_pieces(r)]

@@ -15,7 +15,7 @@ _TABLES_OF_RECORDS = ("chunks", "tensors")
 
 
 def read_directories(connection: sqlite3.Connection) -> list[Path]:
-    """Return where the data files were when the store was last opened."""
+    """Return the paths of the data files when the store was last opened."""
     rows = connection.execute("SELECT directory FROM files ORDER BY file")
     return [Path(directory) for (directory,) in rows]
 
@@ -35,7 +35,7 @@ def read_summaries(connection: sqlite3.Connection) -> list[Summary]:
 
 
 def read_generation(connection: sqlite3.Connection, run: str, number: int) -> Generation:
-    """Return a generation of ``run``; raise DamageError where it is not what was written."""
+    """Return a generation of ``run``; raise DamageError if its rows were changed."""
     row, body, chunks, tensors = _read_checked(connection, run, number)
     step, created, hyper, extra, _, _ = row
     return Generation(
@@ -58,7 +58,7 @@ def read_generation(connection: sqlite3.Connection, run: str, number: int) -> Ge
 
 
 def check_generation(connection: sqlite3.Connection, run: str, number: int) -> None:
-    """Raise DamageError where a generation of ``run`` is not what was written; make no records."""
+    """Raise DamageError if the rows of a generation of ``run`` were changed."""
     _read_checked(connection, run, number)
 
 
@@ -175,7 +175,7 @@ def last_number(connection: sqlite3.Connection) -> int:
 
 
 def note_last_number(connection: sqlite3.Connection, number: int) -> None:
-    """Let the next generation have a number above this one."""
+    """Make the numbers of later generations larger than this one."""
     connection.execute("DELETE FROM sqlite_sequence WHERE name = 'generations'")
     connection.execute("INSERT INTO sqlite_sequence VALUES ('generations', ?)", (number,))
 

@@ -48,7 +48,7 @@ CREATE TABLE snapshots (
 
 
 def check_marks(connection: sqlite3.Connection, path: Path) -> bool:
-    """Return whether there is a manifest: False for an empty database, which is a store to be.
+    """Return whether there is a manifest: False for an empty database, a store under creation.
 
     Raises StoreFormatError where it is another program's, newer than this version, or damaged.
     """

@@ -44,7 +44,7 @@ class ScrubProgress:
 
 
 def scrub(store: Store, numbers: Sequence[int] | None = None) -> Iterator[ScrubProgress]:
-    """Read back what the generations ``numbers`` (all kept ones) refer to, each byte once.
+    """Read back the bytes of the generations ``numbers`` (default: all), each once.
 
     Memory: two extents of the largest chunk. Nothing is written.
     """
@@ -78,7 +78,7 @@ def _judge(piece: ScrubPiece, future: IoFuture, address: int) -> list[Flaw]:
 def _list_pieces(
     store: Store, numbers: Sequence[int] | None
 ) -> list[tuple[ScrubPiece, tuple[int, ...]]]:
-    """List what to read, in the order of the disk; what generations share is there once."""
+    """List the bytes to read, in the order on disk; shared bytes are listed once."""
     owners: dict[tuple[ChunkRecord | TensorRecord, ChunkShape | None], list[int]] = {}
     for summary in store.generations():
         if numbers is not None and summary.number not in numbers:

@@ -17,7 +17,7 @@ class StoreSpace:
     """The extents of a store's files. Any thread may call any method, also during a commit."""
 
     def __init__(self, files: Sequence[File], kept: Mapping[int, Iterable[Extent]]) -> None:
-        """Take ``files`` and what each generation refers to; all else in them is free."""
+        """Begin with ``files`` and the extents of each generation; all other bytes are free."""
         self._files = files
         self._extents = Extents([file.path.stat().st_size for file in files], kept)
         self._turn = 0
@@ -36,7 +36,7 @@ class StoreSpace:
             return self._take(turn, padded(nbytes))
 
     def adopt(self, extent: Extent) -> None:
-        """Let the caller hold an extent that a generation refers to."""
+        """Hold an extent of a generation for the caller."""
         if not extent.nbytes:
             return
         with self._lock:
@@ -51,12 +51,12 @@ class StoreSpace:
             self._extents.hold(extents)
 
     def release(self, extents: Iterable[Extent]) -> None:
-        """End one hold of each; what no generation refers to is free then."""
+        """End one hold of each; extents without a reference of a generation become free."""
         with self._lock:
             self._extents.release(extent for extent in extents if extent.nbytes)
 
     def refer(self, number: int, extents: Iterable[Extent]) -> None:
-        """Take note of a new generation."""
+        """Record a new generation."""
         with self._lock:
             self._extents.refer(number, extents)
 

@@ -39,7 +39,7 @@ class Store:
     """
 
     def __init__(self, parts: Parts) -> None:
-        """Take what was opened; `open` is the way to make one."""
+        """Use the opened parts; `open` is the constructor for callers."""
         self.files: tuple[File, ...] = parts.files
         """One per directory, in the order of the directories. Extent.file is the place in here."""
         self._manifest = parts.manifest
@@ -52,7 +52,7 @@ class Store:
     def open(
         cls, directories: Sequence[Path], engine: _native.Engine, *, disk: Disk | None = None
     ) -> Self:
-        """Open the store in ``directories``, which exist, or make one there.
+        """Open the store in ``directories``, which exist, or create one there.
 
         The manifest is in the first. Raises LockedError where the store is in use, DirectoryError
         where a directory cannot hold one, StoreFormatError where other things are in it,
@@ -164,7 +164,7 @@ class Store:
             self._transactions.change(lambda: self._manifest.drop_snapshot(name, gone), gone)
 
     def copy(self, other: "Store", content: Content) -> Content:
-        """Copy what ``content`` refers to in ``other`` to extents here, which the caller holds.
+        """Copy the extents of ``content`` in ``other`` to extents here, which the caller holds.
 
         Memory: two pieces. Nothing is durable before a commit of what is returned.
         """
@@ -196,7 +196,7 @@ class Store:
         return TensorRecord(kind, name, dtype, tuple(tensor.shape), extent, checksum)
 
     def read_tensor(self, record: TensorRecord) -> torch.Tensor:
-        """Read a tensor back; raise DamageError where it is not what was written."""
+        """Read a tensor back; raise DamageError if its checksum differs."""
         self._transactions.check()
         return read_tensor(self.files[record.extent.file], record)
 

@@ -31,14 +31,14 @@ MALFORMED = (
 
 
 def seal(connection: sqlite3.Connection, transaction: int) -> None:
-    """End the transaction of this number by a seal over what all generations share."""
+    """End the transaction of this number with a seal over the rows that generations share."""
     insert = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
     connection.execute(insert, ("transaction", str(transaction)))
     connection.execute(insert, ("seal", seal_of(connection)))
 
 
 def check_shared(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise DamageError unless what all generations share is as it was written."""
+    """Raise DamageError unless the rows that generations share match their seal."""
     try:
         check_seal(connection)
     except (DamageError, *MALFORMED) as error:

@@ -32,7 +32,7 @@ class Pager(Protocol):
         """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
 
     def fetch(self) -> None:
-        """Begin bringing the bytes in, where there is room."""
+        """Begin reading the bytes, if there is memory."""
 
     def pin(self, *, for_write: bool = False) -> None:
         """Return when the bytes are in memory; they stay until ``unpin``."""
@@ -80,7 +80,7 @@ class OffloadedGradient(torch.Tensor):
 
     @property
     def copied(self) -> Arrival:
-        """The end of the copies, behind which ``memory`` has the elements."""
+        """The event of the copies, after which ``memory`` has the elements."""
         raise NotImplementedError
 
 
@@ -127,7 +127,7 @@ def in_order(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
 
 
 def out_of_order(tensor: torch.Tensor, order: Order | None) -> torch.Tensor:
-    """Return what ``in_order`` was given."""
+    """Undo ``in_order``."""
     if order is None:
         return tensor
     return tensor.permute(tuple(sorted(range(len(order)), key=order.__getitem__)))
@@ -146,7 +146,7 @@ def pager_of(parameter: torch.Tensor) -> Pager | None:
 
 
 def in_memory(parameter: torch.Tensor, *, for_write: bool = False) -> AbstractContextManager[None]:
-    """Let the bytes of the shard of ``parameter`` be in memory inside, those on disk too."""
+    """Pin the shard of ``parameter`` in memory inside the block; no-op if it is resident."""
     return pinned_by(pager_of(parameter), for_write=for_write)
 
 
@@ -183,7 +183,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def gradient_on_its_way(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Arrival | None]:
-    """Return what ``gradient_of`` does, and behind what it is there; None: it is."""
+    """Return the result of ``gradient_of``, and the event of its copy; None: it is complete."""
     gradient = parameter.grad
     if gradient is not None and is_sharded(gradient):
         local = _local(gradient)
@@ -193,7 +193,7 @@ def gradient_on_its_way(parameter: torch.Tensor) -> tuple[torch.Tensor | None, A
 
 
 def gradient_in_order(shard: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return what ``gradient_of`` returned as one run of elements, in the order of the shard's."""
+    """Return a gradient as contiguous elements, in the order of the shard's memory."""
     return in_order(gradient, order_of(shard)).contiguous()
 
 
@@ -205,7 +205,7 @@ def has_left(parameter: torch.Tensor) -> bool:
 
 
 def sharded_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return what all ranks together have, of which ``shard`` is this one's, as users see it.
+    """Return the DTensor of which ``shard`` is this rank's part, like ``parameter``.
 
     A DTensor over ``shard`` where ``parameter`` is one; it stays where it is.
     """
@@ -336,6 +336,6 @@ def _sum(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return where the group's collectives take tensors: on the CPU where they can."""
+    """Return the device of the group's collectives: the CPU if it is supported."""
     devices = group._device_types  # noqa: SLF001  # no public way
     return torch.device("cpu") if torch.device("cpu") in devices else devices[0]

@@ -35,7 +35,7 @@ class Runner:
             self._announce(self._row, said["step"], said["part"])
 
     def take(self, steps: int) -> None:
-        """Let it take ``steps`` steps."""
+        """Make it take ``steps`` steps."""
         self._process.tell(str(steps))
         self.until_it_waits()
 

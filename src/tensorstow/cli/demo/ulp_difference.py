@@ -12,7 +12,7 @@ _STATES = ("exp_avg", "exp_avg_sq")
 
 
 def compare_one_step(training: Training) -> UlpDifference:
-    """Take one more step with both, and return the difference of the weights.
+    """Take one more step with both optimizers, and return the difference of the weights.
 
     A weight near zero may be the remainder of larger numbers that cancelled. So a difference is
     measured in spacings of fp32 at the largest of the weight before, the weight after, and the step

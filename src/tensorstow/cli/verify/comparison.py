@@ -16,7 +16,7 @@ class Difference:
 
 
 def differences(outcomes: Mapping[VerifiedRun, Outcome]) -> list[Difference]:
-    """Return the runs that differ from the first run of their dtype, each with what did first."""
+    """Return the runs that differ from the first run of their dtype, with the first difference."""
     found = []
     references: dict[str, Outcome] = {}
     for run, outcome in outcomes.items():
@@ -28,7 +28,7 @@ def differences(outcomes: Mapping[VerifiedRun, Outcome]) -> list[Difference]:
 
 
 def first_difference(outcome: Outcome, reference: Outcome) -> str | None:
-    """Return what differs first in the order of training: a loss, a parameter, else a state."""
+    """Return the first difference in the order of training: of a loss, a parameter, or a state."""
     pairs = zip(outcome.losses, reference.losses, strict=False)
     for step, (loss, expected) in enumerate(pairs):
         if loss.hex() != expected.hex():

@@ -34,7 +34,7 @@ class VerifiedRun:
 
     @property
     def title(self) -> str:
-        """Return what it is, in a line."""
+        """Return a one-line description."""
         where = "in RAM" if self.states == "host" else "on disk"
         about = f"{self.dtype}, states {where} as {self.state_format}"
         if self.overlap != "none":

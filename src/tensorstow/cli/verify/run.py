@@ -88,7 +88,7 @@ def run(given: argparse.Namespace) -> int:
 def sentence(
     outcomes: Mapping[VerifiedRun, Outcome], found: list[Difference], directory: Path
 ) -> str:
-    """Return in one sentence whether all are equal, or what differed first."""
+    """Return one sentence: all are equal, or the first difference."""
     if found:
         first = found[0]
         more = f" ({len(found)} of {len(outcomes)} runs differ)" if len(found) > 1 else ""

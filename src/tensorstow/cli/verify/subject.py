@@ -153,7 +153,7 @@ def _arguments(given: object) -> Inputs:
 
 
 def _guessed(module: nn.Module, name: str) -> Callable[[nn.Module], Inputs]:
-    """Return what makes a batch for the first layer of a module."""
+    """Return a function that makes batches for the first layer of a module."""
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):
             count = layer.num_embeddings
@@ -195,7 +195,7 @@ def _as_loss(found: Any) -> torch.Tensor:  # noqa: ANN401  # any output of a mod
 
 
 def _cut(config: Any) -> tuple[Any, str]:  # noqa: ANN401  # transformers' own
-    """Return a configuration of two narrow layers, and what was cut in a sentence."""
+    """Return a configuration of two narrow layers, and a sentence about what was cut."""
     heads, width = config.num_attention_heads, config.hidden_size
     size = getattr(config, "head_dim", None) or width // heads
     fewer = max(1, min(heads, _WIDTH // size))

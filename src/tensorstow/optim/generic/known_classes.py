@@ -74,7 +74,7 @@ _REFUSED = {
 
 
 def refuse_class(optimizer_class: object) -> None:
-    """Raise OptionError for what is no optimizer class, or one that cannot go piece by piece."""
+    """Raise OptionError for a class that is no optimizer, or cannot be stepped piece by piece."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         message = (
             f"{optimizer_class!r} was given: the first argument is an optimizer class, such as"

@@ -76,7 +76,7 @@ class PackedEntry:
 
 
 def pack(entry: Mapping[str, Any], least: int = LARGE_BYTES) -> PackedEntry:
-    """Take ``entry`` apart; tensors of ``least`` bytes and more get slots, one behind the other.
+    """Split ``entry``; tensors of ``least`` bytes and more get consecutive slots.
 
     Raises DTypeError for a large tensor that is not one run of bytes in host memory.
     """
@@ -104,7 +104,7 @@ def pack(entry: Mapping[str, Any], least: int = LARGE_BYTES) -> PackedEntry:
 
 
 def unpack(stowed: Mapping[str, Any], region: torch.Tensor) -> dict[str, Any]:
-    """Return what was stowed, its tensors views into ``region``."""
+    """Return the stowed values, with tensors as views of ``region``."""
 
     def find(leaf: object) -> object:
         return leaf.view(region) if isinstance(leaf, TensorSlot) else leaf

@@ -129,7 +129,7 @@ def _joined(
 
 
 def sliced_entry(entry: Mapping[str, Any], partition: Partition, numel: int) -> dict[str, Any]:
-    """Return what of a whole parameter's entry belongs to ``partition``, numbers left out."""
+    """Return the slices of a parameter's entry that belong to ``partition``, without numbers."""
     part = {}
     for name, value in entry.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
@@ -150,7 +150,7 @@ def _refuse_sharing(
 
 @contextmanager
 def _torch_threads(count: int) -> Iterator[None]:
-    """Let torch use ``count`` threads for a while."""
+    """Make torch use ``count`` threads inside the block."""
     before = torch.get_num_threads()
     if before == count:
         yield

@@ -240,7 +240,7 @@ def _refuse_difference(together: _Together, apart: _Apart, step: int) -> None:
 
 
 def _refuse_more_to_save(optimizer: Optimizer) -> None:
-    """Raise OptionError where the class saves what a stowed one's ``state_dict`` has not."""
+    """Raise OptionError if the class saves more than a stowed one's ``state_dict`` has."""
     try:
         more = optimizer.state_dict().keys() - {"state", "param_groups"}
     except Exception as error:
@@ -273,7 +273,7 @@ def _random_states() -> list[Any]:
 
 
 def _shrunk(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with all their parameters, small; one more where there is but one.
+    """Return the groups with small parameters in place of theirs, at least two.
 
     Equal sizes stay equal and larger ones larger, so that what is square, tall or wide stays so.
     """

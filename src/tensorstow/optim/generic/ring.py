@@ -19,7 +19,7 @@ class RingBlock:
 
     @property
     def end(self) -> int:
-        """Return the first byte behind it."""
+        """Return the offset of its end."""
         return self.offset + self.region.numel()
 
 
@@ -40,7 +40,7 @@ class PieceRing:
         return bool(self._blocks)
 
     def allocate(self, nbytes: int) -> RingBlock | None:
-        """Return ``nbytes`` in one run, or None where there is no room now."""
+        """Allocate ``nbytes`` contiguous bytes; return None if there is no space now."""
         offset = self._gap(nbytes)
         if offset is None or self._arena is None:
             return None

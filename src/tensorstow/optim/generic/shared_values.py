@@ -75,7 +75,7 @@ class SharedValues:
         return cls(groups, own_values(optimizer), foreign(optimizer.state))
 
     def differences(self, other: "SharedValues") -> list[str]:
-        """Return the names of what is not the same in ``other``."""
+        """Return the names of values that differ in ``other``."""
         found = [f"self.{name}" for name in _differing(self.own, other.own)]
         found += [f"self.state[{name!r}]" for name in _differing(self.state, other.state)]
         for number, (mine, others) in enumerate(zip(self.groups, other.groups, strict=True)):
@@ -95,7 +95,7 @@ class SplitStep:
         groups: Sequence[MutableMapping[str, Any]],
         state: MutableMapping[Any, Any],
     ) -> None:
-        """Note the values of ``groups``, of ``state`` and of ``inner`` as they are."""
+        """Record the current values of ``groups``, ``state`` and ``inner``."""
         self._inner = inner
         self._groups = groups
         self._state = state
@@ -130,7 +130,7 @@ class SplitStep:
         _set_own(self._inner, values.own)
 
     def end(self) -> None:
-        """Note the values that a run left; raise OptionError where another left others."""
+        """Record the values that a run left; raise OptionError if they differ between runs."""
         left = SharedValues.of(self._inner)
         if self._after is None:
             self._after = left
@@ -144,7 +144,7 @@ class SplitStep:
             raise OptionError(message)
 
     def keep(self) -> None:
-        """Let the values that the runs left be those of the groups, of the state and of inner."""
+        """Assign the values that the runs left to the groups, the state and inner."""
         if self._after is None:
             return
         for group, options in zip(self._groups, self._after.groups, strict=True):
@@ -154,7 +154,7 @@ class SplitStep:
         self._before = self._after
 
     def close(self) -> None:
-        """Let inner have the values that the step found, or those that were kept."""
+        """Restore inner to the values from before the step, or to those that were kept."""
         _set_own(self._inner, self._before.own)
 
 
@@ -174,7 +174,7 @@ def own_values(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def foreign(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return what of a state is under keys that are no parameters."""
+    """Return the entries of a state under keys that are no parameters."""
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
@@ -207,7 +207,7 @@ def _copied_items(value: Any) -> Any:  # noqa: ANN401
 
 
 def same(a: Any, b: Any) -> bool:  # noqa: ANN401
-    """Return whether two values are equal to the bit; what cannot be compared is not."""
+    """Return whether two values are bitwise equal; values that cannot be compared are not."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -273,7 +273,7 @@ def _set_own(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
 def _assign(
     target: MutableMapping[Any, Any], values: Mapping[Any, Any], present: Sequence[Any]
 ) -> None:
-    """Let ``target`` have ``values``; what is the same stays the object that it was.
+    """Assign ``values`` to ``target``; equal values keep their object.
 
     Schedulers hold a learning rate that is a tensor.
     """

@@ -117,7 +117,7 @@ class StateManager:
         method: str = "step",
         closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Update the parameters of ``jobs`` by the class's ``method``; writes run on behind.
+        """Update the parameters of ``jobs`` by the class's ``method``; writes continue afterwards.
 
         ``groups`` are all that there are, and ``state`` is where users see states. ``closure``
         returns the loss that there is, to a class that looks at it.
@@ -211,7 +211,7 @@ class StateManager:
         )
 
     def traffic(self) -> Traffic:
-        """Return what moved so far."""
+        """Return the bytes moved so far."""
         return Traffic(0, 0, 0, 0, 0.0) if self._transfers is None else self._transfers.traffic()
 
     @property

@@ -127,7 +127,7 @@ class Stepper:
         return callable(getattr(self.optimizer_class, mode, None))
 
     def run(self, runs: Sequence[StepBatch]) -> list[list[dict[str, Any]]]:
-        """Step the parameters of ``runs`` by their gradients; return what is kept for them now."""
+        """Step the parameters of ``runs`` by their gradients; return their new entries."""
         inner = self.inner
         inner.state = defaultdict(dict, {p: entry for run in runs for p, entry in run.entries})
         if self._split_step is None:
@@ -165,7 +165,7 @@ class Stepper:
     def first_entry(
         self, group: Mapping[str, Any], parameter: torch.Tensor, name: str | None
     ) -> dict[str, Any]:
-        """Return what the constructor keeps for ``parameter``."""
+        """Return the entry that the constructor creates for ``parameter``."""
         given = [parameter] if name is None else [(name, parameter)]
         with self._naming("was constructed", OptionError):
             made = self.optimizer_class([{**options_of(group), "params": given}], **self._options)
@@ -195,7 +195,7 @@ class Stepper:
                 return entry
 
     def add_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Let the class check a new group; return the options that it makes of it."""
+        """Check a new group by the class; return its options with defaults."""
         try:
             with self._naming("was given a group", OptionError):
                 self.inner.add_param_group(_meta_group(group))
@@ -206,7 +206,7 @@ class Stepper:
     def repair(
         self, groups: list[dict[str, Any]], entries: Mapping[torch.Tensor, dict[str, Any]]
     ) -> None:
-        """Let the class complete groups and entries that an older version of it saved, in place."""
+        """Complete groups and entries saved by an older version of the class, in place."""
         try:
             with self._naming("was given a saved state", OptimizerError):
                 state = defaultdict(dict, entries)
@@ -240,7 +240,7 @@ class Stepper:
 
     @contextmanager
     def _naming(self, when: str, kind: type[OptionError] | type[OptimizerError]) -> Iterator[None]:
-        """Raise a ``kind`` that names the class for what it raises itself."""
+        """Raise errors of the class as ``kind``, with the class's name."""
         try:
             yield
         except StowError:
@@ -297,7 +297,7 @@ def _meta_parameter(
 
 
 def listed(params: ParamsT) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Return what a user gave, to be read once more, and the same as groups of tensors.
+    """Return the user's parameters as a list, and as groups of tensors.
 
     In the groups names are under ``param_names``, as torch has them.
     """

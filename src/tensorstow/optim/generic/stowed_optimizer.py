@@ -149,7 +149,7 @@ class StowedOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step of the class; returns when every parameter is updated, while writes go on.
+        """Take one step of the class; return when all parameters are updated. Writes continue.
 
         Args:
             closure: Computes the loss again and returns it. It is called once, with gradients
@@ -171,7 +171,7 @@ class StowedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class or the stowed class saved.
+        """Load a state dict of this class or the stowed class.
 
         States keep the dtypes that the class uses; torch would cast them to the parameter's dtype.
 
@@ -423,7 +423,7 @@ class StowedOptimizer(Optimizer):
         return due
 
     def _take_edits(self, param: PartitionedParam) -> None:
-        """See to it that the states are what users see: emptied (a reset), or replaced."""
+        """Apply the user's edits of ``state``: emptied entries (a reset), or replaced ones."""
         parameter = param.parameter
         if parameter not in self.state:
             if param.stows:

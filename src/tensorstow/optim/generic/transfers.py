@@ -40,11 +40,11 @@ class Transfers:
         return max(self._high_water, self._ring.high_water)
 
     def traffic(self) -> Traffic:
-        """Return what moved so far."""
+        """Return the bytes moved so far."""
         return Traffic(self._read, self._written, self._pieces, self.high_water, self._wait_seconds)
 
     def make_room(self, total: int, largest: int) -> None:
-        """Let the ring hold ``largest``, and of ``total`` as much as the budget allows.
+        """Size the ring for ``largest``, and for ``total`` as far as the budget allows.
 
         Nothing may be read ahead. Raises BudgetError where ``largest`` is beyond the budget.
         """
@@ -55,7 +55,7 @@ class Transfers:
             self._ring = PieceRing(wanted)
 
     def read_ahead(self, piece: Piece) -> bool:
-        """Start reading ``piece``; return False where there is no room for it now."""
+        """Start reading ``piece``; return False if the ring has no space for it now."""
         if piece.state is PieceState.WRITING:
             self._finish_until(piece)
         if piece.state is not PieceState.ON_DISK or piece.extent is None:
@@ -99,7 +99,7 @@ class Transfers:
         self._pieces += 1
 
     def drop(self, piece: Piece) -> None:
-        """Forget what was read of ``piece``; on disk it is as it was."""
+        """Discard the read of ``piece``; the disk is unchanged."""
         if piece.state is PieceState.WRITING:
             self._finish_until(piece)
         if piece.transfer is not None:
@@ -107,7 +107,7 @@ class Transfers:
         self._rest(piece)
 
     def put(self, piece: Piece, packed: PackedEntry) -> None:
-        """Write what ``packed`` holds to the piece's extent; take another where it has changed.
+        """Write ``packed`` to the piece's extent; allocate another one if its size has changed.
 
         In that case nothing may be read ahead.
         """
@@ -139,7 +139,7 @@ class Transfers:
             self._finish_oldest()
 
     def _relocate(self, piece: Piece, packed: PackedEntry) -> None:
-        """Give a piece at rest an extent of the size that ``packed`` wants, or none."""
+        """Allocate an extent of the size of ``packed`` to a piece at rest, or none."""
         if piece.extent is not None:
             self._files.release([piece.extent])
         piece.extent, piece.stowed, piece.slots = None, {}, ()

@@ -104,7 +104,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
 
 
 def check_gradient(parameter: torch.Tensor, param: PartitionedParam | None, name: str) -> None:
-    """Raise for a gradient, or a parameter, that is not what the states were made for."""
+    """Raise for a gradient or a parameter that does not match the states."""
     check_parameter(parameter, name)
     gradient = parameter.grad
     if gradient is None:
