@@ -338,14 +338,14 @@ MUTATIONS = (
     ),
     Mutation(
         _H2D,
-        "if copied.asked:\n            copied.buffer.ready = self.link.record_event()",
-        "if copied.asked:\n            copied.buffer.ready = torch.Event(self.link.device)",
+        "if copied.gathered:\n            copied.buffer.ready = self.link.record_event()",
+        "if copied.gathered:\n            copied.buffer.ready = torch.Event(self.link.device)",
         f"{_WAITS}::test_what_is_gathered_has_gone_up_before[False]",
     ),
     Mutation(
         _H2D,
-        "self.buffer.ready = link.record_event()\n        self.asked.clear()",
-        "self.asked.clear()",
+        "self.buffer.ready = link.record_event()\n        self.gathered.clear()",
+        "self.gathered.clear()",
         f"{_WAITS}::test_a_copy_that_was_kept_gives_way_behind_its_reader",
     ),
     Mutation(

@@ -119,7 +119,7 @@ def test_a_directory_that_cannot_be_written_is_the_reason() -> None:
 
 @pytest.mark.parametrize(("depth", "block"), [(0, 4096), (-1, 4096), (1, 0), (1, 4095), (1, 100)])
 def test_sizes_that_cannot_be(depth: int, block: int) -> None:
-    with pytest.raises(OptionError, match=r"was requested|was given"):
+    with pytest.raises(OptionError, match=r"requested|was given"):
         open_engine("threads", depth=depth, block_bytes=block)
 
 
