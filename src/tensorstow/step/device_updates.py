@@ -3,8 +3,8 @@
 [Note: Both at once] Gradients of the host's chunks are copied to the host (``DeviceFeed``), states
 of the device's chunks to the device (``DeviceUpdater``), in one open step of the pipeline, whose
 ring both share. One side may hold a slot that the other needs, or may be able to start more work,
-so while both have work left they are polled in turn, and neither is waited for. Each side is given the parameters of its own
-chunks; a parameter with elements in chunks of both is given to both.
+so while both have work left they are polled in turn, and neither is waited for. Each side is given
+the parameters of its own chunks; a parameter with elements in chunks of both is given to both.
 
 [Note: Device updates beside backward] A chunk is sent as soon as all of its gradients are final.
 Hooks of gradients start work and wait for nothing; ``close`` does the rest. While shares are
