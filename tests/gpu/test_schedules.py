@@ -28,7 +28,7 @@ from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.io.buffer_pool import PooledBuffer
 from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.states import memory
-from tensorstow.states.lent_chunks import LentChunks
+from tensorstow.states.caller_chunks import CallerChunks
 from tensorstow.states.native_pipeline import UpdatePipeline
 
 LONG = 15.0
@@ -63,8 +63,8 @@ class Watch:
         self.held: dict[int, Hold] = {}
         """What they are held up by."""
         self.taken: set[int] = set()
-        """Chunks that were lent."""
-        self._lent: list[tuple[int, int]] = []
+        """Chunks that were acquired."""
+        self._acquired: list[tuple[int, int]] = []
         for name, events in (("d2h", self.down), ("h2d", self.up)):
             self._watch_copies(patch, name, events)
         published, parameters = UpdatePipeline.wait_published, UpdatePipeline.wait_parameters
@@ -79,14 +79,16 @@ class Watch:
 
         patch.setattr(UpdatePipeline, "wait_published", wait_published)
         patch.setattr(UpdatePipeline, "wait_parameters", wait_parameters)
-        self._next = LentChunks.next
+        self._acquire = CallerChunks.acquire
 
-        def next_lent(lent_chunks: LentChunks, *, wait: bool) -> tuple[int, int] | None:
-            lent = self._lent.pop() if self._lent else self._next(lent_chunks, wait=wait)
-            self.taken.update([] if lent is None else lent[:1])
-            return lent
+        def acquire(caller_chunks: CallerChunks, *, wait: bool) -> tuple[int, int] | None:
+            acquired = (
+                self._acquired.pop() if self._acquired else self._acquire(caller_chunks, wait=wait)
+            )
+            self.taken.update([] if acquired is None else acquired[:1])
+            return acquired
 
-        patch.setattr(LentChunks, "next", next_lent)
+        patch.setattr(CallerChunks, "acquire", acquire)
 
     def clear(self) -> None:
         """Begin to count anew."""
@@ -96,12 +98,12 @@ class Watch:
         self.waited.clear()
         self.taken.clear()
 
-    def can_lend(self, chunk: int, lent_chunks: LentChunks) -> bool:
-        """Return whether a chunk was lent, or would be to whoever asks next."""
-        if chunk not in self.taken and not self._lent:
-            found = self._next(lent_chunks, wait=False)
-            self._lent += [] if found is None else [found]
-        return chunk in self.taken or bool(self._lent)
+    def can_acquire(self, chunk: int, caller_chunks: CallerChunks) -> bool:
+        """Return whether a chunk was acquired, or can be now."""
+        if chunk not in self.taken and not self._acquired:
+            found = self._acquire(caller_chunks, wait=False)
+            self._acquired += [] if found is None else [found]
+        return chunk in self.taken or bool(self._acquired)
 
     def _watch_copies(
         self, patch: pytest.MonkeyPatch, name: str, events: list[DeviceEvent]
@@ -329,7 +331,7 @@ class Course:
             if number + 1 in there:
                 self._expect(
                     f"{name}the next unit's states are there",
-                    lambda: watch.can_lend(number + 1, pipeline.lent_chunks),
+                    lambda: watch.can_acquire(number + 1, pipeline.caller_chunks),
                 )
         elif there:
             down = 0  # gradients stay

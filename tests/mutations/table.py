@@ -586,20 +586,20 @@ MUTATIONS = (
         f"{_BESIDE}[host, backward]",
     ),
     Mutation(
-        _FERRY,
+        _DEVICE_FEED,
         "            self._start_d2h(self._ready.popleft())\n",
         "            self._start_d2h(self._ready.popleft())\n"
         "            self._d2h[-1].copied.synchronize()\n",
         f"{_BESIDE}[device, backward]",
     ),
     Mutation(
-        _FERRY,
+        _DEVICE_FEED,
         "self._h2d = self.link.h2d(pairs)",
         "self._h2d = self.link.h2d(pairs)\n        self._h2d.synchronize()",
         f"{_SCHEDULES}::test_a_step_is_over_while_its_weights_go_up",
     ),
     Mutation(
-        _FERRY,
+        _DEVICE_FEED,
         "self._free = list(range(self.plan.slots))",
         "self._free = [0]",
         f"{_SCHEDULES}::test_gradients_come_down_before_others_are_used",
