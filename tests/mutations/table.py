@@ -618,7 +618,7 @@ MUTATIONS = (
     ),
     Mutation(
         "step/device_updates.py",
-        "self._is_beside = beside is Beside.BACKWARD and self._division.is_settled",
+        "self._is_beside = beside is Beside.BACKWARD and self._share_tuner.is_settled",
         "self._is_beside = False",
         f"{_BESIDE}[device, updated there, backward]",
     ),
@@ -642,9 +642,9 @@ MUTATIONS = (
     ),
     Mutation(
         _UPDATER,
-        "            fallen = self.link.d2h(falling, [self.link.record_event()])\n",
-        "            fallen = self.link.d2h(falling, [self.link.record_event()])\n"
-        "            fallen.synchronize()\n",
+        "            copied = self.link.d2h(d2h_pairs, [self.link.record_event()])\n",
+        "            copied = self.link.d2h(d2h_pairs, [self.link.record_event()])\n"
+        "            copied.synchronize()\n",
         f"{_BOTH_WAYS}[device]",
     ),
 )
