@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks.pool import Ranks
 
 if not torch.cuda.is_available():
-    # Kernels of Triton then run as numpy. It is read when Triton is imported, by whoever is first.
+    # Kernels of Triton then run as numpy. It is read when Triton is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -1,6 +1,6 @@
 """DEVICE = CPU: parameters of the CPU that count as an accelerator's, over links that test.
 
-A ``LateLink`` makes every copy as late as it may, and looks at what whoever drives it must keep to:
+A ``LateLink`` makes every copy as late as it may, and checks the rules of its callers:
 sources that live and do not change until the mark behind their copy is over.
 """
 
@@ -24,7 +24,7 @@ class Later:
     def __init__(self, stream: "Stream", position: int, patience: int) -> None:
         self.stream, self.position = stream, position
         self.patience = patience
-        """How often whoever asks is told that the work is not over."""
+        """How often ``query`` returns False before the work is over."""
 
     def query(self) -> bool:
         if self.stream.done < self.position and self.patience > 0:

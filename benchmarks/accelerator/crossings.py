@@ -1,4 +1,4 @@
-"""Bytes that torch copies between host memory and a device, whoever asks for it."""
+"""Counts the bytes that torch copies between host memory and a device."""
 
 from typing import Any
 

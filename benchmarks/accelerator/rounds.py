@@ -1,7 +1,7 @@
 """The turns that ways take, each kept in a journal when it is over.
 
 A turn that fails says why, and the others go on. One that hangs, or leaves the device unusable,
-ends the process with status AGAIN: whoever called starts another, which goes on behind it.
+ends the process with status AGAIN: the caller starts another one, which continues.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""An interrupt inside ``step()``: for whoever catches it, the step is whole or was not begun."""
+"""An interrupt inside ``step()``: when it is caught, the step is whole or was not begun."""
 
 from collections.abc import Callable
 from pathlib import Path

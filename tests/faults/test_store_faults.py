@@ -1,4 +1,4 @@
-"""Whatever fails, whoever is killed: the last commit is whole, and the error says what to do."""
+"""After any failure or kill the last commit is whole, and the error says what to do."""
 
 import errno as codes
 import os

@@ -197,7 +197,7 @@ class Unit(nn.Module):
         return out
 
 
-class RunConfig:
+class WatchedRun:
     """A training by a plan; ``missing`` is what was not over where it should have been."""
 
     def __init__(self, plan: Plan, simulated: ModuleType, watch: Watch, directory: Path) -> None:
@@ -367,7 +367,7 @@ def _copies_take_no_time(simulated: ModuleType) -> Iterator[None]:
 def test_what_goes_beside_a_unit_is_over_while_the_unit_is_held_up(
     plan: str, simulated: ModuleType, watch: Watch, tmp_path: Path
 ) -> None:
-    RunConfig(PLANS[plan], simulated, watch, tmp_path).train()
+    WatchedRun(PLANS[plan], simulated, watch, tmp_path).train()
 
 
 # --- the other way round: copies are held up, and something else is not ---
@@ -392,10 +392,10 @@ def held_until(*holds: tuple[Hold, Callable[[], bool]]) -> Iterator[None]:
 def test_backward_computes_while_gradients_are_held_up(
     plan: str, simulated: ModuleType, watch: Watch, tmp_path: Path
 ) -> None:
-    config = RunConfig(PLANS[plan], simulated, watch, tmp_path)
+    run = WatchedRun(PLANS[plan], simulated, watch, tmp_path)
 
     def backward(loss: torch.Tensor) -> None:
-        config.stop_watching()
+        run.stop_watching()
         watch.held.clear()
         watch.hold_down = partial(simulated.hold, LONG)
         loss.backward()
@@ -405,7 +405,7 @@ def test_backward_computes_while_gradients_are_held_up(
         assert watch.held
         assert [hold.release() for hold in watch.held.values()] == [True] * len(watch.held)
 
-    config.train(backward)
+    run.train(backward)
 
 
 def test_a_step_is_over_while_its_weights_go_up(
@@ -420,7 +420,7 @@ def test_a_step_is_over_while_its_weights_go_up(
         assert hold.release()
         assert len(watch.up) == UNITS
 
-    RunConfig(PLANS["device"], simulated, watch, tmp_path).train(step=step)
+    WatchedRun(PLANS["device"], simulated, watch, tmp_path).train(step=step)
 
 
 def test_gradients_come_down_before_others_are_used(watch: Watch, device: torch.device) -> None:
@@ -483,4 +483,4 @@ def test_states_go_up_while_others_come_down(
         with held_until(*zip(holds, (states, all_of_them), strict=False)):
             optimizer.step()
 
-    RunConfig(plan, simulated, watch, tmp_path).train(step=step)
+    WatchedRun(plan, simulated, watch, tmp_path).train(step=step)

@@ -142,7 +142,7 @@ class Trainer:
         """Note a step; where the next forward runs beside its updates, let it, mostly."""
         step = len(outcome.losses)
         if self.route.overlap != "forward" or look or step in {RESUME_AFTER, STEPS - 1}:
-            self.optimizer.wait()  # whoever reads parameters outside of forward does so
+            self.optimizer.wait()  # as for all reads of parameters outside of forward
             outcome.note(self.model, loss)
         else:
             outcome.note(None, loss)

@@ -1,4 +1,4 @@
-"""What is in a commit: everything of now, whoever changed it, and nothing twice."""
+"""A commit has all current values, whatever changed them, and nothing twice."""
 
 import gc
 import os

@@ -210,7 +210,7 @@ def test_memory_that_gradients_pass_through_is_taken_again_when_nobody_uses_it()
     first, second = pool.allocate(like), pool.allocate(like)
     address = first.data_ptr()
     assert second.data_ptr() != address
-    part = first[2:]  # whoever has a part of it alone does not keep it
+    part = first[2:]  # a view of a part alone does not keep it
     del first, part
     assert pool.allocate(like.view(2, 4)).data_ptr() == address
     assert pool.allocate(torch.ones(8)).shape == (8,)

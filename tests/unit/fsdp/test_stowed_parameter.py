@@ -1,4 +1,4 @@
-"""Stowed parameters: tensors without memory, of which whoever reads one gets the newest bytes."""
+"""Stowed parameters: tensors without memory, whose reads return the newest bytes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -87,7 +87,7 @@ def test_two_parameters_are_accessed_both_and_one_to_write() -> None:
 
 
 def test_a_write_of_a_view_reaches_the_bytes() -> None:
-    """``detach`` is the parameter again, so whoever writes it by ``.data`` or ``detach`` does."""
+    """``detach`` is the parameter again, so writes by ``.data`` or ``detach`` reach it."""
     parameter = stowed(torch.zeros(3, 2), 2)
     parameter.detach().fill_(1.0)
     assert parameter.home.eq(1.0).all()

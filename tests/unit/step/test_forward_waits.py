@@ -1,4 +1,4 @@
-"""``overlap="forward"``: whoever reads a weight reads the new one. Others are NaN here."""
+"""``overlap="forward"``: reads of a weight see the new one. Old ones are NaN here."""
 
 import copy
 import ctypes

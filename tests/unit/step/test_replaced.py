@@ -1,4 +1,4 @@
-"""Memory that the native side was given: it stays, whoever else lets go of it."""
+"""Memory that the native side was given stays alive without other references."""
 
 import gc
 import time
@@ -62,7 +62,7 @@ def memory_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def replace(model: nn.Module) -> None:
-    """Give every weight other memory, past whoever waits for the one that is under way."""
+    """Give every weight other memory, without a wait for the update under way."""
     with torch._C.DisableTorchFunctionSubclass():
         for p in model.parameters():
             p.data = p.data.clone()

@@ -1,4 +1,4 @@
-"""A stand-in has shape, dtype and device, and refuses whoever asks for values."""
+"""A placeholder has shape, dtype and device, and refuses reads of values."""
 
 import pytest
 import torch
