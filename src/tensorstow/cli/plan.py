@@ -28,7 +28,7 @@ from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.models import KNOWN, NamedModel, build_model
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
-from tensorstow.planner.search import Alternative, Asked, Found, Split, search
+from tensorstow.planner.search import Alternative, Found, PlanRequest, Split, search
 from tensorstow.planner.seconds import (
     MachineRates,
     MicroBatch,
@@ -135,8 +135,8 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
     """Return everything that the command prints, as plain values.
 
     Raises:
-        BudgetError: No placement fits; the message has what is short, and the smallest change that
-        fits. OptionError: An argument makes no sense.
+        BudgetError: No placement fits; it says what is short, and the smallest change that fits.
+        OptionError: An argument makes no sense.
     """
     _check(given)
     model = build_model(given.model, _DTYPES.get(given.dtype))
@@ -149,7 +149,7 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
         held = traced.beside_gradients if here else traced.peak_bytes
         conditions = replace(conditions, activation_bytes=max(held, 0))
     base = Plan(accumulation_steps=given.accumulation_steps or 1)
-    asked = Asked(
+    asked = PlanRequest(
         sizes,
         budget,
         conditions,
@@ -193,7 +193,7 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
             str(tier): {"bytes": nbytes, "budget": budget.bytes_of(tier)}
             for tier, nbytes in bytes_of(plan, sizes, conditions).items()
         },
-        "tried": [_described(each, found) for each in found.tried],
+        "tried": [_told(each, found) for each in found.tried],
         "step": None if traced is None else _step(chosen, sizes),
         "break_even": _break_even(plan, asked, machine),
         "seconds_unknown": unknown,
@@ -207,13 +207,13 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(given: argparse.Namespace) -> None:
-    request = {
+    asked = {
         "world-size": given.world_size,
         "accumulation-steps": given.accumulation_steps,
         "batch": given.batch,
         "seq": given.seq,
     }
-    for name, value in request.items():
+    for name, value in asked.items():
         if value is not None and value < 1:
             message = f"--{name} {value} was given: it is a number, at least 1."
             raise OptionError(message)
@@ -243,7 +243,7 @@ def _traced(model: NamedModel, given: argparse.Namespace) -> "Activations | None
 def _batch(
     model: NamedModel, traced: "Activations | None", given: argparse.Namespace
 ) -> MicroBatch:
-    """Return the operations of a micro-batch: traced, or estimated from the parameters."""
+    """Return what a micro-batch does: as traced, or as many operations as parameters say."""
     if traced is None:
         parameters = sum(p.numel() for p in model.module.parameters())
         return MicroBatch.estimate(parameters, _ANY_TOKENS)
@@ -272,26 +272,26 @@ def _splits(
 
 
 def _search(
-    request: PlanRequest, given: argparse.Namespace
+    asked: PlanRequest, given: argparse.Namespace
 ) -> tuple[Found, MachineRates | None, str | None]:
-    """Return the found plans, the rates, and why there are none, if so."""
+    """Return what was found, by rates where they are known, the rates, and why there are none."""
     profile = read_profile(given.profile)
     if profile is None:
         why = "no profile of this machine: `tensorstow calibrate` makes one"
-        return search(request), None, why
-    machine = _machine(profile, request, given.directory)
+        return search(asked), None, why
+    machine = _machine(profile, asked, given.directory)
     try:
-        found = search(replace(request, machine=machine))
+        found = search(replace(asked, machine=machine))
     except OptionError as error:
         if given.profile is not None:
             raise
-        return search(request), None, str(error)
+        return search(asked), None, str(error)
     if found.chosen.step is None:
         return found, None, "no directory was measured: `tensorstow calibrate DIR` does"
     return found, machine, None
 
 
-def _machine(profile: Profile, request: PlanRequest, directory: Path | None) -> MachineRates:
+def _machine(profile: Profile, asked: PlanRequest, directory: Path | None) -> MachineRates:
     away = next((kind for kind in profile.compute if kind != "cpu"), "an accelerator")
     disk = profile.rates_of(directory)
     if directory is not None and disk is None:
@@ -300,7 +300,7 @@ def _machine(profile: Profile, request: PlanRequest, directory: Path | None) -> 
             f" {directory}`."
         )
         raise OptionError(message)
-    return MachineRates(profile, "cpu" if request.conditions.device_is_host else away, disk)
+    return MachineRates(profile, "cpu" if asked.conditions.device_is_host else away, disk)
 
 
 def _step(chosen: Alternative, sizes: Sizes) -> dict[str, Any] | None:
@@ -324,25 +324,25 @@ def _step(chosen: Alternative, sizes: Sizes) -> dict[str, Any] | None:
 
 
 def _break_even(
-    plan: Plan, request: PlanRequest, machine: MachineRates | None
+    plan: Plan, asked: PlanRequest, machine: MachineRates | None
 ) -> dict[str, Any] | None:
     """Return the tokens of all ranks from which on computing takes longer than any transfer."""
-    batch = request.batch
+    batch = asked.batch
     if machine is None or batch is None:
         return None
-    step = time_of(plan, request.sizes, request.conditions, batch, machine)
+    step = time_of(plan, asked.sizes, asked.conditions, batch, machine)
     tokens = batch.tokens * plan.accumulation_steps
     least = break_even_tokens(step, tokens)
     if least is None:
         return None
     compute = step.compute * least / tokens
-    ranks = request.sizes.ranks
+    ranks = asked.sizes.ranks
     return {"tokens": ranks * least, "tokens_per_second": ranks * least / (compute + step.update)}
 
 
-def _wear(plan: Plan, request: PlanRequest, tbw: str | None) -> dict[str, Any]:
-    """Return the disk traffic of a step, and how many steps a drive lasts."""
-    work = work_of(plan, request.sizes, request.conditions)
+def _wear(plan: Plan, asked: PlanRequest, tbw: str | None) -> dict[str, Any]:
+    """Return what a step reads and writes of the disk, and how many steps a drive lasts."""
+    work = work_of(plan, asked.sizes, asked.conditions)
     limit = None if tbw is None else parse_size(tbw, "--tbw")
     worn = limit // work.written if limit is not None and work.written else None
     return {
@@ -353,7 +353,7 @@ def _wear(plan: Plan, request: PlanRequest, tbw: str | None) -> dict[str, Any]:
     }
 
 
-def _described(each: Alternative, found: Found) -> dict[str, Any]:
+def _told(each: Alternative, found: Found) -> dict[str, Any]:
     return {
         "plan": fields_of(each.plan),
         "state_format": None

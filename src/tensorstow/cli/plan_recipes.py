@@ -1,4 +1,4 @@
-"""Writes a plan as Python code, a DeepSpeed configuration or Gemini's arguments."""
+"""What runs a plan: lines of Python, a DeepSpeed configuration, Gemini's arguments."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ class Recipe:
 
 
 def fields_of(plan: Plan) -> dict[str, Any]:
-    """Return the tiers, and the other fields that differ from a plan's defaults.
+    """Return where everything lives, and what else differs from a plan's defaults.
 
     Args:
         plan: The plan.

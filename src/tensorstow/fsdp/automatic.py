@@ -1,4 +1,4 @@
-"""``plan="auto"``: searches by the machine's rates, in the budget or the machine's memory."""
+"""``plan="auto"``: a search by the machine's rates, within its memory where no budget is given."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """One rank's memory, rates and limit of its device."""
+    """What one rank knows of its machine."""
 
     budget: Budget
     profile: Profile | None
@@ -51,7 +51,7 @@ class _Known:
 
 
 def choose_plan(
-    request: PlanRequest,
+    asked: PlanRequest,
     units: Sequence[Unit],
     budget: Budget | None,
     device: torch.device,
@@ -65,15 +65,15 @@ def choose_plan(
     Ranks agree: each tier has what the rank with least of it has, and rates are rank 0's.
 
     Args:
-        request: The model and the user's options, without budget and rates.
+        asked: The model and what the user said, without budget and rates.
         units: The model's.
-        budget: The user's; None: the machine's memory.
-        device: The device that computes.
+        budget: What the user gave; None: the machine is the budget.
+        device: What computes.
         directory: Of states on disk; None: one is chosen.
         tokens: Of a micro-batch of one rank; None: it is not known.
 
     Raises:
-        BudgetError: No placement fits; the message has what is short.
+        BudgetError: No placement fits; it says what is short.
     """
     own = machine_budget(units, device, directory) if budget is None else budget
     limit = _device_limit(device) if budget is None else own.bytes_of(Tier.DEVICE)
@@ -93,7 +93,7 @@ def choose_plan(
 
 
 def _device_limit(device: torch.device) -> int | None:
-    """Return the bytes of an accelerator that torch may allocate beside other processes."""
+    """Return what torch may allocate of an accelerator that is not used by others."""
     if device.type == "cpu":
         return None
     free, _ = torch.accelerator.get_memory_info(device)
@@ -103,7 +103,7 @@ def _device_limit(device: torch.device) -> int | None:
 def machine_budget(
     units: Iterable[Unit], device: torch.device, directory: str | os.PathLike[str] | None
 ) -> Budget:
-    """Return one rank's budget on this machine: parts of the memory that is free now.
+    """Return what one rank may use of this machine: parts of what is free now.
 
     Args:
         units: The model's, whose parameters' memory is free for them.
@@ -121,7 +121,7 @@ def machine_budget(
         there = int(_COMPUTE_PART * (free + sum(p.nbytes for p in parameters if is_remote(p))))
     try:
         facts = choose_directory() if directory is None else check_directory(Path(directory))
-    except DirectoryError:  # it does not exist yet, or none is usable: opening it raises the error
+    except DirectoryError:  # it is not made yet, or none will do: whoever opens it says why
         return Budget(there, int(host), None if directory is not None else 0)
     return Budget(there, int(host), int(_OTHER_PART * facts.free_bytes / ranks))
 
@@ -146,7 +146,7 @@ def _read(path: Path) -> str:
 
 
 def _agree(own: _Known, device: torch.device) -> _Known:
-    """Return the minimum over all ranks. Collective."""
+    """Return what all ranks can use. Collective."""
     if world_size() == 1:
         return own
     join_ranks(device)
@@ -162,29 +162,29 @@ def _agree(own: _Known, device: torch.device) -> _Known:
 
 
 def _search(
-    request: PlanRequest,
+    asked: PlanRequest,
     profile: Profile | None,
     device: torch.device,
     directory: str | os.PathLike[str] | None,
 ) -> Found:
     if profile is None:
         logger.info("no rates of this machine are known: `tensorstow calibrate` measures them")
-        return search(request)
+        return search(asked)
     disk = profile.rates_of(None if directory is None else Path(directory))
     machine = MachineRates(profile, device.type, disk)
     try:
-        return search(replace(request, machine=machine))
+        return search(replace(asked, machine=machine))
     except OptionError as error:
         logger.info('plan="auto" looks at bytes only: %s', error)
-        return search(request)
+        return search(asked)
 
 
-def _log(found: Found, request: PlanRequest, *, origin: str) -> None:
-    """Log the chosen plan, its memory, and why the others were not chosen."""
+def _log(found: Found, asked: PlanRequest, *, told: str) -> None:
+    """Log one table: what was chosen, what it holds, and why the others were not."""
     plan = found.chosen.plan
-    lines = [f'plan="auto" chose {_name(plan)}, within the memory {origin}:']
-    for tier, nbytes in bytes_of(plan, request.sizes, request.conditions).items():
-        limit = request.budget.bytes_of(tier)
+    lines = [f'plan="auto" chose {_name(plan)}, within the memory {told}:']
+    for tier, nbytes in bytes_of(plan, asked.sizes, asked.conditions).items():
+        limit = asked.budget.bytes_of(tier)
         most = "no limit" if limit is None else format_bytes(limit)
         lines.append(f"  {tier:<8}{format_bytes(nbytes):>12} of {most}")
     lines += [

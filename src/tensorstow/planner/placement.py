@@ -40,7 +40,7 @@ from tensorstow.step.backward_overlap import WINDOW_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Inputs of a run's memory beside its model and its plan."""
+    """What decides about a run's memory beside its model and its plan."""
 
     device_is_host: bool
     """Whether the CPU computes."""
@@ -52,7 +52,7 @@ class Conditions:
     activation_bytes: int = 0
     """Held at the same time as all gradients, at most, where forward and backward compute."""
     states: Tier | None = None
-    """The user's tier of the states; None: the plan's."""
+    """Where the user says that states go; None: the plan says it."""
 
     @property
     def compute_tier(self) -> Tier:
@@ -70,7 +70,7 @@ class Item:
 
 
 def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan | dict[Tier, int]:
-    """Return ``plan`` if a budget holds it, else the missing bytes by tier.
+    """Return ``plan`` where a budget holds it, or the bytes that are short by tier.
 
     Units on disk are given of HOST what is left of it: whole units, and no more than they ask for.
 
@@ -78,7 +78,7 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
         plan: The plan.
         sizes: The model, as one rank's share.
         budget: Bytes that each rank may use of each tier.
-        conditions: Other inputs of the prediction.
+        conditions: What else decides.
     """
     on_disk = [unit.share_bytes for unit in units_on(Tier.DISK, plan, sizes)]
     tight = plan
@@ -99,12 +99,12 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
 
 
 def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, int]:
-    """Return the bytes that a plan holds on each tier of one rank.
+    """Return what a plan holds on each tier of one rank, in bytes.
 
     Args:
         plan: The plan.
         sizes: The model, as one rank's share.
-        conditions: Other inputs of the prediction.
+        conditions: What else decides.
     """
     held = dict.fromkeys(Tier, 0)
     for item in items_of(plan, sizes, conditions):
@@ -113,12 +113,12 @@ def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, 
 
 
 def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
-    """Return the bytes that a plan holds on each tier of one rank, by purpose, without zeros.
+    """Return what a plan holds on each tier of one rank, by purpose; nothing of no bytes.
 
     Args:
         plan: The plan.
         sizes: The model, as one rank's share.
-        conditions: Other inputs of the prediction.
+        conditions: What else decides.
     """
     items = [
         *_parameters(plan, sizes, conditions),
@@ -181,7 +181,7 @@ def is_whole(plan: Plan, sizes: Sizes, conditions: Conditions) -> bool:
 
 
 def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
-    """Return the bytes of parameters by tier, and of the buffers that they are used from."""
+    """Return parameters where they live, and what they pass through to be computed with."""
     compute = conditions.compute_tier
     by_tier = {tier: units_on(tier, plan, sizes) for tier in Tier}
     on_disk = [unit.share_bytes for unit in by_tier[Tier.DISK]]

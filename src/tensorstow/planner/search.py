@@ -31,7 +31,7 @@ class Split:
     """The batch of a step, in so many micro-batches."""
 
     times: int
-    """More than the plan says of itself: micro-batches for each of those that were asked for."""
+    """More than the plan says of itself: micro-batches for each of those that were requested."""
     batch: MicroBatch
     activation_bytes: int
     """As ``Conditions`` has them."""
@@ -47,7 +47,7 @@ class Alternative:
     step: StepTime | None = None
     """None: it does not fit, or no rates are known."""
     conditions: Conditions = field(default_factory=lambda: Conditions(device_is_host=True))
-    """What else decides: of the states' format and of activations another than was asked for."""
+    """What else decides: of the states' format and of activations another than was requested."""
     batch: MicroBatch | None = None
     """One micro-batch."""
 
@@ -78,15 +78,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The input of a search: model, budget and fixed choices."""
+    """What a search is for."""
 
     sizes: Sizes
     budget: Budget
     conditions: Conditions
     base: Plan = field(default_factory=Plan)
-    """The fields that a search does not change: micro-batches, stage, replicas."""
+    """Says what a search leaves as it is: micro-batches, stage, replicas."""
     overlap: Overlap | None = None
-    """The user's choice of when updates run; None: the search chooses."""
+    """Where the user says when updates run; None: the search says it."""
     spend: bool = True
     """Whether host memory that the budget leaves may hold states of a plan that has them on disk
     (``Plan.ram_budget``)."""
@@ -103,23 +103,23 @@ class PlanRequest:
     """Where the user says that updates run; None: the search says it."""
 
 
-def search(request: PlanRequest) -> Found:
-    """Return the fastest plan that fits; without rates the first one.
+def search(asked: PlanRequest) -> Found:
+    """Return the fastest plan that fits, of those that refuse nothing; without rates the first.
 
     ``overlap="backward"`` refuses clipping and loss scaling: it is chosen only where nothing else
     fits. Of plans that are as fast, the one that holds most in the highest tiers is first.
 
     Args:
-        request: The model, the budget and what is measured of the machine.
+        asked: The model, the budget and what is known of the machine.
 
     Raises:
-        BudgetError: None fits; the message has what is short, and the smallest change that fits.
+        BudgetError: None fits; it says what is short, and the smallest change that fits.
         OptionError: The profile lacks a rate.
     """
-    tried = tuple(_try_all(request))
+    tried = tuple(_try_all(asked))
     fitting = [each for each in tried if not each.short]
     if not fitting:
-        raise BudgetError(_what_is_short(tried, request.budget))
+        raise BudgetError(_what_is_short(tried, asked.budget))
     free = [each for each in fitting if each.plan.overlap != "backward"] or fitting
     chosen = free[0]
     for each in free[1:]:
@@ -136,15 +136,15 @@ def auto_plan(sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan:
     Args:
         sizes: The model, as one rank's share.
         budget: Bytes that each rank may use of each tier.
-        conditions: Other inputs of the prediction.
+        conditions: What else decides.
 
     Raises:
-        BudgetError: None fits; the message has what is short, and the smallest change that fits.
+        BudgetError: None fits; it says what is short, and the smallest change that fits.
     """
     return search(PlanRequest(sizes, budget, conditions)).chosen.plan
 
 
-def candidates(request: PlanRequest) -> list[Plan]:
+def candidates(asked: PlanRequest) -> list[Plan]:
     """Return the placements that are tried, from the one that holds most to the one that least.
 
     1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
@@ -156,14 +156,14 @@ def candidates(request: PlanRequest) -> list[Plan]:
        gradients wait for their update.
 
     Args:
-        request: The model, the budget and what is measured of the machine.
+        asked: The model, the budget and what is known of the machine.
     """
-    away = not request.conditions.device_is_host
+    away = not asked.conditions.device_is_host
     above = (Tier.DEVICE, Tier.HOST) if away else (Tier.HOST,)
     pairs = [(t, s) for t in above for s in (Tier.HOST, Tier.DISK)] + [(Tier.DISK, Tier.DISK)]
     plans = []
     for parameters, states in pairs:
-        if request.conditions.states not in {None, states}:
+        if asked.conditions.states not in {None, states}:
             continue
         free: tuple[Overlap, ...] = ("none", "backward") if parameters == Tier.DISK else ("none",)
         for overlap in free if asked.overlap is None else (asked.overlap,):
@@ -177,7 +177,7 @@ def candidates(request: PlanRequest) -> list[Plan]:
     return plans
 
 
-def _try_all(asked: Asked) -> Iterator[Alternative]:
+def _try_all(asked: PlanRequest) -> Iterator[Alternative]:
     """Yield every placement in every variant that is allowed; [Note: What is tried]."""
     fitting: set[tuple[StateFormat | None, Tier, Tier]] = set()
     """Formats and placements that need no more micro-batches."""
@@ -196,8 +196,8 @@ def _try_all(asked: Asked) -> Iterator[Alternative]:
                 yield from _try_times(found, variant)
 
 
-def _variants(asked: Asked) -> Iterator[Asked]:
-    """Yield what was asked for, then with other formats, then with more micro-batches."""
+def _variants(asked: PlanRequest) -> Iterator[PlanRequest]:
+    """Yield what was requested, then with other formats, then with more micro-batches."""
     formats = (asked.conditions.state_format, *asked.formats)
     for split in (None, *asked.splits):
         for kept_as in formats:
@@ -210,7 +210,7 @@ def _variants(asked: Asked) -> Iterator[Asked]:
             yield replace(asked, conditions=conditions, base=base, batch=batch)
 
 
-def _try_with_units(plan: Plan, asked: Asked) -> Iterator[Alternative]:
+def _try_with_units(plan: Plan, asked: PlanRequest) -> Iterator[Alternative]:
     """Yield a placement; where its tier is too small, as many units there as fit, too."""
     found = _try(plan, asked)
     yield found
@@ -236,7 +236,7 @@ def _takes_disk(plan: Plan) -> bool:
     return plan.states == Tier.DISK and plan.stage == 3 and plan.overlap != "forward"
 
 
-def _most_units(plan: Plan, upper: Tier, lower: Tier, asked: Asked) -> Alternative | None:
+def _most_units(plan: Plan, upper: Tier, lower: Tier, asked: PlanRequest) -> Alternative | None:
     """Return the plan with most units where ``plan`` has all, the rest on ``lower``.
 
     The largest come first, so that what the others pass through is small; of equal ones the first
@@ -263,7 +263,7 @@ def _most_units(plan: Plan, upper: Tier, lower: Tier, asked: Asked) -> Alternati
     return None if best is None or best.short else best
 
 
-def _try_times(found: Alternative, asked: Asked) -> Iterator[Alternative]:
+def _try_times(found: Alternative, asked: PlanRequest) -> Iterator[Alternative]:
     """Yield what other times and places of updates make of a plan that fits."""
     if found.step is None:
         return
@@ -286,7 +286,7 @@ def _try_times(found: Alternative, asked: Asked) -> Iterator[Alternative]:
             yield _try(free.but(update_on=where, overlap=overlap), asked)
 
 
-def _may_update_there(plan: Plan, asked: Asked) -> bool:
+def _may_update_there(plan: Plan, asked: PlanRequest) -> bool:
     """Return whether updates of a plan may run on the accelerator, at a rate that is known."""
     if asked.conditions.device_is_host or plan.update_on is not None or asked.machine is None:
         return False
@@ -296,25 +296,20 @@ def _may_update_there(plan: Plan, asked: Asked) -> bool:
     return work.updates.keys() <= asked.machine.profile.device_update.keys()
 
 
-def _spend(plan: Plan, request: PlanRequest) -> Plan | None:
-    """Return a plan that gives the rest of HOST to states on disk; None: there is no rest."""
-    limit = request.budget.bytes_of(Tier.HOST)
-    if (
-        not request.spend
-        or limit is None
-        or plan.states != Tier.DISK
-        or plan.ram_budget is not None
-    ):
+def _spend(plan: Plan, asked: PlanRequest) -> Plan | None:
+    """Return a plan whose states on disk have what the budget leaves of HOST; None: nothing."""
+    limit = asked.budget.bytes_of(Tier.HOST)
+    if not asked.spend or limit is None or plan.states != Tier.DISK or plan.ram_budget is not None:
         return None
-    held = states_of(plan, request.sizes, request.conditions)
-    left = limit - bytes_of(plan, request.sizes, request.conditions)[Tier.HOST]
+    held = states_of(plan, asked.sizes, asked.conditions)
+    left = limit - bytes_of(plan, asked.sizes, asked.conditions)[Tier.HOST]
     least = max(DEFAULT_RING_BYTES, held.ring_bytes)
     if left < DEFAULT_RING_BYTES:
         return None
     return plan.but(ram_budget=least + min(left - (least - held.ring_bytes), held.logical_bytes))
 
 
-def _try(plan: Plan, asked: Asked) -> Alternative:
+def _try(plan: Plan, asked: PlanRequest) -> Alternative:
     conditions, machine, batch = asked.conditions, asked.machine, asked.batch
     found = fit(plan, asked.sizes, asked.budget, conditions)
     if not isinstance(found, Plan):
@@ -336,14 +331,14 @@ def uses_disk(plan: Plan) -> bool:
 
 
 def _what_is_short(tried: Sequence[Alternative], budget: Budget) -> str:
-    """Return the bytes that the nearest placement lacks, and the smallest budget that fits."""
+    """Return what the nearest placement lacks, and the smallest change of the budget that fits."""
     nearest = min(tried, key=lambda each: (len(each.short), sum(each.short.values())))
-    short = " and ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in nearest.short.items())
+    told = " and ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in nearest.short.items())
     least = " and ".join(
         f"{tier}={(budget.bytes_of(tier) or 0) + missing}"
         for tier, missing in nearest.short.items()
     )
     return (
-        f"The model does not fit: {short} more than the budget are needed. The smallest change that"
+        f"The model does not fit: {told} more than the budget are needed. The smallest change that"
         f" fits, in bytes: {least}; or train on more ranks."
     )

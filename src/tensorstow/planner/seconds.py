@@ -29,7 +29,7 @@ _FLOPS_PER_TOKEN = 6
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The work of forward and backward of one micro-batch on one rank."""
+    """What forward and backward of one micro-batch do on one rank."""
 
     tokens: int
     flops: int
@@ -41,7 +41,7 @@ class MicroBatch:
 
     @classmethod
     def estimate(cls, parameters: int, tokens: int) -> "MicroBatch":
-        """Return six operations for each parameter and token, if there is no trace.
+        """Return six operations for each parameter and token, for what was not traced.
 
         Args:
             parameters: Of the whole model.
@@ -63,7 +63,7 @@ class MachineRates:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The bytes that one rank moves, and the elements that it updates, in one step."""
+    """What one rank moves and updates in one step."""
 
     updates: Mapping[str, int]
     """Parameters by "dtype/format"."""
@@ -109,7 +109,7 @@ class StepPhase:
 
     @property
     def binding(self) -> str:
-        """Return the resource that takes longest."""
+        """Return the resource that says so."""
         return max(self.loads, key=lambda name: self.loads[name])
 
 
@@ -147,7 +147,7 @@ class StepTime:
 
 
 def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
-    """Return the bytes that one rank moves and the elements that it updates in one step.
+    """Return what a plan makes one rank move and update in one step.
 
     Args:
         plan: The plan.

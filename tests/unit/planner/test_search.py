@@ -11,7 +11,7 @@ from tensorstow.base.profile import DirectoryRates
 from tensorstow.base.update_on import Overlap
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import bytes_of
-from tensorstow.planner.search import Asked, Split, candidates, search, uses_disk
+from tensorstow.planner.search import PlanRequest, Split, candidates, search, uses_disk
 from tensorstow.planner.seconds import MicroBatch
 from tensorstow.planner.sizes import least_in_memory
 
@@ -74,7 +74,7 @@ def test_an_accelerator_has_updates_beside_its_forward() -> None:
 
 
 def test_the_device_updates_where_that_is_faster() -> None:
-    asked = Asked(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA, on_device=True)
+    asked = PlanRequest(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA, on_device=True)
     found = search(asked)
     assert (found.chosen.plan.update_on, found.chosen.plan.overlap) == ("hybrid", "none")
     tried = {(e.plan.update_on, e.plan.overlap) for e in found.tried}
@@ -96,7 +96,7 @@ def units_above(plan: Plan) -> int:
 def test_as_many_units_as_fit_are_above_the_disk() -> None:
     last = -1
     for host in range(9 * G, 20 * G, G):
-        asked = Asked(SIZES, Budget(host=host), HERE, Plan(states=Tier.DISK))
+        asked = PlanRequest(SIZES, Budget(host=host), HERE, Plan(states=Tier.DISK))
         asked = replace(asked, conditions=replace(HERE, states=Tier.DISK), overlap="backward")
         plan = search(asked).chosen.plan
         assert bytes_of(plan, SIZES, HERE)[Tier.HOST] <= host
@@ -118,14 +118,16 @@ def test_units_are_between_device_and_host() -> None:
     whole = bytes_of(Plan(Tier.DEVICE), SIZES, AWAY)[Tier.DEVICE]
     below = bytes_of(Plan(Tier.HOST), SIZES, AWAY)[Tier.DEVICE]
     assert below < whole
-    plans = [search(Asked(SIZES, Budget(device=n), AWAY)).chosen.plan for n in (below, whole - 1)]
+    plans = [
+        search(PlanRequest(SIZES, Budget(device=n), AWAY)).chosen.plan for n in (below, whole - 1)
+    ]
     few, most = (sum(p.tier_of(str(n)) == Tier.DEVICE for n in range(UNITS)) for p in plans)
     assert 0 == few < most < UNITS
     assert len(plans[1].units) == min(most, UNITS - most)  # what is said is the shorter
 
 
 def test_formats_that_round_are_taken_where_they_are_allowed_alone() -> None:
-    asked = Asked(SIZES, Budget(host=2 * UNITS * G + 6 * G, disk=0), HERE)
+    asked = PlanRequest(SIZES, Budget(host=2 * UNITS * G + 6 * G, disk=0), HERE)
     with pytest.raises(BudgetError):
         search(asked)
     found = search(replace(asked, formats=(StateFormat.BF16, StateFormat.INT8)))
@@ -140,7 +142,9 @@ def test_a_batch_is_cut_where_its_activations_do_not_fit() -> None:
     held = replace(HERE, activation_bytes=8 * G)
     halves = MicroBatch(BATCH.tokens // 2, BATCH.flops // 2)
     split = Split(2, halves, 4 * G)
-    asked = Asked(SIZES, Budget(host=HOST_BYTES + 4 * G, disk=0), held, batch=BATCH, machine=CPU)
+    asked = PlanRequest(
+        SIZES, Budget(host=HOST_BYTES + 4 * G, disk=0), held, batch=BATCH, machine=CPU
+    )
     with pytest.raises(BudgetError):
         search(asked)
     found = search(replace(asked, splits=(split,)))
