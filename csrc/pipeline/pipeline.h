@@ -50,7 +50,7 @@ enum class Caller : std::uint8_t {
   waits,     // nothing: all cores are the step's
   computes,  // on these cores beside it, until somebody waits
   updates,   // the chunks of `set_caller_chunks`, by `acquire_chunk`: none of their gradients is
-            // read here, and their weights are only looked at when a chunk is released
+             // read here, and their weights are only looked at when a chunk is released
 };
 
 struct StepSpec {
