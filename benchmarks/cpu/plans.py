@@ -238,7 +238,7 @@ def _run_traced(case: Case, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _choices(asked: Asked) -> dict[str, tuple[str, list[str]]]:
+def _choices(asked: PlanRequest) -> dict[str, tuple[str, list[str]]]:
     """Return the plan that is chosen for each of three budgets, and those that fit it.
 
     One that is none of ``_PLANS`` is told by its JSON. A budget that nothing fits is left out.

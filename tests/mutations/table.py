@@ -504,7 +504,7 @@ MUTATIONS = (
         "            pass\n",
         f"{_STEPS}[forward-host-bf16]",
     ),
-    Mutation(_FERRY, "        self.join()\n", "        pass\n", f"{_STEPS}[none-host-bf16]"),
+    Mutation(_DEVICE_FEED, "        self.join()\n", "        pass\n", f"{_STEPS}[none-host-bf16]"),
     Mutation(
         "step/device_updates.py",
         "            feed.wait()\n",

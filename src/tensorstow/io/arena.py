@@ -7,7 +7,7 @@ import torch
 
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.sizes import format_bytes, round_up
-from tensorstow.io.confinement import prefer_own_node
+from tensorstow.io.numa_binding import prefer_own_node
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
