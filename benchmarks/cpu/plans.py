@@ -44,7 +44,13 @@ from tensorstow.report.rss import peak_bytes, resident_bytes
 _BATCH, _SEQUENCE = 4, 128
 _WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
 _MODELS: dict[str, dict[str, Any]] = {
-    "gpt2, 6 layers": {"model_type": "gpt2", "n_layer": 6, "n_embd": 512, "n_head": 8},
+    "gpt2, 6 layers": {
+        "model_type": "gpt2",
+        "n_layer": 6,
+        "n_embd": 512,
+        "n_head": 8,
+        "vocab_size": 16000,
+    },
     "llama, 8 layers, bf16": {
         "model_type": "llama",
         "dtype": "bfloat16",
@@ -58,7 +64,7 @@ _MODELS: dict[str, dict[str, Any]] = {
         "dtype": "float32",
         "num_hidden_layers": 8,
         "num_key_value_heads": 4,
-        "vocab_size": 32000,
+        "vocab_size": 16000,
         "tie_word_embeddings": True,
         **_WIDE,
     },
@@ -69,7 +75,7 @@ _MODELS: dict[str, dict[str, Any]] = {
         "ffn_dim": 2048,
         "num_attention_heads": 8,
         "word_embed_proj_dim": 512,
-        "vocab_size": 32000,
+        "vocab_size": 16000,
     },
 }
 _QUICK_MODELS: dict[str, dict[str, Any]] = {
@@ -108,7 +114,7 @@ def figures(settings: Settings) -> Iterator[Figure]:
     profile = calibrate([directory])
     text = json.dumps(profile.as_dict())
     for model in _QUICK_MODELS if settings.quick else [*_MODELS, *OTHERS]:
-        steps = 2 if settings.quick else max(settings.pairs // 2, 3)
+        steps = 2 if settings.quick else max(settings.pairs // 3, 3)
         plans = {name: plan.to_json() for name, plan in _PLANS.items()}
         case = Case(model, plans, str(directory), text, steps)
         if model in OTHERS:
