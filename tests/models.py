@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 class ResidualLinear(nn.Module):
@@ -93,6 +95,32 @@ class AttentionBlock(nn.Module):
         x = x + self.dropout(self.out(seen))
         out: Tensor = x + self.mlp(x)
         return out
+
+
+class FeedForward(nn.Module):
+    """The feed-forward half of a transformer's block: norm, two layers with GELU, added."""
+
+    def __init__(self, width: int, *, recompute: bool = False) -> None:
+        """Make a norm and layers from ``width`` features to four times as many and back.
+
+        With ``recompute`` backward computes all but the sum again.
+        """
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.recompute = recompute
+
+    def inner(self, x: Tensor) -> Tensor:
+        """Return what is added."""
+        out: Tensor = self.down(functional.gelu(self.up(self.norm(x))))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features of the input's shape."""
+        if not self.recompute:
+            return x + self.inner(x)
+        added: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return x + added
 
 
 class TiedModel(nn.Module):

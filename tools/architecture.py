@@ -11,7 +11,7 @@ FILE = ROOT / "ARCHITECTURE.md"
 SOURCE = ROOT / "src" / "tensorstow"
 BEGIN, END = "<!-- written by tools/architecture.py -->\n", "<!-- end of what it writes -->\n"
 LAYERS = (
-    *("base", "io", "tensors", "formats", "store", "states", "step", "checkpoint"),
+    *("base", "io", "tensors", "formats", "store", "states", "step", "activations", "checkpoint"),
     *("report", "optim"),
     *("planner", "fsdp", "measure", "deepspeed", "colossalai", "tensornvme", "cli"),
 )

@@ -4,6 +4,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from tensorstow.activations.offload import offload_activations
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import StowError
 from tensorstow.base.first_calls import make_first_calls
@@ -29,6 +30,7 @@ __all__ = [
     "StowedOptimizer",
     "Tier",
     "__version__",
+    "offload_activations",
     "parameter_bytes",
     "plan_of",
     "save_safetensors",

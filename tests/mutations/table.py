@@ -9,7 +9,9 @@ _UPDATER = "step/device_update.py"
 _FEED = "step/gradient_feed.py"
 _QUEUE = "fsdp/gradient_offload.py"
 _H2D = "fsdp/h2d_prefetch.py"
+_SAVED = "activations/pool.py"
 
+_ACTIVATIONS = "gpu/test_gpu_activations.py"
 _WAITS = "gpu/test_waits.py"
 _LINK = "gpu/test_gpu_link.py"
 _COUNTS = "gpu/test_counts.py"
@@ -646,5 +648,66 @@ MUTATIONS = (
         "            copied = self.link.d2h(d2h_pairs, [self.link.record_event()])\n"
         "            copied.synchronize()\n",
         f"{_BOTH_WAYS}[device]",
+    ),
+    # --- saved activations ---
+    Mutation(
+        _SAVED,
+        "[(storage.host, whole)], [link.record_event()]",
+        "[(storage.host, whole)], []",
+        f"{_ACTIVATIONS}::test_gradients_are_those_without_it",
+    ),
+    Mutation(
+        _SAVED,
+        "[(target, storage.data)], [link.record_event()]",
+        "[(target, storage.data)], []",
+        f"{_ACTIVATIONS}::test_gradients_are_those_without_it",
+    ),
+    Mutation(
+        _SAVED,
+        "self._link(storage.device).join(storage.ready)",
+        "pass",
+        f"{_ACTIVATIONS}::test_gradients_are_those_without_it",
+    ),
+    Mutation(
+        _SAVED,
+        "oldest.copied.synchronize()",
+        "pass",
+        f"{_ACTIVATIONS}::test_gradients_are_those_without_it",
+    ),
+    Mutation(
+        _SAVED,
+        "while self._uploads and self._uploads[0][0].query():",
+        "while self._uploads:",
+        f"{_ACTIVATIONS}::test_a_block_that_is_still_copied_up_is_given_to_no_read",
+    ),
+    Mutation(
+        _SAVED,
+        "ready.synchronize()  # the host",
+        "# the host",
+        f"{_ACTIVATIONS}::test_a_backward_whose_copies_are_late",
+    ),
+    Mutation(
+        _SAVED,
+        "if storage.ready is not None and not storage.ready.query():",
+        "if False:",
+        f"{_ACTIVATIONS}::test_a_backward_whose_copies_are_late",
+    ),
+    Mutation(
+        _SAVED,
+        "return PinnedBlock(padded, device, self._link(device).synchronize)",
+        "return PinnedBlock(padded, device, lambda: None)",
+        f"{_ACTIVATIONS}::test_memory_that_late_copies_use_outlives_the_offload",
+    ),
+    Mutation(
+        _SAVED,
+        "if self._host_bytes + nbytes <= self._budget:\n                    break",
+        "if False:\n                    break",
+        f"{_ACTIVATIONS}::test_forward_to_disk_does_not_wait_for_the_link_while_there_is_room",
+    ),
+    Mutation(
+        "activations/saved.py",
+        "return self.copied is None or self.copied.query()",
+        "return True",
+        f"{_ACTIVATIONS}::test_a_forward_that_is_dropped_while_its_copies_are_late",
     ),
 )

@@ -20,6 +20,7 @@ def test_exported_names() -> None:
         "StowedOptimizer",
         "Tier",
         "__version__",
+        "offload_activations",
         "parameter_bytes",
         "plan_of",
         "save_safetensors",

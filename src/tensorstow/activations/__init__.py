@@ -1,0 +1,1 @@
+"""Tensors that autograd saves for backward, in host memory or on disk."""

@@ -1,0 +1,413 @@
+"""Storages on their way from forward to backward: device, host memory, disk, and back.
+
+[Note: What moves when] Forward saves storages in one order, backward asks for them in the other. A
+storage of an accelerator is copied to pinned memory behind the kernels that made it, and leaves the
+device when the copy is over. On the CPU a storage is in host memory as it is. With a disk, host
+memory is bounded: when storages that are not on disk have more than half of the budget, the oldest
+are written, beside forward; when all have more than the budget, the oldest leave memory. So the
+newest, which backward needs first, are still there when it begins. Backward reads ahead what it
+will need next, as far as the budget goes, and copies it to the device.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import tensorstow._native as _native
+from tensorstow.activations.saved import (
+    Block,
+    SavedStorage,
+    SavedTensor,
+    StorageIdentity,
+    address_of,
+    version_of,
+)
+from tensorstow.base.errors import DamageError, StowError
+from tensorstow.io.arena import Arena
+from tensorstow.io.device_link import DeviceEvent, DeviceLink, open_link
+from tensorstow.io.files import ALIGN
+from tensorstow.io.pinned import PinnedBlock
+from tensorstow.io.scratch import ScratchFiles
+from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.scratch import open_scratch
+
+_COPIES_AHEAD = 2
+"""Storages that are copied to the device before backward asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
+    """What saved activations hold and have moved."""
+
+    host_bytes: int
+    """Host memory that they hold now; on the CPU also that of storages not yet on disk."""
+    most_host_bytes: int
+    """The most that they held at once."""
+    disk_bytes: int
+    """Of the scratch files, in use."""
+    bytes_read: int
+    bytes_written: int
+    bytes_down: int
+    """From the device to host memory."""
+    bytes_up: int
+    """From host memory to the device."""
+
+
+class ActivationPool:
+    """Saved storages, and a bound on the host memory that they take."""
+
+    def __init__(self, budget: int | None, directories: Sequence[Path], *, to_disk: bool) -> None:
+        """Hold nothing yet.
+
+        Args:
+            budget: Bytes of host memory; None: as many as there are.
+            directories: Where scratch files go; empty: one is chosen and logged.
+            to_disk: Whether storages go on to disk.
+
+        Raises:
+            DirectoryError: A directory is missing, read-only, in RAM or too full.
+        """
+        self._budget = budget
+        self._scratch: ScratchFiles | None = None
+        if to_disk:
+            self._scratch = open_scratch(directories, 0, PipelinePolicy())
+        self._lock = threading.RLock()
+        self._next = 0
+        self._by_key: dict[tuple[int, int], SavedStorage] = {}
+        self._order: list[SavedStorage] = []
+        self._in_memory: dict[int, SavedStorage] = {}
+        """Those with ``host``, by number, oldest first but for those that were read."""
+        self._copying: deque[SavedStorage] = deque()
+        self._ending: list[SavedStorage] = []
+        """Nobody needs them, and a transfer of theirs is under way."""
+        self._released: deque[SavedStorage] = deque()
+        self._blocks: defaultdict[int, list[Block]] = defaultdict(list)
+        self._uploads: deque[tuple[DeviceEvent, Block]] = deque()
+        """Blocks that a copy to the device still reads."""
+        self._links: dict[torch.device, DeviceLink] = {}
+        self._host_bytes = self._clean_bytes = 0
+        self._idle_bytes = self._uploading_bytes = 0
+        self._most = self._read = self._written = 0
+
+    # --- forward ---
+
+    def save(self, tensor: torch.Tensor) -> SavedTensor:
+        """Take over the storage of a tensor.
+
+        Args:
+            tensor: A strided tensor without autograd's history, on the CPU or an accelerator.
+
+        Returns:
+            What ``load`` takes.
+
+        Raises:
+            DirectoryError: The disk is full.
+            TransferError: A write failed.
+        """
+        with self._lock:
+            self._settle()
+            source = tensor.untyped_storage()
+            key = (address_of(source), version_of(tensor))
+            storage = self._by_key.get(key)
+            if storage is None:
+                storage = self._take_over(tensor, source)
+            storage.tensors += 1
+            saved = SavedTensor(
+                storage,
+                tensor.dtype,
+                tensor.size(),
+                tensor.stride(),
+                int(tensor.storage_offset()),
+                self._released,
+            )
+            self._make_room()
+            return saved
+
+    def _take_over(self, tensor: torch.Tensor, source: torch.UntypedStorage) -> SavedStorage:
+        storage = SavedStorage(
+            self._next, tensor.device, source.nbytes(), version_of(tensor), StorageIdentity(source)
+        )
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(source)
+        if tensor.is_cpu:
+            storage.host = whole
+        else:
+            link = self._link(tensor.device)
+            storage.block = self._block(storage.nbytes, tensor.device)
+            storage.host = storage.block.tensor(0, storage.nbytes, torch.uint8)
+            storage.copied = link.d2h([(storage.host, whole)], [link.record_event()])
+            self._copying.append(storage)
+        storage.source = tensor
+        self._next += 1
+        self._by_key[storage.key] = storage
+        self._order.append(storage)
+        self._enter_memory(storage)
+        return storage
+
+    def _make_room(self, nbytes: int = 0) -> None:
+        """Write and drop the oldest until ``nbytes`` more fit (see the module's note)."""
+        if self._scratch is None or self._budget is None:
+            return
+        while self._host_bytes - self._clean_bytes > self._budget // 2:
+            oldest = next(s for s in self._in_memory.values() if s.extent is None)
+            if oldest.copied is not None and not oldest.is_copied:
+                if self._host_bytes + nbytes <= self._budget:
+                    break  # the link is behind, and there is room
+                oldest.copied.synchronize()
+            self._write(oldest, self._scratch)
+        while self._host_bytes + nbytes > self._budget:
+            written = [
+                s for s in self._in_memory.values() if s.extent is not None and not s.is_used
+            ]
+            if not written:
+                return
+            oldest = min(written, key=lambda storage: storage.number)
+            self._wait(oldest)
+            self._leave_memory(oldest)
+
+    def _write(self, storage: SavedStorage, scratch: ScratchFiles) -> None:
+        data = storage.data
+        extent = scratch.take(storage.nbytes)
+        storage.checksum = _native.checksum(data.data_ptr(), storage.nbytes)
+        storage.writing = scratch.write(extent, data)
+        storage.extent = extent
+        self._clean_bytes += storage.nbytes
+        self._written += storage.nbytes
+
+    # --- backward ---
+
+    def load(self, saved: SavedTensor) -> torch.Tensor:
+        """Return a tensor that was saved, and begin to bring those that backward needs next.
+
+        Raises:
+            TransferError: It could not be read.
+            DamageError: Other bytes were read than were written.
+            RuntimeError: It was written to while it was being moved.
+        """
+        with self._lock:
+            self._settle()
+            storage = saved.storage
+            data = self._bring(storage)
+            storage.is_used = True
+            self._bring_ahead(storage)
+            return saved.over(data)
+
+    def _bring(self, storage: SavedStorage) -> torch.Tensor:
+        """Return the storage's bytes on its device."""
+        if storage.source is not None:
+            check_version(storage.source, storage.version)
+            source = storage.source.untyped_storage()
+            return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(source)
+        if storage.device_copy is not None:
+            copy = storage.device_copy
+        else:
+            if storage.host is None:
+                self._make_room(storage.nbytes)
+                self._read_back(storage)
+            self._wait(storage)
+            if storage.device.type == "cpu":
+                return storage.data
+            copy = self._copy_up(storage)
+        if storage.ready is not None:
+            self._link(storage.device).join(storage.ready)
+        return copy
+
+    def _bring_ahead(self, storage: SavedStorage) -> None:
+        copies = 0
+        for other in self._alive_before(storage.number):
+            if other.host is None and other.device_copy is None:
+                if self._budget is not None and self._host_bytes + other.nbytes > self._budget:
+                    return
+                self._read_back(other)
+            if other.device.type == "cpu" or copies == _COPIES_AHEAD:
+                continue
+            copies += 1
+            if other.source is None and other.device_copy is None and not other.is_busy:
+                self._wait(other)
+                self._copy_up(other)
+
+    def _alive_before(self, number: int) -> Iterator[SavedStorage]:
+        while self._order and not self._order[-1].tensors:
+            self._order.pop()
+        return (s for s in reversed(self._order) if s.number < number and s.tensors)
+
+    def _read_back(self, storage: SavedStorage) -> None:
+        if self._scratch is None or storage.extent is None:
+            message = f"Saved activation {storage.number} is neither in memory nor on disk."
+            raise StowError(message)
+        block = self._block(storage.nbytes, storage.device)
+        storage.block, storage.host = block, block.tensor(0, storage.nbytes, torch.uint8)
+        self._enter_memory(storage)
+        self._clean_bytes += storage.nbytes
+        storage.reading = self._scratch.read(storage.extent, storage.host)
+        self._read += storage.nbytes
+
+    def _copy_up(self, storage: SavedStorage) -> torch.Tensor:
+        link = self._link(storage.device)
+        target = torch.empty(storage.nbytes, dtype=torch.uint8, device=storage.device)
+        # Where the target's memory was used before, that use must be over.
+        storage.ready = link.h2d([(target, storage.data)], [link.record_event()])
+        storage.device_copy = target
+        return target
+
+    # --- memory and files ---
+
+    def start(self) -> None:
+        """Take note that a forward begins: let go of what autograd has let go of."""
+        with self._lock:
+            self._settle()
+
+    def nbytes(self) -> ActivationBytes:
+        """Return what is held now and was moved so far."""
+        with self._lock:
+            self._settle()
+            return ActivationBytes(
+                host_bytes=self._host_bytes + self._idle_bytes + self._uploading_bytes,
+                most_host_bytes=self._most,
+                disk_bytes=0 if self._scratch is None else self._scratch.used_bytes,
+                bytes_read=self._read,
+                bytes_written=self._written,
+                bytes_down=sum(link.bytes_down for link in self._links.values()),
+                bytes_up=sum(link.bytes_up for link in self._links.values()),
+            )
+
+    def close(self) -> None:
+        """Wait for reads and writes and let memory and files go. Idempotent."""
+        with self._lock:
+            if self._scratch is not None:
+                self._scratch.close()
+            self._blocks.clear()
+            self._uploads.clear()
+
+    def _settle(self) -> None:
+        """Do what became possible: drop what nobody needs, let go of what was copied."""
+        while self._copying and self._copying[0].is_copied:
+            self._end_copy(self._copying.popleft())
+        while self._uploads and self._uploads[0][0].query():
+            _, block = self._uploads.popleft()
+            self._uploading_bytes -= block.nbytes
+            self._give_back(block)
+        ending, self._ending = self._ending, []
+        while self._released:
+            storage = self._released.popleft()
+            storage.tensors -= 1
+            if not storage.tensors:
+                self._by_key.pop(storage.key, None)
+                ending.append(storage)
+        for storage in ending:
+            self._drop(storage)
+
+    def _end_copy(self, storage: SavedStorage) -> None:
+        """Let the device's memory go, but of a tensor that was written to: ``load`` raises."""
+        storage.copied = None
+        if storage.source is not None and version_of(storage.source) == storage.version:
+            storage.source = None
+
+    def _drop(self, storage: SavedStorage) -> None:
+        """Give everything back, or wait with it for a transfer under way."""
+        if storage.is_busy:
+            self._ending.append(storage)
+            return
+        storage.source = None
+        if storage.host is not None:
+            self._leave_memory(storage)
+        if storage.extent is not None and self._scratch is not None:
+            self._scratch.release([storage.extent])
+            storage.extent = None
+        storage.device_copy = None
+        if storage.writing is not None:
+            storage.writing.wait()  # it is over: raises what failed
+
+    def _wait(self, storage: SavedStorage) -> None:
+        """Return when no write or read is under way, and what was read is right."""
+        writing, storage.writing = storage.writing, None
+        if writing is not None:
+            writing.wait()
+        reading, storage.reading = storage.reading, None
+        if reading is not None:
+            reading.wait()
+            if _native.checksum(storage.data.data_ptr(), storage.nbytes) != storage.checksum:
+                message = (
+                    f"read of {storage.nbytes} bytes of a saved activation gave other bytes than"
+                    " were written. Look at `dmesg` and the drive's health."
+                )
+                raise DamageError(message)
+
+    def _enter_memory(self, storage: SavedStorage) -> None:
+        self._in_memory[storage.number] = storage
+        self._host_bytes += storage.nbytes
+        held = self._host_bytes + self._idle_bytes + self._uploading_bytes
+        self._most = max(self._most, held)
+
+    def _leave_memory(self, storage: SavedStorage) -> None:
+        """Give the storage's host memory back; a version that changed keeps the source."""
+        del self._in_memory[storage.number]
+        self._host_bytes -= storage.nbytes
+        if storage.extent is not None:
+            self._clean_bytes -= storage.nbytes
+        if storage.source is not None and version_of(storage.source) == storage.version:
+            storage.source = None
+        data, storage.host = storage.host, None
+        block, storage.block = storage.block, None
+        if block is None or data is None:
+            return
+        if storage.ready is not None and not storage.ready.query():
+            self._uploads.append((storage.ready, block))
+            self._uploading_bytes += block.nbytes
+            return
+        if isinstance(block, Arena):
+            # Autograd was given this memory: it is used again where no tensor has it any more.
+            identity = StorageIdentity(data.untyped_storage())
+            del data
+            if not identity.is_gone():
+                return
+        self._give_back(block)
+
+    def _block(self, nbytes: int, device: torch.device) -> Block:
+        """Return host memory from which the device can copy."""
+        padded = -(-nbytes // ALIGN) * ALIGN
+        while self._uploads and self._is_over_budget(padded):
+            ready, block = self._uploads.popleft()
+            ready.synchronize()  # the host is ahead of the device by all of the budget
+            self._uploading_bytes -= block.nbytes
+            self._give_back(block)
+        if self._blocks[padded]:
+            self._idle_bytes -= padded
+            return self._blocks[padded].pop()
+        if self._is_over_budget(padded):
+            self._blocks.clear()
+            self._idle_bytes = 0
+        if device.type == "cpu":
+            return Arena(padded, in_children=False)
+        return PinnedBlock(padded, device, self._link(device).synchronize)
+
+    def _give_back(self, block: Block) -> None:
+        """Keep a block for the next of its size, where the budget has room."""
+        if self._is_over_budget(block.nbytes):
+            return
+        self._blocks[block.nbytes].append(block)
+        self._idle_bytes += block.nbytes
+
+    def _is_over_budget(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` more than everything in host memory are too many."""
+        held = self._host_bytes + self._idle_bytes + self._uploading_bytes
+        return self._budget is not None and held + nbytes > self._budget
+
+    def _link(self, device: torch.device) -> DeviceLink:
+        if device not in self._links:
+            self._links[device] = open_link(device)
+        return self._links[device]
+
+
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Raise RuntimeError, as autograd does, if a saved tensor was written to."""
+    if version_of(tensor) != version:
+        message = (
+            "one of the variables needed for gradient computation has been modified by an inplace"
+            f" operation: a tensor of {tuple(tensor.shape)}, {tensor.dtype}, is at version"
+            f" {version_of(tensor)}; expected version {version} instead."
+        )
+        raise RuntimeError(message)

@@ -1,0 +1,135 @@
+"""What autograd keeps in place of a tensor that it saves."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tensorstow.base.errors import StowError
+from tensorstow.io.arena import Arena
+from tensorstow.io.device_link import DeviceEvent
+from tensorstow.io.files import IoFuture
+from tensorstow.io.pinned import PinnedBlock
+from tensorstow.io.scratch import ScratchExtent
+
+Block = Arena | PinnedBlock
+
+
+class StorageIdentity:
+    """Tells a storage from all others: its address in torch is nobody else's while this lives."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        """Refer to ``storage`` without keeping its memory."""
+        self.address = address_of(storage)
+        self._weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def is_gone(self) -> bool:
+        """Return whether no tensor has the storage any more."""
+        return bool(self._weak.expired())
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Return where torch has its record of a storage."""
+    return int(storage._cdata)  # noqa: SLF001
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to."""
+    return tensor._version  # noqa: SLF001
+
+
+@dataclass(eq=False, slots=True)
+class SavedStorage:
+    """One storage: on its device, in host memory, on disk, or in several of these."""
+
+    number: int
+    """Storages are numbered in the order in which forward saves them; backward needs the last."""
+    device: torch.device
+    nbytes: int
+    version: int
+    """The version counter of the tensor that was saved."""
+    identity: "StorageIdentity"
+    """Of the storage that was saved."""
+    tensors: int = 0
+    """How many saved tensors use it; without any it is dropped."""
+    source: torch.Tensor | None = None
+    """The tensor that was saved, until its bytes are elsewhere."""
+    copied: DeviceEvent | None = None
+    """Behind the copy from the device to ``host``; None: there is none under way."""
+    host: torch.Tensor | None = None
+    """The bytes in host memory. On the CPU that is the saved storage itself at first."""
+    block: Block | None = None
+    """What has the memory of ``host``, where that is the pool's."""
+    extent: ScratchExtent | None = None
+    checksum: int | None = None
+    """Of the bytes that were written to ``extent``; None: nothing was."""
+    writing: IoFuture | None = None
+    reading: IoFuture | None = None
+    device_copy: torch.Tensor | None = None
+    """The bytes on the device again, for backward."""
+    ready: DeviceEvent | None = None
+    """Behind the copy to ``device_copy``."""
+
+    is_used: bool = False
+    """Backward was given it: it stays until backward lets go of it."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The bytes in host memory, where they are known to be."""
+        if self.host is None:
+            message = f"Saved activation {self.number} is not in host memory."
+            raise StowError(message)
+        return self.host
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether no copy from the device is under way."""
+        return self.copied is None or self.copied.query()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy from the device, a write or a read is under way."""
+        return (
+            not self.is_copied
+            or (self.writing is not None and not self.writing.done())
+            or (self.reading is not None and not self.reading.done())
+        )
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What tells whether two tensors have the same bytes."""
+        return self.identity.address, self.version
+
+
+@dataclass(eq=False, slots=True)
+class SavedTensor:
+    """A tensor whose bytes are in a ``SavedStorage``."""
+
+    storage: SavedStorage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    released: deque[SavedStorage] = field(repr=False)
+    """Where it says that autograd has no use for it any more; appending takes no lock."""
+    backward: int | None = None
+    """The number of the backward pass that asked for it."""
+
+    def __del__(self) -> None:
+        """Let go of the storage."""
+        self.released.append(self.storage)
+
+    def over(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the tensor over the bytes of its storage."""
+        whole = torch.empty(0, dtype=self.dtype, device=data.device)
+        return whole.set_(data.untyped_storage(), self.offset, self.size, self.stride)
+
+
+@dataclass(eq=False, slots=True)
+class KeptTensor:
+    """A tensor that stays where it is, and the version that it had."""
+
+    tensor: torch.Tensor
+    version: int

@@ -1,0 +1,210 @@
+"""What forward saves for backward leaves the device: the bits, the memory, the waits."""
+
+import gc
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from training import spin
+
+from models import FeedForward
+from tensorstow import offload_activations
+from tensorstow.activations.offload import ActivationOffload
+from tensorstow.activations.pool import ActivationPool
+
+WIDTH, ROWS = 128, 96
+BLOCK = ROWS * WIDTH * 4
+BLOCKS = 6
+
+
+def net(device: torch.device, *, recompute: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [FeedForward(WIDTH, recompute=recompute) for _ in range(BLOCKS)]
+    return nn.Sequential(*blocks).to(device)
+
+
+def rows(device: torch.device) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def to(where: str, model: nn.Module, folder: Path) -> ActivationOffload:
+    if where == "host":
+        return offload_activations(model, to="host")
+    return offload_activations(model, to="disk", dir=folder, ram_budget=8 * BLOCK)
+
+
+@pytest.mark.parametrize("inner", ["kept", "recomputed"])
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_gradients_are_those_without_it(
+    where: str, inner: str, device: torch.device, tmp_path: Path
+) -> None:
+    model, x = net(device, recompute=inner == "recomputed"), rows(device)
+    want = gradients(model, x)
+    with to(where, model, tmp_path) as offload:
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(model, x), want))
+        moved = offload.nbytes()
+        assert moved.bytes_down > 0
+        assert moved.disk_bytes == 0
+        assert (moved.bytes_written > 0) is (where == "disk")
+
+
+def test_the_device_s_memory_is_free_behind_the_copy(device: torch.device, tmp_path: Path) -> None:
+    """And a copy that nobody waited for is counted by the next forward or backward."""
+    model, x = net(device), rows(device)
+    gradients(model, x)
+    held = {}
+    for where in ("device", "host", "disk"):
+        offload = None if where == "device" else to(where, model, tmp_path)
+        gc.collect()
+        before = torch.accelerator.memory_allocated(device)
+        loss = model(x).square().sum()
+        torch.accelerator.synchronize(device)
+        if offload is not None:
+            moved = offload.nbytes()
+            assert moved.bytes_up == 0
+        held[where] = torch.accelerator.memory_allocated(device) - before
+        loss.backward()
+        del loss
+        if offload is not None:
+            offload.close()
+    # What is small stays: the norms' means, the last block's sum, which the loss has saved.
+    assert held["host"] == held["disk"] <= 0.15 * held["device"]
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_a_write_behind_the_copy_is_told(where: str, device: torch.device, tmp_path: Path) -> None:
+    class Exp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(ROWS * WIDTH))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight.exp()
+
+    model = Exp().to(device)
+    with to(where, model, tmp_path):
+        out = model()
+        out.detach().zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        torch.accelerator.synchronize(device)
+        if device.type == "simulated":
+            import simulated  # noqa: PLC0415  # registers the device
+
+            assert simulated.take_hazards()  # nothing orders the write behind the copy
+
+
+def test_forward_and_backward_to_host_memory_do_not_wait(device: torch.device) -> None:
+    if device.type != "simulated":
+        pytest.skip("the simulated accelerator alone counts")
+    import simulated  # noqa: PLC0415  # registers the device
+
+    counted: ModuleType = simulated
+    model, x = net(device), rows(device)
+    with offload_activations(model, to="host"):
+        gradients(model, x)  # takes the blocks of pinned memory
+        model.zero_grad(set_to_none=False)
+        counted.take_counts()
+        loss = model(x).square().sum()
+        forward = counted.take_counts()
+        torch.accelerator.synchronize(device)  # else what is still there is not copied back
+        counted.take_counts()
+        loss.backward()
+        backward = counted.take_counts()
+    assert forward["host_waits"] == backward["host_waits"] == 0
+    assert forward["bytes_down"] == backward["bytes_up"] > 0
+
+
+# --- a link that is behind ---
+
+LATE = 0.5
+"""Seconds; longer than the host takes for a forward."""
+
+
+def test_a_forward_that_is_dropped_while_its_copies_are_late(device: torch.device) -> None:
+    model, x = net(device), rows(device)
+    want = gradients(model, x)
+    with offload_activations(model, to="host"):
+        spin(device, LATE)
+        loss = model(x).square().sum()
+        del loss
+        assert all(map(torch.equal, gradients(model, x), want))
+
+
+def test_memory_that_late_copies_use_outlives_the_offload(device: torch.device) -> None:
+    model, x = net(device), rows(device)
+    offload = offload_activations(model, to="host")
+    spin(device, LATE)
+    loss = model(x).square().sum()
+    copying = list(offload._pool._copying)
+    copied, memory = copying[-1].copied, [storage.host for storage in copying]
+    assert copied is not None
+    offload.close()
+    del loss, offload, copying
+    gc.collect()
+    assert copied.query()  # blocks go when no copy uses them
+    del memory
+
+
+@pytest.mark.parametrize("budget", [4, 40])
+def test_a_backward_whose_copies_are_late(
+    budget: int, device: torch.device, tmp_path: Path
+) -> None:
+    """The host reads from disk while the device still copies what was read before."""
+    model, x = net(device), rows(device)
+    want = gradients(model, x)
+    with offload_activations(model, to="disk", dir=tmp_path, ram_budget=budget * BLOCK) as offload:
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(x).square().sum()
+            torch.accelerator.synchronize(device)
+            spin(device, LATE)
+            loss.backward()
+            assert all(map(torch.equal, (p.grad for p in model.parameters()), want))
+        assert offload.nbytes().bytes_read > 0
+        assert offload.nbytes().most_host_bytes <= (budget + 2 * 4) * BLOCK
+
+
+def test_a_block_that_is_still_copied_up_is_given_to_no_read(
+    device: torch.device, tmp_path: Path
+) -> None:
+    pool = ActivationPool(1 << 20, [tmp_path], to_disk=True)
+    link, block = pool._link(device), pool._block(BLOCK, device)
+    target = torch.empty(BLOCK, dtype=torch.uint8, device=device)
+    spin(device, LATE)
+    ready = link.h2d([(target, block.tensor(0, BLOCK, torch.uint8))], [link.record_event()])
+    pool._uploads.append((ready, block))
+    pool._uploading_bytes += block.nbytes
+    pool.start()
+    assert pool._block(BLOCK, device) is not block
+    ready.synchronize()
+    pool.start()
+    assert pool._block(BLOCK, device) is block
+    pool.close()
+
+
+def test_forward_to_disk_does_not_wait_for_the_link_while_there_is_room(
+    device: torch.device, tmp_path: Path
+) -> None:
+    if device.type != "simulated":
+        pytest.skip("the simulated accelerator alone counts")
+    import simulated  # noqa: PLC0415  # registers the device
+
+    model, x = net(device), rows(device)
+    saved = BLOCKS * 10 * BLOCK  # its input, the norm's output, two of four times the width
+    with offload_activations(model, to="disk", dir=tmp_path, ram_budget=saved * 3 // 2) as offload:
+        spin(device, LATE)
+        simulated.take_counts()
+        loss = model(x).square().sum()
+        assert simulated.take_counts()["host_waits"] == 0
+        assert offload.nbytes().bytes_written == 0
+        loss.backward()

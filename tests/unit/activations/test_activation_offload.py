@@ -1,0 +1,319 @@
+"""What forward saves for backward, on disk: the bits, the bytes and the refusals."""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from models import FeedForward
+from tensorstow import offload_activations
+from tensorstow.activations.offload import ActivationOffload, _hooks_in_force
+from tensorstow.base.errors import (
+    DamageError,
+    DirectoryError,
+    OptionError,
+    StowError,
+    TransferError,
+)
+
+WIDTH, ROWS = 128, 96  # a saved tensor of a block has 48 KiB, its inner ones 192 KiB
+BLOCK = ROWS * WIDTH * 4
+
+
+def net(*, recompute: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(FeedForward(WIDTH, recompute=recompute) for _ in range(4)))
+
+
+def rows(seed: int = 1) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.stack([model(x).square().sum() for x in inputs or (rows(),)]).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+@pytest.fixture
+def to_disk(tmp_path: Path) -> Iterator[Callable[..., ActivationOffload]]:
+    made = []
+
+    def make(
+        model: nn.Module, ram_budget: str | int = "256KiB", **more: object
+    ) -> ActivationOffload:
+        made.append(
+            offload_activations(model, to="disk", ram_budget=ram_budget, dir=tmp_path, **more)
+        )
+        return made[-1]
+
+    yield make
+    for offload in made:
+        offload.close()
+
+
+@pytest.mark.parametrize("inner", ["kept", "recomputed"])
+@pytest.mark.parametrize("budget", [0, "256KiB", "64MiB"])
+def test_gradients_are_those_without_it(
+    to_disk: Callable[..., ActivationOffload], budget: str | int, inner: str
+) -> None:
+    model = net(recompute=inner == "recomputed")
+    want = gradients(model)
+    offload = to_disk(model, budget)
+    for step in range(3):
+        assert same(gradients(model), want)
+        moved = offload.nbytes()
+        if budget == "64MiB":
+            assert moved.bytes_read == moved.bytes_written == 0
+        else:
+            assert moved.bytes_written >= (step + 1) * 2 * BLOCK
+            assert moved.bytes_read <= moved.bytes_written
+        assert moved.disk_bytes == 0  # backward has everything
+
+
+def test_a_storage_moves_once_and_memory_is_bounded(
+    to_disk: Callable[..., ActivationOffload],
+) -> None:
+    model = net()
+    offload = to_disk(model, 8 * BLOCK)
+    model(rows()).sum().backward()
+    # Of each block: its input, the norm's output, and two inner tensors of four times the width.
+    most = 4 * 10 * BLOCK
+    assert most - 4 * BLOCK <= offload.nbytes().bytes_written <= most
+    assert offload.nbytes().most_host_bytes <= 8 * BLOCK + 2 * 4 * BLOCK
+
+
+def test_views_of_one_storage_come_back_as_they_were(
+    to_disk: Callable[..., ActivationOffload],
+) -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, 256))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = (x * self.weight).double()
+            a, b = y.t()[3:100], y[::2, 10:20]
+            return (a * a).sum() + (b.exp() * b).sum() + (y.expand(3, 64, 256) ** 3).sum()
+
+    model, x = Views(), torch.randn(64, 256)
+    want = [*torch.autograd.grad(model(x), model.weight)]
+    offload = to_disk(model, 0)
+    assert same([*torch.autograd.grad(model(x), model.weight)], want)
+    # x, y, what exp gave: y was saved by several operations.
+    assert offload.nbytes().bytes_written <= 2 * (64 * 256 * 8) * 3
+
+
+def test_several_forwards_before_one_backward(to_disk: Callable[..., ActivationOffload]) -> None:
+    model = net()
+    want = gradients(model, rows(1), rows(2))
+    to_disk(model)
+    assert same(gradients(model, rows(1), rows(2)), want)
+
+
+def test_what_no_backward_wants_is_given_back(to_disk: Callable[..., ActivationOffload]) -> None:
+    model = net()
+    offload = to_disk(model)
+    for _ in range(3):
+        out = model(rows())
+        assert offload.nbytes().disk_bytes > 0
+        del out
+        gc.collect()
+        assert offload.nbytes().disk_bytes == 0
+    with torch.no_grad():
+        model(rows())
+    before = offload.nbytes()
+    assert before.disk_bytes == before.bytes_read == 0
+
+
+def test_a_forward_that_fails_leaves_no_hooks(to_disk: Callable[..., ActivationOffload]) -> None:
+    model = net()
+    want = gradients(model)
+    offload = to_disk(model)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.randn(3, WIDTH + 1))
+    gc.collect()
+    assert offload.nbytes().disk_bytes == 0
+    assert _hooks_in_force() is None
+    assert same(gradients(model), want)
+
+
+@pytest.mark.parametrize("budget", [0, "64MiB"])
+def test_a_second_backward_is_refused(
+    to_disk: Callable[..., ActivationOffload], budget: str | int
+) -> None:
+    model = net()
+    to_disk(model, budget)
+    loss = model(rows()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(StowError, match="second backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("columns", [8, WIDTH * 64])  # one stays, one moves
+def test_a_write_to_what_was_saved_is_told(
+    to_disk: Callable[..., ActivationOffload], columns: int
+) -> None:
+    class Exp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(columns))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight.exp()
+
+    model = Exp()
+    to_disk(model, "64MiB")
+    out = model()
+    out.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_units_alone_are_moved(to_disk: Callable[..., ActivationOffload]) -> None:
+    model = net()
+    want = gradients(model)
+    whole, part = to_disk(model, 0), None
+    gradients(model)
+    whole.close()
+    part = to_disk(model, 0, units=[model[1]])
+    assert same(gradients(model), want)
+    assert 0 < part.nbytes().bytes_written <= whole.nbytes().bytes_written / 3
+
+
+def test_a_unit_in_a_unit_changes_nothing(to_disk: Callable[..., ActivationOffload]) -> None:
+    model = net()
+    want = gradients(model)
+    to_disk(model, 0, units=[model, model[1]])
+    assert same(gradients(model), want)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler, of a block's input
+def test_autocast_and_compiled_units(to_disk: Callable[..., ActivationOffload]) -> None:
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(model)
+
+    want = train(net())
+    model = net()
+    for block in model:
+        block.compile(backend="aot_eager")
+    compiled = train(model)
+    offload = to_disk(model, 0)
+    assert same(train(model), compiled)
+    assert offload.nbytes().bytes_read > 0
+    plain = net()
+    to_disk(plain, 0)
+    assert same(train(plain), want)
+
+
+# --- failures ---
+
+
+def test_a_disk_that_fails_is_told_and_the_next_step_is_right(
+    to_disk: Callable[..., ActivationOffload],
+) -> None:
+    model = net()
+    want = gradients(model)
+    offload = to_disk(model, 0)
+    gradients(model)
+    engine = offload._pool._scratch.engine
+    for operation in ("write", "read"):
+        engine.inject_fault(operation, times=1, error=5)
+        with pytest.raises(TransferError):
+            gradients(model)
+        gc.collect()
+    assert same(gradients(model), want)
+    assert offload.nbytes().disk_bytes == 0
+
+
+def test_other_bytes_than_were_written_are_told(
+    to_disk: Callable[..., ActivationOffload],
+) -> None:
+    model = net()
+    offload = to_disk(model, 0)
+    loss = model(rows()).sum()
+    for storage in offload._pool._order:
+        storage.checksum = storage.checksum and storage.checksum ^ 1
+    with pytest.raises(DamageError, match="other bytes"):
+        loss.backward()
+
+
+def test_a_full_disk_is_told_in_forward(
+    to_disk: Callable[..., ActivationOffload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net()
+    want = gradients(model)
+    offload = to_disk(model, 0)
+
+    def full(*_: object) -> None:
+        message = "no room"
+        raise DirectoryError(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload._pool._scratch, "take", full)
+        with pytest.raises(DirectoryError, match="no room"):
+            gradients(model)
+    gc.collect()
+    assert same(gradients(model), want)
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"to": "nvme"}, "'host' or 'disk'"),
+        ({"to": "host", "ram_budget": "1GiB"}, 'to="disk"'),
+        ({"to": "host", "dir": "/tmp"}, 'to="disk"'),
+        ({"to": "disk", "units": [nn.Linear(1, 1)]}, "not in the model"),
+        ({"to": "disk", "ram_budget": "1x"}, "ram_budget"),
+    ],
+)
+def test_options_that_cannot_be(given: dict[str, object], text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        offload_activations(net(), **given)
+
+
+def test_other_hooks_are_refused(to_disk: Callable[..., ActivationOffload]) -> None:
+    model = net()
+    want = gradients(model)
+    to_disk(model)
+    with save_on_cpu(), pytest.raises(OptionError, match="save_on_cpu"):
+        model(rows())
+    with pytest.raises(OptionError, match="units="):
+        checkpoint(model, rows(), use_reentrant=False)
+    assert same(gradients(model), want)
+
+
+def test_what_moved_and_what_stayed_is_logged_once(
+    to_disk: Callable[..., ActivationOffload], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net()
+    to_disk(model)
+    with caplog.at_level(logging.INFO, logger="tensorstow"):
+        for _ in range(3):
+            gradients(model)
+    (line,) = [r.getMessage() for r in caplog.records if "saved activations" in r.getMessage()]
+    assert "of parameters" in line
+    assert "of small tensors" in line
+
+
+def test_host_memory_is_where_tensors_of_the_cpu_are() -> None:
+    model = net()
+    want = gradients(model)
+    with offload_activations(model, to="host") as offload:
+        assert same(gradients(model), want)
+        assert offload.nbytes().host_bytes == 0
+    assert not model._forward_hooks
