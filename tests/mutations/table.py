@@ -537,7 +537,7 @@ MUTATIONS = (
         _DEVICE,
         "self._h2d_stream = torch.Stream(device=device)",
         "self._h2d_stream = self._d2h_stream",
-        f"{_COMPUTES}[host]",
+        f"{_SCHEDULES}::test_a_forward_begins_while_gradients_of_later_units_are_held_up",
     ),
     Mutation(
         _DEVICE,
