@@ -35,6 +35,10 @@ class CallerChunks:
         """Return an acquired chunk whose memory holds the new states to the pipeline."""
         self._handle.live().release_chunk(chunk)
 
+    def check(self) -> None:
+        """Raise the pipeline's error if the step failed, without waiting."""
+        self._handle.check(self._handle.live().failure())
+
     def end(self) -> None:
         """Wait until the step is over; raise the pipeline's error if it failed."""
         native = self._handle.live()

@@ -238,6 +238,7 @@ class DeviceUpdates:
         """Return when one side can go on."""
         busy = [feed for feed in self._feeds if not feed.is_over]
         if busy and not self._updater.is_over:  # also while no chunk can be acquired
+            self._pipeline.caller_chunks.check()  # else nobody would hear of a failed disk
             time.sleep(_NAP)
         elif busy:
             busy[0].wait_for_one()
