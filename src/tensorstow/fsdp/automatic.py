@@ -1,4 +1,4 @@
-"""``plan="auto"``: a search by the machine's rates, within its memory where no budget is given."""
+"""``plan="auto"`` in ``stow``: measures the budget, calls the search, logs what it chose."""
 
 import logging
 import os

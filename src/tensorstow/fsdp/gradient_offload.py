@@ -1,4 +1,4 @@
-"""Copies gradients to host memory as soon as they are reduced, and sums them there.
+"""Copies gradients of stowed parameters to host memory once they are reduced; sums them there.
 
 [Note: Sums] The first micro-batch's gradient keeps its dtype; with the second the sum becomes fp32,
 so that a bf16 sum does not lose small late values. FSDP2 adds each micro-batch to ``.grad`` of a

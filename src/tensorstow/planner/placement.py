@@ -1,4 +1,4 @@
-"""The bytes of a plan on each tier; ``plan="auto"``: the first placement that fits.
+"""The bytes that a plan holds on each tier.
 
 Arithmetic over sizes, by the functions that the run itself uses: the layout of states, the memory
 of units on disk, the bounds of what is under way.

@@ -1,4 +1,4 @@
-"""Tries every placement, keeps those that fit a budget, and picks the fastest by the rates.
+"""The search for a plan: the fastest by the rates of those that fit; without rates the first.
 
 [Note: What is tried] Parameters and states on each tier; where parameters do not fit a tier, as
 many units as do, and the rest on the next; of those that fit, each overlap, host memory that is

@@ -1,4 +1,4 @@
-"""Copies the gradients of device parameters to the host by chunk, and new weights back.
+"""Copies gradients on a device to the host by chunk, for updates there, and new weights back.
 
 [Note: By chunk] What crosses the link at once is what one chunk of states needs: the pieces of its
 parameters' gradients, into one slot of pinned staging memory, when the chunk awaits no more

@@ -1,4 +1,4 @@
-"""``ParamTable``: every parameter that has states, by number, and the store of their states."""
+"""``ParamTable``: every parameter that has states, by number, and where their states are."""
 
 import logging
 import weakref
