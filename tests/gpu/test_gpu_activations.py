@@ -11,8 +11,9 @@ from training import spin
 
 from models import FeedForward
 from tensorstow import offload_activations
+from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.activations.offload import ActivationOffload
-from tensorstow.activations.pool import ActivationPool
+from tensorstow.io.device_link import open_link
 
 WIDTH, ROWS = 128, 96
 BLOCK = ROWS * WIDTH * 4
@@ -174,22 +175,18 @@ def test_a_backward_whose_copies_are_late(
         assert offload.nbytes().most_host_bytes <= (budget + 2 * 4) * BLOCK
 
 
-def test_a_block_that_is_still_copied_up_is_given_to_no_read(
-    device: torch.device, tmp_path: Path
-) -> None:
-    pool = ActivationPool(1 << 20, [tmp_path], to_disk=True)
-    link, block = pool._link(device), pool._block(BLOCK, device)
+def test_a_block_that_is_still_copied_up_is_given_to_no_read(device: torch.device) -> None:
+    blocks, link = HostBlocks(1 << 20), open_link(device)
+    block = blocks.take(BLOCK, device, link)
     target = torch.empty(BLOCK, dtype=torch.uint8, device=device)
     spin(device, LATE)
     ready = link.h2d([(target, block.tensor(0, BLOCK, torch.uint8))], [link.record_event()])
-    pool._uploads.append((ready, block))
-    pool._uploading_bytes += block.nbytes
-    pool.start()
-    assert pool._block(BLOCK, device) is not block
+    blocks.give_back(block, device, ready)
+    blocks.settle()
+    assert blocks.take(BLOCK, device, link) is not block
     ready.synchronize()
-    pool.start()
-    assert pool._block(BLOCK, device) is block
-    pool.close()
+    blocks.settle()
+    assert blocks.take(BLOCK, device, link) is block
 
 
 def test_forward_to_disk_does_not_wait_for_the_link_while_there_is_room(

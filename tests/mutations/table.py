@@ -10,6 +10,7 @@ _FEED = "step/gradient_feed.py"
 _QUEUE = "fsdp/gradient_offload.py"
 _H2D = "fsdp/h2d_prefetch.py"
 _SAVED = "activations/pool.py"
+_BLOCKS = "activations/host_blocks.py"
 
 _ACTIVATIONS = "gpu/test_gpu_activations.py"
 _WAITS = "gpu/test_waits.py"
@@ -675,32 +676,32 @@ MUTATIONS = (
         f"{_ACTIVATIONS}::test_gradients_are_those_without_it",
     ),
     Mutation(
-        _SAVED,
+        _BLOCKS,
         "while self._uploads and self._uploads[0][0].query():",
         "while self._uploads:",
         f"{_ACTIVATIONS}::test_a_block_that_is_still_copied_up_is_given_to_no_read",
     ),
     Mutation(
-        _SAVED,
+        _BLOCKS,
         "ready.synchronize()  # the host",
         "# the host",
         f"{_ACTIVATIONS}::test_a_backward_whose_copies_are_late",
     ),
     Mutation(
-        _SAVED,
-        "if storage.ready is not None and not storage.ready.query():",
+        _BLOCKS,
+        "if ready is not None and not ready.query():",
         "if False:",
-        f"{_ACTIVATIONS}::test_a_backward_whose_copies_are_late",
+        f"{_ACTIVATIONS}::test_a_block_that_is_still_copied_up_is_given_to_no_read",
     ),
     Mutation(
-        _SAVED,
-        "return PinnedBlock(padded, device, self._link(device).synchronize)",
+        _BLOCKS,
+        "return PinnedBlock(padded, device, link.synchronize)",
         "return PinnedBlock(padded, device, lambda: None)",
         f"{_ACTIVATIONS}::test_memory_that_late_copies_use_outlives_the_offload",
     ),
     Mutation(
         _SAVED,
-        "if self._host_bytes + nbytes <= self._budget:\n                    break",
+        "if self._blocks.held + nbytes <= self._budget:\n                    break",
         "if False:\n                    break",
         f"{_ACTIVATIONS}::test_forward_to_disk_does_not_wait_for_the_link_while_there_is_room",
     ),

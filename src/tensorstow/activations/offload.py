@@ -25,6 +25,7 @@ from tensorstow.activations.saved import (
 from tensorstow.base.directories import choose_directory, make_directories
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_bytes, parse_size
+from tensorstow.io.device_link import is_remote
 
 logger = logging.getLogger("tensorstow")
 
@@ -97,6 +98,7 @@ class ActivationOffload:
         self._entered = threading.local()
         self._kept: Counter[str] = Counter()
         self._forwards = 0
+        self._is_closed = False
         self._handles: list[RemovableHandle] = []
         for module in modules:
             self._handles += [
@@ -119,6 +121,14 @@ class ActivationOffload:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._is_closed = True
+        stack = self._stack()
+        while (
+            stack
+        ):  # inside of a forward, or behind one that Ctrl-C ended: torch runs no hook then
+            hooks = stack.pop()[1]
+            if hooks is not None and (_hooks_in_force() or (None,))[0] == self._pack:
+                hooks.__exit__()
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -152,6 +162,8 @@ class ActivationOffload:
             raise OptionError(message)
         if not stack:
             self._begin_forward()
+        for part in module.modules():
+            self._note_parameters(part, ())
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         stack.append((module, hooks))
@@ -179,7 +191,8 @@ class ActivationOffload:
 
     def _begin_forward(self) -> None:
         self._pool.start()
-        self._parameters = {k: ref for k, ref in self._parameters.items() if not ref.is_gone()}
+        known = list(self._parameters.items())  # another thread may be in a forward too
+        self._parameters = {k: ref for k, ref in known if not ref.is_gone()}
         self._forwards += 1
         if self._forwards == 2:  # one forward was seen whole
             logger.info(
@@ -197,6 +210,8 @@ class ActivationOffload:
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         tensor = tensor.detach()
+        if self._is_closed:  # in the middle of a forward, or of one that was interrupted
+            return KeptTensor(tensor, version_of(tensor))
         reason = self._reason_to_keep(tensor)
         if self._forwards == 1:
             nbytes = tensor.nbytes if tensor.layout == torch.strided else 0
@@ -206,7 +221,9 @@ class ActivationOffload:
     def _reason_to_keep(self, tensor: torch.Tensor) -> str | None:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             return "tensors of other kinds"
-        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+            return "tensors of other kinds"
+        if not (tensor.is_cpu or is_remote(tensor)) or _is_of_functorch(tensor):
             return "tensors of other kinds"
         if tensor.is_cpu and not self._moves_cpu:
             return "tensors that are in host memory"
@@ -237,6 +254,11 @@ def _hooks_in_force() -> tuple[Any, Any] | None:
     found: tuple[Any, Any] | None
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001
     return found
+
+
+def _is_of_functorch(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a wrapper of torch.func, which has no memory of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # noqa: SLF001
 
 
 def _current_backward() -> int:
@@ -276,6 +298,9 @@ def _check(
         raise OptionError(message)
     if to == "host" and (ram_budget is not None or directories):
         message = 'ram_budget and dir are for to="disk". Leave them out, or say to="disk".'
+        raise OptionError(message)
+    if not modules:
+        message = "units=[] was given, which offloads nothing. Name units, or leave it out."
         raise OptionError(message)
     inside = set(model.modules())
     for module in modules:

@@ -10,16 +10,16 @@ will need next, as far as the budget goes, and copies it to the device.
 """
 
 import threading
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import tensorstow._native as _native
+from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.activations.saved import (
-    Block,
     SavedStorage,
     SavedTensor,
     StorageIdentity,
@@ -28,9 +28,7 @@ from tensorstow.activations.saved import (
 )
 from tensorstow.base.errors import DamageError, StowError
 from tensorstow.io.arena import Arena
-from tensorstow.io.device_link import DeviceEvent, DeviceLink, open_link
-from tensorstow.io.files import ALIGN
-from tensorstow.io.pinned import PinnedBlock
+from tensorstow.io.device_link import DeviceLink, open_link
 from tensorstow.io.scratch import ScratchFiles
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import open_scratch
@@ -76,21 +74,18 @@ class ActivationPool:
         if to_disk:
             self._scratch = open_scratch(directories, 0, PipelinePolicy())
         self._lock = threading.RLock()
-        self._next = 0
-        self._by_key: dict[tuple[int, int], SavedStorage] = {}
+        self._next = self._forward = 0
+        self._by_key: dict[tuple[int, int, int], SavedStorage] = {}
         self._order: list[SavedStorage] = []
         self._in_memory: dict[int, SavedStorage] = {}
         """Those with ``host``, by number, oldest first but for those that were read."""
         self._copying: deque[SavedStorage] = deque()
-        self._ending: list[SavedStorage] = []
+        self._ending: deque[SavedStorage] = deque()
         """Nobody needs them, and a transfer of theirs is under way."""
         self._released: deque[SavedStorage] = deque()
-        self._blocks: defaultdict[int, list[Block]] = defaultdict(list)
-        self._uploads: deque[tuple[DeviceEvent, Block]] = deque()
-        """Blocks that a copy to the device still reads."""
+        self._blocks = HostBlocks(budget)
         self._links: dict[torch.device, DeviceLink] = {}
-        self._host_bytes = self._clean_bytes = 0
-        self._idle_bytes = self._uploading_bytes = 0
+        self._clean_bytes = 0
         self._most = self._read = self._written = 0
 
     # --- forward ---
@@ -111,10 +106,12 @@ class ActivationPool:
         with self._lock:
             self._settle()
             source = tensor.untyped_storage()
-            key = (address_of(source), version_of(tensor))
+            key = (self._forward, address_of(source), version_of(tensor))
             storage = self._by_key.get(key)
             if storage is None:
                 storage = self._take_over(tensor, source)
+            elif storage.sources:
+                storage.sources.append(tensor)  # an alias may count its versions for itself
             storage.tensors += 1
             saved = SavedTensor(
                 storage,
@@ -129,18 +126,23 @@ class ActivationPool:
 
     def _take_over(self, tensor: torch.Tensor, source: torch.UntypedStorage) -> SavedStorage:
         storage = SavedStorage(
-            self._next, tensor.device, source.nbytes(), version_of(tensor), StorageIdentity(source)
+            self._next,
+            self._forward,
+            tensor.device,
+            source.nbytes(),
+            version_of(tensor),
+            StorageIdentity(source),
         )
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(source)
         if tensor.is_cpu:
             storage.host = whole
         else:
             link = self._link(tensor.device)
-            storage.block = self._block(storage.nbytes, tensor.device)
+            storage.block = self._blocks.take(storage.nbytes, tensor.device, link)
             storage.host = storage.block.tensor(0, storage.nbytes, torch.uint8)
             storage.copied = link.d2h([(storage.host, whole)], [link.record_event()])
             self._copying.append(storage)
-        storage.source = tensor
+        storage.sources.append(tensor)
         self._next += 1
         self._by_key[storage.key] = storage
         self._order.append(storage)
@@ -151,14 +153,17 @@ class ActivationPool:
         """Write and drop the oldest until ``nbytes`` more fit (see the module's note)."""
         if self._scratch is None or self._budget is None:
             return
-        while self._host_bytes - self._clean_bytes > self._budget // 2:
+        while self._blocks.held - self._clean_bytes > self._budget // 2:
             oldest = next(s for s in self._in_memory.values() if s.extent is None)
             if oldest.copied is not None and not oldest.is_copied:
-                if self._host_bytes + nbytes <= self._budget:
+                if self._blocks.held + nbytes <= self._budget:
                     break  # the link is behind, and there is room
                 oldest.copied.synchronize()
+            if not oldest.is_intact:
+                self._keep_source(oldest)
+                continue
             self._write(oldest, self._scratch)
-        while self._host_bytes + nbytes > self._budget:
+        while self._blocks.held + nbytes > self._budget:
             written = [
                 s for s in self._in_memory.values() if s.extent is not None and not s.is_used
             ]
@@ -197,9 +202,10 @@ class ActivationPool:
 
     def _bring(self, storage: SavedStorage) -> torch.Tensor:
         """Return the storage's bytes on its device."""
-        if storage.source is not None:
-            check_version(storage.source, storage.version)
-            source = storage.source.untyped_storage()
+        if storage.sources:
+            for tensor in storage.sources:
+                check_version(tensor, storage.version, storage.nbytes)
+            source = storage.sources[0].untyped_storage()
             return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(source)
         if storage.device_copy is not None:
             copy = storage.device_copy
@@ -217,32 +223,33 @@ class ActivationPool:
 
     def _bring_ahead(self, storage: SavedStorage) -> None:
         copies = 0
-        for other in self._alive_before(storage.number):
+        while self._order and not self._order[-1].tensors:
+            self._order.pop()
+        for other in reversed(self._order):
+            if other.number >= storage.number or not other.tensors:
+                continue
             if other.host is None and other.device_copy is None:
-                if self._budget is not None and self._host_bytes + other.nbytes > self._budget:
+                if self._budget is not None and self._blocks.held + other.nbytes > self._budget:
                     return
                 self._read_back(other)
             if other.device.type == "cpu" or copies == _COPIES_AHEAD:
                 continue
             copies += 1
-            if other.source is None and other.device_copy is None and not other.is_busy:
+            if not other.sources and other.device_copy is None and not other.is_busy:
                 self._wait(other)
                 self._copy_up(other)
-
-    def _alive_before(self, number: int) -> Iterator[SavedStorage]:
-        while self._order and not self._order[-1].tensors:
-            self._order.pop()
-        return (s for s in reversed(self._order) if s.number < number and s.tensors)
 
     def _read_back(self, storage: SavedStorage) -> None:
         if self._scratch is None or storage.extent is None:
             message = f"Saved activation {storage.number} is neither in memory nor on disk."
             raise StowError(message)
-        block = self._block(storage.nbytes, storage.device)
-        storage.block, storage.host = block, block.tensor(0, storage.nbytes, torch.uint8)
+        link = self._link(storage.device)
+        block = self._blocks.take(storage.nbytes, storage.device, link)
+        host = block.tensor(0, storage.nbytes, torch.uint8)
+        storage.reading = self._scratch.read(storage.extent, host)
+        storage.block, storage.host = block, host
         self._enter_memory(storage)
         self._clean_bytes += storage.nbytes
-        storage.reading = self._scratch.read(storage.extent, storage.host)
         self._read += storage.nbytes
 
     def _copy_up(self, storage: SavedStorage) -> torch.Tensor:
@@ -259,13 +266,15 @@ class ActivationPool:
         """Take note that a forward begins: let go of what autograd has let go of."""
         with self._lock:
             self._settle()
+            self._forward += 1
+            self._order = [storage for storage in self._order if storage.tensors]
 
     def nbytes(self) -> ActivationBytes:
         """Return what is held now and was moved so far."""
         with self._lock:
             self._settle()
             return ActivationBytes(
-                host_bytes=self._host_bytes + self._idle_bytes + self._uploading_bytes,
+                host_bytes=self._blocks.nbytes,
                 most_host_bytes=self._most,
                 disk_bytes=0 if self._scratch is None else self._scratch.used_bytes,
                 bytes_read=self._read,
@@ -280,83 +289,76 @@ class ActivationPool:
             if self._scratch is not None:
                 self._scratch.close()
             self._blocks.clear()
-            self._uploads.clear()
 
     def _settle(self) -> None:
         """Do what became possible: drop what nobody needs, let go of what was copied."""
         while self._copying and self._copying[0].is_copied:
-            self._end_copy(self._copying.popleft())
-        while self._uploads and self._uploads[0][0].query():
-            _, block = self._uploads.popleft()
-            self._uploading_bytes -= block.nbytes
-            self._give_back(block)
-        ending, self._ending = self._ending, []
+            storage = self._copying.popleft()
+            storage.copied = None
+            if storage.is_intact:  # else ``load`` raises
+                storage.sources.clear()
+        self._blocks.settle()
         while self._released:
             storage = self._released.popleft()
             storage.tensors -= 1
             if not storage.tensors:
                 self._by_key.pop(storage.key, None)
-                ending.append(storage)
-        for storage in ending:
-            self._drop(storage)
+                self._ending.append(storage)
+        for _ in range(len(self._ending)):
+            self._drop(self._ending.popleft())
 
-    def _end_copy(self, storage: SavedStorage) -> None:
-        """Let the device's memory go, but of a tensor that was written to: ``load`` raises."""
-        storage.copied = None
-        if storage.source is not None and version_of(storage.source) == storage.version:
-            storage.source = None
+    def _keep_source(self, storage: SavedStorage) -> None:
+        """Move nothing of a storage that was written to or resized: ``load`` raises."""
+        del self._in_memory[storage.number]
+        self._blocks.held -= storage.nbytes
+        storage.host = storage.block = None
 
     def _drop(self, storage: SavedStorage) -> None:
         """Give everything back, or wait with it for a transfer under way."""
         if storage.is_busy:
             self._ending.append(storage)
             return
-        storage.source = None
+        storage.sources.clear()
         if storage.host is not None:
             self._leave_memory(storage)
         if storage.extent is not None and self._scratch is not None:
             self._scratch.release([storage.extent])
             storage.extent = None
         storage.device_copy = None
-        if storage.writing is not None:
-            storage.writing.wait()  # it is over: raises what failed
+        # A write or read that failed is of no consequence: nobody needs what it was for.
 
     def _wait(self, storage: SavedStorage) -> None:
         """Return when no write or read is under way, and what was read is right."""
-        writing, storage.writing = storage.writing, None
-        if writing is not None:
-            writing.wait()
-        reading, storage.reading = storage.reading, None
-        if reading is not None:
-            reading.wait()
+        if storage.writing is not None:
+            storage.writing.wait()
+            storage.writing = None
+        if storage.reading is not None:  # until it is known to be right: a second wait fails too
+            storage.reading.wait()
             if _native.checksum(storage.data.data_ptr(), storage.nbytes) != storage.checksum:
                 message = (
                     f"read of {storage.nbytes} bytes of a saved activation gave other bytes than"
                     " were written. Look at `dmesg` and the drive's health."
                 )
                 raise DamageError(message)
+            storage.reading = None
 
     def _enter_memory(self, storage: SavedStorage) -> None:
         self._in_memory[storage.number] = storage
-        self._host_bytes += storage.nbytes
-        held = self._host_bytes + self._idle_bytes + self._uploading_bytes
-        self._most = max(self._most, held)
+        self._blocks.held += storage.nbytes
+        self._most = max(self._most, self._blocks.nbytes)
 
     def _leave_memory(self, storage: SavedStorage) -> None:
         """Give the storage's host memory back; a version that changed keeps the source."""
         del self._in_memory[storage.number]
-        self._host_bytes -= storage.nbytes
+        self._blocks.held -= storage.nbytes
         if storage.extent is not None:
             self._clean_bytes -= storage.nbytes
-        if storage.source is not None and version_of(storage.source) == storage.version:
-            storage.source = None
+        if storage.is_intact:
+            storage.sources.clear()
+        storage.reading = None  # if it failed or nobody waited for it, it is read again
         data, storage.host = storage.host, None
         block, storage.block = storage.block, None
         if block is None or data is None:
-            return
-        if storage.ready is not None and not storage.ready.query():
-            self._uploads.append((storage.ready, block))
-            self._uploading_bytes += block.nbytes
             return
         if isinstance(block, Arena):
             # Autograd was given this memory: it is used again where no tensor has it any more.
@@ -364,37 +366,7 @@ class ActivationPool:
             del data
             if not identity.is_gone():
                 return
-        self._give_back(block)
-
-    def _block(self, nbytes: int, device: torch.device) -> Block:
-        """Return host memory from which the device can copy."""
-        padded = -(-nbytes // ALIGN) * ALIGN
-        while self._uploads and self._is_over_budget(padded):
-            ready, block = self._uploads.popleft()
-            ready.synchronize()  # the host is ahead of the device by all of the budget
-            self._uploading_bytes -= block.nbytes
-            self._give_back(block)
-        if self._blocks[padded]:
-            self._idle_bytes -= padded
-            return self._blocks[padded].pop()
-        if self._is_over_budget(padded):
-            self._blocks.clear()
-            self._idle_bytes = 0
-        if device.type == "cpu":
-            return Arena(padded, in_children=False)
-        return PinnedBlock(padded, device, self._link(device).synchronize)
-
-    def _give_back(self, block: Block) -> None:
-        """Keep a block for the next of its size, where the budget has room."""
-        if self._is_over_budget(block.nbytes):
-            return
-        self._blocks[block.nbytes].append(block)
-        self._idle_bytes += block.nbytes
-
-    def _is_over_budget(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` more than everything in host memory are too many."""
-        held = self._host_bytes + self._idle_bytes + self._uploading_bytes
-        return self._budget is not None and held + nbytes > self._budget
+        self._blocks.give_back(block, storage.device, storage.ready)
 
     def _link(self, device: torch.device) -> DeviceLink:
         if device not in self._links:
@@ -402,12 +374,21 @@ class ActivationPool:
         return self._links[device]
 
 
-def check_version(tensor: torch.Tensor, version: int) -> None:
-    """Raise RuntimeError, as autograd does, if a saved tensor was written to."""
-    if version_of(tensor) != version:
+def check_version(tensor: torch.Tensor, version: int, nbytes: int | None = None) -> None:
+    """Raise RuntimeError, as autograd does, if a saved tensor was written to or resized.
+
+    Args:
+        tensor: As it is now.
+        version: Its version counter when it was saved.
+        nbytes: The bytes that its storage had then; None: not to be compared.
+    """
+    resized = nbytes is not None and tensor.untyped_storage().nbytes() != nbytes
+    if version_of(tensor) != version or resized:
         message = (
             "one of the variables needed for gradient computation has been modified by an inplace"
             f" operation: a tensor of {tuple(tensor.shape)}, {tensor.dtype}, is at version"
             f" {version_of(tensor)}; expected version {version} instead."
         )
+        if resized:
+            message += f" Its storage was resized from {nbytes} bytes."
         raise RuntimeError(message)

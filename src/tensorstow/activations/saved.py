@@ -46,6 +46,8 @@ class SavedStorage:
 
     number: int
     """Storages are numbered in the order in which forward saves them; backward needs the last."""
+    forward: int
+    """Which forward saved it: what a later one saves may have other bytes."""
     device: torch.device
     nbytes: int
     version: int
@@ -54,8 +56,8 @@ class SavedStorage:
     """Of the storage that was saved."""
     tensors: int = 0
     """How many saved tensors use it; without any it is dropped."""
-    source: torch.Tensor | None = None
-    """The tensor that was saved, until its bytes are elsewhere."""
+    sources: list[torch.Tensor] = field(default_factory=list)
+    """The tensors that were saved, until their bytes are elsewhere."""
     copied: DeviceEvent | None = None
     """Behind the copy from the device to ``host``; None: there is none under way."""
     host: torch.Tensor | None = None
@@ -98,9 +100,17 @@ class SavedStorage:
         )
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, int, int]:
         """What tells whether two tensors have the same bytes."""
-        return self.identity.address, self.version
+        return self.forward, self.identity.address, self.version
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether none of ``sources`` was written to or resized since it was saved."""
+        return all(
+            version_of(tensor) == self.version and tensor.untyped_storage().nbytes() == self.nbytes
+            for tensor in self.sources
+        )
 
 
 @dataclass(eq=False, slots=True)
