@@ -143,6 +143,7 @@ def test_a_forward_that_is_dropped_while_its_copies_are_late(device: torch.devic
 
 def test_memory_that_late_copies_use_outlives_the_offload(device: torch.device) -> None:
     model, x = net(device), rows(device)
+    gradients(model, x)  # the first calls take long
     offload = offload_activations(model, to="host")
     spin(device, LATE)
     loss = model(x).square().sum()

@@ -223,7 +223,7 @@ class ActivationOffload:
             return "tensors of other kinds"
         if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
             return "tensors of other kinds"
-        if not (tensor.is_cpu or is_remote(tensor)) or _is_of_functorch(tensor):
+        if not (tensor.is_cpu or is_remote(tensor)) or _has_no_memory(tensor):
             return "tensors of other kinds"
         if tensor.is_cpu and not self._moves_cpu:
             return "tensors that are in host memory"
@@ -256,9 +256,10 @@ def _hooks_in_force() -> tuple[Any, Any] | None:
     return found
 
 
-def _is_of_functorch(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a wrapper of torch.func, which has no memory of its own."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # noqa: SLF001
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a wrapper of torch.func, or zeros that torch never wrote."""
+    is_wrapper: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
+    return is_wrapper or tensor._is_zerotensor()  # noqa: SLF001
 
 
 def _current_backward() -> int:
