@@ -7,7 +7,11 @@ import torch
 
 import ptx
 
-if not torch.cuda.is_available() or torch.version.hip is not None:
+if (
+    not torch.cuda.is_available()
+    or torch.version.hip is not None
+    or "cuda" not in str(torch.accelerator.current_accelerator())
+):
     pytest.skip("needs CUDA itself", allow_module_level=True)  # once, and not for each case
 pytest.importorskip("triton")
 

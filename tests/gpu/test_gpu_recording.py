@@ -14,12 +14,13 @@ from tensorstow.io.transfer_log import TransferLog
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
-def test_copies_over_the_link_are_lanes_with_all_their_bytes(tier: Tier, tmp_path: Path) -> None:
+def test_copies_over_the_link_are_lanes_with_all_their_bytes(
+    tier: Tier, device: torch.device, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     plan = Plan(parameters=tier, states=Tier.HOST)
     model, optimizer = tensorstow.stow(model, partial(tensorstow.AdamW, lr=1e-3), plan=plan)
-    device = torch.accelerator.current_accelerator()
 
     def step() -> None:
         model(torch.randn(4, 64, device=device)).square().mean().backward()
@@ -43,11 +44,11 @@ def test_copies_over_the_link_are_lanes_with_all_their_bytes(tier: Tier, tmp_pat
     optimizer.close()
 
 
-def test_copies_are_timed_by_the_clock_of_the_device() -> None:
-    device = torch.accelerator.current_accelerator()
-    simulated = pytest.importorskip(
-        "simulated", reason="the simulated accelerator can be made busy"
-    )
+def test_copies_are_timed_by_the_clock_of_the_device(device: torch.device) -> None:
+    if device.type != "simulated":
+        pytest.skip("the simulated accelerator can be made busy")
+    import simulated  # noqa: PLC0415  # registers the device, which others than it must not
+
     link, log = open_link(device), TransferLog()
     early = link.beside()
     there = torch.zeros(1 << 16, device=device)

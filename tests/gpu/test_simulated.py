@@ -162,7 +162,7 @@ def test_pinned_copies_are_behind_and_pageable_ones_are_not(
 def test_a_source_that_changes_under_way_is_seen(
     simulated: ModuleType, device: torch.device
 ) -> None:
-    simulated.set_delays(0.2, 5e9, 0)
+    simulated.set_delays(0, 4 * COUNT / 0.5, 0)  # the rate is not drawn: half a second
     pinned = torch.ones(COUNT, pin_memory=True)
     away = torch.empty(COUNT, device=device)
     away.copy_(pinned, non_blocking=True)
@@ -181,7 +181,7 @@ def test_host_memory_is_registered_to_the_byte(simulated: ModuleType, device: to
     assert runtime.cudaHostRegister(host.data_ptr(), 1, 1) == 712
     assert simulated.registered_bytes() == before + host.nbytes
     assert host.is_pinned()
-    simulated.set_delays(0.05, 5e9, 0)
+    simulated.set_delays(0, 4 * COUNT / 0.5, 0)
     away = host.to(device, non_blocking=True)
     event = torch.accelerator.current_stream().record_event()
     assert not event.query()

@@ -157,7 +157,7 @@ class DeviceUpdates:
         return not self._pipeline.is_published(param.number)
 
     def join(self) -> None:
-        """Return: updates run in the caller's stream, and ``close`` has joined the host's."""
+        """Return: ``close`` ended when the host had seen all new states and weights."""
 
     def abort(self) -> None:
         """Drop the step: its store is closed, or it has failed."""
