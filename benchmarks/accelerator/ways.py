@@ -209,10 +209,11 @@ def _stow_way(parameters: Tier, states: Tier, overlap: Overlap) -> Way:
     )
 
 
-def _updated_on(update_on: UpdateOn, where: str, dram_bytes: int) -> Way:
+def _updated_on(update_on: UpdateOn, where: str, dram_bytes: int, overlap: Overlap = "none") -> Way:
+    beside = "" if overlap == "none" else f", {overlap}"
     return Way(
-        f"ours, the optimizer alone, states HOST, updated {where}",
-        partial(_alone, update_on=update_on),
+        f"ours, the optimizer alone, states HOST, updated {where}{beside}",
+        partial(_alone, update_on=update_on, overlap=overlap),
         dram_bytes,
         is_ours=True,
         host_bytes=_PARAMETER + _STATES,
@@ -234,6 +235,8 @@ OURS = (
     # Of both sides' bytes the more; what moves over the link is counted.
     _updated_on("hybrid", "on both sides", _OURS_DRAM),
     _updated_on("auto", "on the faster side", _OURS_DRAM),
+    _updated_on("device", "on the device", _STREAMED_DRAM, "backward"),
+    _updated_on("hybrid", "on both sides", _OURS_DRAM, "backward"),
     _stow_way(Tier.HOST, Tier.HOST, "forward"),
     _stow_way(Tier.HOST, Tier.DISK, "backward"),
     _stow_way(Tier.DISK, Tier.DISK, "backward"),
