@@ -40,6 +40,7 @@ MODULES = (
     "tensorstow.deepspeed.runtime.zero.stage_1_and_2",
     "tensorstow.deepspeed.utils",
     "tensorstow.deepspeed.zero",
+    "tensorstow.losses",
     "tensorstow.tensornvme",
     "tensorstow.tensornvme.async_file_io",
 )
