@@ -18,7 +18,7 @@ from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.io.device_link import Pairs
 from tensorstow.states.layout import Family
-from tensorstow.step import device_update
+from tensorstow.step import device_updater
 from tensorstow.step.update_rule import Choice, SegmentUpdate, TorchRule, Update, rule_on
 
 OVERLAPS = ("none", "forward", "backward")
@@ -109,7 +109,7 @@ class Tabled:
 def test_a_rule_s_tables_hold_no_backward_up(
     simulated: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_update, "rule_on", lambda *_: Choice(Tabled()))
+    monkeypatch.setattr(device_updater, "rule_on", lambda *_: Choice(Tabled()))
     net = Net(torch.bfloat16).to(device)
     optimizer = make(net, overlap="backward", update_on="device", states="ram")
     train(net, optimizer, 0, 2)

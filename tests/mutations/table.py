@@ -5,7 +5,7 @@ from dataclasses import dataclass
 _DEVICE = "io/device_link.py"
 _DEVICE_FEED = "step/device_feed.py"
 _HOST_WEIGHT = "step/host_weight.py"
-_UPDATER = "step/device_update.py"
+_UPDATER = "step/device_updater.py"
 _FEED = "step/gradient_feed.py"
 _QUEUE = "fsdp/gradient_offload.py"
 _H2D = "fsdp/h2d_prefetch.py"
@@ -244,13 +244,13 @@ MUTATIONS = (
         _UPDATER, "self._in_flight[0].copied.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"
     ),
     Mutation(
-        "step/device_updates.py",
+        "step/hybrid_step_path.py",
         "self._link.synchronize()",
         "pass",
         f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
     ),
     Mutation(
-        "step/device_updates.py",
+        "step/hybrid_step_path.py",
         "self._link.record_event().synchronize()",
         "pass",
         f"{_WAITS}::test_what_makes_gradients_is_not_measured",
@@ -509,7 +509,7 @@ MUTATIONS = (
     ),
     Mutation(_DEVICE_FEED, "        self.join()\n", "        pass\n", f"{_STEPS}[none-host-bf16]"),
     Mutation(
-        "step/device_updates.py",
+        "step/hybrid_step_path.py",
         "            feed.wait()\n",
         "            pass\n",
         f"{_STEPS}[none-hybrid-bf16]",
@@ -620,19 +620,19 @@ MUTATIONS = (
         f"{_BESIDE}[host, forward]",
     ),
     Mutation(
-        "step/device_updates.py",
+        "step/hybrid_step_path.py",
         "self._is_beside = beside is Beside.BACKWARD and self._share_tuner.is_settled",
         "self._is_beside = False",
         f"{_BESIDE}[device, updated there, backward]",
     ),
     Mutation(
-        "step/device_updates.py",
+        "step/hybrid_step_path.py",
         "if busy and not self._updater.is_over:",
         "if False:",
         f"{_BOTH_WAYS}[0.5]",
     ),
     Mutation(
-        "step/device_updates.py",
+        "step/hybrid_step_path.py",
         "if busy and not self._updater.is_over:",
         "if self._updater.under_way:\n            self._updater.end_one()\n        elif False:",
         f"{_BOTH_WAYS}[0.5]",

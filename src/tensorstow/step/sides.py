@@ -10,11 +10,11 @@ from tensorstow.io import device_link
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
 from tensorstow.step.device_feed import DeviceFeed
-from tensorstow.step.device_update import DeviceUpdater
-from tensorstow.step.device_updates import DeviceUpdates
+from tensorstow.step.device_updater import DeviceUpdater
 from tensorstow.step.disk_feed import DiskFeed
 from tensorstow.step.gradient_feed import GradientFeed, HostFeed, StepFeeds
 from tensorstow.step.host_weight import host_weight_bytes, make_host_weights, upload
+from tensorstow.step.hybrid_step_path import HybridStepPath
 from tensorstow.step.managed_param import ManagedParam
 from tensorstow.step.optimizer_links import OptimizerLinks
 from tensorstow.step.share_tuner import ShareTuner
@@ -39,7 +39,7 @@ class UpdateSides:
         """At most one: if updates may run on the accelerator."""
         self.share_tuner = ShareTuner(offload_policy.update_on)
         self._share: float | None = None
-        self.path: StepFeeds | DeviceUpdates = self._path_of_feeds()
+        self.path: StepFeeds | HybridStepPath = self._path_of_feeds()
         """The interface through which a schedule takes its steps ([Note: Feeds])."""
 
     # --- as parameters come ---
@@ -86,7 +86,7 @@ class UpdateSides:
             self.updaters = [updater]
             self._links.blocks.add(updater.tables)
             feeds, share_tuner = self.device_feeds, self.share_tuner
-            self.path = DeviceUpdates(link, pipeline, chunks, feeds, updater, share_tuner)
+            self.path = HybridStepPath(link, pipeline, chunks, feeds, updater, share_tuner)
             before, self._share = self._share, None
             self._divide()
             if before is not None:
@@ -160,7 +160,7 @@ class UpdateSides:
             pipeline.memory.remove(feed.staging)
         self.device_feeds = []
         (updater,) = self.updaters
-        self.path = DeviceUpdates(
+        self.path = HybridStepPath(
             self._links.weights, pipeline, self._store.chunks, [], updater, self.share_tuner
         )
 

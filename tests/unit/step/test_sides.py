@@ -17,8 +17,8 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step import sides
 from tensorstow.step.device_feed import DeviceFeed
-from tensorstow.step.device_update import DeviceUpdater
-from tensorstow.step.device_updates import DeviceUpdates
+from tensorstow.step.device_updater import DeviceUpdater
+from tensorstow.step.hybrid_step_path import HybridStepPath
 from tensorstow.step.share_tuner import ShareTuner, SideTiming
 
 CHUNK = 1024
@@ -152,7 +152,7 @@ def test_weights_are_fetched_where_the_share_has_moved_as_others_join(
     assert all(map(same, got, want))
 
 
-MADE = ("make_host_weights", "DeviceUpdater", "DeviceUpdates")
+MADE = ("make_host_weights", "DeviceUpdater", "HybridStepPath")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_bytes_over_the_link_and_in_memory(dtype: str, monkeypatch: pytest.Monke
     net = Vectors(SIZES, DTYPES[dtype])
     optimizer = make(net, update_on=0.5)
     params = optimizer._params()
-    assert isinstance(params.sides.path, DeviceUpdates)
+    assert isinstance(params.sides.path, HybridStepPath)
     here = {c.number for c in params.sides.path.chunks_of_host}
     chunks = optimizer._states().chunks
 
@@ -276,7 +276,7 @@ def test_a_run_goes_on_wherever_it_was_updated(
     assert optimizer.resume() == 2
     wanted = before if now is None else now
     assert (optimizer.offload_policy.update_on or "host") == wanted
-    assert isinstance(optimizer._params().sides.path, DeviceUpdates) == (wanted != "host")
+    assert isinstance(optimizer._params().sides.path, HybridStepPath) == (wanted != "host")
     train(net, optimizer, 5)
     assert same(net, want)
     optimizer.close()

@@ -17,7 +17,7 @@ from remote import make_remote
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.layout import Family
-from tensorstow.step import device_update, update_rule
+from tensorstow.step import device_updater, update_rule
 from tensorstow.step.update_rule import (
     Choice,
     FusedRule,
@@ -189,7 +189,7 @@ def launches(triton: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         update(table, segments, *given)
 
     monkeypatch.setattr(kernel, "update", counted)
-    monkeypatch.setattr(device_update, "rule_on", lambda *_: Choice(FusedRule()))
+    monkeypatch.setattr(device_updater, "rule_on", lambda *_: Choice(FusedRule()))
     return taken
 
 
@@ -240,7 +240,7 @@ def test_tables_are_in_the_slots_and_in_what_goes_up(
     tables = [kernel.table_bytes(len(chunk.plan.runs)) for chunk in chunks]
     states = max(c.family.state_bytes(c.plan.elements) for c in chunks)
     held = optimizer.memory().device_bytes
-    assert held == device_update.MOST_DEVICE_SLOTS * (states + max(tables))
+    assert held == device_updater.MOST_DEVICE_SLOTS * (states + max(tables))
     for part in net.parts:
         part.grad = torch.ones_like(part)
     before = optimizer.traffic().bytes_up

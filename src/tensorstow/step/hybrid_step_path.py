@@ -26,7 +26,7 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_pipeline import StepKind, UpdatePipeline
 from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.device_feed import DeviceFeed
-from tensorstow.step.device_update import DeviceUpdater, Work
+from tensorstow.step.device_updater import DeviceUpdater, Work
 from tensorstow.step.gradient_feed import Beside, HostFeed, StepFeeds
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.share_tuner import ShareTuner, SideTiming, chunks_of_device, elements_of
@@ -36,7 +36,7 @@ _NAP = 2e-4
 """Seconds; a chunk takes about as long on either side."""
 
 
-class DeviceUpdates:
+class HybridStepPath:
     """One optimizer's steps on both sides; used by the stepping thread alone."""
 
     def __init__(

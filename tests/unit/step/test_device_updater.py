@@ -24,7 +24,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import parts_of
 from tensorstow.states.memory import MOST_DEVICE_SLOTS
-from tensorstow.step.device_update import DeviceUpdater
+from tensorstow.step.device_updater import DeviceUpdater
 
 CHUNK = 1024
 SMALL = PipelinePolicy(chunk_elements=CHUNK)

@@ -11,7 +11,7 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.formats.reference import AdamScalars
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.step.device_updates import works_of
+from tensorstow.step.hybrid_step_path import works_of
 from tensorstow.step.managed_param import StepPlan
 
 SMALL = PipelinePolicy(chunk_elements=1024)
