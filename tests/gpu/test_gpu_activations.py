@@ -157,6 +157,20 @@ def test_memory_that_late_copies_use_outlives_the_offload(device: torch.device) 
     del memory
 
 
+def test_idle_host_memory_of_changing_shapes_is_bounded(device: torch.device) -> None:
+    model = net(device)
+    moved, most = 0, 0
+    with offload_activations(model, to="host") as offload:
+        for turn in range(6):
+            gradients(model, torch.randn(ROWS + 32 * turn, WIDTH, device=device))
+            torch.accelerator.synchronize(device)
+            found = offload.nbytes()
+            most = max(most, found.bytes_down - moved)
+            moved = found.bytes_down
+            assert found.host_bytes <= 2 * most
+    assert most > ROWS * WIDTH * 4 * BLOCKS
+
+
 @pytest.mark.parametrize("budget", [4, 40])
 def test_a_backward_whose_copies_are_late(
     budget: int, device: torch.device, tmp_path: Path

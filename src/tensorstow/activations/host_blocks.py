@@ -15,8 +15,15 @@ class HostBlocks:
     """Blocks that nobody uses now, and blocks that a copy to the device still reads."""
 
     def __init__(self, budget: int | None) -> None:
-        """Hold nothing yet; ``budget``: the most bytes, those in use included; None: no bound."""
+        """Hold nothing yet.
+
+        Args:
+            budget: The most bytes, those in use included; None: twice as many as were in use at
+                once.
+        """
         self._budget = budget
+        self._most = 0
+        """The most bytes in use at once."""
         self.held = 0
         """Bytes of storages in host memory, blocks or not; the pool counts them."""
         self._idle: defaultdict[tuple[torch.device, int], list[Block]] = defaultdict(list)
@@ -32,6 +39,7 @@ class HostBlocks:
     def take(self, nbytes: int, device: torch.device, link: DeviceLink) -> Block:
         """Return memory for ``nbytes`` from which ``device`` can copy."""
         padded = -(-nbytes // ALIGN) * ALIGN
+        self._most = max(self._most, self.held + padded)
         while self._uploads and self._is_too_much(padded):
             ready, of, block = self._uploads.popleft()
             ready.synchronize()  # the host is ahead of the device by all of the budget
@@ -79,4 +87,5 @@ class HostBlocks:
         self._unused_bytes = 0
 
     def _is_too_much(self, nbytes: int) -> bool:
-        return self._budget is not None and self.nbytes + nbytes > self._budget
+        limit = 2 * self._most if self._budget is None else self._budget
+        return self.nbytes + nbytes > limit

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -99,6 +100,8 @@ class ActivationOffload:
         self._kept: Counter[str] = Counter()
         self._forwards = 0
         self._is_closed = False
+        # The model has the hooks, so this goes when the model and its last graph do.
+        self._finalizer = weakref.finalize(self, _close_pool, self._pool, os.getpid())
         self._handles: list[RemovableHandle] = []
         for module in modules:
             self._handles += [
@@ -129,7 +132,16 @@ class ActivationOffload:
             hooks = stack.pop()[1]
             if hooks is not None and (_hooks_in_force() or (None,))[0] == self._pack:
                 hooks.__exit__()
+        self._finalizer.detach()
         self._pool.close()
+
+    def __deepcopy__(self, memo: object) -> "ActivationOffload":
+        """Return what moves nothing: a copied model keeps what its forward saves."""
+        return _closed()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be pickled as what moves nothing, with the model."""
+        return _closed, ()
 
     def __enter__(self) -> Self:
         """Return the object itself."""
@@ -147,6 +159,8 @@ class ActivationOffload:
     # --- hooks of modules ---
 
     def _enter(self, module: nn.Module, _: object) -> None:
+        if self._is_closed:  # of a copied model
+            return
         stack = self._stack()
         top = _hooks_in_force()
         if stack and any(hooks is not None for _, hooks in stack):
@@ -184,6 +198,8 @@ class ActivationOffload:
         return found
 
     def _note_parameters(self, module: nn.Module, _: object) -> None:
+        if self._is_closed:
+            return
         for parameter in module.parameters(recurse=False):
             storage = parameter.untyped_storage()
             if address_of(storage) not in self._parameters:
@@ -247,6 +263,23 @@ class ActivationOffload:
                 raise StowError(message)
             saved.backward = backward
         return self._pool.load(saved)
+
+
+def _close_pool(pool: ActivationPool, owner: int) -> None:
+    if os.getpid() == owner:  # a child has the file, and its parent's reads and writes in it
+        pool.close()
+
+
+def _closed() -> ActivationOffload:
+    """Return the hooks of a model that was copied or loaded: closed, and without a pool's files."""
+    logger.warning(
+        "a model with offload_activations was copied or loaded: the copy keeps its saved tensors"
+        " where they are. Call offload_activations for it, or close() before copying."
+    )
+    model = nn.Identity()
+    offload = ActivationOffload(model, "host", None, (), None)
+    offload.close()
+    return offload
 
 
 def _hooks_in_force() -> tuple[Any, Any] | None:

@@ -9,10 +9,13 @@ newest, which backward needs first, are still there when it begins. Backward rea
 will need next, as far as the budget goes, and copies it to the device.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -23,15 +26,18 @@ from tensorstow.activations.saved import (
     SavedStorage,
     SavedTensor,
     StorageIdentity,
+    StoragesByNumber,
     address_of,
     version_of,
 )
-from tensorstow.base.errors import DamageError, StowError
+from tensorstow.base.errors import DamageError, StowError, TransferError
 from tensorstow.io.arena import Arena
 from tensorstow.io.device_link import DeviceLink, open_link
 from tensorstow.io.scratch import ScratchFiles
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import open_scratch
+
+logger = logging.getLogger("tensorstow")
 
 _COPIES_AHEAD = 2
 """Storages that are copied to the device before backward asks for them."""
@@ -76,9 +82,14 @@ class ActivationPool:
         self._lock = threading.RLock()
         self._next = self._forward = 0
         self._by_key: dict[tuple[int, int, int], SavedStorage] = {}
-        self._order: list[SavedStorage] = []
-        self._in_memory: dict[int, SavedStorage] = {}
-        """Those with ``host``, by number, oldest first but for those that were read."""
+        self._needed = StoragesByNumber()
+        """Those that a saved tensor uses."""
+        self._unwritten = StoragesByNumber()
+        """Those in host memory and not on disk."""
+        self._written = StoragesByNumber()
+        """Those in host memory and on disk that backward was not given."""
+        self._absent = StoragesByNumber()
+        """Those on disk alone."""
         self._copying: deque[SavedStorage] = deque()
         self._ending: deque[SavedStorage] = deque()
         """Nobody needs them, and a transfer of theirs is under way."""
@@ -86,7 +97,7 @@ class ActivationPool:
         self._blocks = HostBlocks(budget)
         self._links: dict[torch.device, DeviceLink] = {}
         self._clean_bytes = 0
-        self._most = self._read = self._written = 0
+        self._most = self._bytes_read = self._bytes_written = 0
 
     # --- forward ---
 
@@ -145,7 +156,7 @@ class ActivationPool:
         storage.sources.append(tensor)
         self._next += 1
         self._by_key[storage.key] = storage
-        self._order.append(storage)
+        self._needed.add(storage)
         self._enter_memory(storage)
         return storage
 
@@ -154,7 +165,9 @@ class ActivationPool:
         if self._scratch is None or self._budget is None:
             return
         while self._blocks.held - self._clean_bytes > self._budget // 2:
-            oldest = next(s for s in self._in_memory.values() if s.extent is None)
+            oldest = self._unwritten.first()
+            if oldest is None:
+                break
             if oldest.copied is not None and not oldest.is_copied:
                 if self._blocks.held + nbytes <= self._budget:
                     break  # the link is behind, and there is room
@@ -164,13 +177,13 @@ class ActivationPool:
                 continue
             self._write(oldest, self._scratch)
         while self._blocks.held + nbytes > self._budget:
-            written = [
-                s for s in self._in_memory.values() if s.extent is not None and not s.is_used
-            ]
-            if not written:
+            oldest = self._written.first()
+            if oldest is None:
                 return
-            oldest = min(written, key=lambda storage: storage.number)
-            self._wait(oldest)
+            self._wait_written(oldest)
+            if oldest.reading is not None:  # ahead of need: a failure is told when it is read again
+                with suppress(TransferError):
+                    oldest.reading.wait()
             self._leave_memory(oldest)
 
     def _write(self, storage: SavedStorage, scratch: ScratchFiles) -> None:
@@ -180,7 +193,8 @@ class ActivationPool:
         storage.writing = scratch.write(extent, data)
         storage.extent = extent
         self._clean_bytes += storage.nbytes
-        self._written += storage.nbytes
+        self._bytes_written += storage.nbytes
+        self._list(storage)
 
     # --- backward ---
 
@@ -197,6 +211,7 @@ class ActivationPool:
             storage = saved.storage
             data = self._bring(storage)
             storage.is_used = True
+            self._list(storage)
             self._bring_ahead(storage)
             return saved.over(data)
 
@@ -222,20 +237,17 @@ class ActivationPool:
         return copy
 
     def _bring_ahead(self, storage: SavedStorage) -> None:
-        copies = 0
-        while self._order and not self._order[-1].tensors:
-            self._order.pop()
-        for other in reversed(self._order):
-            if other.number >= storage.number or not other.tensors:
-                continue
-            if other.host is None and other.device_copy is None:
-                if self._budget is not None and self._blocks.held + other.nbytes > self._budget:
-                    return
-                self._read_back(other)
-            if other.device.type == "cpu" or copies == _COPIES_AHEAD:
-                continue
-            copies += 1
-            if not other.sources and other.device_copy is None and not other.is_busy:
+        """Read what backward needs next, as far as there is room, and copy the first of it."""
+        for other in self._absent.before(storage.number):
+            if self._budget is not None and self._blocks.held + other.nbytes > self._budget:
+                break
+            self._read_back(other)
+        if storage.device.type == "cpu":
+            return
+        remote = (s for s in self._needed.before(storage.number) if s.device.type != "cpu")
+        for other in islice(remote, _COPIES_AHEAD):
+            is_there = other.host is None or other.sources or other.device_copy is not None
+            if not is_there and not other.is_busy:
                 self._wait(other)
                 self._copy_up(other)
 
@@ -250,7 +262,7 @@ class ActivationPool:
         storage.block, storage.host = block, host
         self._enter_memory(storage)
         self._clean_bytes += storage.nbytes
-        self._read += storage.nbytes
+        self._bytes_read += storage.nbytes
 
     def _copy_up(self, storage: SavedStorage) -> torch.Tensor:
         link = self._link(storage.device)
@@ -267,7 +279,6 @@ class ActivationPool:
         with self._lock:
             self._settle()
             self._forward += 1
-            self._order = [storage for storage in self._order if storage.tensors]
 
     def nbytes(self) -> ActivationBytes:
         """Return what is held now and was moved so far."""
@@ -277,8 +288,8 @@ class ActivationPool:
                 host_bytes=self._blocks.nbytes,
                 most_host_bytes=self._most,
                 disk_bytes=0 if self._scratch is None else self._scratch.used_bytes,
-                bytes_read=self._read,
-                bytes_written=self._written,
+                bytes_read=self._bytes_read,
+                bytes_written=self._bytes_written,
                 bytes_down=sum(link.bytes_down for link in self._links.values()),
                 bytes_up=sum(link.bytes_up for link in self._links.values()),
             )
@@ -303,35 +314,41 @@ class ActivationPool:
             storage.tensors -= 1
             if not storage.tensors:
                 self._by_key.pop(storage.key, None)
+                self._needed.discard(storage)
                 self._ending.append(storage)
         for _ in range(len(self._ending)):
             self._drop(self._ending.popleft())
 
     def _keep_source(self, storage: SavedStorage) -> None:
         """Move nothing of a storage that was written to or resized: ``load`` raises."""
-        del self._in_memory[storage.number]
         self._blocks.held -= storage.nbytes
         storage.host = storage.block = None
+        self._list(storage)
 
     def _drop(self, storage: SavedStorage) -> None:
         """Give everything back, or wait with it for a transfer under way."""
         if storage.is_busy:
             self._ending.append(storage)
             return
+        for transfer in (storage.writing, storage.reading):
+            try:
+                if transfer is not None:
+                    transfer.wait()
+            except TransferError as error:  # backward had no need of it, the user's disk has
+                told = str(error)  # a record that keeps the error keeps its frames, and their graph
+                logger.warning("of a saved activation that is not needed any more: %s", told)
         storage.sources.clear()
         if storage.host is not None:
             self._leave_memory(storage)
         if storage.extent is not None and self._scratch is not None:
             self._scratch.release([storage.extent])
             storage.extent = None
+            self._list(storage)
         storage.device_copy = None
-        # A write or read that failed is of no consequence: nobody needs what it was for.
 
     def _wait(self, storage: SavedStorage) -> None:
         """Return when no write or read is under way, and what was read is right."""
-        if storage.writing is not None:
-            storage.writing.wait()
-            storage.writing = None
+        self._wait_written(storage)
         if storage.reading is not None:  # until it is known to be right: a second wait fails too
             storage.reading.wait()
             if _native.checksum(storage.data.data_ptr(), storage.nbytes) != storage.checksum:
@@ -342,14 +359,18 @@ class ActivationPool:
                 raise DamageError(message)
             storage.reading = None
 
+    def _wait_written(self, storage: SavedStorage) -> None:
+        if storage.writing is not None:
+            storage.writing.wait()
+            storage.writing = None
+
     def _enter_memory(self, storage: SavedStorage) -> None:
-        self._in_memory[storage.number] = storage
         self._blocks.held += storage.nbytes
+        self._list(storage)
         self._most = max(self._most, self._blocks.nbytes)
 
     def _leave_memory(self, storage: SavedStorage) -> None:
         """Give the storage's host memory back; a version that changed keeps the source."""
-        del self._in_memory[storage.number]
         self._blocks.held -= storage.nbytes
         if storage.extent is not None:
             self._clean_bytes -= storage.nbytes
@@ -358,6 +379,7 @@ class ActivationPool:
         storage.reading = None  # if it failed or nobody waited for it, it is read again
         data, storage.host = storage.host, None
         block, storage.block = storage.block, None
+        self._list(storage)
         if block is None or data is None:
             return
         if isinstance(block, Arena):
@@ -367,6 +389,20 @@ class ActivationPool:
             if not identity.is_gone():
                 return
         self._blocks.give_back(block, storage.device, storage.ready)
+
+    def _list(self, storage: SavedStorage) -> None:
+        """Put a storage into the list that it belongs to now, out of any other."""
+        if storage.host is None:
+            belongs = None if storage.extent is None else self._absent
+        elif storage.extent is None:
+            belongs = self._unwritten
+        else:
+            belongs = None if storage.is_used else self._written
+        for storages in (self._unwritten, self._written, self._absent):
+            if storages is belongs:
+                storages.add(storage)
+            else:
+                storages.discard(storage)
 
     def _link(self, device: torch.device) -> DeviceLink:
         if device not in self._links:

@@ -1,7 +1,10 @@
 """What autograd keeps in place of a tensor that it saves."""
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -111,6 +114,38 @@ class SavedStorage:
             version_of(tensor) == self.version and tensor.untyped_storage().nbytes() == self.nbytes
             for tensor in self.sources
         )
+
+
+class StoragesByNumber:
+    """Storages in the order of their numbers."""
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._sorted: list[SavedStorage] = []
+
+    def add(self, storage: SavedStorage) -> None:
+        """Add one, where it is not in it yet."""
+        index = self._index(storage.number)
+        if self._sorted[index : index + 1] != [storage]:
+            self._sorted.insert(index, storage)
+
+    def discard(self, storage: SavedStorage) -> None:
+        """Remove one, where it is in it."""
+        index = self._index(storage.number)
+        if self._sorted[index : index + 1] == [storage]:
+            del self._sorted[index]
+
+    def first(self) -> SavedStorage | None:
+        """Return the one that forward saved first, and backward needs last."""
+        return self._sorted[0] if self._sorted else None
+
+    def before(self, number: int) -> Iterator[SavedStorage]:
+        """Yield those below a number, the highest first; what is yielded may be removed."""
+        for index in range(self._index(number) - 1, -1, -1):
+            yield self._sorted[index]
+
+    def _index(self, number: int) -> int:
+        return bisect_left(self._sorted, number, key=attrgetter("number"))
 
 
 @dataclass(eq=False, slots=True)

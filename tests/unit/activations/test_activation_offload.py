@@ -2,8 +2,10 @@
 
 import gc
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from models import FeedForward
 from tensorstow import offload_activations
 from tensorstow.activations.offload import ActivationOffload, _hooks_in_force
 from tensorstow.activations.pool import ActivationBytes
+from tensorstow.activations.saved import SavedStorage, StoragesByNumber
 from tensorstow.base.errors import (
     DamageError,
     DirectoryError,
@@ -254,7 +257,7 @@ def test_other_bytes_than_were_written_are_told(
     model = net()
     offload = to_disk(model, 0)
     loss = model(rows()).sum()
-    for storage in offload._pool._order:
+    for storage in offload._pool._needed.before(offload._pool._next):
         storage.checksum = storage.checksum and storage.checksum ^ 1
     with pytest.raises(DamageError, match="other bytes"):
         loss.backward()
@@ -428,11 +431,11 @@ def test_memory_of_a_forward_that_no_backward_follows_is_forgotten(
         model(rows())
     gc.collect()
     model(rows())
-    assert len(offload._pool._order) <= 2 * 4 * 10
+    assert len(list(offload._pool._needed.before(offload._pool._next))) <= 2 * 4 * 10
 
 
 def test_a_write_that_failed_for_nobody_leaks_nothing(
-    to_disk: Callable[..., ActivationOffload],
+    to_disk: Callable[..., ActivationOffload], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = net()
     offload = to_disk(model, 8 * BLOCK)
@@ -446,6 +449,65 @@ def test_a_write_that_failed_for_nobody_leaks_nothing(
         gc.collect()
         assert at_rest(offload).disk_bytes == 0
     assert offload._pool._blocks.held == 0
+    told = [text for text in caplog.messages if "is not needed any more" in text]
+    assert told
+    assert all("Input/output error" in text for text in told)
+
+
+@pytest.mark.parametrize("ram_budget", ["64MiB", 8 * BLOCK])
+def test_looking_ahead_visits_a_storage_a_few_times(
+    to_disk: Callable[..., ActivationOffload],
+    monkeypatch: pytest.MonkeyPatch,
+    ram_budget: str | int,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(FeedForward(WIDTH) for _ in range(30)))
+    want = gradients(model)
+    offload = to_disk(model, ram_budget)
+    visited = []
+    before = StoragesByNumber.before
+
+    def counted(self: StoragesByNumber, number: int) -> Iterator[SavedStorage]:
+        for storage in before(self, number):
+            visited.append(storage.number)
+            yield storage
+
+    monkeypatch.setattr(StoragesByNumber, "before", counted)
+    assert same(gradients(model), want)
+    assert offload._pool._next > 90
+    assert len(visited) <= 3 * offload._pool._next
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copied_model_keeps_its_saved_tensors(
+    to_disk: Callable[..., ActivationOffload], caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    model = net()
+    want = gradients(model)
+    offload = to_disk(model, 0)
+    copied = deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert any("copied or loaded" in text for text in caplog.messages)
+    assert same(gradients(copied), want)
+    assert offload.nbytes().bytes_written == 0
+    assert same(gradients(model), want)
+    assert offload.nbytes().bytes_written > 0
+
+
+def test_scratch_goes_with_a_dropped_model(tmp_path: Path) -> None:
+    def open_in_directory() -> list[str]:
+        links = (link.readlink() for link in Path("/proc/self/fd").iterdir() if link.exists())
+        return [target for target in map(str, links) if target.startswith(str(tmp_path))]
+
+    model = net()
+    offload = offload_activations(model, to="disk", ram_budget=0, dir=tmp_path)
+    loss = model(rows()).sum()
+    del model, offload
+    gc.collect()
+    assert open_in_directory()
+    loss.backward()  # what the graph holds is still there
+    del loss
+    gc.collect()
+    assert not open_in_directory()
 
 
 def test_close_in_the_middle_of_a_forward(to_disk: Callable[..., ActivationOffload]) -> None:
