@@ -1,7 +1,8 @@
 """``Core``: what an optimizer owns (store, pipeline, threads), and how it is closed.
 
 [Note: One end] Wrappers are made from an optimizer's class or share its ``__dict__``, so the
-optimizer object has no finalizer. It holds a ``Core``, as do wrappers, and the last reference to
+optimizer object has no finalizer, and its methods assign no attributes: ``self`` may be a wrapper.
+It holds a ``Core``, as do wrappers, and the last reference to
 the core ends background work, in reference cycles too. The garbage collector calls weakref
 callbacks before any ``__del__``, so a store with such a callback would be closed before its last
 update is over: an optimizer's store stays open until the core closes it (``StateStore.keep``).
@@ -23,6 +24,7 @@ from tensorstow.checkpoint.commits import Commits, in_commit_thread
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
+from tensorstow.optim.recording import LastRecording
 from tensorstow.optim.step_runner import OwnParams, StepRunner, hook_of
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.backward_overlap import BackwardOverlap, ConsumedGradients
@@ -68,6 +70,9 @@ class Core:
         self.calls = calls
         self.extra: dict[str, Any] = {}
         """What the caller kept with the commit that the run goes on from."""
+        self.last_recording = LastRecording()
+        self.is_half_loaded = False
+        """Groups were loaded, and the states that belong to them not yet."""
         self.waits: ForwardWaits | None = None
         self.schedule = self._make_schedule(offload_policy, run)
         self.steps = StepRunner(self.params, self.schedule, self.commits, ranks, calls, own)

@@ -8,6 +8,7 @@ bounded. Outside of a recording none of this runs.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -19,6 +20,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
+from tensorstow.report.run_page import write_report
 from tensorstow.report.run_record import STEP, Compared, PredictedStep, RunRecord
 from tensorstow.report.samples import MemorySampler, Samples
 from tensorstow.report.spans import COMPUTE, Sample, TimeSpan, span_of
@@ -137,6 +139,15 @@ class EventLog(Protocol):
         """Return the lane of an event, with the place where it was."""
 
 
+class RecordingResult:
+    """What a recording made."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.record: RunRecord | None = None
+        """None until the block has ended."""
+
+
 class Recording:
     """One recording; a context manager that ``optimizer.recording()`` returns.
 
@@ -174,11 +185,11 @@ class Recording:
         self._dropped = 0
         self._tiers = {name: Samples() for name in ("states", "disk")}
         self._looked = 0.0
-        self._record: RunRecord | None = None
+        self.result = RecordingResult()
 
     def __enter__(self) -> Self:
         """Begin."""
-        if self._sampler is not None or self._record is not None:
+        if self._sampler is not None:
             message = "A recording was entered a second time: ask recording() for a new one."
             raise OptionError(message)
         held: dict[str, Callable[[], int]] = {}
@@ -208,7 +219,7 @@ class Recording:
     ) -> None:
         """End the recording; after an exception, too, the record is kept."""
         sampler = self._sampler
-        if sampler is None or self._record is not None:
+        if sampler is None or self.result.record is not None:
             return
         end = time.monotonic()
         self._look(end)
@@ -216,21 +227,7 @@ class Recording:
             sampler.__exit__(kind, error, where)
         finally:
             self._unregister()
-        self._record = self._make(sampler, end)
-
-    def record(self) -> RunRecord:
-        """Return the record, complete when the block has ended.
-
-        Raises:
-            OptionError: The block has not ended yet.
-        """
-        if self._record is None:
-            message = (
-                "report() was called while a recording is going on: call it behind the end of"
-                " `with optimizer.recording():`."
-            )
-            raise OptionError(message)
-        return self._record
+        self.result.record = self._make(sampler, end)
 
     # --- hooks ---
 
@@ -327,6 +324,39 @@ class Recording:
     def _since(self, moment: float, end: float) -> float:
         """Return the seconds since the beginning, within the recording."""
         return min(max(moment, self._start), end) - self._start
+
+
+class LastRecording:
+    """The last recording of an optimizer, and its report.
+
+    Wrappers of the optimizer share it. It keeps results and no ``Recording``, which has the
+    optimizer: that ends when its last user drops it, and in no reference cycle.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._result: RecordingResult | None = None
+
+    def set(self, recording: Recording) -> Recording:
+        """Report ``recording`` from now on, and return it."""
+        self._result = recording.result
+        return recording
+
+    def write(self, directory: Path, otherwise: Callable[[], RunRecord]) -> dict[str, Path]:
+        """Write the report to ``directory``, and return the paths of its files by name.
+
+        Without a recording, of what ``otherwise`` returns. Raises OptionError while the block of
+        the recording is open.
+        """
+        if self._result is None:
+            return write_report(otherwise(), directory)
+        if self._result.record is None:
+            message = (
+                "report() was called while a recording is going on: call it behind the end of"
+                " `with optimizer.recording():`."
+            )
+            raise OptionError(message)
+        return write_report(self._result.record, directory)
 
 
 def totals(optimizer: Optimizer, run: RecordedRun, parts: list[RecordedPart]) -> RunRecord:

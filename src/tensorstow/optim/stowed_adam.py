@@ -27,7 +27,6 @@ from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.recording import CommitPart, LinkPart, RecordedPart, Recording, totals
 from tensorstow.optim.step_runner import OwnParams
-from tensorstow.report.run_page import write_report
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -78,10 +77,8 @@ class StowedAdam(Optimizer):
         self._update_on = offload_policy.update_on
         self._own = self._own_params()
         self._is_made = False  # the groups are not known yet
-        self._half_loaded = False
         self.recorded_parts: list[Callable[[], RecordedPart]] = []
         """Each makes what else a recording follows: the weights of a model that ``stow`` placed."""
-        self._recording: Recording | None = None
         self._around_resume: list[Callable[[], None]] = []
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
         # gradients; beside backward there are no gradients left to scale.
@@ -207,8 +204,8 @@ class StowedAdam(Optimizer):
         Raises:
             OptionError: States that do not fit their parameter; nothing has changed.
         """
-        real = self._core.steps.contents.optimizer()
-        if isinstance(real, StowedAdam) and real is not self:
+        real = self._itself()
+        if real is not self:
             real.load_state_dict(state_dict)  # a wrapper would be given groups of its own
             if "param_groups" in vars(self):
                 vars(self).update(param_groups=real.param_groups, state=real.state)
@@ -218,7 +215,7 @@ class StowedAdam(Optimizer):
     @a_call("load_state_dict")
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._core.steps.settle()
-        self._half_loaded = False
+        self._core.is_half_loaded = False
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
         def keep_tensors_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +234,7 @@ class StowedAdam(Optimizer):
 
         def put_tensors_in_place(_: Optimizer) -> None:
             self._load_states(loaded)
-            self._half_loaded, self._calls.allows_reads = False, True
+            self._core.is_half_loaded, self._calls.allows_reads = False, True
 
         # Ours is the last before and the first after, so users' hooks see whole state dicts.
         before = self.register_load_state_dict_pre_hook(keep_tensors_back)
@@ -246,7 +243,9 @@ class StowedAdam(Optimizer):
             self._calls.allows_reads = True  # for users' hooks
             super().load_state_dict(state_dict)
         except BaseException as error:
-            if self._half_loaded:  # an interrupt: step counts of one run, moments of another
+            if (
+                self._core.is_half_loaded
+            ):  # an interrupt: step counts of one run, moments of another
                 self._states().pipeline.poison(error)
             raise
         finally:
@@ -256,7 +255,7 @@ class StowedAdam(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore groups saved by another version or by torch; missing keys get our defaults."""
-        self._half_loaded, self._calls.allows_reads = True, False
+        self._core.is_half_loaded, self._calls.allows_reads = True, False
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -598,8 +597,9 @@ class StowedAdam(Optimizer):
         module = self._core.commits.module if module is None else module
         parts = self._recorded_parts()
         log = self._states().pipeline.counters
-        self._recording = Recording(self, self, module=module, log=log, parts=parts)
-        return self._recording
+        real = self._itself()
+        recording = Recording(real, real, module=module, log=log, parts=parts)
+        return self._core.last_recording.set(recording)
 
     def report(self, directory: str | os.PathLike[str]) -> dict[str, Path]:
         """Write a report of the run: of the last ``recording()``, or totals without one.
@@ -617,9 +617,10 @@ class StowedAdam(Optimizer):
             OptionError: The recording has not ended yet.
             StowError: The files cannot be written.
         """
-        if self._recording is not None:
-            return write_report(self._recording.record(), Path(directory))
-        return write_report(totals(self, self, self._recorded_parts()), Path(directory))
+        real = self._itself()
+        return self._core.last_recording.write(
+            Path(directory), lambda: totals(real, real, self._recorded_parts())
+        )
 
     @a_call("close")
     def close(self) -> None:
@@ -647,6 +648,11 @@ class StowedAdam(Optimizer):
         self.state.clear()
 
     # --- inside ---
+
+    def _itself(self) -> "StowedAdam":
+        """Return the optimizer where this is a wrapper of its class ([Note: One end] in core)."""
+        real = self._core.steps.contents.optimizer()
+        return real if isinstance(real, StowedAdam) else self
 
     def _recorded_parts(self) -> list[RecordedPart]:
         link = self._params().links.weights

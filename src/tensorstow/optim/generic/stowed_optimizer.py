@@ -1,6 +1,7 @@
 """``StowedOptimizer``: any torch optimizer class, its states in RAM, on disk, or both."""
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,7 @@ from tensorstow.optim.generic.probe import probe
 from tensorstow.optim.generic.state_manager import StateManager
 from tensorstow.optim.generic.stepper import MODES, Stepper, listed, name_in
 from tensorstow.optim.options import DirectoryOption, StatePlacement
-from tensorstow.optim.recording import Recording, totals
-from tensorstow.report.run_page import write_report
+from tensorstow.optim.recording import LastRecording, Recording, totals
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.traffic import Traffic
@@ -97,7 +97,9 @@ class StowedOptimizer(Optimizer):
         if not known and (elementwise or not keeps_nothing_over_all(optimizer_class)):
             probe(optimizer_class, groups, class_options, elementwise=elementwise)
         self._manager: StateManager | None = None  # until the groups are known
-        self._recording: Recording | None = None
+        self._real = weakref.ref(self)
+        """The optimizer itself, where ``self`` is a wrapper ([Note: One end] in core)."""
+        self._last_recording = LastRecording()
         super().__init__(given, self._stepper.defaults)
         for group, made in zip(self.param_groups, self._stepper.group_options, strict=True):
             group.update(made)
@@ -181,6 +183,15 @@ class StowedOptimizer(Optimizer):
         Raises:
             OptionError: States that do not fit; nothing has changed.
         """
+        real = self._itself()
+        if real is not self:
+            real.load_state_dict(state_dict)  # a wrapper would be given groups of its own
+            if "param_groups" in vars(self):
+                vars(self).update(param_groups=real.param_groups, state=real.state)
+        else:
+            self._load_state_dict(state_dict)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         loaded: list[tuple[torch.Tensor, dict[str, Any]]] = []
 
         def keep_states_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
@@ -284,8 +295,9 @@ class StowedOptimizer(Optimizer):
             The context manager.
         """
         self._live()
-        self._recording = Recording(self, self, module=module, log=None, parts=[])
-        return self._recording
+        real = self._itself()
+        recording = Recording(real, real, module=module, log=None, parts=[])
+        return self._last_recording.set(recording)
 
     def report(self, directory: str | os.PathLike[str]) -> dict[str, Path]:
         """Write a report of the run: of the last ``recording()``, or totals without one.
@@ -300,9 +312,8 @@ class StowedOptimizer(Optimizer):
             OptionError: The recording has not ended yet.
             StowError: The files cannot be written.
         """
-        if self._recording is not None:
-            return write_report(self._recording.record(), Path(directory))
-        return write_report(totals(self, self, []), Path(directory))
+        real = self._itself()
+        return self._last_recording.write(Path(directory), lambda: totals(real, real, []))
 
     def close(self) -> None:
         """Drop states, memory and files now rather than with the object. Idempotent."""
@@ -363,6 +374,10 @@ class StowedOptimizer(Optimizer):
             message = "The optimizer is not made yet."
             raise StowError(message)
         return self._manager
+
+    def _itself(self) -> "StowedOptimizer":
+        real = self._real()
+        return self if real is None else real
 
     def _all(self) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
         return ((group, p) for group in self.param_groups for p in group["params"])
