@@ -66,7 +66,7 @@ void Engine::submit(Transfer* transfer) {
     transfer->next = nullptr;
     (tail_ == nullptr ? head_ : tail_->next) = transfer;
     tail_ = transfer;
-    ++untold_;
+    ++pending_;
   }
   wake();
 }
@@ -188,23 +188,23 @@ bool Engine::finish(Block* block, Transfer** finished) {
   return true;
 }
 
-void Engine::tell(Transfer* finished) {
-  std::int64_t told = 0;
+void Engine::notify(Transfer* finished) {
+  std::int64_t notified = 0;
   while (finished != nullptr) {
     Transfer* next = finished->next;
     finished->done(finished);  // from here on the transfer is the caller's
     finished = next;
-    ++told;
+    ++notified;
   }
-  if (told == 0) return;
+  if (notified == 0) return;
   std::lock_guard lock(mutex_);
-  untold_ -= told;
-  if (untold_ == 0) all_told_.notify_all();
+  pending_ -= notified;
+  if (pending_ == 0) all_notified_.notify_all();
 }
 
 void Engine::drain() {
   std::unique_lock lock(mutex_);
-  all_told_.wait(lock, [this] { return untold_ == 0; });
+  all_notified_.wait(lock, [this] { return pending_ == 0; });
 }
 
 }  // namespace stow

@@ -85,7 +85,7 @@ class Engine {
   // `bounce` is an aligned buffer of block_bytes + 4096 for it. `settle` reads one result of the
   // kernel (bytes, or -errno): true when the block is over, false when the rest of it must be
   // started again; a transfer that is over is put on `finished`. Not under mutex_: `fill` before a
-  // block's first start, `empty` before each settle, `tell` after the last.
+  // block's first start, `empty` before each settle, `notify` after the last.
   bool take(Block* block, char* bounce);
   static void fill(const Block& block);
   static void empty(const Block& block, std::int64_t result);
@@ -93,7 +93,7 @@ class Engine {
   // page cache. Blocks; returns the errno of a failed flush, which is reported nowhere else.
   static int leave_no_cache(const Block& block);
   bool settle(Block* block, std::int64_t result, Transfer** finished);
-  void tell(Transfer* finished);
+  void notify(Transfer* finished);
 
   bool queued() const { return head_ != nullptr; }
 
@@ -109,8 +109,8 @@ class Engine {
   std::vector<FileFacts> files_;
   Transfer* head_ = nullptr;
   Transfer* tail_ = nullptr;
-  std::int64_t untold_ = 0;
-  std::condition_variable all_told_;
+  std::int64_t pending_ = 0;
+  std::condition_variable all_notified_;
   EngineCounters counters_{};
   pid_t owner_;
 };

@@ -85,7 +85,7 @@ class ThreadsEngine final : public Engine {
         over = settle(&block, result, &finished);
       }
       lock.unlock();
-      tell(finished);
+      notify(finished);
       lock.lock();
     }
   }

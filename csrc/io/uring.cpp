@@ -263,7 +263,7 @@ class UringEngine final : public Engine {
       }
     }
     answers_.clear();
-    tell(finished);
+    notify(finished);
   }
 
   Rings rings_;

@@ -81,7 +81,7 @@ int Pipeline::add_chunk(ChunkSpec spec, bool blank, std::vector<std::uint32_t> s
   }
   chunks_.push_back(std::move(chunk));
   order_.push_back(number);
-  hot_.reserve(chunks_.size());
+  ready_to_read_.reserve(chunks_.size());
   ready_.reserve(chunks_.size());
   ready_resident_.reserve(chunks_.size());
   acquirable_.reserve(chunks_.size());

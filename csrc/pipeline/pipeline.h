@@ -199,11 +199,11 @@ class Pipeline {
   struct Chunk;
   enum class Stage : std::uint8_t;
 
-  void enlist(Chunk& chunk);
-  void arrange();
-  void complete(Chunk& chunk);
+  void plan_chunk(Chunk& chunk);
+  void set_next_order();
+  void mark_ready(Chunk& chunk);
   void add_segment_gradient(Chunk& chunk, std::size_t segment, const void* data, DType dtype);
-  void drop(Chunk& chunk);
+  void exclude(Chunk& chunk);
   void schedule_loop();
   bool admit();
   Chunk* next_to_admit();
@@ -213,10 +213,11 @@ class Pipeline {
   bool evict();
   Chunk* pick();
   void take_slot(Chunk& chunk);
-  void bring_in(Chunk& chunk);
+  void start_read(Chunk& chunk);
   void run(Chunk& chunk, std::unique_lock<std::mutex>& lock);
-  UpdateMemory memory_of(const Chunk& chunk, bool resident, bool empty_slot) const;
-  void settle_update(Chunk& chunk, bool resident, bool empty_slot);
+  UpdateScope scope_of(const Chunk& chunk) const;
+  UpdateMemory memory_of(const Chunk& chunk, UpdateScope scope) const;
+  void settle_update(Chunk& chunk, UpdateScope scope);
   void finish(Chunk& chunk);
   void start_write(Chunk& chunk, int first_part, int parts);
   void submit(Chunk& chunk, Op op, DiskPosition place, int first_part, int parts);
@@ -256,7 +257,7 @@ class Pipeline {
   StepSpec step_;
   std::vector<int> order_;       // all chunks, in this step's order
   std::size_t next_ = 0;         // in order_: what is to be admitted
-  Queue hot_;                    // complete, but passed by in order_
+  Queue ready_to_read_;          // gradients are there, but passed by in order_
   Queue ready_;                  // states and gradients are there
   Queue ready_resident_;         // the same, of resident chunks
   Queue acquirable_;             // to be updated by whoever calls `acquire_chunk`

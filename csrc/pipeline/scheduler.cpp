@@ -32,8 +32,8 @@ bool Pipeline::admit() {
   if (chunk == nullptr) return false;
   const bool urgent = stepping_ && chunk->gradients_due == 0;
   if (free_slots_.empty() && !(urgent && evict())) return false;
-  if (!hot_.empty() && hot_.front() == chunk->number) hot_.pop();
-  bring_in(*chunk);
+  if (!ready_to_read_.empty() && ready_to_read_.front() == chunk->number) ready_to_read_.pop();
+  start_read(*chunk);
   return true;
 }
 
@@ -49,8 +49,10 @@ ChunkState Pipeline::state_on_disk(const Chunk& chunk) {
 // Passes by those that need nothing; null where the first that does must wait.
 Pipeline::Chunk* Pipeline::next_to_admit() {
   if (stepping_) {
-    while (!hot_.empty() && chunks_[hot_.front()]->stage != Stage::waiting) hot_.pop();
-    if (!hot_.empty() && startable(*chunks_[hot_.front()])) return chunks_[hot_.front()].get();
+    while (!ready_to_read_.empty() && chunks_[ready_to_read_.front()]->stage != Stage::waiting)
+      ready_to_read_.pop();
+    if (!ready_to_read_.empty() && startable(*chunks_[ready_to_read_.front()]))
+      return chunks_[ready_to_read_.front()].get();
   }
   for (; next_ < order_.size(); ++next_) {
     Chunk& chunk = *chunks_[order_[next_]];
@@ -71,7 +73,7 @@ Pipeline::Chunk* Pipeline::next_to_admit() {
 bool Pipeline::slots_are_wanted() const {
   if (!stepping_) return false;
   // A resident chunk takes a slot only if it is written too.
-  if (!hot_.empty() || (step_.capture && !ready_resident_.empty())) return true;
+  if (!ready_to_read_.empty() || (step_.capture && !ready_resident_.empty())) return true;
   std::size_t wanting = 0;
   for (std::size_t k = next_; k < order_.size() && wanting <= free_slots_.size(); ++k) {
     const Chunk& chunk = *chunks_[order_[k]];
@@ -88,7 +90,7 @@ bool Pipeline::evict() {
     Chunk& chunk = *chunks_[number];
     if (chunk.state != ChunkState::ready) continue;
     if (chunk.stage == Stage::out) {
-      drop(chunk);
+      exclude(chunk);
       return true;
     }
     if (chunk.stage == Stage::admitted && chunk.gradients_due != 0) last = &chunk;
@@ -107,17 +109,16 @@ void Pipeline::take_slot(Chunk& chunk) {
 }
 
 // Gives the chunk a slot and starts filling it.
-void Pipeline::bring_in(Chunk& chunk) {
+void Pipeline::start_read(Chunk& chunk) {
   take_slot(chunk);
   chunk.unwanted = false;
   chunk.stage = stepping_ ? Stage::admitted : Stage::out;
-  // The states of a chunk that only gives its weights to a commit are where they belong already.
-  const bool weights_only =
-      stepping_ && !chunk.has_gradient && chunk.gradients_due == 0 && chunk.place == chunk.target;
   if (chunk.blank()) chunk.slot_states = SlotStates::zero;
-  if (chunk.blank() || weights_only) {
+  const bool needs_read =
+      !stepping_ || chunk.gradients_due != 0 || chunk.has_gradient || chunk.place != chunk.target;
+  if (chunk.blank() || !needs_read) {
     move(chunk, ChunkState::ready);
-    if (stepping_ && chunk.gradients_due == 0) complete(chunk);
+    if (stepping_ && chunk.gradients_due == 0) mark_ready(chunk);
     return;
   }
   move(chunk, ChunkState::reading);
@@ -144,33 +145,43 @@ Pipeline::Chunk* Pipeline::pick() {
   return &chunk;
 }
 
+// The states of a chunk that only gives its weights to a commit are not read where they stand on
+// disk already, and zeros are not written.
+UpdateScope Pipeline::scope_of(const Chunk& chunk) const {
+  if (chunk.state == ChunkState::resident) return UpdateScope::resident;
+  const bool in_place = chunk.place == chunk.target || chunk.slot_states == SlotStates::zero;
+  return !chunk.has_gradient && in_place ? UpdateScope::weights_only : UpdateScope::slot;
+}
+
 void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
-  const bool resident = chunk.state == ChunkState::resident;
+  const UpdateScope scope = scope_of(chunk);
   const bool idle_chunk = !chunk.has_gradient;
-  const bool states_in_place = idle_chunk && !resident && chunk.place == chunk.target;
-  const bool empty_slot = states_in_place || (chunk.slot_states == SlotStates::zero && idle_chunk);
   const bool is_external = step_.caller == Caller::updates && chunk.is_of_caller && !idle_chunk;
   const Half half = chunk.stage == Stage::released ? Half::after
                     : is_external                  ? Half::before
                                                    : Half::both;
   if (half != Half::after) {
     chunk.capturing = step_.capture;
-    if (resident && step_.capture) take_slot(chunk);
-    if (!resident) move(chunk, ChunkState::updating);
-    if (!resident && !empty_slot && chunk.slot_states == SlotStates::known) {
+    if (scope == UpdateScope::resident) {
+      if (step_.capture) take_slot(chunk);
+    } else {
+      move(chunk, ChunkState::updating);
+    }
+    if (scope == UpdateScope::slot && chunk.slot_states == SlotStates::known) {
       counters_.bytes_spared += chunk.parts.layout.state_bytes();
     }
     chunk.started = now();
   }
-  const UpdateTask task{chunk.spec,
-                        chunk.parts,
-                        chunk.gradients,
-                        chunk.checksums,
-                        memory_of(chunk, resident, empty_slot),
-                        empty_slot ? SlotStates::known : chunk.slot_states,
-                        idle_chunk,
-                        !empty_slot && (!resident || step_.capture),
-                        half};
+  const UpdateTask task{
+      chunk.spec,
+      chunk.parts,
+      chunk.gradients,
+      chunk.checksums,
+      memory_of(chunk, scope),
+      scope == UpdateScope::slot ? chunk.slot_states : SlotStates::known,
+      idle_chunk,
+      scope == UpdateScope::slot || (scope == UpdateScope::resident && step_.capture),
+      half};
   const int threads = step_.caller == Caller::computes && waiters_ == 0 ? team_.few : team_.whole;
   updating_ = true;
   lock.unlock();
@@ -195,7 +206,7 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
   }
   if (chunk.slot_states == SlotStates::unverified) chunk.slot_states = SlotStates::known;
   if (half != Half::before) {
-    settle_update(chunk, resident, empty_slot);
+    settle_update(chunk, scope);
     return;
   }
   chunk.stage = Stage::acquirable;
@@ -203,36 +214,40 @@ void Pipeline::run(Chunk& chunk, std::unique_lock<std::mutex>& lock) {
   callers_wake_.notify_all();
 }
 
-UpdateMemory Pipeline::memory_of(const Chunk& chunk, bool resident, bool empty_slot) const {
+UpdateMemory Pipeline::memory_of(const Chunk& chunk, UpdateScope scope) const {
   const int streams = chunk.parts.layout.streams;
   UpdateMemory memory{};
   for (int k = 0; k < streams; ++k) {
-    memory.states[k] = resident ? chunk.spec.resident[k] : slot_part(chunk, k);
-    if (resident && step_.capture) memory.copy[k] = slot_part(chunk, k);
-    if (!resident && chunk.has_own_memory()) memory.copy[k] = chunk.spec.resident[k];
+    char* own = chunk.spec.resident[k];
+    if (scope == UpdateScope::resident) {
+      memory.states[k] = own;
+      if (step_.capture) memory.copy[k] = slot_part(chunk, k);
+    } else {
+      memory.states[k] = slot_part(chunk, k);
+      if (scope == UpdateScope::slot) memory.copy[k] = own;
+    }
   }
   if (step_.capture) memory.weight = slot_part(chunk, streams);
-  if (empty_slot) memory.copy[0] = nullptr;
   return memory;
 }
 
 // The chunk's memory holds new states: write them, or keep them.
-void Pipeline::settle_update(Chunk& chunk, bool resident, bool empty_slot) {
+void Pipeline::settle_update(Chunk& chunk, UpdateScope scope) {
   const int streams = chunk.parts.layout.streams;
-  const bool idle_chunk = !chunk.has_gradient;
-  if (!idle_chunk) ++counters_.chunks_updated;
-  if (empty_slot) {  // the states are where they belong, or still blank
+  if (chunk.has_gradient) ++counters_.chunks_updated;
+  if (chunk.has_gradient && scope == UpdateScope::slot) chunk.slot_states = SlotStates::known;
+  if (scope == UpdateScope::weights_only) {
     start_write(chunk, streams, 1);
-  } else if (!resident || step_.capture) {
-    const bool settled = chunk.has_own_memory() && !resident && !step_.capture;
-    if (!idle_chunk) chunk.slot_states = SlotStates::known;
-    if (settled) {  // read once, and in its own memory from now on
+  } else if (step_.capture) {
+    start_write(chunk, 0, streams + 1);
+  } else if (scope == UpdateScope::slot) {
+    if (chunk.has_own_memory()) {  // read once, and in its own memory from now on
       leave_slot(chunk, ChunkState::resident);
     } else {
-      start_write(chunk, 0, streams + (step_.capture ? 1 : 0));
+      start_write(chunk, 0, streams);
     }
   }
-  if (!idle_chunk && !step_.capture) chunk.captured = false;
+  if (chunk.has_gradient && !step_.capture) chunk.captured = false;
   finish(chunk);
 }
 
@@ -244,7 +259,7 @@ void Pipeline::finish(Chunk& chunk) {
   }
   if (--unfinished_ == 0 && !step_.open) {
     stepping_ = false;
-    arrange();
+    set_next_order();
   }
   callers_wake_.notify_all();
 }
@@ -307,7 +322,7 @@ void Pipeline::transferred(Chunk& chunk, const Transfer& transfer) {
     if (chunk.unwanted) {
       leave_slot(chunk, ChunkState::stored);
     } else if (chunk.stage == Stage::admitted && chunk.gradients_due == 0) {
-      complete(chunk);
+      mark_ready(chunk);
     }
   }
   work_ = true;
@@ -327,7 +342,7 @@ void Pipeline::settle_write(Chunk& chunk) {
     leave_slot(chunk, ChunkState::resident);
     if (chunk.stage == Stage::waiting) {  // a new step has begun
       chunk.stage = Stage::admitted;
-      if (chunk.gradients_due == 0) complete(chunk);
+      if (chunk.gradients_due == 0) mark_ready(chunk);
     }
     return;
   }
@@ -335,7 +350,7 @@ void Pipeline::settle_write(Chunk& chunk) {
   if (chunk.stage == Stage::waiting && chunk.gradients_due == 0 && whole) {
     move(chunk, ChunkState::ready);
     chunk.stage = Stage::admitted;
-    complete(chunk);
+    mark_ready(chunk);
     return;
   }
   // The slot keeps its states if no chunk needs it now and the next step begins with it.

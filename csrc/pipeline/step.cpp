@@ -64,7 +64,7 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   pieces_due_of_.assign(parameters_.size(), 0);
   step_ = step;
   prefetching_ = false;
-  hot_.clear();
+  ready_to_read_.clear();
   ready_.clear();
   ready_resident_.clear();
   acquirable_.clear();
@@ -72,14 +72,14 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   next_ = 0;
   unfinished_ = 0;
   stepping_ = true;
-  for (int number : order_) enlist(*chunks_[number]);
+  for (int number : order_) plan_chunk(*chunks_[number]);
   stepping_ = step_.open || unfinished_ != 0;
   work_ = true;
   scheduler_wakes_.notify_one();
 }
 
 // Decides what the step is to do with a chunk.
-void Pipeline::enlist(Chunk& chunk) {
+void Pipeline::plan_chunk(Chunk& chunk) {
   chunk.stage = Stage::out;
   chunk.gradients_due = 0;
   chunk.has_gradient = false;
@@ -99,9 +99,9 @@ void Pipeline::enlist(Chunk& chunk) {
     }
     ++unpublished_of_[segment.parameter];
   }
-  const bool carried = step_.capture && !chunk.captured;
-  if (!chunk.has_gradient && chunk.gradients_due == 0 && !carried) {
-    drop(chunk);
+  const bool must_capture = step_.capture && !chunk.captured;
+  if (!chunk.has_gradient && chunk.gradients_due == 0 && !must_capture) {
+    exclude(chunk);
     return;
   }
   ++unfinished_;
@@ -111,11 +111,11 @@ void Pipeline::enlist(Chunk& chunk) {
       chunk.state == ChunkState::resident) {
     chunk.stage = Stage::admitted;
   }
-  if (chunk.gradients_due == 0) complete(chunk);
+  if (chunk.gradients_due == 0) mark_ready(chunk);
 }
 
 // The chunk has no part in this step.
-void Pipeline::drop(Chunk& chunk) {
+void Pipeline::exclude(Chunk& chunk) {
   chunk.stage = Stage::out;
   if (chunk.state == ChunkState::ready) {
     leave_slot(chunk, state_on_disk(chunk));
@@ -125,10 +125,10 @@ void Pipeline::drop(Chunk& chunk) {
 }
 
 // All gradients that the chunk will get are there.
-void Pipeline::complete(Chunk& chunk) {
+void Pipeline::mark_ready(Chunk& chunk) {
   chunk.ready = Metered::Clock::now();
   if (chunk.stage == Stage::waiting) {
-    if (step_.open) hot_.push(chunk.number);
+    if (step_.open) ready_to_read_.push(chunk.number);
   } else if (chunk.state == ChunkState::ready) {
     chunk.stage = Stage::queued;
     ready_.push(chunk.number);
@@ -188,9 +188,9 @@ void Pipeline::add_segment_gradient(Chunk& chunk, std::size_t segment, const voi
   }
   if (--chunk.gradients_due != 0) return;
   if (chunk.has_gradient || (step_.capture && !chunk.captured)) {
-    complete(chunk);
+    mark_ready(chunk);
   } else {
-    drop(chunk);
+    exclude(chunk);
     --unfinished_;
   }
 }
@@ -208,7 +208,7 @@ void Pipeline::close() {
   step_.open = false;
   if (unfinished_ == 0) {
     stepping_ = false;
-    arrange();
+    set_next_order();
   }
   work_ = true;
   scheduler_wakes_.notify_one();
@@ -242,7 +242,7 @@ void Pipeline::release_chunk(int number) {
 }
 
 // The order of the next step. What this step's end left in the ring comes first.
-void Pipeline::arrange() {
+void Pipeline::set_next_order() {
   if (order_kind_ == Order::alternating) std::reverse(order_.begin(), order_.end());
   next_ = 0;
 }
@@ -301,14 +301,14 @@ Failure Pipeline::quiesce() {
   std::unique_lock lock(mutex_);
   prefetching_ = false;
   for (const auto& chunk : chunks_) {
-    if (!stepping_) drop(*chunk);
+    if (!stepping_) exclude(*chunk);
   }
   sleep_until(lock, [this] {
     const bool step_over = !stepping_ || failure_.error != 0;
     return step_over && !anything_in_flight();
   });
   // What was read meanwhile may have stayed in its slot.
-  for (const auto& chunk : chunks_) drop(*chunk);
+  for (const auto& chunk : chunks_) exclude(*chunk);
   return failure_;
 }
 

@@ -39,6 +39,13 @@ enum class SlotStates : std::uint8_t {
   zero,        // something else: they are zero
 };
 
+// What one update of a chunk works on.
+enum class UpdateScope : std::uint8_t {
+  resident,      // states in memory of their own; a commit copies them into the slot
+  slot,          // states in the slot: read, zero, or left there by the last step
+  weights_only,  // no states: they are where they belong on disk, or zero; the slot takes weights
+};
+
 // [Note: AcquiredChunk] An update has two halves with the kernel between them. If the caller
 // changes the states in memory instead of the kernel, `before` leaves verified states, or zeros,
 // there, and `after` takes checksums and copies of what the caller left.
