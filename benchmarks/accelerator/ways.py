@@ -190,7 +190,7 @@ def _ours(site: Site, model: nn.Module, optimizer: StowedAdam) -> Training:
         )
 
     def is_settled() -> bool:
-        return optimizer._params().sides.share_tuner.is_settled  # noqa: SLF001  # nobody else asks
+        return optimizer._params().update_router.share_tuner.is_settled  # noqa: SLF001  # nobody else asks
 
     step = trained(model, optimizer)
     return Training(step, finish, optimizer.close, moved, optimizer.trace, is_settled)

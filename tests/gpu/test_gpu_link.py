@@ -38,7 +38,7 @@ def test_memory_is_pinned(device: torch.device) -> None:
     net = Net(torch.bfloat16).to(device)
     optimizer = make(net)
     train(net, optimizer, 0, 1)
-    device_feed = next(iter(optimizer._params().sides.device_feeds), None)
+    device_feed = next(iter(optimizer._params().update_router.device_feeds), None)
     assert device_feed is not None
     assert device_feed.staging.pinned
     assert device_feed.staging.tensor(0, 16, torch.uint8).is_pinned()
@@ -97,7 +97,7 @@ def test_updates_on_the_device_pass_through_three_chunks_of_its_memory(
     net = Net(torch.float32).to(device)
     optimizer = make(net, states=states, update_on="device")
     train(net, optimizer, 0, 2)
-    updater = next(iter(optimizer._params().sides.updaters), None)
+    updater = next(iter(optimizer._params().update_router.updaters), None)
     assert updater is not None
     assert all(slot.device == device for slot in updater._slots)
     assert optimizer.memory().device_bytes == 3 * 2 * 4 * SMALL.chunk_elements
@@ -158,7 +158,7 @@ def test_gradients_come_down_beside_what_the_device_computes(device: torch.devic
     torch.autograd.backward(net(2))
     spin(device, 1.0)
     end = torch.accelerator.current_stream(device).record_event()
-    device_feed = next(iter(optimizer._params().sides.device_feeds), None)
+    device_feed = next(iter(optimizer._params().update_router.device_feeds), None)
     assert device_feed is not None
     deadline = time.monotonic() + 30
     while any(device_feed.needs(n) for n in range(len(SIZES))) and time.monotonic() < deadline:

@@ -101,7 +101,7 @@ def test_a_run_goes_on_where_updates_are_or_were(
     second = make(other, dir=tmp_path / "run", commit_every=2, update_on=now)
     assert second.resume() == 2
     train(other, second, 2, STEPS)
-    assert bool(second._params().sides.updaters) == ((now or before) != "host")
+    assert bool(second._params().update_router.updaters) == ((now or before) != "host")
     assert same_weights(other, want)
     second.close()
 

@@ -54,7 +54,7 @@ def test_states_go_up_while_others_come_down(
 
         simulated.set_delays(40e-3, 5e9, 0)  # longer than a host is kept from its work
     _, optimizer = made(device)
-    link = optimizer._params().sides.updaters[0].link
+    link = optimizer._params().update_router.updaters[0].link
     assert isinstance(link, links.StreamLink)
     for _ in range(2):
         optimizer.step()
@@ -158,7 +158,7 @@ def test_updates_on_both_sides_have_the_bits_of_the_host(
     train(got, optimizer, 0, 6)
     assert same_weights(got, want)
     assert same_states(optimizer, reference)
-    assert optimizer._params().sides.share_tuner.is_settled
+    assert optimizer._params().update_router.share_tuner.is_settled
     share = optimizer.traffic().device_share
     if where == "auto":
         assert share in {0.0, 1.0}

@@ -323,7 +323,9 @@ class WatchedRun:
         """
         first, second, third = (set(range(number + n, UNITS)) for n in (1, 2, 3))
         plan, watch, params = self.plan, self.watch, self.optimizer._params()
-        there = {chunk.number for u in params.sides.updaters for chunk in u._chunks.values()}
+        there = {
+            chunk.number for u in params.update_router.updaters for chunk in u._chunks.values()
+        }
         down = len(first - there)
         if plan.overlap == "backward":
             down += len(second & there)
@@ -419,7 +421,7 @@ def test_a_step_is_over_while_its_weights_go_up(
     simulated: ModuleType, watch: Watch, tmp_path: Path
 ) -> None:
     def step(optimizer: AdamW) -> None:
-        (feed,) = optimizer._params().sides.device_feeds
+        (feed,) = optimizer._params().update_router.device_feeds
         assert isinstance(feed.link, StreamLink)
         with feed.link._h2d_stream:
             hold = simulated.hold(LONG)
@@ -458,7 +460,7 @@ def test_a_forward_begins_while_gradients_of_later_units_are_held_up(
     model(x).sum().backward()
     hold = simulated.hold(LONG)
     optimizer.step()
-    (feed,) = optimizer._params().sides.device_feeds
+    (feed,) = optimizer._params().update_router.device_feeds
     assert isinstance(feed.link, StreamLink)
     with feed.link._d2h_stream:  # behind gradients of the first two units
         later = simulated.hold(LONG)
@@ -477,9 +479,9 @@ def test_states_go_up_while_others_come_down(
     plan = Plan(parameters="device", update_on=update_on)
 
     def step(optimizer: AdamW) -> None:
-        sides = optimizer._params().sides
+        router = optimizer._params().update_router
         holds = []
-        for link in (*(f.link for f in sides.device_feeds), sides.updaters[0].link):
+        for link in (*(f.link for f in router.device_feeds), router.updaters[0].link):
             assert isinstance(link, StreamLink)
             with link._d2h_stream:
                 holds.append(simulated.hold(LONG))

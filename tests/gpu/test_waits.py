@@ -351,7 +351,7 @@ def test_a_step_by_gradients_that_are_in_host_memory_already(device: torch.devic
         seen = []
         model(torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)).float().sum().backward()
         for _ in range(2):
-            feeds = optimizer._params().sides.device_feeds if optimizer.state else []
+            feeds = optimizer._params().update_router.device_feeds if optimizer.state else []
             device_feed = feeds[0] if feeds else None
             if device_feed is not None:
                 assert isinstance(device_feed.link, StreamLink)
@@ -397,7 +397,7 @@ def test_backward_goes_on_while_states_go_up(device: torch.device) -> None:
     optimizer = make(net, states="ram", overlap="backward", update_on="device")
     train(net, optimizer, 0, 2)
     net.bring(range(2, 3))
-    link = optimizer._params().sides.updaters[0].link
+    link = optimizer._params().update_router.updaters[0].link
     assert isinstance(link, StreamLink)
     optimizer.zero_grad()
     loss = net(2)
@@ -428,7 +428,7 @@ def test_nothing_is_under_way_of_a_step_that_was_given_up(
     loss = net(2)
     spin(device, 5 * LATE)
     torch.autograd.backward(loss)
-    link = optimizer._params().sides.updaters[0].link
+    link = optimizer._params().update_router.updaters[0].link
     assert isinstance(link, StreamLink)
     with link.update_stream():
         last = link.record_event()
@@ -471,9 +471,9 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
     optimizer = make(net, update_on="device")
     train(net, optimizer, 0, 1)
     params = optimizer._params()
-    link = params.sides.updaters[0].link
+    link = params.update_router.updaters[0].link
     assert isinstance(link, StreamLink)
-    rules = params.sides.updaters[0]._rules
+    rules = params.update_router.updaters[0]._rules
 
     class Late:
         """A rule whose updates take long."""
@@ -495,7 +495,7 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
     def fails(_: int) -> None:
         raise KeyboardInterrupt
 
-    params.sides.updaters[0]._rules = {family: Late(rule) for family, rule in rules.items()}
+    params.update_router.updaters[0]._rules = {family: Late(rule) for family, rule in rules.items()}
     monkeypatch.setattr(params.store.pipeline.caller_chunks, "release", fails)
     marks: list[DeviceEvent] = []
     d2h = link.d2h

@@ -256,7 +256,7 @@ MUTATIONS = (
         f"{_WAITS}::test_what_makes_gradients_is_not_measured",
     ),
     Mutation(
-        "step/sides.py",
+        "step/update_router.py",
         "self._links.weights.synchronize()\n",
         "pass\n",
         f"{_WAITS}::test_nothing_is_under_way_of_a_step_that_was_given_up",
@@ -478,13 +478,13 @@ MUTATIONS = (
     ),
     Mutation(
         "step/forward_overlap.py",
-        "self._params.sides.path.join()  # also",
+        "self._params.update_router.step_path.join()  # also",
         "pass  # also",
         f"{_ASKS}",
     ),
     Mutation(
         "step/forward_overlap.py",
-        "self._params.sides.path.wait(None if ids is None else numbers)",
+        "self._params.update_router.step_path.wait(None if ids is None else numbers)",
         "pass",
         f"{_STEPS}[forward-host-bf16]",
     ),
@@ -615,8 +615,8 @@ MUTATIONS = (
     ),
     Mutation(
         "step/forward_overlap.py",
-        "self._params.sides.path.wait(None if ids is None else numbers)",
-        "self._params.sides.path.wait(None)",
+        "self._params.update_router.step_path.wait(None if ids is None else numbers)",
+        "self._params.update_router.step_path.wait(None)",
         f"{_BESIDE}[host, forward]",
     ),
     Mutation(

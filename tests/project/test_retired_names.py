@@ -32,8 +32,9 @@ RETIRED = {
 }
 """Retired word: the word in its place. A plural counts as the word."""
 RETIRED_NAMES = {
-    "DeviceUpdates": "HybridStepPath",
     "device_updates": "hybrid_step_path",
+    "DeviceUpdates": "HybridStepPath",
+    "UpdateSides": "UpdateRouter",
 }
 """Retired names whose words are ordinary ones, whole: the name in each one's place."""
 STANDARD = {"TensorBoardScalars"}

@@ -272,7 +272,7 @@ class Commits:
     def capture(self, params: ParamTable) -> None:
         """Write the current states and weights that are not on disk."""
         with self.ranks.reporting_errors(f"the commit of step {self.step}"):
-            params.sides.refresh()
+            params.update_router.refresh()
             self.prepare(params)
             rows = [StepRow(weight=param.weight) for param in params.all()]
             with SignalsDeferred():
@@ -303,7 +303,7 @@ def _begin_thread() -> None:
 
 def _run_through(plan: StepPlan, params: ParamTable) -> None:
     """Run a step without updates in the pipeline, which writes what is not on disk."""
-    path = params.sides.path
+    path = params.update_router.step_path
     path.begin(plan)
     try:
         with poisoning(params.store.pipeline):

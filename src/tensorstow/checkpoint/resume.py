@@ -67,7 +67,7 @@ def resume(
             states.pop(param.owner, None)
         params.restore(order, families, plans, adopt, there)
         _load_weights(generation, params, storage)
-        params.sides.upload()
+        params.update_router.upload()
         _load_module(generation, params, module, storage)
         hyper = _put_back(generation.hyper, "hyper", generation, storage)
         for group, values in zip(groups, hyper["groups"], strict=True):

@@ -86,7 +86,7 @@ class Core:
 
         def is_used(number: int) -> bool:
             params = table()
-            return params is None or not params.sides.path.needs(params.all()[number])
+            return params is None or not params.update_router.step_path.needs(params.all()[number])
 
         gradients = ConsumedGradients(run.accumulation_steps, is_used)
         if offload_policy.overlap != "none" and run.module is not None:

@@ -225,7 +225,7 @@ class StepRunner:
         if scale != 1.0:
             updates = unscaled(updates, scale)
         commits = self._begin_step()
-        params.sides.refresh(whole=commits)
+        params.update_router.refresh(whole=commits)
         if not updates and commits:
             self._commits.capture(params)
         plan = self._make_plan(updates, factor, commits=commits) if updates else None
@@ -310,7 +310,7 @@ class StepRunner:
             return validation.is_to_be_trained(parameter) or parameter.grad is not None
 
         self.attach(p for p in self.contents.parameters() if takes_part(p))
-        params.sides.refresh()
+        params.update_router.refresh()
         commits = self._open_commits = self._begin_step()
         updates = [
             ParamUpdate(group, param, None)
@@ -333,7 +333,7 @@ class StepRunner:
         if self._schedule.phase is not Phase.OPEN:
             return False
         with poisoning(self._params.store.pipeline):  # an interrupt: it may be removed and not used
-            return self._params.sides.path.wait_for_one(())
+            return self._params.update_router.step_path.wait_for_one(())
 
     def _end_open_step(self) -> None:
         params, schedule = self._params, self._schedule

@@ -298,7 +298,7 @@ class BackwardOverlap(Schedule):
         if self._poison:
             write_to_copies(plan)
         with poisoning(pipeline):  # an interrupt: open for the pipeline, and not for us
-            params.sides.path.begin(plan, Beside.BACKWARD)
+            params.update_router.step_path.begin(plan, Beside.BACKWARD)
             self._written = {u.param.number: _written(u.param) for u in plan.updates}
             self._watch_backward(plan)
             self._plan = plan
@@ -308,7 +308,7 @@ class BackwardOverlap(Schedule):
         if self._plan is None:
             message = "A gradient was handed over outside of a step."
             raise OptionError(message)
-        path = self._params.sides.path
+        path = self._params.update_router.step_path
 
         def use(gradient: torch.Tensor, copied: DeviceEvent | None) -> None:
             # Before the weight changes: a graph that still needs the old one must not go on.
@@ -348,7 +348,7 @@ class BackwardOverlap(Schedule):
         if opened is None:
             message = "A step was ended that had not begun."
             raise OptionError(message)
-        params, path = self._params, self._params.sides.path
+        params, path = self._params, self._params.update_router.step_path
         on_time = len(self.gradients.arrived)
         for update in plan.updates:
             self.on_gradient(update.param)

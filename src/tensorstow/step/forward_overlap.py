@@ -56,7 +56,7 @@ class ForwardOverlap(Schedule):
 
         Weights outside of the model, for which no module waits, are new by then.
         """
-        params, path = self._params, self._params.sides.path
+        params, path = self._params, self._params.update_router.step_path
         self._arrange()
         if self._poison:
             write_to_copies(plan)
@@ -85,7 +85,7 @@ class ForwardOverlap(Schedule):
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
-        self._params.sides.path.join()  # also where another stream has waited for the same weights
+        self._params.update_router.step_path.join()  # also if another stream has joined
         wanted = None if ids is None else list(ids)
         under_way = self._under_way.keys()
         if not under_way or (wanted is not None and under_way.isdisjoint(wanted)):
@@ -101,7 +101,7 @@ class ForwardOverlap(Schedule):
             return
         numbers = [self._under_way[i].param.number for i in wanted]
         try:
-            self._params.sides.path.wait(None if ids is None else numbers)
+            self._params.update_router.step_path.wait(None if ids is None else numbers)
         except StowError:  # an interrupt leaves it all under way: gradients are still read
             self._forget()  # the pipeline is poisoned, and no gradient is being read
             raise

@@ -22,7 +22,7 @@ from tensorstow.states.traffic import Traffic
 from tensorstow.step.gradient_hooks import GradientHooks, OnGradient
 from tensorstow.step.managed_param import ManagedParam, in_shape_of
 from tensorstow.step.optimizer_links import OptimizerLinks
-from tensorstow.step.sides import UpdateSides
+from tensorstow.step.update_router import UpdateRouter
 from tensorstow.tensors.dtensor import order_of, pager_of, shard_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
@@ -56,7 +56,7 @@ class ParamTable:
         policy = offload_policy.policy
         storage = StoreStorage(placement.directories, policy) if placement.durable else None
         self.store = self._new_store(storage)
-        self.sides = UpdateSides(offload_policy, self.store, self.links)
+        self.update_router = UpdateRouter(offload_policy, self.store, self.links)
 
     def _new_store(self, storage: ChunkStorage | None) -> StateStore:
         # Weakly: the store must go when its optimizer does, not when a cycle is found.
@@ -92,7 +92,7 @@ class ParamTable:
     def traffic(self) -> Traffic:
         """Return the bytes of states moved so far, and over the link to an accelerator."""
         moved = self.store.pipeline.counters.traffic()
-        link, share = self.links.weights, self.sides.path.device_share
+        link, share = self.links.weights, self.update_router.step_path.device_share
         return replace(
             moved, bytes_down=link.bytes_down, bytes_up=link.bytes_up, device_share=share
         )
@@ -101,9 +101,9 @@ class ParamTable:
         """Return the bytes of states and buffers, by place."""
         return replace(
             self.store.memory(),
-            host_weight_bytes=self.sides.host_weight_bytes(),
-            staging_bytes=self.sides.path.staging_bytes,
-            device_bytes=self.sides.path.device_bytes,
+            host_weight_bytes=self.update_router.host_weight_bytes(),
+            staging_bytes=self.update_router.step_path.staging_bytes,
+            device_bytes=self.update_router.step_path.device_bytes,
             pinned_bytes=self.links.pinned_bytes,
         )
 
@@ -142,14 +142,16 @@ class ParamTable:
         if self._by_id and self._by_id.keys().isdisjoint(amsgrad):
             self.renew()  # every parameter was exchanged for another, as accelerate does
         if not new and self._by_id:
-            self.sides.connect(self._numbered)
+            self.update_router.connect(self._numbered)
             return
         shards = [shard_of(p) for p in new]
         offload_policy = self.offload_policy
         families = [offload_policy.family(p.dtype, amsgrad=amsgrad[id(p)]) for p in new]
         # What goes over a link goes by chunk, and what is updated beside forward or backward begins
         # when all of a chunk is there, so chunks in RAM are as small there as others.
-        is_linked = self.links.open(shards, self.sides.on_device(), offload_policy.update_on)
+        is_linked = self.links.open(
+            shards, self.update_router.on_device(), offload_policy.update_on
+        )
         is_fine = is_linked or offload_policy.overlap != "none"
         capacity = offload_policy.policy.chunk_elements if is_fine else RESIDENT_CAPACITY
         sizes = [s.numel() for s in shards]
@@ -159,7 +161,7 @@ class ParamTable:
         for parameter, shard, number, family in zip(new, shards, numbers, families, strict=True):
             states = self.store.views(number)
             self._add(parameter, number, family, in_shape_of(shard, states))
-        self.sides.connect(self._numbered)
+        self.update_router.connect(self._numbered)
 
     def restore(
         self,
@@ -183,8 +185,8 @@ class ParamTable:
         self.store.restore(sizes, families, chunks, adopt())
         for number, (parameter, family) in enumerate(zip(parameters, families, strict=True)):
             self._add(parameter, number, family)
-        self.sides.connect(self._numbered)
-        for param in self.sides.on_device():
+        self.update_router.connect(self._numbered)
+        for param in self.update_router.on_device():
             param.on_host.remember()  # the weights are put into it next
 
     def _add(
@@ -226,12 +228,12 @@ class ParamTable:
 
     def _begin_in(self, storage: ChunkStorage | None) -> None:
         self._hooks.clear()
-        self.sides.give_up()
+        self.update_router.give_up()
         self.store = self._new_store(storage)
         if self._kept_alive:
             self.store.keep()
         self._by_id, self._numbered = {}, []
-        self.sides = UpdateSides(self.offload_policy, self.store, self.links)
+        self.update_router = UpdateRouter(self.offload_policy, self.store, self.links)
 
     def outlive_finalizers(self) -> None:
         """Keep the store from closing itself before ``close`` or ``abandon``."""
@@ -246,6 +248,6 @@ class ParamTable:
         """Drop states, buffers, files and hooks. Idempotent."""
         self._hooks.clear()
         try:
-            self.sides.give_up()
+            self.update_router.give_up()
         finally:
             self.store.close()

@@ -103,7 +103,7 @@ class Schedule:
 
     def abort(self) -> None:
         """Drop the step that is open or under way: its store is closed, or has failed."""
-        self._params.sides.path.abort()
+        self._params.update_router.step_path.abort()
 
     # --- what users do with gradients ---
 
@@ -133,7 +133,7 @@ class Synchronous(Schedule):
 
     def step(self, plan: StepPlan, states: States) -> None:
         """Return when every weight is new."""
-        path = self._params.sides.path
+        path = self._params.update_router.step_path
         path.begin(plan)
         with poisoning(self._params.store.pipeline):
             path.close()

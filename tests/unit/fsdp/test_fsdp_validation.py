@@ -225,7 +225,7 @@ def test_a_plan_that_updates_on_the_device_does(
         model, optimizer = tensorstow.stow(
             _model(), tensorstow.AdamW, plan=plan, compute_dtype=compute_dtype
         )
-        assert bool(optimizer._params().sides.updaters) == (update_on == "device")
+        assert bool(optimizer._params().update_router.updaters) == (update_on == "device")
         for _ in range(3):
             model(torch.ones(2, 3)).square().sum().backward()
             optimizer.step()

@@ -37,7 +37,7 @@ def train(net: Vectors, optimizer: StowedAdam, steps: int = 1) -> None:
 
 
 def device_feed_of(optimizer: StowedAdam) -> DeviceFeed:
-    device_feed = next(iter(optimizer._params().sides.device_feeds), None)
+    device_feed = next(iter(optimizer._params().update_router.device_feeds), None)
     assert device_feed is not None
     return device_feed
 
@@ -120,7 +120,7 @@ def test_gradients_on_the_device_are_let_go(overlap: str, monkeypatch: pytest.Mo
     optimizer = make(net, overlap=overlap)
     train(net, optimizer, 2)
     assert not any(device_feed_of(optimizer).needs(n) for n in range(len(SIZES)))
-    optimizer._params().sides.path.wait()  # outside of a step there is nothing to wait for
+    optimizer._params().update_router.step_path.wait()  # returns at once between steps
 
 
 def test_beside_backward_gradients_leave_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def make_there(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401
 
 
 def updater_of(optimizer: StowedAdam) -> DeviceUpdater:
-    updater = next(iter(optimizer._params().sides.updaters), None)
+    updater = next(iter(optimizer._params().update_router.updaters), None)
     assert updater is not None
     return updater
 
@@ -262,7 +262,7 @@ def test_chunks_are_handed_over_beside_backward_and_few_at_a_time(
         is_running = False
         beside.append(any(in_backward))
         in_backward.clear()
-        settled = optimizer._params().sides.share_tuner.is_settled
+        settled = optimizer._params().update_router.share_tuner.is_settled
         optimizer.step()
         in_backward.clear()
         assert not beside[-1] or settled
@@ -278,7 +278,7 @@ def test_gradients_of_the_hosts_chunks_come_down_beside_backward(
     net = Vectors(SIZES)
     optimizer = make_there(net, overlap="backward", update_on=0.5, states="ram")
     train(net, optimizer)
-    (feed,) = optimizer._params().sides.device_feeds
+    (feed,) = optimizer._params().update_router.device_feeds
     sent: list[int] = []
     send = feed.send
     monkeypatch.setattr(feed, "send", lambda chunk: (sent.append(chunk), send(chunk)))
@@ -286,7 +286,7 @@ def test_gradients_of_the_hosts_chunks_come_down_beside_backward(
     before = optimizer.traffic().bytes_down
     torch.autograd.backward(net())
     hosts = {chunk.number for chunk in optimizer._states().chunks} - set(
-        optimizer._params().sides.updaters[0]._chunks
+        optimizer._params().update_router.updaters[0]._chunks
     )
     assert hosts <= set(sent)
     assert optimizer.traffic().bytes_down > before
@@ -318,8 +318,8 @@ def test_a_run_is_updated_where_it_was_unless_users_say_otherwise(
     optimizer = make(net, dir=tmp_path, update_on=asked, commit_every=None)
     assert optimizer.resume() == 2
     there = asked != "host"
-    assert bool(optimizer._params().sides.updaters) == there
-    assert bool(optimizer._params().sides.device_feeds) != there
+    assert bool(optimizer._params().update_router.updaters) == there
+    assert bool(optimizer._params().update_router.device_feeds) != there
     assert optimizer.offload_policy.update_on == ("device" if there else "host")
     train(net, optimizer, 2)
     assert same(net, want)
@@ -328,7 +328,7 @@ def test_a_run_is_updated_where_it_was_unless_users_say_otherwise(
     # And what was said last is what the next one finds.
     again = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path)
     again.resume()
-    assert bool(again._params().sides.updaters) == there
+    assert bool(again._params().update_router.updaters) == there
     again.close()
 
 
@@ -340,7 +340,7 @@ def test_a_run_of_the_host_stays_there_and_may_move(
     for asked, there in ((None, False), ("device", True)):
         optimizer = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path, update_on=asked)
         optimizer.resume()
-        assert bool(optimizer._params().sides.updaters) == there
+        assert bool(optimizer._params().update_router.updaters) == there
         optimizer.close()
 
 

@@ -15,7 +15,7 @@ from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.base.update_on import UpdateOn
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_pipeline import UpdatePipeline
-from tensorstow.step import sides
+from tensorstow.step import update_router
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_updater import DeviceUpdater
 from tensorstow.step.hybrid_step_path import HybridStepPath
@@ -144,7 +144,7 @@ def test_weights_are_fetched_where_the_share_has_moved_as_others_join(
     """Chunks that change sides are updated from the newer of their two weights."""
 
     def add_as_it_moves(optimizer: AdamW, net: Vectors) -> None:
-        optimizer._params().sides.share_tuner.share = 0.1
+        optimizer._params().update_router.share_tuner.share = 0.1
         add(optimizer, net)
 
     want = joined(None, monkeypatch, add)
@@ -167,7 +167,7 @@ def test_what_did_not_fit_as_it_joined_is_updated_once_it_does(
             raise torch.OutOfMemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(sides, what, refuse)
+            patch.setattr(update_router, what, refuse)
             with pytest.raises(torch.OutOfMemoryError):
                 add(optimizer, net)
         add(optimizer, net)
@@ -217,7 +217,7 @@ def test_auto_gives_back_what_the_other_side_had(
     optimizer = make(net, update_on="auto")
     held = both(net, others[1], optimizer)
     assert held == [(True, True)] * 4 + [(not there, there)] * 4
-    feeds = optimizer._params().sides.device_feeds
+    feeds = optimizer._params().update_router.device_feeds
     stagings = {id(feed.staging) for feed in feeds}
     memory = optimizer._states().pipeline.memory
     assert there == (not stagings)
@@ -234,8 +234,8 @@ def test_bytes_over_the_link_and_in_memory(dtype: str, monkeypatch: pytest.Monke
     net = Vectors(SIZES, DTYPES[dtype])
     optimizer = make(net, update_on=0.5)
     params = optimizer._params()
-    assert isinstance(params.sides.path, HybridStepPath)
-    here = {c.number for c in params.sides.path.chunks_of_host}
+    assert isinstance(params.update_router.step_path, HybridStepPath)
+    here = {c.number for c in params.update_router.step_path.chunks_of_host}
     chunks = optimizer._states().chunks
 
     def weights(side: list[Chunk]) -> int:
@@ -276,7 +276,9 @@ def test_a_run_goes_on_wherever_it_was_updated(
     assert optimizer.resume() == 2
     wanted = before if now is None else now
     assert (optimizer.offload_policy.update_on or "host") == wanted
-    assert isinstance(optimizer._params().sides.path, HybridStepPath) == (wanted != "host")
+    assert isinstance(optimizer._params().update_router.step_path, HybridStepPath) == (
+        wanted != "host"
+    )
     train(net, optimizer, 5)
     assert same(net, want)
     optimizer.close()

@@ -20,7 +20,7 @@ from tensorstow.step.optimizer_links import OptimizerLinks
 from tensorstow.step.share_tuner import ShareTuner
 
 
-class UpdateSides:
+class UpdateRouter:
     """Routes the gradients of one store's parameters to updates on the host or the device."""
 
     def __init__(
@@ -32,14 +32,14 @@ class UpdateSides:
         self._links = links
         self._params: Sequence[ManagedParam] = ()
         self._connected = 0
-        """How many of them are connected: they have host weights, and the path serves them."""
+        """How many of them are connected: they have host weights, and the step path serves them."""
         self.device_feeds: list[DeviceFeed] = []
         """At most one: if gradients of an accelerator's parameters are copied to the host."""
         self.updaters: list[DeviceUpdater] = []
         """At most one: if updates may run on the accelerator."""
         self.share_tuner = ShareTuner(offload_policy.update_on)
         self._share: float | None = None
-        self.path: StepFeeds | HybridStepPath = self._path_of_feeds()
+        self.step_path: StepFeeds | HybridStepPath = self._path_of_feeds()
         """The interface through which a schedule takes its steps ([Note: Feeds])."""
 
     # --- as parameters come ---
@@ -47,7 +47,7 @@ class UpdateSides:
     def connect(self, params: Sequence[ManagedParam]) -> None:
         """Serve ``params``, all of the store's by number; repeated if it failed before.
 
-        Those on an accelerator get host weights, and the path is replaced.
+        Those on an accelerator get host weights, and the step path is replaced.
         """
         self._params = params
         new = params[self._connected :]
@@ -57,7 +57,7 @@ class UpdateSides:
         if remote:
             self._connect_device(remote)
         if not self.updaters:
-            self.path = self._path_of_feeds()
+            self.step_path = self._path_of_feeds()
         self._connected = len(params)
 
     def _connect_device(self, remote: Sequence[ManagedParam]) -> None:
@@ -86,7 +86,7 @@ class UpdateSides:
             self.updaters = [updater]
             self._links.blocks.add(updater.tables)
             feeds, share_tuner = self.device_feeds, self.share_tuner
-            self.path = HybridStepPath(link, pipeline, chunks, feeds, updater, share_tuner)
+            self.step_path = HybridStepPath(link, pipeline, chunks, feeds, updater, share_tuner)
             before, self._share = self._share, None
             self._divide()
             if before is not None:
@@ -138,7 +138,7 @@ class UpdateSides:
         if share == self._share:
             return False
         self._share = share
-        host, device = self.path.divide(share)
+        host, device = self.step_path.divide(share)
         there = {n for chunk in device for n in chunk.owners}
         here = {n for chunk in host for n in chunk.owners}
         for param in self._params:
@@ -153,14 +153,14 @@ class UpdateSides:
             return
         if chosen == 0.0:
             self.updaters = []
-            self.path = self._path_of_feeds()
+            self.step_path = self._path_of_feeds()
             return
         pipeline = self._store.pipeline
         for feed in self.device_feeds:
             pipeline.memory.remove(feed.staging)
         self.device_feeds = []
         (updater,) = self.updaters
-        self.path = HybridStepPath(
+        self.step_path = HybridStepPath(
             self._links.weights, pipeline, self._store.chunks, [], updater, self.share_tuner
         )
 
@@ -175,5 +175,5 @@ class UpdateSides:
 
         Then the memory of its copies and updates can be freed, and weights can be loaded.
         """
-        self.path.abort()
+        self.step_path.abort()
         self._links.weights.synchronize()
