@@ -621,8 +621,8 @@ MUTATIONS = (
     ),
     Mutation(
         "step/hybrid_step_path.py",
-        "self._is_beside = beside is Beside.BACKWARD and self._share_tuner.is_settled",
-        "self._is_beside = False",
+        "overlap_with is OverlapWith.BACKWARD",
+        "False",
         f"{_BESIDE}[device, updated there, backward]",
     ),
     Mutation(

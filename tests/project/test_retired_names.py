@@ -32,6 +32,7 @@ RETIRED = {
 }
 """Retired word: the word in its place. A plural counts as the word."""
 RETIRED_NAMES = {
+    "Beside": "OverlapWith",
     "device_updates": "hybrid_step_path",
     "DeviceUpdates": "HybridStepPath",
     "UpdateSides": "UpdateRouter",

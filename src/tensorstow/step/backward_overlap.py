@@ -22,7 +22,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.io.device_link import DeviceEvent
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.chunk_order import by_last
-from tensorstow.step.gradient_feed import Beside
+from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.legal_calls import Call, Phase, require
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
@@ -298,7 +298,7 @@ class BackwardOverlap(Schedule):
         if self._poison:
             write_to_copies(plan)
         with poisoning(pipeline):  # an interrupt: open for the pipeline, and not for us
-            params.update_router.step_path.begin(plan, Beside.BACKWARD)
+            params.update_router.step_path.begin(plan, OverlapWith.BACKWARD)
             self._written = {u.param.number: _written(u.param) for u in plan.updates}
             self._watch_backward(plan)
             self._plan = plan

@@ -16,7 +16,7 @@ from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.tiers import Tier
 from tensorstow.step.chunk_order import by_first
 from tensorstow.step.forward_waits import ForwardWaits
-from tensorstow.step.gradient_feed import Beside
+from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.managed_param import ParamUpdate, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copies
@@ -68,7 +68,7 @@ class ForwardOverlap(Schedule):
                 ' before the next forward. Use "backward" or "none".'
             )
             raise OptionError(message)
-        path.begin(plan, Beside.FORWARD)
+        path.begin(plan, OverlapWith.FORWARD)
         path.close()
         self._under_way = {id(update.param.owner): update for update in plan.updates}
         self._versions = {i: _version(update) for i, update in self._under_way.items()}

@@ -25,7 +25,7 @@ from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 
 
-class Beside(Enum):
+class OverlapWith(Enum):
     """What the caller does while a step runs."""
 
     NOTHING = "it waits"
@@ -119,7 +119,7 @@ class StepFeeds:
         self._unsent = 0
         self._arriving: deque[tuple[ManagedParam, torch.Tensor, DeviceEvent]] = deque()
 
-    def begin(self, plan: StepPlan, beside: Beside = Beside.NOTHING) -> None:
+    def begin(self, plan: StepPlan, overlap_with: OverlapWith = OverlapWith.NOTHING) -> None:
         """Begin a step, with the gradients that ``plan`` has.
 
         It is over when this returns where nothing runs beside it and all weights are in host
@@ -128,14 +128,14 @@ class StepFeeds:
         for feed in self._feeds.values():
             feed.prepare(plan)
         rows = plan.rows
-        self._is_open = beside is Beside.BACKWARD or any(row.expected for row in rows)
+        self._is_open = overlap_with is OverlapWith.BACKWARD or any(row.expected for row in rows)
         self._commits = plan.commits
         crosses = any(update.param.tier is Tier.DEVICE for update in plan.updates)
         kind = StepKind(
             open=self._is_open,
             capture=plan.commits,
-            resident_first=beside is Beside.FORWARD,
-            caller="waits" if crosses or beside is Beside.NOTHING else "computes",
+            resident_first=overlap_with is OverlapWith.FORWARD,
+            caller="waits" if crosses or overlap_with is OverlapWith.NOTHING else "computes",
         )
         self._pipeline.step(rows, plan.scalars, kind)
         if not self._is_open:

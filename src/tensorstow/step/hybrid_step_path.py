@@ -27,7 +27,7 @@ from tensorstow.states.native_pipeline import StepKind, UpdatePipeline
 from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_updater import DeviceUpdater, Work
-from tensorstow.step.gradient_feed import Beside, HostFeed, StepFeeds
+from tensorstow.step.gradient_feed import HostFeed, OverlapWith, StepFeeds
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.share_tuner import ShareTuner, SideTiming, chunks_of_device, elements_of
 from tensorstow.tensors.dtensor import flat
@@ -58,7 +58,7 @@ class HybridStepPath:
         self._commits_only = StepFeeds(pipeline, chunks, {Tier.HOST: HostFeed(pipeline)})
         self._gate = ChunkGate(chunks)
         self._plan: StepPlan | None = None
-        self._is_beside = False
+        self._overlaps_backward = False
         """Chunks are updated before ``close``."""
         self._unsent = 0
         self.chunks_of_host: Sequence[Chunk] = ()
@@ -66,17 +66,17 @@ class HybridStepPath:
 
     # --- a step ---
 
-    def begin(self, plan: StepPlan, beside: Beside = Beside.NOTHING) -> None:
+    def begin(self, plan: StepPlan, overlap_with: OverlapWith = OverlapWith.NOTHING) -> None:
         """Begin a step, with the gradients that ``plan`` has; ``close`` ends it.
 
         Args:
             plan: The updates and their scalars.
-            beside: What the caller does meanwhile.
+            overlap_with: What the caller does meanwhile.
 
         Raises:
-            OptionError: ``beside`` is FORWARD.
+            OptionError: ``overlap_with`` is FORWARD.
         """
-        if beside is Beside.FORWARD:
+        if overlap_with is OverlapWith.FORWARD:
             message = (
                 "Updates on the device were requested beside the next forward, which would have to"
                 ' wait for them by module. Use overlap="backward" or "none", or update_on="host".'
@@ -86,7 +86,9 @@ class HybridStepPath:
             self._commits_only.begin(plan)
             return
         self._plan = plan
-        self._is_beside = beside is Beside.BACKWARD and self._share_tuner.is_settled
+        self._overlaps_backward = (
+            overlap_with is OverlapWith.BACKWARD and self._share_tuner.is_settled
+        )
         kind = StepKind(open=True, capture=plan.commits, caller="updates")
         self._pipeline.step(plan.rows, plan.scalars, kind)
         self._gate.begin({update.param.number for update in plan.updates})
@@ -120,7 +122,7 @@ class HybridStepPath:
             self._updater.offer(param.number, gradient)
         for feed in self._feeds if param.updated_here else ():
             feed.offer(param, gradient)
-        if self._is_beside:
+        if self._overlaps_backward:
             for chunk in complete:
                 self._updater.send(chunk)
                 for feed in self._feeds:

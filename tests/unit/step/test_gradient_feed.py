@@ -13,7 +13,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.optim.adam import AdamW
 from tensorstow.states.native_pipeline import StepRow
 from tensorstow.step import backward_overlap
-from tensorstow.step.gradient_feed import Beside, HostFeed, StepFeeds
+from tensorstow.step.gradient_feed import HostFeed, OverlapWith, StepFeeds
 
 WIDTH = 512
 NBYTES = WIDTH * WIDTH * 4
@@ -53,7 +53,7 @@ def test_the_oldest_that_can_be_is_waited_for() -> None:
     updates = [SimpleNamespace(param=param, gradient=None) for param in params]
     rows = [StepRow(expected=n < 3) for n in range(10)]
     plan: Any = SimpleNamespace(updates=updates, rows=rows, scalars=None, commits=False)
-    feeds.begin(plan, Beside.BACKWARD)
+    feeds.begin(plan, OverlapWith.BACKWARD)
     feeds.offer(params[0], torch.ones(1))
     assert not feeds.wait_for_one([0])  # 1 shares its chunk, and may still come
     feeds.offer(params[2], torch.ones(1))
@@ -83,7 +83,7 @@ def test_a_step_that_commits_is_over_when_it_is_closed(*, commits: bool) -> None
     updates = [SimpleNamespace(param=param, gradient=None)]
     rows = [StepRow(expected=True)]
     plan: Any = SimpleNamespace(updates=updates, rows=rows, scalars=None, commits=commits)
-    feeds.begin(plan, Beside.FORWARD)
+    feeds.begin(plan, OverlapWith.FORWARD)
     feeds.offer(param, torch.ones(1))
     feeds.close()
     assert feed.is_over == commits
