@@ -99,7 +99,7 @@ class LateLink:
     def update_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def beside(self) -> "LateLink":
+    def second_link(self) -> "LateLink":
         return self
 
     def synchronize(self) -> None:

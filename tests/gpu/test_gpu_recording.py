@@ -50,13 +50,13 @@ def test_copies_are_timed_by_the_clock_of_the_device(device: torch.device) -> No
     import simulated  # noqa: PLC0415  # registers the device, which others than it must not
 
     link, log = open_link(device), TransferLog()
-    early = link.beside()
+    early = link.second_link()
     there = torch.zeros(1 << 16, device=device)
     here = torch.ones(1 << 16).pin_memory()
     simulated.busy(0.3)  # the clocks are compared behind it
     link.start_log(log)
     submitted = time.monotonic()
-    for each in (link, early, link.beside(), link):
+    for each in (link, early, link.second_link(), link):
         up = each.h2d([(there, here)])
         each.d2h([(here, there)], [up]).synchronize()
     with link._h2d_stream:

@@ -3,9 +3,9 @@
 [Note: Side streams] Gradients are copied to the host on one stream of our own and weights to the
 device on another, so that both directions run at once and beside the caller's stream. Updates on
 the device use a third one, so that the caller's stream does not wait for states. These states are
-copied by streams of a second link (``beside``): a copy to the host that waits for its update must
-not delay gradients that are ready. Nothing synchronizes the whole device: streams wait for events
-of other streams, and the host waits for the event of one copy.
+copied by streams of a second link (``second_link``): a copy to the host that waits for its update
+must not delay gradients that are ready. Nothing synchronizes the whole device: streams wait for
+events of other streams, and the host waits for the event of one copy.
 
 On the CPU there are no streams: a copy is complete when it returns, and so is every event. Callers
 see no difference, so machines without an accelerator test the same code.
@@ -44,11 +44,11 @@ class DeviceLink(Protocol):
 
     @property
     def bytes_down(self) -> int:
-        """Return the bytes copied from device to host, including links made by ``beside``."""
+        """Return the bytes copied from device to host, including links from ``second_link``."""
 
     @property
     def bytes_up(self) -> int:
-        """Return the bytes copied from host to device, including links made by ``beside``."""
+        """Return the bytes copied from host to device, including links from ``second_link``."""
 
     def record_event(self) -> DeviceEvent:
         """Record an event in the caller's stream, after all its work so far."""
@@ -71,11 +71,11 @@ class DeviceLink(Protocol):
     def update_stream(self) -> AbstractContextManager[object]:
         """Make a stream of the link the current stream inside the block, for updates."""
 
-    def beside(self) -> "DeviceLink":
+    def second_link(self) -> "DeviceLink":
         """Return a link with streams of its own, whose work and bytes count as this one's too."""
 
     def synchronize(self) -> None:
-        """Return when no copy and no update is under way, of the links beside this one too."""
+        """Return when no copy and no update is under way, of its second links too."""
 
     def start_log(self, log: TransferLog) -> None:
         """Log copies to ``log`` from now on."""
@@ -92,7 +92,7 @@ class StreamLink:
         self.device = device
         self._bytes_down = 0
         self._bytes_up = 0
-        self._beside: list[StreamLink] = []
+        self._second_links: list[StreamLink] = []
         self._d2h_stream = torch.Stream(device=device)
         self._h2d_stream = torch.Stream(device=device)
         self._update_stream = torch.Stream(device=device)
@@ -100,13 +100,13 @@ class StreamLink:
 
     @property
     def bytes_down(self) -> int:
-        """Return the bytes copied from device to host, including links made by ``beside``."""
-        return self._bytes_down + sum(link.bytes_down for link in self._beside)
+        """Return the bytes copied from device to host, including links from ``second_link``."""
+        return self._bytes_down + sum(link.bytes_down for link in self._second_links)
 
     @property
     def bytes_up(self) -> int:
-        """Return the bytes copied from host to device, including links made by ``beside``."""
-        return self._bytes_up + sum(link.bytes_up for link in self._beside)
+        """Return the bytes copied from host to device, including links from ``second_link``."""
+        return self._bytes_up + sum(link.bytes_up for link in self._second_links)
 
     def record_event(self) -> DeviceEvent:
         """Record an event in the caller's stream, after all its work so far."""
@@ -137,17 +137,17 @@ class StreamLink:
         """Make a stream of the link the current stream inside the block, for updates."""
         return self._update_stream
 
-    def beside(self) -> DeviceLink:
+    def second_link(self) -> DeviceLink:
         """Return a link with streams of its own, whose work and bytes count as this one's too."""
         link = StreamLink(self.device)
         if self._log is not None:
             link.start_log(self._log[1])
-        self._beside.append(link)
+        self._second_links.append(link)
         return link
 
     def synchronize(self) -> None:
-        """Return when no copy and no update is under way, of the links beside this one too."""
-        for link in self._beside:
+        """Return when no copy and no update is under way, of its second links too."""
+        for link in self._second_links:
             link.synchronize()
         self._update_stream.synchronize()
         self._d2h_stream.synchronize()
@@ -156,7 +156,7 @@ class StreamLink:
     def start_log(self, log: TransferLog) -> None:
         """Log copies to ``log`` from now on, timed by the device."""
         self._log = (CopyTimes(self.device), log)
-        for link in self._beside:
+        for link in self._second_links:
             link.start_log(log)
 
     def end_log(self) -> None:
@@ -165,7 +165,7 @@ class StreamLink:
         if logged is not None:
             times, log = logged
             times.into(log)
-        for link in self._beside:
+        for link in self._second_links:
             link.end_log()
 
     def _copy(self, lane: str, pairs: Pairs, stream: torch.Stream) -> int:
@@ -227,7 +227,7 @@ class PlainLink:
         """Return a context that changes nothing: there are no streams."""
         return nullcontext()
 
-    def beside(self) -> DeviceLink:
+    def second_link(self) -> DeviceLink:
         """Return this link: copies on the CPU do not wait for each other."""
         return self
 

@@ -57,7 +57,7 @@ class OptimizerLinks:
             raise OptionError(message)
         if remote and not self._is_open:
             self.weights, self._is_open = device_link.open_link(remote[0].device), True
-            self.states = self.weights.beside()
+            self.states = self.weights.second_link()
         return bool(remote)
 
     def pin(self, nbytes: int) -> PinnedBlock:
