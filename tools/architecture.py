@@ -11,8 +11,8 @@ FILE = ROOT / "ARCHITECTURE.md"
 SOURCE = ROOT / "src" / "tensorstow"
 BEGIN, END = "<!-- written by tools/architecture.py -->\n", "<!-- end of what it writes -->\n"
 LAYERS = (
-    *("base", "io", "tensors", "formats", "store", "states", "step", "activations", "losses"),
-    *("checkpoint", "report", "optim"),
+    *("base", "io", "tensors", "nn", "formats", "store", "states", "step", "activations"),
+    *("losses", "checkpoint", "report", "optim"),
     *("planner", "fsdp", "measure", "deepspeed", "colossalai", "tensornvme", "cli"),
 )
 """The packages, lowest first."""

@@ -38,9 +38,11 @@ MODULES = (
     "tensorstow.deepspeed.runtime.lr_schedules",
     "tensorstow.deepspeed.runtime.zero.stage3",
     "tensorstow.deepspeed.runtime.zero.stage_1_and_2",
+    "tensorstow.deepspeed.runtime.zero.tiling",
     "tensorstow.deepspeed.utils",
     "tensorstow.deepspeed.zero",
     "tensorstow.losses",
+    "tensorstow.nn",
     "tensorstow.tensornvme",
     "tensorstow.tensornvme.async_file_io",
 )

@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: ``Init`` builds models without memory; ``GatheredParameters``."""
+"""``deepspeed.zero``: ``Init``, ``GatheredParameters``, ``TiledLinear`` and memory estimators."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -19,11 +19,13 @@ from tensorstow.deepspeed.estimators import (
 )
 from tensorstow.deepspeed.registry import holders_of
 from tensorstow.fsdp.full_tensors import copy_from_full, full_copy
+from tensorstow.nn.tiled_linear import TiledLinear
 from tensorstow.tensors.dtensor import shard_of
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "TiledLinear",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",

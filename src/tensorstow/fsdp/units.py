@@ -1,12 +1,13 @@
 """Units: modules whose parameters are all-gathered and freed together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
 
 from tensorstow.base.errors import OptionError
+from tensorstow.nn.tiled_linear import tiles_of
 from tensorstow.step.forward_waits import blocks_of
 
 T = TypeVar("T")
@@ -49,7 +50,8 @@ def units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> lis
     Args:
         model: The whole model.
         blocks: Modules that are units; None: the repeated blocks, which are the children of an
-            outermost ``ModuleList`` or ``Sequential``. A block without parameters is no unit.
+            outermost ``ModuleList`` or ``Sequential``. A block without parameters is no unit. Tiles
+            of a ``TiledLinear`` are units of their own in any case, before the block they are in.
 
     Returns:
         Units with every parameter of the model in one of them. A parameter that several blocks
@@ -61,15 +63,13 @@ def units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> lis
     names = {id(m): name for name, m in model.named_modules()}
     chosen = list(blocks) if blocks is not None else blocks_of(model)
     _check(chosen, names)
+    chosen = _with_tiles(model, chosen)
     owners: dict[int, set[str]] = {}
-    for block in chosen:
-        for parameter in block.parameters():
-            owners.setdefault(id(parameter), set()).add(names[id(block)])
     inside = {id(m) for block in chosen for m in block.modules()}
-    for module in model.modules():
-        if id(module) not in inside:
+    for module, owner in _nearest(model, {id(block): names[id(block)] for block in chosen}):
+        if owner != ROOT or id(module) not in inside:  # else it has a second name outside
             for parameter in module.parameters(recurse=False):
-                owners.setdefault(id(parameter), set()).add(ROOT)
+                owners.setdefault(id(parameter), set()).add(owner)
     shared = [owner for owner in owners.values() if len(owner) > 1]
     tied = {name for owner in shared for name in owner} - {ROOT}
     units = []
@@ -93,6 +93,26 @@ def aliases_of(model: nn.Module) -> dict[str, list[str]]:
         if known != name:
             aliases.setdefault(known, []).append(name)
     return aliases
+
+
+def _with_tiles(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return ``blocks`` and the tiles of tiled layers, each before the block that it is in."""
+    tiles = {id(tile): tile for tile in tiles_of(model)}
+    found: dict[int, nn.Module] = {}
+    for block in blocks:
+        found |= {id(part): part for part in block.modules() if id(part) in tiles}
+        found[id(block)] = block
+    return list({**found, **{i: tile for i, tile in tiles.items() if i not in found}}.values())
+
+
+def _nearest(
+    module: nn.Module, names: Mapping[int, str], owner: str = ROOT
+) -> Iterator[tuple[nn.Module, str]]:
+    """Yield every module below ``module`` with the name of the innermost unit that it is in."""
+    owner = names.get(id(module), owner)
+    yield module, owner
+    for child in module.children():
+        yield from _nearest(child, names, owner)
 
 
 def _check(blocks: Sequence[nn.Module], names: dict[int, str]) -> None:

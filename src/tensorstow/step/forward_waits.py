@@ -28,13 +28,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorstow.nn.tiled_linear import TiledLinear, tiles_of
+
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the model's own blocks: the children of its outermost containers of several."""
+    """Return the model's own blocks: the children of its outermost containers of several.
+
+    Of a tiled layer that is in no block: its tiles.
+    """
 
     def walk(parent: nn.Module) -> Iterator[nn.Module]:
+        if isinstance(parent, TiledLinear):
+            yield from tiles_of(parent)
+            return
         if isinstance(parent, _CONTAINERS) and len(parent) > 1:
             yield from parent
             return

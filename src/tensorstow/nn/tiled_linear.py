@@ -1,0 +1,211 @@
+"""``TiledLinear``: one linear layer as tiles, which are modules and units of their own."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorstow.base.errors import OptionError
+from tensorstow.tensors.dtensor import OffloadedWeight, is_sharded, part_of
+
+
+class TiledLinear(nn.Module):
+    """A linear layer whose weight is cut into tiles, each a linear layer of its own.
+
+    Under ``stow`` each tile is a unit: its parameters are gathered for its own product and let go
+    after it, so the layer needs the memory of two tiles (one is read ahead) and not of the whole
+    weight. Arguments, attributes and names of parameters (``linears.ROW.COLUMN.weight``) are those
+    of DeepSpeed's class.
+
+    With ``in_splits=1`` every output is bitwise that of an ``nn.Linear`` of its tile's rows, and
+    of the whole weight wherever torch's kernel adds up an output alike for both widths (most shapes
+    of several rows; else it differs by rounding). With more it is the sum of ``in_splits`` products
+    in the dtype of the output, added in the order of the inputs; the bias comes with the last. The
+    gradient of the input is the sum of ``out_splits`` products.
+
+    Args:
+        in_features: The size of the input's last dimension.
+        out_features: The size of the output's last dimension.
+        bias: Whether outputs have a bias.
+        in_splits: How many parts the input dimension is cut into, as equal as possible.
+        out_splits: How many parts the output dimension is cut into.
+        input_is_already_split: Whether ``forward`` is given a sequence of ``in_splits`` tensors.
+        combine_out_splits: Whether ``forward`` returns one tensor; False: a list of ``out_splits``.
+        linear_cls: The class of tiles, called as ``linear_cls(in, out, bias=..., **kwargs)``.
+        init_linear: A layer whose parameters are copied. Default: None, tiles initialize their own.
+        kwargs: Further keywords of ``linear_cls``, such as ``device`` and ``dtype``.
+
+    Raises:
+        OptionError: A dimension cannot be cut so, or ``init_linear`` does not fit.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917  # upstream's
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,  # noqa: FBT001, FBT002
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,  # noqa: FBT001, FBT002
+        combine_out_splits: bool = True,  # noqa: FBT001, FBT002
+        linear_cls: Any = nn.Linear,  # noqa: ANN401
+        init_linear: nn.Linear | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias = bias
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self.input_is_already_split = input_is_already_split
+        self.combine_out_splits = combine_out_splits
+        self.in_parts = _edges("in", in_features, in_splits)
+        self.out_parts = _edges("out", out_features, out_splits)
+        self.linears = nn.ModuleList()
+        for rows in _ranges(self.out_parts):
+            row = nn.ModuleList()
+            for columns in _ranges(self.in_parts):
+                has_bias = bias and columns.stop == in_features
+                row.append(linear_cls(len(columns), len(rows), bias=has_bias, **kwargs))
+            self.linears.append(row)
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
+
+    def forward(
+        self, input_: torch.Tensor | Sequence[torch.Tensor]
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Return the layer's output.
+
+        Args:
+            input_: A tensor (..., in_features), or its parts where ``input_is_already_split``.
+
+        Returns:
+            A tensor (..., out_features), or its parts without ``combine_out_splits``.
+
+        Raises:
+            OptionError: The input has not the parts that it is to have.
+        """
+        parts = self._parts_of(input_)
+        outputs: list[torch.Tensor] = []
+        for row in self.linears:
+            total: torch.Tensor | None = None
+            for tile, part in zip(_listed(row), parts, strict=True):
+                product = tile(part)
+                total = product if total is None else total + product
+            if total is not None:
+                outputs.append(total)
+        if not self.combine_out_splits:
+            return outputs
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    @torch.no_grad()
+    def copy_params_from(self, other: nn.Linear) -> None:
+        """Copy weight and bias from another layer.
+
+        Where this layer is sharded each rank copies its rows of the values it is given: give every
+        rank the same.
+
+        Args:
+            other: A layer of the same sizes, whole in memory.
+
+        Raises:
+            OptionError: The sizes differ, one has a bias and the other none, ``other`` is sharded,
+                or this layer has no memory yet (``zero.Init``, the meta device).
+        """
+        bias = getattr(other, "bias", None)
+        self._check(other.weight, bias)
+        for rows, row in zip(_ranges(self.out_parts), self.linears, strict=True):
+            for columns, tile in zip(_ranges(self.in_parts), _listed(row), strict=True):
+                values = other.weight[rows.start : rows.stop, columns.start : columns.stop]
+                _copy(tile.weight, values)
+                if bias is not None and columns.stop == self.in_features:
+                    _copy(tile.bias, bias[rows.start : rows.stop])
+
+    def extra_repr(self) -> str:
+        """Return the sizes, and how they are cut.
+
+        Returns:
+            Text for ``repr``.
+        """
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" bias={self.use_bias}, in_splits={self.in_splits}, out_splits={self.out_splits}"
+        )
+
+    def tiles(self) -> list[nn.Module]:
+        """Return the tiles in the order of their products.
+
+        Returns:
+            The modules, row after row.
+        """
+        return [tile for row in self.linears for tile in _listed(row)]
+
+    def _parts_of(self, given: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self.in_splits == 1 and isinstance(given, torch.Tensor):
+            return [given]  # upstream takes it so, split already or not
+        if isinstance(given, torch.Tensor) and not self.input_is_already_split:
+            return torch.split(given, [len(part) for part in _ranges(self.in_parts)], dim=-1)
+        if isinstance(given, torch.Tensor) or not self.input_is_already_split:
+            message = (
+                f"TiledLinear(input_is_already_split={self.input_is_already_split}) was given a"
+                f" {type(given).__name__}: it takes a tensor, or the parts where it is split so."
+            )
+            raise OptionError(message)
+        if len(given) != self.in_splits:
+            message = f"TiledLinear has in_splits={self.in_splits}, and got {len(given)} parts."
+            raise OptionError(message)
+        return given
+
+    def _check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        if weight.shape != (self.out_features, self.in_features):
+            message = (
+                f"copy_params_from was given a weight of shape {tuple(weight.shape)}; this layer's"
+                f" is {(self.out_features, self.in_features)}."
+            )
+            raise OptionError(message)
+        if self.use_bias != (bias is not None):
+            message = f"copy_params_from: bias={self.use_bias} here, and not there."
+            raise OptionError(message)
+        given = [weight] if bias is None else [weight, bias]
+        if any(is_sharded(t) or isinstance(t, OffloadedWeight) for t in given):
+            message = (
+                "copy_params_from was given a layer that is sharded. Gather it first"
+                " (deepspeed.zero.GatheredParameters, or weight.full_tensor())."
+            )
+            raise OptionError(message)
+        if weight.is_meta or any(p.is_meta for p in self.parameters()):
+            message = (
+                "copy_params_from needs values and memory to copy them to, and a layer is on the"
+                " meta device. Copy once the model is placed (stow, initialize)."
+            )
+            raise OptionError(message)
+
+
+def tiles_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the tiles of every tiled layer of a model that has more than one."""
+    for module in model.modules():
+        if isinstance(module, TiledLinear) and len(tiles := module.tiles()) > 1:
+            yield from tiles
+
+
+def _edges(side: str, features: int, splits: int) -> list[int]:
+    """Return where each of ``splits`` nearly equal parts begins, and where the last ends."""
+    if not 1 <= splits <= features:
+        message = f"{side}_splits={splits} was given; it is 1 to {side}_features={features}."
+        raise OptionError(message)
+    least, longer = divmod(features, splits)
+    return [least * i + min(i, longer) for i in range(splits + 1)]
+
+
+def _ranges(edges: Sequence[int]) -> list[range]:
+    return [range(a, b) for a, b in pairwise(edges)]
+
+
+def _listed(row: nn.Module) -> list[Any]:
+    return list(row.children())
+
+
+def _copy(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    own = parameter.to_local() if is_sharded(parameter) else parameter
+    own.copy_(part_of(values, parameter, "The value"))

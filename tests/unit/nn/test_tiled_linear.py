@@ -1,0 +1,249 @@
+"""Tiled layers against ``nn.Linear``, and how much of one is in memory at a time."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import tensorstow
+from tensorstow import PipelinePolicy, Plan, parameter_bytes
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.runtime.zero import tiling
+from tensorstow.deepspeed.zero import Init
+from tensorstow.deepspeed.zero import TiledLinear as DeepSpeeds
+from tensorstow.fsdp.units import units_of
+from tensorstow.nn import TiledLinear
+
+SPLITS = [(1, 1), (1, 4), (2, 2), (5, 3), (23, 29)]
+"""Of inputs, and of outputs."""
+
+
+def layers(
+    in_splits: int, out_splits: int, *, bias: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Linear, TiledLinear]:
+    torch.manual_seed(0)
+    plain = nn.Linear(23, 29, bias=bias, dtype=dtype)
+    tiled = TiledLinear(23, 29, bias, in_splits, out_splits, init_linear=plain, dtype=dtype)
+    return plain, tiled
+
+
+def test_deepspeeds_paths_have_the_same_class() -> None:
+    assert DeepSpeeds is tiling.TiledLinear is TiledLinear
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_tiles_are_parts_of_the_matrix(splits: tuple[int, int], *, bias: bool) -> None:
+    plain, tiled = layers(*splits, bias=bias)
+    assert (len(tiled.in_parts), len(tiled.out_parts)) == (splits[0] + 1, splits[1] + 1)
+    for i, row in enumerate(tiled.linears):
+        top, bottom = tiled.out_parts[i : i + 2]
+        assert isinstance(row, nn.ModuleList)
+        for j, tile in enumerate(row):
+            left, right = tiled.in_parts[j : j + 2]
+            assert isinstance(tile, nn.Linear)
+            assert torch.equal(tile.weight, plain.weight[top:bottom, left:right])
+            if bias and j == splits[0] - 1:
+                assert torch.equal(tile.bias, plain.bias[top:bottom])
+            else:
+                assert tile.bias is None
+    assert next(iter(tiled.state_dict())) == "linears.0.0.weight"
+    sizes = {b - a for a, b in zip(tiled.in_parts, tiled.in_parts[1:], strict=False)}
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("splits", SPLITS)
+def test_outputs_and_gradients(splits: tuple[int, int], dtype: torch.dtype) -> None:
+    """Within the rounding of as many additions as the sums have, on either side."""
+    plain, tiled = layers(*splits, dtype=dtype)
+    x, y = (torch.randn(3, 5, 23, dtype=dtype).requires_grad_() for _ in range(2))
+    y.data.copy_(x.data)
+    wanted, found = plain(x), tiled(y)
+    assert isinstance(found, torch.Tensor)
+    gradient = torch.randn_like(wanted)
+    wanted.backward(gradient)
+    found.backward(gradient)
+    assert x.grad is not None
+    eps = torch.finfo(dtype).eps
+
+    def close(a: torch.Tensor, b: torch.Tensor, additions: int) -> bool:
+        return bool((a - b).abs().max() <= additions * eps * b.abs().max())
+
+    assert close(found, wanted, 23 + splits[0])
+    assert close(y.grad, x.grad, 29 + splits[1])
+    whole = torch.cat([torch.cat([t.weight.grad for t in row], 1) for row in tiled.linears])
+    assert close(whole, plain.weight.grad, 15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_cuts_of_outputs_change_no_bit(dtype: torch.dtype) -> None:
+    """Each part is that of a layer of these rows, and with these widths of the whole layer."""
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 96, dtype=dtype)
+    tiled = TiledLinear(64, 96, out_splits=3, init_linear=plain, dtype=dtype)
+    x, y = (torch.ones(16, 64, dtype=dtype).mul(0.3).cumsum(1).requires_grad_() for _ in range(2))
+    wanted, found = plain(x), tiled(y)
+    assert isinstance(found, torch.Tensor)
+    rows = [slice(a, b) for a, b in zip(tiled.out_parts, tiled.out_parts[1:], strict=False)]
+    parts = [functional.linear(x, plain.weight[r], plain.bias[r]) for r in rows]
+    assert torch.equal(found, torch.cat(parts, -1))
+    assert torch.equal(found, wanted)
+    wanted.square().sum().backward()
+    found.square().sum().backward()
+    for r, row in zip(rows, tiled.linears, strict=True):
+        (tile,) = row.children()
+        assert torch.equal(tile.weight.grad, plain.weight.grad[r])
+        assert torch.equal(tile.bias.grad, plain.bias.grad[r])
+
+
+def test_split_inputs_and_outputs() -> None:
+    _, tiled = layers(2, 3)
+    x = torch.randn(4, 23)
+    whole = tiled(x)
+    tiled.input_is_already_split = True
+    parts = list(x.split([12, 11], dim=-1))
+    assert torch.equal(tiled(parts), whole)
+    tiled.combine_out_splits = False
+    outputs = tiled(parts)
+    assert isinstance(outputs, list)
+    assert [o.shape[-1] for o in outputs] == [10, 10, 9]
+    assert torch.equal(torch.cat(outputs, -1), whole)
+    with pytest.raises(OptionError, match="got 1 parts"):
+        tiled(parts[:1])
+    with pytest.raises(OptionError, match="was given a Tensor"):
+        tiled(x)
+    tiled.input_is_already_split = False
+    with pytest.raises(OptionError, match="was given a list"):
+        tiled(parts)
+
+
+def test_tiles_are_of_the_class_that_is_given() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    plain, _ = layers(1, 1)
+    tiled = TiledLinear(23, 29, in_splits=2, out_splits=2, linear_cls=Scaled, init_linear=plain)
+    x = torch.randn(4, 23)
+    assert torch.allclose(tiled(x), 2 * plain(x), rtol=1e-4)
+
+
+@pytest.mark.parametrize("splits", [(0, 1), (1, 0), (33, 1), (1, 33)])
+def test_cuts_that_are_none_are_refused(splits: tuple[int, int]) -> None:
+    with pytest.raises(OptionError, match="_splits="):
+        TiledLinear(32, 32, in_splits=splits[0], out_splits=splits[1])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: nn.Linear(23, 28), "shape"),
+        (lambda: nn.Linear(23, 29, bias=False), "bias=True"),
+        (lambda: nn.Linear(23, 29, device="meta"), "meta device"),
+    ],
+)
+def test_other_layers_are_refused(other: Any, message: str) -> None:  # noqa: ANN401
+    _, tiled = layers(2, 2)
+    before = [p.clone() for p in tiled.parameters()]
+    with pytest.raises(OptionError, match=message):
+        tiled.copy_params_from(other())
+    assert all(torch.equal(a, b) for a, b in zip(before, tiled.parameters(), strict=True))
+
+
+def test_nothing_is_copied_to_a_layer_without_memory() -> None:
+    plain, _ = layers(1, 1)
+    with Init(), pytest.raises(OptionError, match="once the model is placed"):
+        TiledLinear(23, 29, out_splits=2, init_linear=plain)
+
+
+# --- units ---
+
+WIDTH, WIDE, TILES = 64, 1024, 4
+TILE = 4 * WIDE // TILES * (WIDTH + 1)
+
+
+class Net(nn.Module):
+    """Blocks with a wide tiled layer in each, and one outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                TiledLinear(WIDTH, WIDE, out_splits=TILES),
+                nn.Tanh(),
+                TiledLinear(WIDE, WIDTH, in_splits=2, out_splits=2),
+                nn.LayerNorm(WIDTH),
+            )
+            for _ in range(2)
+        )
+        self.head = TiledLinear(WIDTH, WIDE, out_splits=TILES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_tiles_are_units_before_their_block() -> None:
+    net = Net()
+    units = units_of(net)
+    names = [u.name for u in units]
+    first = [f"blocks.0.0.linears.{i}.0" for i in range(TILES)]
+    second = [f"blocks.0.2.linears.{i}.{j}" for i in range(2) for j in range(2)]
+    assert names[:9] == [*first, *second, "blocks.0"]
+    assert list(units[8].parameters) == ["blocks.0.3.weight", "blocks.0.3.bias"]
+    assert names[-5:] == [*(f"head.linears.{i}.0" for i in range(TILES)), ""]
+    assert sum(len(u.parameters) for u in units) == len(list(net.parameters()))
+    assert [u.name for u in units_of(net, [net.blocks])][-6] == "blocks"
+
+
+def trained(plan: Plan, place: Path) -> tuple[list[torch.Tensor], int]:
+    """Return losses and weights after two steps, and the most memory that parameters had."""
+    torch.manual_seed(0)
+    net = Net()
+    make = partial(tensorstow.AdamW, lr=1e-2, policy=PipelinePolicy(chunk_elements=1024))
+    model, optimizer = tensorstow.stow(net, make, plan=plan, dir=place)
+    results = []
+    for step in range(2):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(loss.detach())
+    optimizer.synchronize()
+    results += [value.clone() for value in model.state_dict().values()]
+    most = parameter_bytes(model).most_buffer_pool_bytes
+    optimizer.close()
+    return results, most
+
+
+def test_tiles_on_disk_come_one_at_a_time(tmp_path: Path) -> None:
+    """The pool has room for three tiles; each of the wide layers has four."""
+    size = 3 * (TILE + 4096)
+    plan = Plan(parameters="disk", states="disk", prefetch=1, buffer_pool_bytes=size)
+    found, most = trained(plan, tmp_path / "disk")
+    assert 0 < most <= size < TILES * TILE
+    wanted, _ = trained(Plan(parameters="host", states="host"), tmp_path / "host")
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_values_are_copied_to_tiles_that_are_placed(tmp_path: Path) -> None:
+    plain = nn.Linear(WIDTH, WIDE)
+    plan = Plan(parameters="disk", states="disk")
+    model, optimizer = tensorstow.stow(
+        Net(), partial(tensorstow.AdamW, lr=1e-3), plan=plan, dir=tmp_path
+    )
+    assert isinstance(model.head, TiledLinear)
+    model.head.copy_params_from(plain)
+    named = model.head.state_dict().items()
+    assert torch.equal(torch.cat([v for k, v in named if "weight" in k]), plain.weight)
+    assert torch.equal(torch.cat([v for k, v in named if "bias" in k]), plain.bias)
+    optimizer.close()
