@@ -1,7 +1,7 @@
 """Parameters on the device and in host memory: autograd calls their hooks in two threads.
 
-[Note: Hooks] in step/calls.py says what holds there. Gradients are known to the bit on any device,
-so the weights are those of the same training in host memory, on one thread.
+[Note: Hooks] in step/call_lock.py says what holds there. Gradients are known to the bit on any
+device, so the weights are those of the same training in host memory, on one thread.
 """
 
 import sys

@@ -32,7 +32,9 @@ RETIRED = {
 }
 """Retired word: the word in its place. A plural counts as the word."""
 RETIRED_NAMES = {
+    "a_call": "exclusive_call",
     "Beside": "OverlapWith",
+    "Calls": "CallLock",
     "device_updates": "hybrid_step_path",
     "DeviceUpdates": "HybridStepPath",
     "UpdateSides": "UpdateRouter",

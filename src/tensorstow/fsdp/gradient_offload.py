@@ -169,7 +169,7 @@ class D2HQueue:
     """Copies gradients to host memory and sums them there, beside what the device computes next.
 
     Any thread: behind a backward that has raised, a hook may still come in the device's thread
-    while the caller is in the next forward ([Note: Hooks] in step/calls.py).
+    while the caller is in the next forward ([Note: Hooks] in step/call_lock.py).
     """
 
     def __init__(self, link: DeviceLink) -> None:

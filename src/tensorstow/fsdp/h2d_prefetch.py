@@ -23,7 +23,7 @@ was gathered in a backward is not prefetched again in it. Under overlap="forward
 prefetched only after a wait for its update.
 
 FSDP2 gathers in the device's thread during backward; if a backward has raised, it may do so while
-the caller is in its next call ([Note: Hooks] in step/calls.py). So code that reads or changes
+the caller is in its next call ([Note: Hooks] in step/call_lock.py). So code that reads or changes
 copies holds the lock of the optimizer's calls: such a gather runs before or after ``resume()``. It
 may also run between a step's hooks and its call, or beside a write to a parameter: copies are
 discarded before weights change and again afterwards.

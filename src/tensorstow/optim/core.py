@@ -28,7 +28,7 @@ from tensorstow.optim.recording import LastRecording
 from tensorstow.optim.step_runner import OwnParams, StepRunner, hook_of
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.backward_overlap import BackwardOverlap, ConsumedGradients
-from tensorstow.step.calls import Calls
+from tensorstow.step.call_lock import CallLock
 from tensorstow.step.forward_overlap import ForwardOverlap
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.param_table import ParamTable
@@ -46,7 +46,7 @@ class Core:
         self,
         offload_policy: OffloadPolicy,
         run: RunOptions,
-        calls: Calls,
+        call_lock: CallLock,
         ranks: Ranks,
         own: OwnParams,
         *,
@@ -62,12 +62,12 @@ class Core:
         self.commits = Commits(
             run.commit_every,
             module=run.module,
-            extra=None if run.extra is None else calls.allowing_reads(run.extra),
+            extra=None if run.extra is None else call_lock.allowing_reads(run.extra),
             extra_checked=extra_checked,
             ranks=ranks,
         )
         self.ranks = ranks
-        self.calls = calls
+        self.call_lock = call_lock
         self.extra: dict[str, Any] = {}
         """What the caller kept with the commit that the run goes on from."""
         self.last_recording = LastRecording()
@@ -75,7 +75,7 @@ class Core:
         """Groups were loaded, and the states that belong to them not yet."""
         self.waits: ForwardWaits | None = None
         self.schedule = self._make_schedule(offload_policy, run)
-        self.steps = StepRunner(self.params, self.schedule, self.commits, ranks, calls, own)
+        self.steps = StepRunner(self.params, self.schedule, self.commits, ranks, call_lock, own)
         self._finished = False
         self.params.outlive_finalizers()
         _LIVING[next(_NUMBERS)] = self
@@ -103,7 +103,7 @@ class Core:
         def wait(ids: Iterable[int] | None) -> None:
             alive = core()
             if alive is not None:
-                with alive.calls.alone():
+                with alive.call_lock.alone():
                     alive.schedule.wait(ids)
 
         return wait

@@ -21,8 +21,8 @@ from tensorstow.checkpoint.run import Extra
 from tensorstow.states.native_pipeline import StepRow, can_update, poisoning
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
-from tensorstow.step.calls import Calls, a_call
-from tensorstow.step.legal_calls import LEGAL, Call, Phase, refuse, require
+from tensorstow.step.call_lock import CallLock, exclusive_call
+from tensorstow.step.legal_calls import LEGAL, Phase, PublicCall, refuse, require
 from tensorstow.step.managed_param import NO_SCALARS, ManagedParam, ParamUpdate, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.schedule import Schedule
@@ -132,7 +132,7 @@ class StepRunner:
         schedule: Schedule,
         commits: Commits,
         ranks: Ranks,
-        calls: Calls,
+        call_lock: CallLock,
         own: OwnParams,
     ) -> None:
         """Step ``params`` by ``schedule``, and let ``commits`` have the steps that are due."""
@@ -140,7 +140,7 @@ class StepRunner:
         self._schedule = schedule
         self._commits = commits
         self._ranks = ranks
-        self._calls = calls
+        self._call_lock = call_lock
         self._own = own
         self.clip = ClipFactor()
         self.contents = OptimizerContents()
@@ -157,12 +157,12 @@ class StepRunner:
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
-        with self._calls.alone():
+        with self._call_lock.alone():
             self._schedule.wait(ids)
 
     def settle(self) -> None:
         """Wait for updates and a commit under way, before states or weights are changed."""
-        self.require(Call.WHOLE)
+        self.require(PublicCall.WHOLE)
         self.wait()
         self._commits.join(self._params)
 
@@ -173,7 +173,7 @@ class StepRunner:
                 self.settle()
         self._commits.abandon()
 
-    def require(self, call: Call) -> None:
+    def require(self, call: PublicCall) -> None:
         """Raise OptionError where ``call`` is not legal now ([Note: Legal calls])."""
         if call not in LEGAL[self._schedule.phase]:
             self._params.store.pipeline.check_alive()
@@ -192,7 +192,7 @@ class StepRunner:
 
     # --- a step ---
 
-    @a_call("step")
+    @exclusive_call("step")
     @torch.no_grad()
     def update(
         self, divisor: float, found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
@@ -277,13 +277,13 @@ class StepRunner:
 
     @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Process a gradient that autograd has just accumulated ([Note: Hooks] in calls)."""
+        """Process a gradient that autograd has just accumulated ([Note: Hooks] in call_lock)."""
         if self._schedule.begins_early:
             self._take_gradient(parameter)
         else:
             self._params.store.pipeline.prefetch()
 
-    @a_call("backward")
+    @exclusive_call("backward")
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         params, schedule = self._params, self._schedule
         param = params.find(parameter)
@@ -344,7 +344,7 @@ class StepRunner:
         )
         if not schedule.is_open:
             if any(isinstance(p.grad, ConsumedGradient) for p in self.contents.parameters()):
-                refuse(Call.STEP, Phase.USED, Phase.USED.value)
+                refuse(PublicCall.STEP, Phase.USED, Phase.USED.value)
             self._open_step()
         elif new_params:
             count = format_count(len(new_params), "parameter")

@@ -33,8 +33,8 @@ from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.traffic import TraceEvent, Traffic
 from tensorstow.step import validation
-from tensorstow.step.calls import Calls, a_call
-from tensorstow.step.legal_calls import Call
+from tensorstow.step.call_lock import CallLock, exclusive_call
+from tensorstow.step.legal_calls import PublicCall
 from tensorstow.step.managed_param import in_order_of
 from tensorstow.step.norms import squared_norms
 from tensorstow.step.param_table import ParamTable
@@ -70,7 +70,7 @@ class StowedAdam(Optimizer):
         validation.check_hyper(defaults)
         validation.refuse_torch_keywords(defaults)
         run = run or RunOptions()
-        self._calls = Calls()
+        self._call_lock = CallLock()
         validation.check_overlap(offload_policy.overlap, run.module, run.accumulation_steps)
         extra_checked = is_checked(run.extra)
         self._isa = offload_policy.policy.isa
@@ -93,7 +93,7 @@ class StowedAdam(Optimizer):
         self._core = Core(
             offload_policy,
             run,
-            self._calls,
+            self._call_lock,
             ranks,
             self._own,
             extra_checked=extra_checked,
@@ -107,7 +107,7 @@ class StowedAdam(Optimizer):
 
     # --- torch.optim.Optimizer ---
 
-    @a_call("add_param_group")
+    @exclusive_call("add_param_group")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as torch does; its states are placed like the others.
 
@@ -163,14 +163,14 @@ class StowedAdam(Optimizer):
         self._update(1.0)
         return loss
 
-    @a_call("zero_grad")
+    @exclusive_call("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
         """Drop the gradients, and the clip factor that was computed from them.
 
         Args:
             set_to_none: Whether ``.grad`` becomes None rather than zeros.
         """
-        self._core.steps.require(Call.ZERO_GRAD)
+        self._core.steps.require(PublicCall.ZERO_GRAD)
         self._drop_gradients(set_to_none=set_to_none)
 
     def _drop_gradients(self, *, set_to_none: bool = True) -> None:
@@ -182,7 +182,7 @@ class StowedAdam(Optimizer):
             super().zero_grad(set_to_none)
         self._core.steps.clip.clear()
 
-    @a_call("state_dict")
+    @exclusive_call("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict like torch's optimizer, including states on disk.
 
@@ -212,7 +212,7 @@ class StowedAdam(Optimizer):
         else:
             self._load_state_dict(state_dict)
 
-    @a_call("load_state_dict")
+    @exclusive_call("load_state_dict")
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._core.steps.settle()
         self._core.is_half_loaded = False
@@ -234,13 +234,13 @@ class StowedAdam(Optimizer):
 
         def put_tensors_in_place(_: Optimizer) -> None:
             self._load_states(loaded)
-            self._core.is_half_loaded, self._calls.allows_reads = False, True
+            self._core.is_half_loaded, self._call_lock.allows_reads = False, True
 
         # Ours is the last before and the first after, so users' hooks see whole state dicts.
         before = self.register_load_state_dict_pre_hook(keep_tensors_back)
         after = self.register_load_state_dict_post_hook(put_tensors_in_place, prepend=True)
         try:
-            self._calls.allows_reads = True  # for users' hooks
+            self._call_lock.allows_reads = True  # for users' hooks
             super().load_state_dict(state_dict)
         except BaseException as error:
             if (
@@ -249,13 +249,13 @@ class StowedAdam(Optimizer):
                 self._states().pipeline.poison(error)
             raise
         finally:
-            self._calls.allows_reads = False
+            self._call_lock.allows_reads = False
             before.remove()
             after.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore groups saved by another version or by torch; missing keys get our defaults."""
-        self._core.is_half_loaded, self._calls.allows_reads = True, False
+        self._core.is_half_loaded, self._call_lock.allows_reads = True, False
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -272,7 +272,7 @@ class StowedAdam(Optimizer):
 
     # --- beyond torch ---
 
-    @a_call("clip_grad_norm_")
+    @exclusive_call("clip_grad_norm_")
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip the gradients of the next ``step()`` by their global 2-norm.
@@ -355,13 +355,13 @@ class StowedAdam(Optimizer):
         fraction = self._params().offload_policy.placement.disk_fraction
         return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
 
-    @a_call("synchronize")
+    @exclusive_call("synchronize")
     def synchronize(self) -> None:
         """Wait until updates and writes are done; raises the errors of work after ``step()``."""
         self._core.steps.settle()
         self._states().pipeline.settle()
 
-    @a_call("resume")
+    @exclusive_call("resume")
     def resume(self, which: str | int | None = None) -> int | None:
         """Load the newest commit, a snapshot by name, or a generation by number.
 
@@ -417,7 +417,7 @@ class StowedAdam(Optimizer):
 
         For code that shares the weights with the optimizer. Inside a call it is part of that call.
         """
-        return self._calls.alone
+        return self._call_lock.alone
 
     def take_gradient(self) -> bool:
         """Wait until one gradient has arrived in host memory, and begin updates that it completes.
@@ -428,7 +428,7 @@ class StowedAdam(Optimizer):
         with self.alone():
             return self._core.steps.take_gradient()
 
-    @a_call("commit")
+    @exclusive_call("commit")
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:
         """Make the current state of the run durable.
 
@@ -460,7 +460,7 @@ class StowedAdam(Optimizer):
         storage_of(self._params(), "request_commit()")
         self._core.commits.requested = True
 
-    @a_call("commit_to")
+    @exclusive_call("commit_to")
     def commit_to(self, dir: options.DirectoryOption, extra: Extra | None = None) -> int:  # noqa: A002
         """Commit the run in another directory, and continue there.
 
@@ -488,7 +488,7 @@ class StowedAdam(Optimizer):
                 self._core.schedule.abort()
         return self._core.commits.step
 
-    @a_call("snapshot")
+    @exclusive_call("snapshot")
     def snapshot(self, name: str, extra: Mapping[str, Any] | None = None) -> None:
         """Keep the current state of the run under a name until ``drop()``; commits if needed.
 
@@ -505,7 +505,7 @@ class StowedAdam(Optimizer):
             self._core.steps.commit(extra)
         agreement.add_snapshot(storage.store, name, self._core.commits.generation, self._core.ranks)
 
-    @a_call("snapshots")
+    @exclusive_call("snapshots")
     def snapshots(self) -> Sequence[Summary]:
         """Return the snapshots that all ranks have.
 
@@ -517,7 +517,7 @@ class StowedAdam(Optimizer):
             self._core.commits.join(self._params())  # one meeting at a time
         return agreement.snapshots(storage.store, self._core.ranks)
 
-    @a_call("drop")
+    @exclusive_call("drop")
     def drop(self, name: str) -> None:
         """Remove a snapshot; its disk space is free then, unless it is the newest commit.
 
@@ -528,7 +528,7 @@ class StowedAdam(Optimizer):
         self._core.commits.join(self._params())
         agreement.drop_snapshot(storage.store, name, self._core.ranks)
 
-    @a_call("save_safetensors")
+    @exclusive_call("save_safetensors")
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Write all states and hyper-parameters to one file, durably and in bounded memory.
 
@@ -622,7 +622,7 @@ class StowedAdam(Optimizer):
             Path(directory), lambda: totals(real, real, self._recorded_parts())
         )
 
-    @a_call("close")
+    @exclusive_call("close")
     def close(self) -> None:
         """Drop states, buffers and files now rather than with the object. Idempotent.
 
@@ -733,7 +733,7 @@ class StowedAdam(Optimizer):
 
 def _wait_for_all(optimizer: Optimizer) -> None:
     if isinstance(optimizer, StowedAdam):
-        optimizer._core.steps.require(Call.WHOLE)  # noqa: SLF001  # its own
+        optimizer._core.steps.require(PublicCall.WHOLE)  # noqa: SLF001  # its own
         optimizer.wait()
 
 

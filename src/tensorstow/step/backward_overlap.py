@@ -23,7 +23,7 @@ from tensorstow.io.device_link import DeviceEvent
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.chunk_order import by_last
 from tensorstow.step.gradient_feed import OverlapWith
-from tensorstow.step.legal_calls import Call, Phase, require
+from tensorstow.step.legal_calls import Phase, PublicCall, require
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copies
@@ -330,7 +330,7 @@ class BackwardOverlap(Schedule):
         plan = self._plan
         if plan is None:
             return
-        require(Call.STEP, self)
+        require(PublicCall.STEP, self)
         now = scalars_of(plan.updates, plan.counts, 1.0)
         rows = [plan.rows[update.param.number].scalars for update in plan.updates]
         began = [tuple(plan.scalars[row].tolist()) for row in rows]
@@ -385,7 +385,7 @@ class BackwardOverlap(Schedule):
         del ids
         if self.is_open and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
             self._params.store.pipeline.check_alive()
-            require(Call.FORWARD, self)
+            require(PublicCall.FORWARD, self)
 
     def abort(self) -> None:
         """Drop the open step and its gradients: its store is closed.

@@ -24,7 +24,7 @@ class Phase(Enum):
     BROKEN = "the step that has begun can never be whole"
 
 
-class Call(Enum):
+class PublicCall(Enum):
     """A call of an optimizer or its model."""
 
     FORWARD = "A forward or wait()"
@@ -37,12 +37,12 @@ class Call(Enum):
     CLOSE = "close()"
 
 
-_ENDS = frozenset({Call.RESUME, Call.CLOSE})
-LEGAL: dict[Phase, frozenset[Call]] = {
-    Phase.BETWEEN: frozenset(Call),
-    Phase.USED: frozenset(Call) - {Call.BACKWARD, Call.STEP},
-    Phase.RUNNING: _ENDS | {Call.FORWARD, Call.BACKWARD},
-    Phase.OPEN: _ENDS | {Call.STEP},
+_ENDS = frozenset({PublicCall.RESUME, PublicCall.CLOSE})
+LEGAL: dict[Phase, frozenset[PublicCall]] = {
+    Phase.BETWEEN: frozenset(PublicCall),
+    Phase.USED: frozenset(PublicCall) - {PublicCall.BACKWARD, PublicCall.STEP},
+    Phase.RUNNING: _ENDS | {PublicCall.FORWARD, PublicCall.BACKWARD},
+    Phase.OPEN: _ENDS | {PublicCall.STEP},
     Phase.BROKEN: _ENDS,
 }
 
@@ -65,14 +65,14 @@ class _HasPhase(Protocol):
     def why_broken(self) -> str | None: ...
 
 
-def require(call: Call, schedule: _HasPhase) -> None:
+def require(call: PublicCall, schedule: _HasPhase) -> None:
     """Raise OptionError, with what to do, where ``call`` is not legal now."""
     phase = schedule.phase
     if call not in LEGAL[phase]:
         refuse(call, phase, schedule.why_broken or phase.value)
 
 
-def refuse(call: Call, phase: Phase, why: str) -> NoReturn:
+def refuse(call: PublicCall, phase: Phase, why: str) -> NoReturn:
     """Raise OptionError: ``call`` is not legal in ``phase``."""
     message = (
         f'{call.value} was requested, and {why}: with overlap="backward" gradients have been used'

@@ -17,7 +17,7 @@ from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
 from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import DeviceEvent, Pairs, PlainLink
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.step.calls import Calls
+from tensorstow.step.call_lock import CallLock
 
 CPU = torch.device("cpu")
 ROWS = 8
@@ -363,8 +363,8 @@ class Optimizer:
     """What a prefetcher asks of one."""
 
     def __init__(self) -> None:
-        self.calls = Calls()
-        self.alone = self.calls.alone
+        self.call_lock = CallLock()
+        self.alone = self.call_lock.alone
         self.hooks: dict[str, Callable[..., None]] = {}
 
     def take_gradient(self) -> bool:
@@ -415,7 +415,7 @@ def test_resume_waits_for_a_gather_that_has_begun() -> None:
     late.start()
     assert inside.wait(30)
     threading.Timer(0.2, gate.set).start()
-    optimizer.calls.run("resume", resume)
+    optimizer.call_lock.run("resume", resume)
     late.join()
     assert seen == [0] * ROWS, "what it gathered is what was there when it began"
     for shard in shards:

@@ -15,7 +15,7 @@ from torch import nn
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.formats.reference import AdamState, adam_reference, adam_scalars
-from tensorstow.step.legal_calls import LEGAL, Call, Phase
+from tensorstow.step.legal_calls import LEGAL, Phase, PublicCall
 
 POLICY = PipelinePolicy(chunk_elements=64, backend="threads", depth=2)
 
@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
             self.optimizer.close()
         shutil.rmtree(self.directory)
 
-    def is_legal(self, call: Call) -> bool:
+    def is_legal(self, call: PublicCall) -> bool:
         return call in LEGAL[self.phase]
 
     @precondition(lambda self: self.phase in {Phase.BETWEEN, Phase.USED})
@@ -142,7 +142,7 @@ class Machine(RuleBasedStateMachine):
         for model in (self.plain.model, self.model):
             model.fails_behind = fails_behind
             losses.append(loss_of(model, self.seed))
-        if not self.is_legal(Call.BACKWARD):
+        if not self.is_legal(PublicCall.BACKWARD):
             with pytest.raises(OptionError, match="used already"):
                 torch.autograd.backward(losses[1])
             return
@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        if self.is_legal(Call.STEP):
+        if self.is_legal(PublicCall.STEP):
             used = any(p.grad is not None for p in self.plain.model.parameters())
             self.optimizer.step()
             self.plain.step()
@@ -168,7 +168,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(to_none=st.booleans())
     def zero_grad(self, *, to_none: bool) -> None:
-        if self.is_legal(Call.ZERO_GRAD):
+        if self.is_legal(PublicCall.ZERO_GRAD):
             self.optimizer.zero_grad(set_to_none=to_none)
             for parameter in self.plain.model.parameters():
                 if parameter.grad is not None:
@@ -188,7 +188,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def forward(self) -> None:
         self.model.fails_behind = self.plain.model.fails_behind = None
-        if self.is_legal(Call.FORWARD):
+        if self.is_legal(PublicCall.FORWARD):
             with torch.no_grad():
                 assert torch.equal(loss_of(self.model, 0), loss_of(self.plain.model, 0))
         else:
@@ -197,11 +197,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(requested=st.booleans())
     def commit(self, *, requested: bool) -> None:
-        if not self.is_legal(Call.WHOLE):
+        if not self.is_legal(PublicCall.WHOLE):
             self.refused(self.optimizer.commit)
             self.refused(self.optimizer.state_dict)
             return
-        if requested and self.is_legal(Call.STEP):
+        if requested and self.is_legal(PublicCall.STEP):
             self.optimizer.request_commit()
             self.step()
         else:
@@ -254,4 +254,4 @@ TestLegalCalls.settings = settings(
 
 @pytest.mark.parametrize("phase", Phase)
 def test_there_is_a_way_out_of_every_phase(phase: Phase) -> None:
-    assert LEGAL[phase] >= {Call.RESUME, Call.CLOSE}
+    assert LEGAL[phase] >= {PublicCall.RESUME, PublicCall.CLOSE}

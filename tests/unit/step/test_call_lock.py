@@ -15,7 +15,7 @@ from interrupts import at_event, by_signal, handler
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import CommitError, OptionError, PoisonedError, StowError
 from tensorstow.base.signals import SignalsDeferred
-from tensorstow.step.calls import Calls
+from tensorstow.step.call_lock import CallLock
 
 POLICY = PipelinePolicy(chunk_elements=64, backend="threads", depth=2)
 OVERLAPS = ["none", "forward", "backward"]
@@ -209,7 +209,7 @@ def test_a_call_inside_another_is_refused_and_changes_nothing(name: str, tmp_pat
         return {}
 
     model, optimizer = made(tmp_path, "none", commit_every=1, extra=dict)
-    optimizer._core.commits.extra_now = optimizer._calls.allowing_reads(extra)
+    optimizer._core.commits.extra_now = optimizer._call_lock.allowing_reads(extra)
     train(model, optimizer, range(2))
     assert optimizer._core.commits.step == 2
     assert len(optimizer.param_groups) == 1
@@ -255,7 +255,7 @@ def test_an_interrupted_load_is_no_state(tmp_path: Path) -> None:
 
 
 def test_calls_take_turns() -> None:
-    calls = Calls()
+    lock = CallLock()
     order: list[str] = []
     entered = threading.Event()
 
@@ -264,17 +264,17 @@ def test_calls_take_turns() -> None:
         order.append("first")
 
     def other() -> None:
-        calls.run("commit", lambda: order.append("other"))
+        lock.run("commit", lambda: order.append("other"))
 
     def act() -> None:
         thread.start()
         with pytest.raises(CommitError, match=r"commit\(\) was called inside step\(\)"):
-            calls.run("commit", lambda: None)
+            lock.run("commit", lambda: None)
         thread.join(0.05)
         first()
 
     thread = threading.Thread(target=other)
-    calls.run("step", act)
+    lock.run("step", act)
     thread.join()
     assert order == ["first", "other"]
 

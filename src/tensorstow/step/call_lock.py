@@ -52,7 +52,7 @@ _READS = frozenset({"state_dict"})
 _numbers = itertools.count(1)
 
 
-class Calls:
+class CallLock:
     """The lock of an optimizer's public calls: one at a time."""
 
     def __init__(self) -> None:
@@ -146,14 +146,14 @@ def _tell_backward(numbers: tuple[int, ...]) -> None:
         _torch._remove_obj_from_tls(_KEY)  # noqa: SLF001
 
 
-class _HasCalls(Protocol):
-    _calls: Calls
+class _HasCallLock(Protocol):
+    _call_lock: CallLock
 
 
-_Self = TypeVar("_Self", bound=_HasCalls)
+_Self = TypeVar("_Self", bound=_HasCallLock)
 
 
-def a_call(
+def exclusive_call(
     name: str,
 ) -> Callable[[Callable[Concatenate[_Self, _P], _T]], Callable[Concatenate[_Self, _P], _T]]:
     """Make a method the call ``name`` ([Note: Calls])."""
@@ -163,7 +163,7 @@ def a_call(
     ) -> Callable[Concatenate[_Self, _P], _T]:
         @wraps(method)
         def call(self: _Self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-            return self._calls.run(name, lambda: method(self, *args, **kwargs))
+            return self._call_lock.run(name, lambda: method(self, *args, **kwargs))
 
         return cast("Callable[Concatenate[_Self, _P], _T]", call)
 
