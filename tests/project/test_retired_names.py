@@ -37,6 +37,7 @@ RETIRED_NAMES = {
     "Calls": "CallLock",
     "device_updates": "hybrid_step_path",
     "DeviceUpdates": "HybridStepPath",
+    "Given": "WeightMemory",
     "UpdateSides": "UpdateRouter",
 }
 """Retired names whose words are ordinary ones, whole: the name in each one's place."""

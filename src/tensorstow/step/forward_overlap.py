@@ -20,7 +20,7 @@ from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.managed_param import ParamUpdate, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copies
-from tensorstow.step.replaced import Given
+from tensorstow.step.replaced import WeightMemory
 from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import States, record_step
 from tensorstow.step.unpublished import Waiter, mark_published, mark_unpublished
@@ -49,7 +49,7 @@ class ForwardOverlap(Schedule):
         self._versions: dict[int, int] = {}
         self._has_said = False
         self._lock = threading.RLock()  # any thread may read a weight
-        self._given: dict[int, Given] = {}
+        self._weight_memory: dict[int, WeightMemory] = {}
 
     def step(self, plan: StepPlan, states: States) -> None:
         """Return at once; weights and gradients stay alive until they are used.
@@ -72,7 +72,9 @@ class ForwardOverlap(Schedule):
         path.close()
         self._under_way = {id(update.param.owner): update for update in plan.updates}
         self._versions = {i: _version(update) for i, update in self._under_way.items()}
-        self._given = {i: Given.of(update.param) for i, update in self._under_way.items()}
+        self._weight_memory = {
+            i: WeightMemory.of(update.param) for i, update in self._under_way.items()
+        }
         managed = [update.param for update in plan.updates]
         record_step(managed, plan.counts, states, commits=plan.commits)
         waiter = self._make_waiter()
@@ -109,7 +111,7 @@ class ForwardOverlap(Schedule):
             update = self._under_way[identity]
             try:
                 self._check_gradient(update, identity)
-                self._given[identity].check(update.param)
+                self._weight_memory[identity].check(update.param)
             except StowError as error:
                 self._forget()
                 self._params.store.pipeline.poison(error)
@@ -118,7 +120,7 @@ class ForwardOverlap(Schedule):
             mark_published(update.param.owner)  # last: another thread may read it now
             del self._under_way[identity]  # last: an interrupt before has it done once more
         if not self._under_way:
-            self._given.clear()
+            self._weight_memory.clear()
 
     def _check_gradient(self, update: ParamUpdate, identity: int) -> None:
         if _version(update) != self._versions[identity]:
@@ -137,7 +139,7 @@ class ForwardOverlap(Schedule):
         for update in self._under_way.values():
             mark_published(update.param.owner)
         self._under_way.clear()
-        self._given.clear()
+        self._weight_memory.clear()
 
     def _make_waiter(self) -> Waiter:
         # Weakly: the table of unpublished weights is global, and must not keep the optimizer alive.

@@ -22,7 +22,7 @@ _WAY_OUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class WeightMemory:
     """The memory of one weight that a step writes to."""
 
     memory: torch.Tensor
@@ -31,7 +31,7 @@ class Given:
     """Of the storage."""
 
     @classmethod
-    def of(cls, param: ManagedParam) -> "Given":
+    def of(cls, param: ManagedParam) -> "WeightMemory":
         """Return the current memory of ``param``."""
         memory = param.parameter.detach()
         return cls(memory, memory.untyped_storage().nbytes())
