@@ -39,6 +39,7 @@ RETIRED_NAMES = {
     "DeviceUpdates": "HybridStepPath",
     "Given": "WeightMemory",
     "UpdateSides": "UpdateRouter",
+    "works_of": "device_param_updates",
 }
 """Retired names whose words are ordinary ones, whole: the name in each one's place."""
 STANDARD = {"TensorBoardScalars"}

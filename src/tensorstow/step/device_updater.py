@@ -41,7 +41,7 @@ StreamsOf = Callable[[Chunk, int], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DeviceParamUpdate:
     """One parameter's update in one step."""
 
     gradient: torch.Tensor | None
@@ -110,7 +110,7 @@ class DeviceUpdater:
         self._made = link.record_event()
         """Behind earlier uses of the slots' memory."""
         self._free = list(range(len(self._slots)))
-        self._works: Mapping[int, Work] = {}
+        self._updates: Mapping[int, DeviceParamUpdate] = {}
         self._weights: dict[int, torch.Tensor] = {}
         """What the step writes: the memory that it began with, which it holds."""
         self._gradients: dict[int, _FinalGradient] = {}
@@ -142,24 +142,24 @@ class DeviceUpdater:
 
     # --- a step ---
 
-    def begin(self, works: Mapping[int, Work], *, all_weights: bool) -> None:
-        """Begin an open step of the pipeline, with the gradients that ``works`` has.
+    def begin(self, updates: Mapping[int, DeviceParamUpdate], *, all_weights: bool) -> None:
+        """Begin an open step of the pipeline, with the gradients that ``updates`` has.
 
         Args:
-            works: What the step does with each parameter whose gradient is there or may come.
+            updates: What the step does with each parameter whose gradient is there or may come.
             all_weights: fp32 weights are copied to host memory too.
         """
-        self._works, self._all_weights = works, all_weights
-        self._weights = {n: flat(self._host_weights[n].parameter) for n in works}
+        self._updates, self._all_weights = updates, all_weights
+        self._weights = {n: flat(self._host_weights[n].parameter) for n in updates}
         self._gradients.clear()
         self._pending.clear()
         self._ready.clear()
         self._ahead = 0
         self._is_open, self._is_closed = True, False
         made = self.link.record_event()
-        for number, work in works.items():
-            if work.gradient is not None:
-                self._hold(number, work.gradient, made)
+        for number, update in updates.items():
+            if update.gradient is not None:
+                self._hold(number, update.gradient, made)
 
     def offer(self, number: int, gradient: torch.Tensor) -> None:
         """Take the final gradient of a parameter, which the caller's stream computes."""
@@ -227,7 +227,7 @@ class DeviceUpdater:
         while self._ready and self._ahead < _MOST_AHEAD:
             number = self._ready.popleft()
             self._pending.discard(number)
-            owners = [n for n in self._chunks[number].owners if n in self._works]
+            owners = [n for n in self._chunks[number].owners if n in self._updates]
             held = [self._gradients.get(n) for n in owners]
             pieces = [(n, None if g is None else g.flat) for n, g in zip(owners, held, strict=True)]
             self._pipeline.add_chunk_gradients(number, pieces)
@@ -247,7 +247,7 @@ class DeviceUpdater:
             if gradient.chunks_left == 0:
                 del self._gradients[number]
         if self.is_over:
-            self._works, self._weights = {}, {}  # which hold memory of the device
+            self._updates, self._weights = {}, {}  # which hold memory of the device
 
     def _take(self, number: int, ring_slot: int) -> None:
         self._ahead -= 1
@@ -284,15 +284,15 @@ class DeviceUpdater:
         self._in_flight.append(_ChunkOnDevice(chunk.number, list(held), slot, host, copied))
 
     def _segment(self, run: Segment, gradient: torch.Tensor) -> SegmentUpdate:
-        work = self._works[run.parameter]
+        update = self._updates[run.parameter]
         return SegmentUpdate(
             weight=_part(self._weights[run.parameter], run),
             gradient=_part(gradient, run),
             position=run.position,
             first=run.start,
-            scalars=work.scalars,
-            key=work.key,
-            seed_master=work.seed_master,
+            scalars=update.scalars,
+            key=update.key,
+            seed_master=update.seed_master,
         )
 
     def _table_bytes(self, chunk: Chunk) -> int:

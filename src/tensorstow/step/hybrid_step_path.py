@@ -26,7 +26,7 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_pipeline import StepKind, UpdatePipeline
 from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.device_feed import DeviceFeed
-from tensorstow.step.device_updater import DeviceUpdater, Work
+from tensorstow.step.device_updater import DeviceParamUpdate, DeviceUpdater
 from tensorstow.step.gradient_feed import HostFeed, OverlapWith, StepFeeds
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.share_tuner import ShareTuner, SideTiming, chunks_of_device, elements_of
@@ -93,7 +93,9 @@ class HybridStepPath:
         self._pipeline.step(plan.rows, plan.scalars, kind)
         self._gate.begin({update.param.number for update in plan.updates})
         there = [update for update in plan.updates if update.param.updated_there]
-        self._updater.begin(works_of(replace(plan, updates=there)), all_weights=plan.commits)
+        self._updater.begin(
+            device_param_updates(replace(plan, updates=there)), all_weights=plan.commits
+        )
         here = [update for update in plan.updates if update.param.updated_here]
         for feed in self._feeds:
             feed.begin(replace(plan, updates=here), self._gate)
@@ -250,12 +252,14 @@ class HybridStepPath:
             self._updater.take_one()
 
 
-def works_of(plan: StepPlan) -> dict[int, Work]:
+def device_param_updates(plan: StepPlan) -> dict[int, DeviceParamUpdate]:
     """Return the update of each parameter, by number."""
     table = [AdamScalars(*row) for row in plan.scalars.tolist()]
-    works = {}
+    updates = {}
     for update in plan.updates:
         row = plan.rows[update.param.number]
         gradient = None if update.gradient is None else flat(update.gradient)
-        works[update.param.number] = Work(gradient, table[row.scalars], row.key, row.seed_master)
-    return works
+        updates[update.param.number] = DeviceParamUpdate(
+            gradient, table[row.scalars], row.key, row.seed_master
+        )
+    return updates

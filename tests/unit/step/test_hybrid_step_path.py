@@ -11,7 +11,7 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.formats.reference import AdamScalars
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.step.hybrid_step_path import works_of
+from tensorstow.step.hybrid_step_path import device_param_updates
 from tensorstow.step.managed_param import StepPlan
 
 SMALL = PipelinePolicy(chunk_elements=1024)
@@ -38,16 +38,16 @@ def test_the_updater_is_told_what_the_kernel_would_be(monkeypatch: pytest.Monkey
     weights["half"].grad = torch.ones(30, dtype=torch.bfloat16)
     steps = optimizer._core.steps
     plan: StepPlan = steps._make_plan(steps._collect(), 0.5, commits=False)
-    works = works_of(plan)
+    updates = device_param_updates(plan)
     wide, half = (optimizer._params().get(weights[n]).number for n in ("wide", "half"))
-    assert works.keys() == {wide, half}
-    assert torch.equal(works[wide].gradient, weights["wide"].grad.reshape(-1))
-    assert isinstance(works[wide].scalars, AdamScalars)
-    assert (works[wide].scalars.grad_factor, works[half].scalars.grad_factor) == (0.5, -0.5)
-    assert works[half].scalars.step_size == pytest.approx(5.0)
-    assert works[half].seed_master  # nobody has written it yet
-    assert not works[wide].seed_master
-    assert works[half].key != works[wide].key
+    assert updates.keys() == {wide, half}
+    assert torch.equal(updates[wide].gradient, weights["wide"].grad.reshape(-1))
+    assert isinstance(updates[wide].scalars, AdamScalars)
+    assert (updates[wide].scalars.grad_factor, updates[half].scalars.grad_factor) == (0.5, -0.5)
+    assert updates[half].scalars.step_size == pytest.approx(5.0)
+    assert updates[half].seed_master  # nobody has written it yet
+    assert not updates[wide].seed_master
+    assert updates[half].key != updates[wide].key
     for due in plan.updates:  # their new weights come by chunk, from there or here
         row = plan.rows[due.param.number]
         assert row.gradient is None
