@@ -12,7 +12,9 @@ from compare import all_equal
 WIDTH, BLOCKS = 64, 4
 
 
-def train(device: torch.device, **offload: Any) -> tuple[list[torch.Tensor], Any]:  # noqa: ANN401
+def train(
+    device: torch.device, *, overflows: bool = False, **offload: object
+) -> tuple[list[torch.Tensor], Any]:
     """Train some steps with clipping; return the weights and the engine."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
@@ -30,8 +32,23 @@ def train(device: torch.device, **offload: Any) -> tuple[list[torch.Tensor], Any
         x = torch.randn(4, WIDTH, generator=generator).to(device)
         engine.backward(engine(x).square().mean())
         engine.step()
+        if overflows:
+            engine.backward(engine(x * float("inf")).square().mean())
+            engine.step()
     optimizer.wait()
     return [value.cpu().clone() for value in engine.module.state_dict().values()], optimizer
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_a_step_that_overflows_is_skipped_wherever_its_gradients_are(
+    ratio: float, device: torch.device
+) -> None:
+    want, plain = train(device, ratio=ratio)
+    got, skipping = train(device, overflows=True, ratio=ratio)
+    assert skipping._core.commits.step == 2 * plain._core.commits.step
+    assert all_equal(got, want)
+    plain.close()
+    skipping.close()
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])

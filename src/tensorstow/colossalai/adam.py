@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.checkpoint.run import DEFAULT_EVERY
+from tensorstow.fsdp.validation import KeepsOnDevice, TranslatesPlacement
 from tensorstow.optim import options
 from tensorstow.optim.options import DirectoryOption, StatePlacement
 from tensorstow.optim.step_runner import OwnParams
@@ -253,6 +254,11 @@ class HybridAdam(CPUAdam):
                 " commits would lack them. Use tensorstow.AdamW, whose states are in host memory."
             )
             raise OptionError(message)
+
+
+# The classes themselves are the factories that ``stow`` asks.
+_TRANSLATES_PLACEMENT: TranslatesPlacement = CPUAdam
+_KEEPS_ON_DEVICE: KeepsOnDevice = HybridAdam
 
 
 def update_on_accelerator(

@@ -223,7 +223,7 @@ class OptimizerWrapper(Optimizer):
             logger.warning("A step was skipped: the norm of its gradients is %s", norm.item())
             optimizer.zero_grad()
         else:
-            _step_scaled(optimizer, factor)
+            optimizer.step_scaled(factor)
         if self._scaler is not None:
             self._scaler.update(overflow=overflow)
 
@@ -386,18 +386,6 @@ def _stowed(optimizer: Optimizer, what: str) -> StowedAdam:
         message = f"{what} was asked of a {type(optimizer).__name__}: give boost() a HybridAdam."
         raise OptionError(message)
     return optimizer
-
-
-def _step_scaled(optimizer: StowedAdam, factor: float) -> None:
-    """Take a step by the gradients divided by ``factor``, as by ``torch.amp.GradScaler``."""
-    scaled: Any = optimizer
-    if factor != 1.0:
-        scaled._loss_scale = factor  # noqa: SLF001  # what the update divides by
-    try:
-        optimizer.step()
-    finally:
-        if factor != 1.0:
-            del scaled._loss_scale  # noqa: SLF001
 
 
 def _cast(value: object, dtype: torch.dtype) -> object:

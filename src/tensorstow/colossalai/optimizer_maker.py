@@ -12,6 +12,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import CPUAdam, HybridAdam, ParamsInHostMemory
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.optimizer_factory import Make, groups_of, names_of, with_groups
+from tensorstow.fsdp.validation import KeepsOnDevice
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.step_runner import OwnParams
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -64,7 +65,7 @@ class PlacedAdam(HybridAdam):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class OptimizerMaker:
+class OptimizerMaker(KeepsOnDevice):
     """The optimizer factory given to ``stow``."""
 
     make: Make

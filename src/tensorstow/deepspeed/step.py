@@ -2,7 +2,6 @@
 
 import logging
 import math
-from typing import Any
 
 import torch
 
@@ -40,27 +39,10 @@ class OptimizerStep:
         norm = self._optimizer.clip_grad_norm_(limit)
         self.norm = norm / factor
         overflow = not bool(torch.isfinite(norm))
-        self._step(factor, overflow=overflow)
+        self._optimizer.step_scaled(factor, overflowed=overflow)
         self._optimizer.zero_grad()
         if self._scale is not None:
             self._scale.update(overflowed=overflow)
         if overflow:
             logger.warning("A step was skipped: the norm of its gradients is %s", norm.item())
         return not overflow
-
-    def _step(self, factor: float, *, overflow: bool) -> None:
-        """Step as ``torch.amp.GradScaler`` does, which sets attributes of the optimizer.
-
-        But ``grad_scale``, which requests unscaled gradients, is not set: the gradients are
-        dropped. The ranks need not exchange overflows, since they have the same norm.
-        """
-        scaling: dict[str, Any] = {} if factor == 1.0 else {"_loss_scale": factor}
-        if overflow:
-            scaling["found_inf"] = torch.tensor(1.0)
-        for name, value in scaling.items():
-            setattr(self._optimizer, name, value)
-        try:
-            self._optimizer.step()
-        finally:
-            for name in scaling:
-                delattr(self._optimizer, name)

@@ -9,7 +9,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,26 @@ from tensorstow.optim.stowed_adam import StowedAdam
 
 OptimizerFactory = Callable[..., StowedAdam]
 """Called with named parameters and the keywords that place the states."""
+
+
+@runtime_checkable
+class TranslatesPlacement(Protocol):
+    """An optimizer factory with keywords of its own for the placement of states."""
+
+    def translate_placement(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``keywords``, with those of a plan that they stand for."""
+
+
+@runtime_checkable
+class KeepsOnDevice(Protocol):
+    """An optimizer factory that has torch update some parameters on the device."""
+
+    def stays_on_device(self, name: str) -> bool:
+        """Return whether the parameter ``name`` is updated there, if it is on the device.
+
+        Its gradients and states stay there too.
+        """
+
 
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -308,26 +328,19 @@ def _validate_one_dtype(unit: Unit) -> None:
 
 
 def given_keywords(optimizer: OptimizerFactory) -> dict[str, Any]:
-    """Return the keywords that the user has given with ``functools.partial``.
-
-    A class with other keywords for the placement has ``translate_placement``, which adds those of a
-    plan.
-    """
+    """Return the keywords that the user has given with ``functools.partial``."""
     if not isinstance(optimizer, partial):
         return {}
-    translate = getattr(optimizer.func, "translate_placement", dict)
-    return dict(translate(optimizer.keywords))
+    factory: object = optimizer.func
+    if isinstance(factory, TranslatesPlacement):
+        return factory.translate_placement(optimizer.keywords)
+    return dict(optimizer.keywords)
 
 
 def stays_on_device(optimizer: OptimizerFactory) -> Callable[[str], bool]:
-    """Return the test, by name, whether a parameter on the device is updated there.
-
-    A class or function that updates some parameters there by torch, with states that stay, has a
-    function of that name. Their gradients stay on the device too.
-    """
-    made_by = optimizer.func if isinstance(optimizer, partial) else optimizer
-    stays: Callable[[str], bool] = getattr(made_by, "stays_on_device", _never)
-    return stays
+    """Return the test, by name, whether a parameter on the device is updated there by torch."""
+    factory: object = optimizer.func if isinstance(optimizer, partial) else optimizer
+    return factory.stays_on_device if isinstance(factory, KeepsOnDevice) else _never
 
 
 def _never(name: str) -> bool:

@@ -5,7 +5,7 @@ what takes steps is an object that they share, and autograd's hooks lead to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,24 @@ class ClipFactor:
         return 1.0
 
 
+class ScaledLoss:
+    """The loss scale of the step that is being taken, where the caller has scaled the loss."""
+
+    def __init__(self) -> None:
+        """Begin with gradients of a loss that is not scaled."""
+        self.factor = 1.0
+        self.overflowed = False
+
+    @contextmanager
+    def by(self, factor: float, *, overflowed: bool) -> Iterator[None]:
+        """Divide gradients by ``factor`` inside the block, or skip the step if ``overflowed``."""
+        self.factor, self.overflowed = factor, overflowed
+        try:
+            yield
+        finally:
+            self.factor, self.overflowed = 1.0, False
+
+
 class OptimizerContents:
     """The parameter groups and states of an optimizer, as it has them now."""
 
@@ -143,6 +161,7 @@ class StepRunner:
         self._call_lock = call_lock
         self._own = own
         self.clip = ClipFactor()
+        self.scaled = ScaledLoss()
         self.contents = OptimizerContents()
         self._open_commits = False
         """Whether the step that is open commits."""
@@ -206,9 +225,13 @@ class StepRunner:
         """
         self._params.store.pipeline.check_alive()  # also where there is no gradient to step by
         scale = 1.0 if grad_scale is None else float(grad_scale)
-        factor = self.clip.of_now() / divisor
-        self._schedule.check_scaling(found_inf, factor / scale)
-        if found_inf is not None and is_skipped(found_inf, list(self.contents.parameters())):
+        factor = self.clip.of_now() / (divisor * self.scaled.factor)
+        overflowed = self.scaled.overflowed
+        may_skip = found_inf is not None or overflowed
+        self._schedule.check_scaling(factor / scale, may_skip=may_skip)
+        if found_inf is not None:
+            overflowed |= is_skipped(found_inf, list(self.contents.parameters()))
+        if overflowed:
             unscale(self.contents.parameters(), scale)
             self._count_step()
         elif self._schedule.begins_early:

@@ -163,6 +163,22 @@ class StowedAdam(Optimizer):
         self._update(1.0)
         return loss
 
+    def step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
+        """Take a step by the gradients of a loss that the caller has scaled.
+
+        They are divided inside the update: ``.grad`` is not changed.
+
+        Args:
+            loss_scale: What the loss was multiplied by.
+            overflowed: Whether a gradient of some rank is not finite; every rank gives the same.
+                The step is counted then, and updates nothing.
+
+        Raises:
+            OptionError: Updates by the scaled gradients have begun (``overlap="backward"``).
+        """
+        with self._core.steps.scaled.by(loss_scale, overflowed=overflowed):
+            self.step()
+
     @exclusive_call("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
         """Drop the gradients, and the clip factor that was computed from them.
@@ -699,8 +715,8 @@ class StowedAdam(Optimizer):
     # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _update(self, divisor: float) -> None:
-        """Update by the gradients divided by ``divisor``, by a GradScaler's scale, and clipped."""
-        divisor *= getattr(self, "_loss_scale", 1.0)
+        """Update by the gradients divided by ``divisor``, unscaled, and clipped."""
+        # Attributes that torch.amp.GradScaler sets, of the optimizer it is given.
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         self._core.steps.update(divisor, found_inf, scale)
 

@@ -431,9 +431,9 @@ class BackwardOverlap(Schedule):
         )
         raise OptionError(message)
 
-    def check_scaling(self, found_inf: torch.Tensor | None, factor: float) -> None:
-        """Raise OptionError where gradients are used before they could be scaled."""
-        refuse_scaling(found_inf, factor)
+    def check_scaling(self, factor: float, *, may_skip: bool) -> None:
+        """Raise OptionError where gradients are used before they could be scaled or skipped."""
+        refuse_scaling(factor, may_skip=may_skip)
 
 
 def _written(param: ManagedParam) -> tuple[int, int]:

@@ -117,8 +117,8 @@ class Schedule:
     def check_clipping(self) -> None:
         """Raise OptionError where gradients are used before their norm is known."""
 
-    def check_scaling(self, found_inf: torch.Tensor | None, factor: float) -> None:
-        """Raise OptionError where gradients are used before they could be scaled."""
+    def check_scaling(self, factor: float, *, may_skip: bool) -> None:
+        """Raise OptionError where gradients are used before they could be scaled or skipped."""
 
     def check_unchanged(self) -> None:
         """Raise OptionError where the step that is open cannot be ended as it was begun."""

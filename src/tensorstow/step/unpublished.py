@@ -130,7 +130,8 @@ class _UnpublishedShard(Unpublished):
 
 def _ask(shard: Any, name: str, given: Mapping[str, Any], *args: object) -> Any:  # noqa: ANN401
     """Call a method of the shard's own class; where torch functions are disabled, at once."""
-    own = getattr(type(shard), "own", type(shard))  # another thread may have published it by now
+    kind = type(shard)
+    own = kind.own if issubclass(kind, Unpublished) else kind  # another thread may have published
     if torch._C._is_torch_function_enabled():  # noqa: SLF001  # else the waiter itself calls
         _wait_for(shard)
     return getattr(own, name)(shard, *args, **given)

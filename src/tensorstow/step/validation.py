@@ -15,6 +15,7 @@ from tensorstow.base.update_on import Overlap, UpdateOn, keyword_of, reaches_dev
 from tensorstow.io import device_link
 from tensorstow.states.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.states.native_pipeline import PLAIN_TENSORS
+from tensorstow.step.unpublished import Unpublished
 from tensorstow.tensors.dtensor import is_sharded
 from tensorstow.tensors.placeholder import StateOnDisk
 
@@ -96,9 +97,9 @@ def refuse_ranks(module: torch.nn.Module | None, parameters: Iterable[torch.Tens
         raise OptionError(message)
 
 
-def refuse_scaling(found_inf: object, factor: float) -> None:
+def refuse_scaling(factor: float, *, may_skip: bool) -> None:
     """Raise OptionError where gradients were to be scaled or skipped that are used already."""
-    if found_inf is not None or factor != 1.0:
+    if may_skip or factor != 1.0:
         message = (
             'A GradScaler (or div_scale) was used with overlap="backward": updates by the scaled'
             ' gradients have begun. Use overlap="forward" or "none", or bfloat16 without a scaler.'
@@ -182,9 +183,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             " or give it a contiguous copy: param.data = param.data.contiguous()."
         )
         raise DTypeError(message)
-    if hasattr(
-        type(parameter), "own"
-    ):  # [Note: Unpublished], which is all that this layer may know
+    if issubclass(type(parameter), Unpublished):
         message = (
             f'{name} is being updated by another optimizer, which has overlap="forward". Give each'
             ' parameter to one optimizer; or make both with overlap="none", and close() the one'

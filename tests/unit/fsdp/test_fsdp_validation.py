@@ -13,8 +13,15 @@ import tensorstow
 from remote import make_remote
 from tensorstow import Budget, Plan, Tier
 from tensorstow.base.errors import BudgetError, OptionError
+from tensorstow.colossalai import CPUAdam, HybridAdam
 from tensorstow.fsdp.units import units_of
-from tensorstow.fsdp.validation import validate_arguments, validate_mesh, validate_parameters
+from tensorstow.fsdp.validation import (
+    given_keywords,
+    stays_on_device,
+    validate_arguments,
+    validate_mesh,
+    validate_parameters,
+)
 from tensorstow.tensors.dtensor import shard_of
 
 CPU = torch.device("cpu")
@@ -260,3 +267,13 @@ def test_what_contradicts_a_plan_is_refused(given: dict[str, object]) -> None:
 def test_an_automatic_plan_keeps_its_budget_whatever_the_optimizer_was_told() -> None:
     with pytest.raises(BudgetError):
         tensorstow.stow(_model(), partial(tensorstow.AdamW, states="ram"), budget=Budget(host=200))
+
+
+def test_a_factory_is_asked_of_its_own_keywords_and_parameters() -> None:
+    on_disk = {"nvme_offload_fraction": 0.5}
+    assert given_keywords(partial(CPUAdam, **on_disk)) == {**on_disk, "states": "disk"}
+    assert given_keywords(partial(tensorstow.AdamW, lr=1.0)) == {"lr": 1.0}
+    assert given_keywords(CPUAdam) == {}
+    assert stays_on_device(HybridAdam)("weight")
+    assert stays_on_device(partial(HybridAdam, lr=1.0))("weight")
+    assert not stays_on_device(partial(CPUAdam, lr=1.0))("weight")
