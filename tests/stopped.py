@@ -6,5 +6,5 @@ from tensorstow.optim.stowed_adam import StowedAdam
 
 def stop(optimizer: StowedAdam) -> None:
     """Let everything go as a stop of the process does: what no commit has is lost."""
-    optimizer._core.commits.every = Interval()
+    optimizer._runtime.commits.every = Interval()
     optimizer.close()

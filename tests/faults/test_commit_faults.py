@@ -184,7 +184,7 @@ def test_what_the_caller_keeps_cannot_be_kept(world: World, tmp_path: Path) -> N
 def test_what_the_callers_function_returns_cannot_be_kept(tmp_path: Path) -> None:
     world = World(CASE, tmp_path)
     world.train(3)
-    world.optimizer._core.commits.extra_now = lambda: {"model": world.model}
+    world.optimizer._runtime.commits.extra_now = lambda: {"model": world.model}
     with pytest.raises(TypeError, match=r"extra\['model'\]"):
         world.train(4)
     world.close()

@@ -86,9 +86,9 @@ def test_what_is_committed_is_not_committed_again(
     optimizer = make(net, tmp_path, commit_every=3)
     train(net, optimizer)
     optimizer.synchronize()
-    before = optimizer._core.commits.generation
+    before = optimizer._runtime.commits.generation
     optimizer.close()
-    assert optimizer._core.commits.generation == before
+    assert optimizer._runtime.commits.generation == before
     make(net, tmp_path / "fresh").close()
     assert not caplog.records
     assert resumed(tmp_path / "fresh")[0] is None

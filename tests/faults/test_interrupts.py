@@ -93,7 +93,7 @@ def take(run: Run, number: int, happen: Callable[[], None]) -> bool | None:
     except Interrupt:
         interrupted = True
     assert interrupted or happen is by_signal
-    if optimizer._core.commits.step == 2:
+    if optimizer._runtime.commits.step == 2:
         if optimizer.offload_policy.overlap != "backward":
             assert same(facts(model, optimizer), WANT[2])
         optimizer.step()  # with the gradients that are there still

@@ -103,7 +103,7 @@ def clip_factor_ignored(patch: pytest.MonkeyPatch, _: Path) -> None:
 
     def ignored(self: StowedAdam, max_norm: float) -> torch.Tensor:
         norm = clip(self, max_norm)
-        self._core.steps.clip.clear()
+        self._runtime.steps.clip.clear()
         return norm
 
     patch.setattr(StowedAdam, "clip_grad_norm_", ignored)

@@ -75,7 +75,7 @@ def test_a_gradient_crosses_few_modules(plan: Plan, most: int, tmp_path: Path) -
 
 MOST_METHODS = 20
 OTHERS_INTERFACES = {
-    "StowedAdam": "torch.optim.Optimizer's, and commits; StepRunner and Core do the work",
+    "StowedAdam": "torch.optim.Optimizer's, and commits; OptimizerRuntime does the work",
     "StowedOptimizer": "torch.optim.Optimizer's; StateManager does the work",
     "DeepSpeedEngine": "DeepSpeed's",
     "OptimizerWrapper": "ColossalAI's",

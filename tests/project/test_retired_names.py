@@ -35,6 +35,7 @@ RETIRED_NAMES = {
     "a_call": "exclusive_call",
     "Beside": "OverlapWith",
     "Calls": "CallLock",
+    "Core": "OptimizerRuntime",
     "device_updates": "hybrid_step_path",
     "DeviceUpdates": "HybridStepPath",
     "Given": "WeightMemory",

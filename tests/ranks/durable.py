@@ -170,7 +170,7 @@ def with_a_failing_rank(directory: Path, where: str, steps: int) -> tuple[str, s
     owners: dict[str, Any] = {
         "commit": Store,
         "write_tensor": Store,
-        "extra_now": life.optimizer._core.commits,
+        "extra_now": life.optimizer._runtime.commits,
         "step": life.optimizer._states().pipeline,
     }
     owner = owners[where]

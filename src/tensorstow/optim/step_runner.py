@@ -1,7 +1,7 @@
 """Takes the steps of an optimizer: from the gradients in ``.grad`` to new weights, by its schedule.
 
-Wrappers are made from an optimizer's class or share its ``__dict__`` ([Note: One end] in core), so
-what takes steps is an object that they share, and autograd's hooks lead to it.
+Wrappers are made from an optimizer's class or share its ``__dict__`` ([Note: One end] in runtime),
+so what takes steps is an object that they share, and autograd's hooks lead to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -23,9 +23,9 @@ from tensorstow.checkpoint.resume import resume
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra, is_checked
 from tensorstow.optim import options
-from tensorstow.optim.core import Core
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.recording import CommitPart, LinkPart, RecordedPart, Recording, totals
+from tensorstow.optim.runtime import OptimizerRuntime
 from tensorstow.optim.step_runner import OwnParams
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
@@ -90,7 +90,7 @@ class StowedAdam(Optimizer):
         self.register_state_dict_pre_hook(_wait_for_all)
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
         ranks = Ranks.of(self._parameters(), offload_policy)
-        self._core = Core(
+        self._runtime = OptimizerRuntime(
             offload_policy,
             run,
             self._call_lock,
@@ -99,11 +99,11 @@ class StowedAdam(Optimizer):
             extra_checked=extra_checked,
         )
         self._is_made = True
-        self._core.steps.contents.optimizer = weakref.ref(self)
-        self._core.steps.contents.set(self.param_groups, self.state)
+        self._runtime.steps.contents.optimizer = weakref.ref(self)
+        self._runtime.steps.contents.set(self.param_groups, self.state)
         if offload_policy.overlap == "backward":
             validation.refuse_ranks(run.module, self._parameters())
-        self._core.steps.attach(filter(validation.is_to_be_trained, self._parameters()))
+        self._runtime.steps.attach(filter(validation.is_to_be_trained, self._parameters()))
 
     # --- torch.optim.Optimizer ---
 
@@ -132,7 +132,7 @@ class StowedAdam(Optimizer):
                 if validation.is_to_be_trained(parameter):
                     self._check(parameter, name_of(self.param_groups, group, index))
             if self._is_made:
-                self._core.steps.attach(filter(validation.is_to_be_trained, group["params"]))
+                self._runtime.steps.attach(filter(validation.is_to_be_trained, group["params"]))
         except BaseException:
             self.param_groups.pop()
             raise
@@ -176,7 +176,7 @@ class StowedAdam(Optimizer):
         Raises:
             OptionError: Updates by the scaled gradients have begun (``overlap="backward"``).
         """
-        with self._core.steps.scaled.by(loss_scale, overflowed=overflowed):
+        with self._runtime.steps.scaled.by(loss_scale, overflowed=overflowed):
             self.step()
 
     @exclusive_call("zero_grad")
@@ -186,17 +186,17 @@ class StowedAdam(Optimizer):
         Args:
             set_to_none: Whether ``.grad`` becomes None rather than zeros.
         """
-        self._core.steps.require(PublicCall.ZERO_GRAD)
+        self._runtime.steps.require(PublicCall.ZERO_GRAD)
         self._drop_gradients(set_to_none=set_to_none)
 
     def _drop_gradients(self, *, set_to_none: bool = True) -> None:
-        self._core.schedule.drop_gradients(self._parameters(), to_zero=not set_to_none)
+        self._runtime.schedule.drop_gradients(self._parameters(), to_zero=not set_to_none)
         if not set_to_none:
             # Updates may still read the gradients that are about to be zeroed.
-            self._core.steps.wait()
+            self._runtime.steps.wait()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
             super().zero_grad(set_to_none)
-        self._core.steps.clip.clear()
+        self._runtime.steps.clip.clear()
 
     @exclusive_call("state_dict")
     def state_dict(self) -> dict[str, Any]:
@@ -230,8 +230,8 @@ class StowedAdam(Optimizer):
 
     @exclusive_call("load_state_dict")
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._core.steps.settle()
-        self._core.is_half_loaded = False
+        self._runtime.steps.settle()
+        self._runtime.is_half_loaded = False
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
         def keep_tensors_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class StowedAdam(Optimizer):
 
         def put_tensors_in_place(_: Optimizer) -> None:
             self._load_states(loaded)
-            self._core.is_half_loaded, self._call_lock.allows_reads = False, True
+            self._runtime.is_half_loaded, self._call_lock.allows_reads = False, True
 
         # Ours is the last before and the first after, so users' hooks see whole state dicts.
         before = self.register_load_state_dict_pre_hook(keep_tensors_back)
@@ -260,7 +260,7 @@ class StowedAdam(Optimizer):
             super().load_state_dict(state_dict)
         except BaseException as error:
             if (
-                self._core.is_half_loaded
+                self._runtime.is_half_loaded
             ):  # an interrupt: step counts of one run, moments of another
                 self._states().pipeline.poison(error)
             raise
@@ -271,12 +271,12 @@ class StowedAdam(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore groups saved by another version or by torch; missing keys get our defaults."""
-        self._core.is_half_loaded, self._call_lock.allows_reads = True, False
+        self._runtime.is_half_loaded, self._call_lock.allows_reads = True, False
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        self._core.steps.contents.set(self.param_groups, self.state)
+        self._runtime.steps.contents.set(self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse pickle and copy: files, threads and buffers cannot be carried."""
@@ -311,7 +311,7 @@ class StowedAdam(Optimizer):
         if not max_norm >= 0.0:
             message = f"max_norm={max_norm} was given: it must not be negative."
             raise OptionError(message)
-        self._core.schedule.check_clipping()
+        self._runtime.schedule.check_clipping()
         parameters = list(self._parameters())
         gradients = []
         for parameter in parameters:
@@ -326,7 +326,7 @@ class StowedAdam(Optimizer):
             raise RuntimeError(message)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
         clipped = [(p, p.grad) for p in parameters if p.grad is not None]
-        self._core.steps.clip.set(factor, clipped)
+        self._runtime.steps.clip.set(factor, clipped)
         return norm
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -338,7 +338,7 @@ class StowedAdam(Optimizer):
         Returns:
             The context manager.
         """
-        return self._core.schedule.accumulate()
+        return self._runtime.schedule.accumulate()
 
     def wait(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Wait until parameters are updated, for readers outside of the forward of ``module``.
@@ -346,7 +346,7 @@ class StowedAdam(Optimizer):
         Args:
             parameters: The parameters to wait for. Default: None, all.
         """
-        self._core.steps.wait(None if parameters is None else [id(p) for p in parameters])
+        self._runtime.steps.wait(None if parameters is None else [id(p) for p in parameters])
 
     def updated(self) -> AbstractContextManager[None]:
         """Wait for all updates, and return a context inside of which all weights are current.
@@ -374,7 +374,7 @@ class StowedAdam(Optimizer):
     @exclusive_call("synchronize")
     def synchronize(self) -> None:
         """Wait until updates and writes are done; raises the errors of work after ``step()``."""
-        self._core.steps.settle()
+        self._runtime.steps.settle()
         self._states().pipeline.settle()
 
     @exclusive_call("resume")
@@ -399,19 +399,19 @@ class StowedAdam(Optimizer):
         """
         params = self._params()
         storage = storage_of(params, "resume()")
-        self._core.steps.settle_or_give_up()
+        self._runtime.steps.settle_or_give_up()
         self._call_resume_hooks()
-        generation = agreement.choose(storage.store, which, self._core.ranks)
+        generation = agreement.choose(storage.store, which, self._runtime.ranks)
         if generation is None:
             return None
-        self._core.ranks.run_on_all("resume()", partial(self._go_on_from, generation))
+        self._runtime.ranks.run_on_all("resume()", partial(self._go_on_from, generation))
         self._call_resume_hooks()
         return generation.step
 
     @property
     def extra(self) -> dict[str, Any]:
         """The ``extra`` that was saved with the commit that ``resume()`` loaded."""
-        return self._core.extra
+        return self._runtime.extra
 
     def register_resume_hook(self, hook: Callable[[], None]) -> None:
         """Register a function that is called before ``resume()`` writes weights, and after it.
@@ -442,7 +442,7 @@ class StowedAdam(Optimizer):
             False where none is on its way; then nothing was waited for.
         """
         with self.alone():
-            return self._core.steps.take_gradient()
+            return self._runtime.steps.take_gradient()
 
     @exclusive_call("commit")
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:
@@ -465,7 +465,7 @@ class StowedAdam(Optimizer):
         storage_of(self._params(), "commit()")
         if extra is not None:
             check_extra(extra)
-        return self._core.steps.commit(extra)
+        return self._runtime.steps.commit(extra)
 
     def request_commit(self) -> None:
         """Request a commit at the end of the current step, or of the next one.
@@ -474,7 +474,7 @@ class StowedAdam(Optimizer):
         returns. With several ranks, a step that all of them take commits, whichever rank asked.
         """
         storage_of(self._params(), "request_commit()")
-        self._core.commits.requested = True
+        self._runtime.commits.requested = True
 
     @exclusive_call("commit_to")
     def commit_to(self, dir: options.DirectoryOption, extra: Extra | None = None) -> int:  # noqa: A002
@@ -493,16 +493,16 @@ class StowedAdam(Optimizer):
         params, before = self._params(), self._states()
         storage_of(params, "commit_to()")
         with suppress(UnlinkedError):  # which is why it is called
-            self._core.steps.settle()
-        self._core.commits.refuse_strange(self._params())
-        self._core.refuse_lack_of_extra("commit_to()", extra)
+            self._runtime.steps.settle()
+        self._runtime.commits.refuse_strange(self._params())
+        self._runtime.refuse_lack_of_extra("commit_to()", extra)
         try:
             where = options.directories(dir)
-            commit_to(where, params, self._core.commits, self.param_groups, self.state, extra)
+            commit_to(where, params, self._runtime.commits, self.param_groups, self.state, extra)
         finally:
             if params.store is not before:
-                self._core.schedule.abort()
-        return self._core.commits.step
+                self._runtime.schedule.abort()
+        return self._runtime.commits.step
 
     @exclusive_call("snapshot")
     def snapshot(self, name: str, extra: Mapping[str, Any] | None = None) -> None:
@@ -515,11 +515,13 @@ class StowedAdam(Optimizer):
             extra: As in ``commit()``.
         """
         storage = storage_of(self._params(), "snapshot()")
-        self._core.steps.settle()
-        self._core.commits.refuse_strange(self._params())
-        if extra is not None or self._core.commits.committed != self._core.commits.step:
-            self._core.steps.commit(extra)
-        agreement.add_snapshot(storage.store, name, self._core.commits.generation, self._core.ranks)
+        self._runtime.steps.settle()
+        self._runtime.commits.refuse_strange(self._params())
+        if extra is not None or self._runtime.commits.committed != self._runtime.commits.step:
+            self._runtime.steps.commit(extra)
+        agreement.add_snapshot(
+            storage.store, name, self._runtime.commits.generation, self._runtime.ranks
+        )
 
     @exclusive_call("snapshots")
     def snapshots(self) -> Sequence[Summary]:
@@ -529,9 +531,9 @@ class StowedAdam(Optimizer):
             A summary of each, oldest first.
         """
         storage = storage_of(self._params(), "snapshots()")
-        if not self._core.ranks.alone:
-            self._core.commits.join(self._params())  # one meeting at a time
-        return agreement.snapshots(storage.store, self._core.ranks)
+        if not self._runtime.ranks.alone:
+            self._runtime.commits.join(self._params())  # one meeting at a time
+        return agreement.snapshots(storage.store, self._runtime.ranks)
 
     @exclusive_call("drop")
     def drop(self, name: str) -> None:
@@ -541,8 +543,8 @@ class StowedAdam(Optimizer):
             name: The name of the snapshot.
         """
         storage = storage_of(self._params(), "drop()")
-        self._core.commits.join(self._params())
-        agreement.drop_snapshot(storage.store, name, self._core.ranks)
+        self._runtime.commits.join(self._params())
+        agreement.drop_snapshot(storage.store, name, self._runtime.ranks)
 
     @exclusive_call("save_safetensors")
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
@@ -554,8 +556,8 @@ class StowedAdam(Optimizer):
         Args:
             path: The file; one that exists is replaced when the new one is durable.
         """
-        self._core.steps.settle()
-        groups, module = self.param_groups, self._core.commits.module
+        self._runtime.steps.settle()
+        groups, module = self.param_groups, self._runtime.commits.module
         optimizer_export.save(Path(path), self._params(), groups, self.state, module)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
@@ -564,7 +566,7 @@ class StowedAdam(Optimizer):
         Args:
             path: The file.
         """
-        module = self._core.commits.module
+        module = self._runtime.commits.module
         self.load_state_dict(optimizer_export.state_dict_of(Path(path), self.param_groups, module))
 
     def memory(self) -> StateMemory:
@@ -573,7 +575,7 @@ class StowedAdam(Optimizer):
         Returns:
             Bytes in RAM, on disk, in the ring buffer, pinned, and on the device.
         """
-        held = self._core.schedule.most_held_bytes
+        held = self._runtime.schedule.most_held_bytes
         return replace(self._params().memory(), gradient_bytes=held)
 
     def traffic(self) -> Traffic:
@@ -610,12 +612,12 @@ class StowedAdam(Optimizer):
         Returns:
             The context manager.
         """
-        module = self._core.commits.module if module is None else module
+        module = self._runtime.commits.module if module is None else module
         parts = self._recorded_parts()
         log = self._states().pipeline.counters
         real = self._itself()
         recording = Recording(real, real, module=module, log=log, parts=parts)
-        return self._core.last_recording.set(recording)
+        return self._runtime.last_recording.set(recording)
 
     def report(self, directory: str | os.PathLike[str]) -> dict[str, Path]:
         """Write a report of the run: of the last ``recording()``, or totals without one.
@@ -634,7 +636,7 @@ class StowedAdam(Optimizer):
             StowError: The files cannot be written.
         """
         real = self._itself()
-        return self._core.last_recording.write(
+        return self._runtime.last_recording.write(
             Path(directory), lambda: totals(real, real, self._recorded_parts())
         )
 
@@ -647,7 +649,7 @@ class StowedAdam(Optimizer):
         logged instead. A failure is raised after everything is closed.
         """
         try:
-            self._core.finish()
+            self._runtime.finish()
         finally:
             self.state.clear()
 
@@ -660,34 +662,34 @@ class StowedAdam(Optimizer):
         if kind is None:
             self.close()
             return
-        self._core.finish_and_log()
+        self._runtime.finish_and_log()
         self.state.clear()
 
     # --- inside ---
 
     def _itself(self) -> "StowedAdam":
-        """Return the optimizer where this is a wrapper of its class ([Note: One end] in core)."""
-        real = self._core.steps.contents.optimizer()
+        """Return the optimizer where this is a wrapper ([Note: One end] in runtime)."""
+        real = self._runtime.steps.contents.optimizer()
         return real if isinstance(real, StowedAdam) else self
 
     def _recorded_parts(self) -> list[RecordedPart]:
         link = self._params().links.weights
         return [
             LinkPart(link),
-            CommitPart(self._core.commits),
+            CommitPart(self._runtime.commits),
             *(make() for make in self.recorded_parts),
         ]
 
     def _go_on_from(self, generation: Generation) -> None:
-        params, module = self._params(), self._core.commits.module
+        params, module = self._params(), self._runtime.commits.module
         before = params.store
         try:
-            self._core.extra = resume(generation, params, self.param_groups, self.state, module)
+            self._runtime.extra = resume(generation, params, self.param_groups, self.state, module)
         finally:
             if params.store is not before:
-                self._core.schedule.abort()
+                self._runtime.schedule.abort()
         with poisoning(params.store.pipeline):
-            self._core.commits.resumed(generation, params)
+            self._runtime.commits.resumed(generation, params)
             self._drop_gradients()
 
     def _own_params(self) -> OwnParams:
@@ -704,7 +706,7 @@ class StowedAdam(Optimizer):
         if not self._is_made:
             message = "The optimizer is not made yet."
             raise StowError(message)
-        return self._core.params
+        return self._runtime.params
 
     def _states(self) -> StateStore:
         return self._params().store
@@ -718,7 +720,7 @@ class StowedAdam(Optimizer):
         """Update by the gradients divided by ``divisor``, unscaled, and clipped."""
         # Attributes that torch.amp.GradScaler sets, of the optimizer it is given.
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        self._core.steps.update(divisor, found_inf, scale)
+        self._runtime.steps.update(divisor, found_inf, scale)
 
     # --- states that come from outside ---
 
@@ -727,7 +729,7 @@ class StowedAdam(Optimizer):
         amsgrad = {id(p): bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
         if params.differ(amsgrad):
             params.renew()  # the saved groups have another amsgrad: other states exist
-        self._core.steps.attach(
+        self._runtime.steps.attach(
             p for p in self._parameters() if validation.is_to_be_trained(p) or p in loaded
         )
         managed = [(params.get(parameter), entry) for parameter, entry in loaded.items()]
@@ -749,7 +751,7 @@ class StowedAdam(Optimizer):
 
 def _wait_for_all(optimizer: Optimizer) -> None:
     if isinstance(optimizer, StowedAdam):
-        optimizer._core.steps.require(PublicCall.WHOLE)  # noqa: SLF001  # its own
+        optimizer._runtime.steps.require(PublicCall.WHOLE)  # noqa: SLF001  # its own
         optimizer.wait()
 
 

@@ -77,7 +77,7 @@ def test_an_optimizer_that_is_collected_by_the_thread_that_commits_ends(
         step(optimizer, weights)
         ring = [optimizer]
         ring.append(ring)  # type: ignore[arg-type]  # a cycle, for the collector to find
-        watcher = weakref.ref(optimizer._core)
+        watcher = weakref.ref(optimizer._runtime)
         del optimizer, ring
         is_dropped.set()
         while watcher() is not None or not collected_in:
@@ -159,7 +159,7 @@ def test_a_commit_holds_what_is(
             assert before == facts(ram, ram_weights)
         optimizer.close()
         optimizer, weights = make(tmp_path, dtype=dtype, ram_budget=budget)
-        assert optimizer.resume() == optimizer._core.commits.step
+        assert optimizer.resume() == optimizer._runtime.commits.step
         assert facts(optimizer, weights) == before
         optimizer.commit()  # of what was resumed and not touched
         optimizer.close()

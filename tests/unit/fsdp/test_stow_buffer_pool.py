@@ -202,7 +202,7 @@ def test_a_commit_by_hand_reads_each_unit_once_and_writes_none(tmp_path: Path) -
     moved: list[tuple[int, int]] = []
 
     def commit(optimizer: tensorstow.AdamW) -> None:
-        model = optimizer._core.commits.module
+        model = optimizer._runtime.commits.module
         assert model is not None
         before = parameter_bytes(model)
         optimizer.commit()

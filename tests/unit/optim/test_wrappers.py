@@ -112,7 +112,7 @@ def test_zero_grad_through_a_wrapper_forgets_the_factor(
     backward(net)
     optimizer.clip_grad_norm_(1e-9)
     told.zero_grad()
-    assert optimizer._core.steps.clip.of_now() == 1.0
+    assert optimizer._runtime.steps.clip.of_now() == 1.0
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

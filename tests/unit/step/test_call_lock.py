@@ -108,7 +108,7 @@ def test_a_requested_commit_is_durable_when_the_step_is_over(
     with handler(optimizer.request_commit):
         if inside:
             # In the middle of step(): behind the decision whether it commits.
-            steps = optimizer._core.steps
+            steps = optimizer._runtime.steps
             owner: Any = steps if overlap != "backward" else steps.clip
             name = "_collect" if overlap != "backward" else "of_now"
             given = getattr(owner, name)
@@ -123,9 +123,9 @@ def test_a_requested_commit_is_durable_when_the_step_is_over(
         else:
             signal.raise_signal(signal.SIGUSR1)
             train(model, optimizer, range(2, 3))
-    assert optimizer._core.commits.committed == 3
+    assert optimizer._runtime.commits.committed == 3
     train(model, optimizer, range(3, 4))
-    assert optimizer._core.commits.committed == 3, "it is asked for once"
+    assert optimizer._runtime.commits.committed == 3, "it is asked for once"
     optimizer.close()
     _again, found = made(tmp_path, "none")
     assert found.resume() in {3, 4}  # close() may commit what was trained
@@ -209,9 +209,9 @@ def test_a_call_inside_another_is_refused_and_changes_nothing(name: str, tmp_pat
         return {}
 
     model, optimizer = made(tmp_path, "none", commit_every=1, extra=dict)
-    optimizer._core.commits.extra_now = optimizer._call_lock.allowing_reads(extra)
+    optimizer._runtime.commits.extra_now = optimizer._call_lock.allowing_reads(extra)
     train(model, optimizer, range(2))
-    assert optimizer._core.commits.step == 2
+    assert optimizer._runtime.commits.step == 2
     assert len(optimizer.param_groups) == 1
     assert bool(asked) == (name != "state_dict")
     assert all(isinstance(e, CommitError) == (name in {"commit", "snapshot"}) for e in asked)

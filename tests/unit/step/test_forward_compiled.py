@@ -105,7 +105,7 @@ def test_blocks_that_were_compiled_first(way: Way, want: dict[str, Tensor], tmp_
     slow(optimizer, seconds=0.001)
     train(optimizer, net, range(6))
     assert graphs() <= 2
-    seen = len(optimizer._core.waits._seen)  # type: ignore[union-attr]
+    seen = len(optimizer._runtime.waits._seen)  # type: ignore[union-attr]
     assert seen == (DEPTH if way is blocks_wrapped else 0)  # each waits for its own weights
     optimizer.close()
     assert same(raw(net), want)

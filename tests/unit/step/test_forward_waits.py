@@ -348,8 +348,8 @@ def test_parts_that_are_called_without_their_root_leave_nothing_behind(tmp_path:
     want = in_ram(blocks(), range(20))
     optimizer = optimizer_for(model, tmp_path, "forward")
     train(optimizer, model, range(20), by_parts)
-    assert optimizer._core.waits is not None
-    assert len(optimizer._core.waits._calls) <= 3
+    assert optimizer._runtime.waits is not None
+    assert len(optimizer._runtime.waits._calls) <= 3
     optimizer.wait()
     assert same(weights(model), want)
     optimizer.close()

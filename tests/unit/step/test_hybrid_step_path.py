@@ -36,7 +36,7 @@ def test_the_updater_is_told_what_the_kernel_would_be(monkeypatch: pytest.Monkey
     weights, optimizer = made(monkeypatch)
     weights["wide"].grad = torch.arange(2000.0).view(50, 40).t()
     weights["half"].grad = torch.ones(30, dtype=torch.bfloat16)
-    steps = optimizer._core.steps
+    steps = optimizer._runtime.steps
     plan: StepPlan = steps._make_plan(steps._collect(), 0.5, commits=False)
     updates = device_param_updates(plan)
     wide, half = (optimizer._params().get(weights[n]).number for n in ("wide", "half"))

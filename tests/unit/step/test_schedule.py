@@ -222,9 +222,9 @@ def test_two_slots_are_enough_for_gradients_in_any_order(
 
 def test_what_is_at_once_is_never_under_way(tmp_path: Path) -> None:
     optimizer = AdamW([nn.Parameter(torch.ones(4))])
-    assert isinstance(optimizer._core.schedule, Synchronous)
-    optimizer._core.schedule.wait()
-    optimizer._core.schedule.finish()
+    assert isinstance(optimizer._runtime.schedule, Synchronous)
+    optimizer._runtime.schedule.wait()
+    optimizer._runtime.schedule.finish()
     optimizer.close()
     del tmp_path
 

@@ -98,7 +98,7 @@ class StowedOptimizer(Optimizer):
             probe(optimizer_class, groups, class_options, elementwise=elementwise)
         self._manager: StateManager | None = None  # until the groups are known
         self._real = weakref.ref(self)
-        """The optimizer itself, where ``self`` is a wrapper ([Note: One end] in core)."""
+        """The optimizer itself, where ``self`` is a wrapper ([Note: One end] in runtime)."""
         self._last_recording = LastRecording()
         super().__init__(given, self._stepper.defaults)
         for group, made in zip(self.param_groups, self._stepper.group_options, strict=True):

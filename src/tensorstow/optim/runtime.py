@@ -1,12 +1,12 @@
-"""``Core``: what an optimizer owns (store, pipeline, threads), and how it is closed.
+"""``OptimizerRuntime``: what an optimizer owns (store, pipeline, threads), and how it is closed.
 
 [Note: One end] Wrappers are made from an optimizer's class or share its ``__dict__``, so the
 optimizer object has no finalizer, and its methods assign no attributes: ``self`` may be a wrapper.
-It holds a ``Core``, as do wrappers, and the last reference to
-the core ends background work, in reference cycles too. The garbage collector calls weakref
-callbacks before any ``__del__``, so a store with such a callback would be closed before its last
-update is over: an optimizer's store stays open until the core closes it (``StateStore.keep``).
-Uncommitted steps of a durable run are committed first, or their number is logged. Cores that are
+It holds an ``OptimizerRuntime``, as do wrappers, and the last reference to the runtime ends
+background work, in reference cycles too. The garbage collector calls weakref callbacks before any
+``__del__``, so a store with such a callback would be closed before its last update is over: an
+optimizer's store stays open until the runtime closes it (``StateStore.keep``).
+Uncommitted steps of a durable run are committed first, or their number is logged. Runtimes that are
 alive at the interpreter's exit are finished there, before files close: see ``_finish_all``.
 """
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("tensorstow")
 _LEFT = "%d %s since the last commit of %s %s not committed: %s. resume() goes on before %s."
 
 
-class Core:
+class OptimizerRuntime:
     """The parameters, schedule, commits, ranks and step runner of one optimizer."""
 
     def __init__(
@@ -52,11 +52,11 @@ class Core:
         *,
         extra_checked: bool,
     ) -> None:
-        """Create the store, schedule and threads of ``offload_policy``; the core owns them."""
+        """Create the store, schedule and threads of ``offload_policy``; the runtime owns them."""
         self._owner = os.getpid()
         self._finished = True  # until there is something to finish
-        core = weakref.ref(self)  # a parameter must not keep the optimizer it was once given to
-        hook = hook_of(lambda: None if (alive := core()) is None else alive.steps)
+        runtime = weakref.ref(self)  # a parameter must not keep the optimizer it was once given to
+        hook = hook_of(lambda: None if (alive := runtime()) is None else alive.steps)
         with ranks.reporting_errors("the making of the optimizer"):
             self.params = ParamTable(ranks.in_rank_directory(offload_policy), hook)
         self.commits = Commits(
@@ -98,10 +98,10 @@ class Core:
         return ForwardOverlap(self.params, self.waits, poison=poison)
 
     def _make_wait(self) -> Callable[[Iterable[int] | None], None]:
-        core = weakref.ref(self)
+        runtime = weakref.ref(self)
 
         def wait(ids: Iterable[int] | None) -> None:
-            alive = core()
+            alive = runtime()
             if alive is not None:
                 with alive.call_lock.alone():
                     alive.schedule.wait(ids)
@@ -210,18 +210,18 @@ class Core:
 
 
 _NUMBERS = itertools.count()
-_LIVING: "weakref.WeakValueDictionary[int, Core]" = weakref.WeakValueDictionary()
+_LIVING: "weakref.WeakValueDictionary[int, OptimizerRuntime]" = weakref.WeakValueDictionary()
 """In the order in which they were made, which is the same on every rank."""
 
 
 def _finish_all() -> None:
-    """Finish all cores that are alive at the interpreter's exit.
+    """Finish all runtimes that are alive at the interpreter's exit.
 
     Threads that are not daemons are over by then. Exit functions run last in, first out: those of
     users run before, and may still use their optimizers.
     """
-    for _, core in sorted(_LIVING.items()):
-        core.finish_and_log()
+    for _, runtime in sorted(_LIVING.items()):
+        runtime.finish_and_log()
 
 
 # The first finalizer that is made registers the exit function of all finalizers, which would close
