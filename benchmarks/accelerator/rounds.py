@@ -157,7 +157,7 @@ class Rounds:
             ids = iter(self._batches)
             losses = []
             took = 0.0
-            while len(losses) < _WARM_UP or not training.is_settled():
+            while len(losses) < _WARM_UP or not training.is_warm():
                 if len(losses) == _MOST_WARM_UP:
                     message = f"its steps still change after {_MOST_WARM_UP}"
                     raise RuntimeError(message)

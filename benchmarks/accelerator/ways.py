@@ -84,7 +84,7 @@ class Training:
     """By our counters; None: nobody counts."""
     trace: Callable[[], list[TraceEvent]] | None = None
     """What our pipeline did in the last step."""
-    is_settled: Callable[[], bool] = always
+    is_warm: Callable[[], bool] = always
     """Whether steps are what they stay: ``update_on="auto"`` and ``"hybrid"`` try several first."""
 
 
@@ -189,11 +189,11 @@ def _ours(site: Site, model: nn.Module, optimizer: StowedAdam) -> Training:
             states.bytes_written + weights.bytes_written,
         )
 
-    def is_settled() -> bool:
-        return optimizer._params().update_router.share_tuner.is_settled  # noqa: SLF001  # nobody else asks
+    def is_warm() -> bool:
+        return optimizer._params().update_router.share_tuner.is_final  # noqa: SLF001  # nobody else asks
 
     step = trained(model, optimizer)
-    return Training(step, finish, optimizer.close, moved, optimizer.trace, is_settled)
+    return Training(step, finish, optimizer.close, moved, optimizer.trace, is_warm)
 
 
 def _stow_way(parameters: Tier, states: Tier, overlap: Overlap) -> Way:

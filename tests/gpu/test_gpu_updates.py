@@ -158,7 +158,7 @@ def test_updates_on_both_sides_have_the_bits_of_the_host(
     train(got, optimizer, 0, 6)
     assert same_weights(got, want)
     assert same_states(optimizer, reference)
-    assert optimizer._params().update_router.share_tuner.is_settled
+    assert optimizer._params().update_router.share_tuner.is_final
     share = optimizer.traffic().device_share
     if where == "auto":
         assert share in {0.0, 1.0}

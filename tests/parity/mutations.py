@@ -48,7 +48,7 @@ def trusting(patch: pytest.MonkeyPatch, taps: Taps | None) -> Taps:
     def take(optimizer: StowedAdam, step: int) -> None:
         taps.before_backward(optimizer, step)
         store = optimizer._states()
-        store.pipeline.settle()
+        store.pipeline.wait_idle()
         for chunk in store.chunks:
             if store.pipeline.stored.state(chunk) == "stored":
                 store._transfers.load(chunk, store._ring)

@@ -39,6 +39,8 @@ RETIRED_NAMES = {
     "device_updates": "hybrid_step_path",
     "DeviceUpdates": "HybridStepPath",
     "Given": "WeightMemory",
+    "is_settled": "is_final",
+    "settle_or_give_up": "wait_idle_or_abandon",
     "UpdateSides": "UpdateRouter",
     "works_of": "device_param_updates",
 }

@@ -56,7 +56,7 @@ def complete_state_dict(
     entries: dict[Any, Any], parameters: Sequence[torch.Tensor], params: ParamTable
 ) -> None:
     """Add states on disk to torch's state dict."""
-    params.store.pipeline.settle()
+    params.store.pipeline.wait_idle()
     # By parameter: users keep entries under keys of their own, which go as they are, as in torch.
     found = {
         i: param

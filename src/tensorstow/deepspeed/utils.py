@@ -1,7 +1,7 @@
 """``deepspeed.utils``: whole fp32 weights, gradients and states of a parameter, to read and set.
 
 The ``full`` ones are collective: every rank is to call them. The ``local`` ones are of this rank's
-elements. All of them settle an update that is under way first.
+elements. All of them wait for an update that is under way first.
 """
 
 import torch

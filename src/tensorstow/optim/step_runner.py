@@ -170,7 +170,7 @@ class StepRunner:
 
     def attach(self, parameters: Iterable[torch.Tensor]) -> None:
         """Create states for those of ``parameters`` that have none and belong to the optimizer."""
-        self.settle()
+        self.wait_idle()
         amsgrad = {id(p): bool(g["amsgrad"]) for g in self.contents.groups for p in g["params"]}
         self._params.attach((p for p in parameters if self._own.takes(p)), amsgrad)
 
@@ -179,17 +179,17 @@ class StepRunner:
         with self._call_lock.alone():
             self._schedule.wait(ids)
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait for updates and a commit under way, before states or weights are changed."""
         self.require(PublicCall.WHOLE)
         self.wait()
         self._commits.join(self._params)
 
-    def settle_or_give_up(self) -> None:
+    def wait_idle_or_abandon(self) -> None:
         """Wait for work under way, unless a step is open: resume() replaces everything."""
         with suppress(PoisonedError):  # what failed was raised before: this is the way out of it
             if not self._schedule.is_open:
-                self.settle()
+                self.wait_idle()
         self._commits.abandon()
 
     def require(self, call: PublicCall) -> None:
@@ -201,7 +201,7 @@ class StepRunner:
     def commit(self, extra: Extra | None = None) -> int:
         """Make the run durable as it is; return the number of steps taken."""
         commits, params = self._commits, self._params
-        self.settle()
+        self.wait_idle()
         commits.refuse_strange(params)
         commits.requested = False
         commits.capture(params)
@@ -237,7 +237,7 @@ class StepRunner:
         elif self._schedule.begins_early:
             self._end_open_step()
         else:
-            self.settle()
+            self.wait_idle()
             self._take_step(factor, scale)
         if self._commits.requested and self._ranks.alone:
             self.commit()
@@ -327,7 +327,7 @@ class StepRunner:
     def _open_step(self) -> None:
         params = self._params
         validation.refuse_ranks(self._commits.module, self.contents.parameters())
-        self.settle()
+        self.wait_idle()
 
         def takes_part(parameter: torch.Tensor) -> bool:
             return validation.is_to_be_trained(parameter) or parameter.grad is not None

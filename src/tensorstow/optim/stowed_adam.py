@@ -230,7 +230,7 @@ class StowedAdam(Optimizer):
 
     @exclusive_call("load_state_dict")
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._runtime.steps.settle()
+        self._runtime.steps.wait_idle()
         self._runtime.is_half_loaded = False
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
@@ -374,8 +374,8 @@ class StowedAdam(Optimizer):
     @exclusive_call("synchronize")
     def synchronize(self) -> None:
         """Wait until updates and writes are done; raises the errors of work after ``step()``."""
-        self._runtime.steps.settle()
-        self._states().pipeline.settle()
+        self._runtime.steps.wait_idle()
+        self._states().pipeline.wait_idle()
 
     @exclusive_call("resume")
     def resume(self, which: str | int | None = None) -> int | None:
@@ -399,7 +399,7 @@ class StowedAdam(Optimizer):
         """
         params = self._params()
         storage = storage_of(params, "resume()")
-        self._runtime.steps.settle_or_give_up()
+        self._runtime.steps.wait_idle_or_abandon()
         self._call_resume_hooks()
         generation = agreement.choose(storage.store, which, self._runtime.ranks)
         if generation is None:
@@ -493,7 +493,7 @@ class StowedAdam(Optimizer):
         params, before = self._params(), self._states()
         storage_of(params, "commit_to()")
         with suppress(UnlinkedError):  # which is why it is called
-            self._runtime.steps.settle()
+            self._runtime.steps.wait_idle()
         self._runtime.commits.refuse_strange(self._params())
         self._runtime.refuse_lack_of_extra("commit_to()", extra)
         try:
@@ -515,7 +515,7 @@ class StowedAdam(Optimizer):
             extra: As in ``commit()``.
         """
         storage = storage_of(self._params(), "snapshot()")
-        self._runtime.steps.settle()
+        self._runtime.steps.wait_idle()
         self._runtime.commits.refuse_strange(self._params())
         if extra is not None or self._runtime.commits.committed != self._runtime.commits.step:
             self._runtime.steps.commit(extra)
@@ -556,7 +556,7 @@ class StowedAdam(Optimizer):
         Args:
             path: The file; one that exists is replaced when the new one is durable.
         """
-        self._runtime.steps.settle()
+        self._runtime.steps.wait_idle()
         groups, module = self.param_groups, self._runtime.commits.module
         optimizer_export.save(Path(path), self._params(), groups, self.state, module)
 

@@ -127,7 +127,7 @@ class UpdatePipeline:
             native = _native.Pipeline(engine, isa, self._alternate, team_of(self._policy))
             self.handle.resources.native = native
             self.counters.begin()
-        self.settle()
+        self.wait_idle()
         if ring is not self._ring:
             plan = ring.plan
             native.set_ring(ring.address, plan.slots, plan.slot_bytes, ring.memory)
@@ -207,7 +207,7 @@ class UpdatePipeline:
             if not kind.goes_on:
                 self.handle.check(failure)
             if self._policy.schedule == "naive" and not kind.goes_on:
-                self.settle()
+                self.wait_idle()
 
     def add_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
         """Give an open step a contiguous gradient, whose memory it holds as ``step`` does."""
@@ -260,7 +260,7 @@ class UpdatePipeline:
         """
         self.handle.check(self.handle.live().wait_written(), behind=True)
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until every write is over and no buffer is in use."""
         if self.handle.is_begun:
             self.handle.check(self.handle.live().quiesce())

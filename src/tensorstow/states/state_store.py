@@ -147,7 +147,7 @@ class StateStore:
         touched.
         """
         with self.pipeline.lock:
-            self.pipeline.settle()
+            self.pipeline.wait_idle()
             first = len(self.sizes)
             chunks, views = self._cut(sizes, families, capacity, apart or [None] * len(sizes))
             self._connect(chunks, self._plan_ring(chunks))
@@ -305,7 +305,7 @@ class StateStore:
         """
         wanted = set(parameters)
         with self.pipeline.lock:
-            self.pipeline.settle()
+            self.pipeline.wait_idle()
             reseeded = {p for p in wanted if self._is_reseeded(p)}
             chunks = [c for c in self.chunks if not wanted.isdisjoint(c.owners)]
             for chunk, streams in self._transfers.in_memory(chunks, self._ring):
@@ -333,7 +333,7 @@ class StateStore:
         the store.
         """
         with self.pipeline.lock:
-            self.pipeline.settle()
+            self.pipeline.wait_idle()
             for chunk in self.chunks:
                 given = [p for p in chunk.owners if p in states]
                 blank = self.pipeline.stored.state(chunk) == "blank"

@@ -87,7 +87,7 @@ class HybridStepPath:
             return
         self._plan = plan
         self._overlaps_backward = (
-            overlap_with is OverlapWith.BACKWARD and self._share_tuner.is_settled
+            overlap_with is OverlapWith.BACKWARD and self._share_tuner.is_final
         )
         kind = StepKind(open=True, capture=plan.commits, caller="updates")
         self._pipeline.step(plan.rows, plan.scalars, kind)

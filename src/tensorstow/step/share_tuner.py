@@ -56,14 +56,14 @@ class ShareTuner:
         return bool(self._trial) and self._trial[0]
 
     @property
-    def is_settled(self) -> bool:
+    def is_final(self) -> bool:
         """Return whether the share is final."""
         return not self._trial
 
     @property
     def chosen(self) -> float | None:
         """Return the share that "auto" has chosen: the other side is no longer needed."""
-        return self.share if self._update_on == "auto" and self.is_settled else None
+        return self.share if self._update_on == "auto" and self.is_final else None
 
     def note(self, host: SideTiming, device: SideTiming, *, commits: bool) -> None:
         """Record a step's timings; the share of the next step may change."""

@@ -98,11 +98,11 @@ def test_trace_has_every_chunk_in_every_lane(tmp_path: Path) -> None:
     rows = [StepRow(weight, gradient)]
     table = torch.tensor([scalars_at(1)]).numpy()
     store.pipeline.step(rows, table)
-    store.pipeline.settle()
+    store.pipeline.wait_idle()
     store.pipeline.counters.start_trace()
     before = time.monotonic()
     store.pipeline.step(rows, table)
-    store.pipeline.settle()
+    store.pipeline.wait_idle()
     events = store.pipeline.counters.trace()
     for lane in ("read", "update", "write"):
         mine = [e for e in events if e.lane == lane]
@@ -119,13 +119,13 @@ def test_disk_and_update_are_no_faster_than_asked(tmp_path: Path) -> None:
     rows = [StepRow(torch.randn(16_384), torch.randn(16_384))]
     table = torch.tensor([scalars_at(1)]).numpy()
     store.pipeline.step(rows, table)
-    store.pipeline.settle()
+    store.pipeline.wait_idle()
     store.pipeline.counters.start_trace()
     _native.slow_down(disk_bytes_per_s=8e6, update_elements_per_s=4e5)
     began = time.monotonic()
     try:
         store.pipeline.step(rows, table)
-        store.pipeline.settle()
+        store.pipeline.wait_idle()
     finally:
         _native.slow_down()
     events = store.pipeline.counters.trace()
@@ -141,7 +141,7 @@ def test_disk_and_update_are_no_faster_than_asked(tmp_path: Path) -> None:
 
 def test_a_pipeline_before_connect_has_moved_nothing() -> None:
     pipeline = UpdatePipeline(PipelinePolicy())
-    pipeline.settle()
+    pipeline.wait_idle()
     pipeline.prefetch()
     assert pipeline.counters.traffic().bytes_read == 0
     assert pipeline.counters.trace() == []
@@ -252,7 +252,7 @@ def test_a_step_in_the_background_is_waited_for_by_whoever_needs_it(tmp_path: Pa
     waits = [
         problem.pipeline.wait_published,
         problem.pipeline.wait_written,
-        problem.pipeline.settle,
+        problem.pipeline.wait_idle,
         lambda: problem.pipeline.wait_parameters(range(4)),
     ]
     for wait in waits * 2:
@@ -268,7 +268,7 @@ def test_a_commit_writes_states_and_weights_where_it_is_told(tmp_path: Path) -> 
     """The scratch file's chunks have no room for weights: each goes to a place of its own here."""
     problem = Problem(tmp_path)
     problem.begin()
-    problem.pipeline.settle()
+    problem.pipeline.wait_idle()
     old = read_scratch(tmp_path)
     chunks = problem.store.chunks
     widths = [parts_of(FP32, c.plan.elements)[-1] for c in chunks]
@@ -296,14 +296,14 @@ def test_a_commit_writes_states_and_weights_where_it_is_told(tmp_path: Path) -> 
                 bytearray(commit[start : start + 4 * run.count]), dtype=torch.float32
             )
             assert torch.equal(saved, problem.weights[run.parameter][run.start :][: run.count])
-    problem.pipeline.settle()
+    problem.pipeline.wait_idle()
     problem.store.close()
 
 
 def test_a_byte_that_changed_on_disk_is_damage_and_poisons(tmp_path: Path) -> None:
     problem = Problem(tmp_path)
     problem.begin()
-    problem.pipeline.settle()
+    problem.pipeline.wait_idle()
     (content,) = read_scratch(tmp_path)
     spoilt = bytearray(content)
     spoilt[100] ^= 1
@@ -325,7 +325,7 @@ def test_what_a_thread_behind_the_caller_met_is_told_to_the_caller_as_itself(
 ) -> None:
     problem = Problem(tmp_path)
     problem.begin()
-    problem.pipeline.settle()
+    problem.pipeline.wait_idle()
     engine = problem.store.engine
     assert engine is not None
     engine.inject_fault("read", error=errno.EIO)

@@ -100,7 +100,7 @@ def test_setting_nothing_leaves_blank_chunks_blank(tmp_path: Path) -> None:
     store.extend([100], [FP32])
     store.put({0: {}})
     Problem([100]).step(store)
-    store.pipeline.settle()
+    store.pipeline.wait_idle()
     assert store.pipeline.counters.traffic().bytes_read == 0
 
 
@@ -108,7 +108,7 @@ def test_states_never_written_are_zero_and_not_read(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.extend(SIZES, [FP32] * len(SIZES))
     Problem(SIZES).step(store)
-    store.pipeline.settle()
+    store.pipeline.wait_idle()
     assert store.pipeline.counters.traffic().bytes_read == 0
     assert store.pipeline.counters.traffic().bytes_written == store.memory().file_bytes
 
@@ -121,7 +121,7 @@ def test_each_step_moves_each_byte_once_each_way(tmp_path: Path) -> None:
         problem.step(store)
         store.pipeline.prefetch()
     problem.step(store)
-    store.pipeline.settle()
+    store.pipeline.wait_idle()
     file_bytes, ring_bytes = store.memory().file_bytes, store.memory().ring_bytes
     traffic = store.pipeline.counters.traffic()
     assert traffic.bytes_read + traffic.bytes_spared == 4 * file_bytes
@@ -138,7 +138,7 @@ def test_chunks_without_a_gradient_do_not_move(tmp_path: Path) -> None:
     problem.step(store, without=(1,))
     store.pipeline.prefetch()
     problem.step(store, without=(0,))
-    store.pipeline.settle()
+    store.pipeline.wait_idle()
     assert store.pipeline.counters.traffic().bytes_written == store.memory().file_bytes
     assert store.read([0])[0]["exp_avg"].count_nonzero() == 4096
 
@@ -221,12 +221,12 @@ def test_a_failed_write_poisons_and_names_the_place(tmp_path: Path) -> None:
     assert store.engine is not None
     store.engine.inject_fault("write", after=3, error=errno.ENOSPC)
 
-    def step_and_settle() -> None:
+    def step_and_wait() -> None:
         problem.step(store)
-        store.pipeline.settle()
+        store.pipeline.wait_idle()
 
     with pytest.raises(TransferError) as caught:
-        step_and_settle()
+        step_and_wait()
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.operation == "write"
     assert caught.value.path.startswith(str(tmp_path))
@@ -243,7 +243,7 @@ def test_a_forked_child_is_told(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
-            store.pipeline.settle()
+            store.pipeline.wait_idle()
         except ForkError:
             os._exit(42)
         os._exit(1)

@@ -262,7 +262,7 @@ def test_chunks_are_handed_over_beside_backward_and_few_at_a_time(
         is_running = False
         beside.append(any(in_backward))
         in_backward.clear()
-        settled = optimizer._params().update_router.share_tuner.is_settled
+        settled = optimizer._params().update_router.share_tuner.is_final
         optimizer.step()
         in_backward.clear()
         assert not beside[-1] or settled

@@ -27,7 +27,7 @@ def step(share_tuner: ShareTuner, *, host: float, device: float, commits: bool =
 )
 def test_what_is_said_is_not_tried(asked: UpdateOn | None, share: float) -> None:
     share_tuner = ShareTuner(asked)
-    assert share_tuner.is_settled
+    assert share_tuner.is_final
     assert [step(share_tuner, host=1e6, device=1e3) for _ in range(4)] == [share] * 4
     assert not share_tuner.counts
 
@@ -43,7 +43,7 @@ def test_auto_takes_the_faster_of_two_steps(
             counted.append(share_tuner.counts)
             assert step(share_tuner, host=host, device=device) == expected
     assert counted == [False, False, True, True]
-    assert share_tuner.is_settled
+    assert share_tuner.is_final
     # What is slow later changes nothing.
     assert [step(share_tuner, host=device, device=host) for _ in range(3)] == [wins] * 3
     where = "device" if wins else "host"
@@ -55,7 +55,7 @@ def test_hybrid_lets_both_sides_end_together(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO, "tensorstow"):
         shares = [step(share_tuner, host=2e6, device=6e6) for _ in range(5)]
     assert shares == pytest.approx([0.5, 0.5, 0.75, 0.75, 0.75])
-    assert share_tuner.is_settled
+    assert share_tuner.is_final
     assert step(share_tuner, host=9e6, device=1e6) == pytest.approx(0.75)
     assert "its share is 0.750" in caplog.text
 
@@ -66,7 +66,7 @@ def test_hybrid_goes_by_the_rates_of_its_own_share() -> None:
     step(share_tuner, host=1.0, device=1.0)
     step(share_tuner, host=2e6, device=6e6)
     step(share_tuner, host=4e6, device=6e6)
-    assert share_tuner.is_settled
+    assert share_tuner.is_final
     assert share_tuner.share == pytest.approx(0.6)
 
 
@@ -74,7 +74,7 @@ def test_a_side_without_work_says_nothing() -> None:
     share_tuner = ShareTuner("hybrid")
     for _ in range(3):
         share_tuner.note(SideTiming(0, 1e-6), SideTiming(100, 1.0), commits=False)
-    assert share_tuner.is_settled
+    assert share_tuner.is_final
     assert share_tuner.share == 0.5
 
 
@@ -88,9 +88,9 @@ def test_steps_that_commit_are_not_compared_with_others(asked: UpdateOn, every: 
         # Every step that commits is slow: it must not decide, unless all are.
         slow = 0.01 if commits and every > 1 else 1.0
         step(share_tuner, host=fair * slow, device=2 * fair, commits=commits)
-        if share_tuner.is_settled:
+        if share_tuner.is_final:
             break
-    assert share_tuner.is_settled
+    assert share_tuner.is_final
     assert share_tuner.share == pytest.approx(1.0 if asked == "auto" else 2 / 3)
 
 

@@ -176,11 +176,11 @@ class StateManager:
 
     # --- the whole ---
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         """Wait until every write is complete."""
         with self.lock, self._failing(BaseException):
             if self._transfers is not None:
-                self._transfers.settle()
+                self._transfers.wait_written()
 
     def memory(self, ram_bytes: int) -> StateMemory:
         """Return the bytes by place, ``ram_bytes`` of states being in RAM."""

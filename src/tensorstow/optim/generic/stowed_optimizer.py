@@ -241,7 +241,7 @@ class StowedOptimizer(Optimizer):
 
     def synchronize(self) -> None:
         """Wait until all writes of states are done; raises their errors."""
-        self._live().settle()
+        self._live().wait_written()
 
     def memory(self) -> StateMemory:
         """Return the bytes of states and buffers, by place.
@@ -486,7 +486,7 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
         raise TypeError(message)
     manager = optimizer._live()  # noqa: SLF001
     with manager.lock:
-        manager.settle()
+        manager.wait_written()
         for index, (_, parameter) in enumerate(optimizer._all()):  # noqa: SLF001
             entry = state_dict["state"].get(index)
             param = manager.find(parameter)

@@ -31,7 +31,7 @@ def step_streamed(
             ahead = index + 1
         transfers.put(piece, packed)
         if naive:
-            transfers.settle()
+            transfers.wait_written()
 
 
 def _read_ahead(transfers: Transfers, pieces: Sequence[Piece], first: int) -> int:

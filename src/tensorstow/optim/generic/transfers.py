@@ -50,7 +50,7 @@ class Transfers:
         """
         wanted = wanted_bytes(total, largest, self._budget)
         if wanted > self.capacity:
-            self.settle()
+            self.wait_written()
             self._high_water = self.high_water
             self._ring = PieceRing(wanted)
 
@@ -133,7 +133,7 @@ class Transfers:
         self._relocate(piece, PackedEntry())
         piece.stepped = False
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         """Wait until every write is complete."""
         while self._writing:
             self._finish_oldest()

@@ -74,16 +74,16 @@ def test_an_error_within_a_step_poisons(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         step(manager, stepper, params)
     with pytest.raises(PoisonedError, match="half updated"):
-        manager.settle()
+        manager.wait_written()
 
 
 def test_without_anything_on_disk_nothing_moves(tmp_path: Path) -> None:
     manager, _ = manager_in(tmp_path, [weight(3)])
-    manager.settle()
+    manager.wait_written()
     assert manager.engine is None
     assert manager.traffic().bytes_read == 0
     with pytest.raises(OptionError, match="No piece"):
         manager._moves()
     manager.close()
     with pytest.raises(PoisonedError, match="closed"):
-        manager.settle()
+        manager.wait_written()

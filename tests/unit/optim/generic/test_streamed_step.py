@@ -21,7 +21,7 @@ LARGE = 40_000
 def events_of_a_second_step(
     directory: Path, schedule: Literal["pipelined", "naive"], patch: pytest.MonkeyPatch
 ) -> list[str]:
-    """Return which of three pieces was requested ahead, read or settled, in order."""
+    """Return which of three pieces was requested ahead, read or waited for, in order."""
     params = [nn.Parameter(torch.zeros(LARGE)) for _ in range(3)]
     stepper = Stepper(optim.SGD, [{"params": params}], {"momentum": 0.5, "lr": 1.0})
     policy = PipelinePolicy(schedule=schedule)
@@ -32,10 +32,10 @@ def events_of_a_second_step(
     for parameter in params:
         parameter.grad = torch.ones(LARGE)
     manager.step(jobs, groups, {})
-    manager.settle()
+    manager.wait_written()
     pieces = [param.pieces[0] for param in manager.params()]
     events: list[str] = []
-    read, read_ahead, settle = Transfers.read, Transfers.read_ahead, Transfers.settle
+    read, read_ahead, wait_written = Transfers.read, Transfers.read_ahead, Transfers.wait_written
 
     def reads(self: Transfers, piece: Piece) -> torch.Tensor:
         events.append(f"read {pieces.index(piece)}")
@@ -46,13 +46,13 @@ def events_of_a_second_step(
             events.append(f"ahead {pieces.index(piece)}")
         return read_ahead(self, piece)
 
-    def settles(self: Transfers) -> None:
-        events.append("settle")
-        settle(self)
+    def waits(self: Transfers) -> None:
+        events.append("wait_written")
+        wait_written(self)
 
     patch.setattr(Transfers, "read", reads)
     patch.setattr(Transfers, "read_ahead", reads_ahead)
-    patch.setattr(Transfers, "settle", settles)
+    patch.setattr(Transfers, "wait_written", waits)
     manager.step(jobs, groups, {})
     assert all((manager.read(param)["momentum_buffer"] == 1.5).all() for param in manager.params())
     return events
@@ -61,11 +61,18 @@ def events_of_a_second_step(
 def test_pieces_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = events_of_a_second_step(tmp_path, "pipelined", monkeypatch)
     assert events[:4] == ["ahead 0", "ahead 1", "ahead 2", "read 0"]
-    assert "settle" not in events
+    assert "wait_written" not in events
 
 
 def test_naively_each_piece_is_on_disk_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = events_of_a_second_step(tmp_path, "naive", monkeypatch)
-    assert events[:6] == ["read 0", "settle", "read 1", "settle", "read 2", "settle"]
+    assert events[:6] == [
+        "read 0",
+        "wait_written",
+        "read 1",
+        "wait_written",
+        "read 2",
+        "wait_written",
+    ]

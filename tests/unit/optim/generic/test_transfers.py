@@ -41,7 +41,7 @@ def test_what_goes_comes_back_in_any_order(tmp_path: Path) -> None:
 
 def test_reading_ahead_ends_where_the_ring_does(tmp_path: Path) -> None:
     transfers, pieces = transfers_with(tmp_path, 4, 2)
-    transfers.settle()
+    transfers.wait_written()
     assert [transfers.read_ahead(piece) for piece in pieces[:3]] == [True, True, False]
     assert [piece.state for piece in pieces] == [PieceState.READING] * 2 + [PieceState.ON_DISK] * 2
     for piece in pieces[:2]:
