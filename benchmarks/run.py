@@ -20,6 +20,7 @@ SUBJECTS = {
     "plans": "what the planner predicts against what runs hold and take",
     "gpu": "a model on an accelerator, where there is one: ours, no offload, and peers",
     "accelerator_model": "plans on the simulated accelerator: a step at break-even",
+    "cross_entropy": "a loss over 131,072 classes in chunks, in fresh processes",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }

@@ -93,7 +93,7 @@ def chunked_cross_entropy(  # noqa: PLR0913  # torch's keywords, and the layer's
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
     flat = hidden.reshape(-1, hidden.shape[-1])
-    loss: torch.Tensor = _ChunkedLoss.apply(flat, weight, bias, rows, kind)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _CrossEntropyFunction.apply(flat, weight, bias, rows, kind)  # type: ignore[no-untyped-call]
     return loss.view_as(labels) if reduction == "none" else loss
 
 
@@ -280,7 +280,7 @@ class _Pass:
         return d_logits.scatter_(1, labels, at_label)
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _CrossEntropyFunction(torch.autograd.Function):
     """See [Note: Gradients in forward]."""
 
     @staticmethod
