@@ -13,7 +13,6 @@ import torch
 
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.signals import SignalsDeferred
-from tensorstow.base.tiers import Tier
 from tensorstow.step.chunk_order import by_first
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.gradient_feed import OverlapWith
@@ -56,18 +55,12 @@ class ForwardOverlap(Schedule):
 
         Weights outside of the model, for which no module waits, are new by then.
         """
-        params, path = self._params, self._params.update_router.step_path
+        path = self._params.update_router.step_path
         self._arrange()
         if self._poison:
             write_to_copies(plan)
             for update in plan.updates:
                 fill_with_nan(update.param)
-        if any(param.tier is Tier.DISK for param in params.all()):
-            message = (
-                'overlap="forward" was requested with parameters on disk, whose memory is let go of'
-                ' before the next forward. Use "backward" or "none".'
-            )
-            raise OptionError(message)
         path.begin(plan, OverlapWith.FORWARD)
         path.close()
         self._under_way = {id(update.param.owner): update for update in plan.updates}

@@ -14,6 +14,7 @@ decides when a chunk is complete, also if its parameters are on several tiers ([
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
+from typing import Protocol
 
 import torch
 
@@ -98,7 +99,63 @@ class HostFeed(GradientFeed):
         return not self._pipeline.is_published(number)
 
 
-class StepFeeds:
+class StepPath(Protocol):
+    """Takes the steps of one optimizer: the interface that schedules use.
+
+    A step is begun, gradients are offered as they become final, it is closed, and its weights are
+    waited for. Used by the stepping thread alone.
+    """
+
+    def begin(self, plan: StepPlan, overlap_with: OverlapWith = OverlapWith.NOTHING) -> None:
+        """Begin a step, with the gradients that ``plan`` has."""
+
+    def offer(
+        self, param: ManagedParam, gradient: torch.Tensor, copied: DeviceEvent | None = None
+    ) -> None:
+        """Take a final gradient of an open step.
+
+        Args:
+            param: Whose gradient it is.
+            gradient: Contiguous, in the order of the weight's memory.
+            copied: The event after which its elements are in host memory; None: they are where
+                the gradient is.
+        """
+
+    def close(self) -> None:
+        """End an open step: no more gradients come."""
+
+    def wait(self, numbers: Collection[int] | None = None) -> None:
+        """Block until these parameters, or all, have new weights for the caller's stream."""
+
+    def wait_for_one(self, numbers: Sequence[int]) -> bool:
+        """Wait until one more gradient is used or copied; return False if there is none."""
+
+    def needs(self, param: ManagedParam) -> bool:
+        """Return whether the gradient of ``param`` may still be read."""
+
+    def join(self) -> None:
+        """Make the caller's stream wait for new weights that are copied to the device."""
+
+    def abort(self) -> None:
+        """Free what the step holds: it has failed, or its store is closed."""
+
+    def divide(self, share: float) -> tuple[Sequence[Chunk], Sequence[Chunk]]:
+        """Have the device update ``share`` of the elements; return the host's chunks, and its."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the pinned memory that gradients pass through."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the device memory that states pass through."""
+
+    @property
+    def device_share(self) -> float:
+        """Return the share of the elements that the device updates."""
+
+
+class StepFeeds(StepPath):
     """All feeds of one optimizer behind one interface, a step at a time.
 
     Used by the stepping thread alone.

@@ -27,7 +27,7 @@ from tensorstow.states.native_pipeline import StepKind, UpdatePipeline
 from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_updater import DeviceParamUpdate, DeviceUpdater
-from tensorstow.step.gradient_feed import HostFeed, OverlapWith, StepFeeds
+from tensorstow.step.gradient_feed import HostFeed, OverlapWith, StepFeeds, StepPath
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.share_tuner import ShareTuner, SideTiming, chunks_of_device, elements_of
 from tensorstow.tensors.dtensor import flat
@@ -36,7 +36,7 @@ _NAP = 2e-4
 """Seconds; a chunk takes about as long on either side."""
 
 
-class HybridStepPath:
+class HybridStepPath(StepPath):
     """One optimizer's steps on both sides; used by the stepping thread alone."""
 
     def __init__(

@@ -23,6 +23,7 @@ from tensorstow.step.gradient_hooks import GradientHooks, OnGradient
 from tensorstow.step.managed_param import ManagedParam, in_shape_of
 from tensorstow.step.optimizer_links import OptimizerLinks
 from tensorstow.step.update_router import UpdateRouter
+from tensorstow.step.validation import refuse_disk
 from tensorstow.tensors.dtensor import order_of, pager_of, shard_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
@@ -138,6 +139,8 @@ class ParamTable:
         ``amsgrad``: for every parameter of the optimizer, by id, whether it has that state.
         """
         new = [p for p in parameters if id(p) not in self._by_id]
+        if any(pager_of(p) is not None for p in new):
+            refuse_disk(self.offload_policy.overlap)
         self._hooks.update()
         if self._by_id and self._by_id.keys().isdisjoint(amsgrad):
             self.renew()  # every parameter was exchanged for another, as accelerate does

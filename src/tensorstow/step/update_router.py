@@ -12,7 +12,7 @@ from tensorstow.states.state_store import StateStore
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_updater import DeviceUpdater
 from tensorstow.step.disk_feed import DiskFeed
-from tensorstow.step.gradient_feed import GradientFeed, HostFeed, StepFeeds
+from tensorstow.step.gradient_feed import GradientFeed, HostFeed, StepFeeds, StepPath
 from tensorstow.step.host_weight import host_weight_bytes, make_host_weights, upload
 from tensorstow.step.hybrid_step_path import HybridStepPath
 from tensorstow.step.managed_param import ManagedParam
@@ -39,7 +39,7 @@ class UpdateRouter:
         """At most one: if updates may run on the accelerator."""
         self.share_tuner = ShareTuner(offload_policy.update_on)
         self._share: float | None = None
-        self.step_path: StepFeeds | HybridStepPath = self._path_of_feeds()
+        self.step_path: StepPath = self._path_of_feeds()
         """The interface through which a schedule takes its steps ([Note: Feeds])."""
 
     # --- as parameters come ---

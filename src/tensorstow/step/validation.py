@@ -43,6 +43,16 @@ def refuse_host(parameter: torch.Tensor, name: str, where: UpdateOn | None) -> N
         raise OptionError(message)
 
 
+def refuse_disk(overlap: Overlap) -> None:
+    """Raise OptionError where updates of parameters on disk would run beside the next forward."""
+    if overlap == "forward":
+        message = (
+            'overlap="forward" was requested with parameters on disk: updates beside the next'
+            ' forward would need weights that it has let go of. Use "backward" or "none".'
+        )
+        raise OptionError(message)
+
+
 def check_overlap(overlap: Overlap, module: torch.nn.Module | None, steps: int) -> None:
     """Raise OptionError for a schedule whose requirements are not met, or that cannot be exact."""
     if overlap == "forward" and module is None:

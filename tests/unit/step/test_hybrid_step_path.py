@@ -1,5 +1,6 @@
 """One step on the device: what is asked of the updater, and what is left behind it."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.formats.reference import AdamScalars
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.step.hybrid_step_path import device_param_updates
+from tensorstow.step.gradient_feed import StepFeeds, StepPath
+from tensorstow.step.hybrid_step_path import HybridStepPath, device_param_updates
 from tensorstow.step.managed_param import StepPlan
 
 SMALL = PipelinePolicy(chunk_elements=1024)
@@ -94,3 +96,15 @@ def test_a_model_that_leaves_the_device_is_refused_by_name(
     monkeypatch.undo()
     with pytest.raises(OptionError, match=r"Parameter 0 of group 0 .*Move the model first"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [StepFeeds, HybridStepPath])
+def test_both_paths_of_a_step_have_its_interface_whole(kind: type) -> None:
+    declared = {name: value for name, value in vars(StepPath).items() if name[0] != "_"}
+    assert {"begin", "offer", "close", "wait", "device_share"} <= declared.keys()
+    for name, value in declared.items():
+        assert name in vars(kind), name
+        if inspect.isfunction(value):
+            assert list(inspect.signature(vars(kind)[name]).parameters) == list(
+                inspect.signature(value).parameters
+            )
