@@ -32,6 +32,7 @@ RETIRED = {
 }
 """Retired word: the word in its place. A plural counts as the word."""
 RETIRED_NAMES = {
+    "_core": "_runtime",
     "a_call": "exclusive_call",
     "Beside": "OverlapWith",
     "Calls": "CallLock",
@@ -41,6 +42,8 @@ RETIRED_NAMES = {
     "Given": "WeightMemory",
     "is_settled": "is_final",
     "settle_or_give_up": "wait_idle_or_abandon",
+    "take_gradient": "wait_for_gradient",
+    "take_one": "start_one",
     "UpdateSides": "UpdateRouter",
     "works_of": "device_param_updates",
 }

@@ -188,7 +188,7 @@ class ActivationPool:
 
     def _write(self, storage: SavedStorage, scratch: ScratchFiles) -> None:
         data = storage.data
-        extent = scratch.take(storage.nbytes)
+        extent = scratch.allocate(storage.nbytes)
         storage.checksum = _native.checksum(data.data_ptr(), storage.nbytes)
         storage.writing = scratch.write(extent, data)
         storage.extent = extent

@@ -185,14 +185,14 @@ class CPUAdam(StowedAdam):
 class ParamsInHostMemory(OwnParams):
     """Selects parameters in host memory; torch's fused Adam updates the others."""
 
-    def takes(self, parameter: torch.Tensor) -> bool:
+    def manages(self, parameter: torch.Tensor) -> bool:
         """Return whether ``parameter`` is in host memory."""
         return shard_of(parameter).device.type == "cpu"
 
     def update_others(self, groups: Groups, states: States, factor: float) -> None:
         """Update the parameters on an accelerator, by their gradients times ``factor``."""
         for group in groups:
-            elsewhere = [p for p in group["params"] if not self.takes(p)]
+            elsewhere = [p for p in group["params"] if not self.manages(p)]
             update_on_accelerator(elsewhere, group, states, factor)
 
 
@@ -228,7 +228,7 @@ class HybridAdam(CPUAdam):
         super().load_state_dict(state_dict)
         states: dict[Any, Any] = self.state  # also under keys of the caller's own, which stay
         for parameter, entry in states.items():
-            if not isinstance(parameter, torch.Tensor) or self._own.takes(parameter):
+            if not isinstance(parameter, torch.Tensor) or self._own.manages(parameter):
                 continue
             if isinstance(entry.get("step"), torch.Tensor):
                 entry["step"] = entry["step"].to(
@@ -244,7 +244,7 @@ class HybridAdam(CPUAdam):
         return ParamsInHostMemory()
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
-        if self._own.takes(parameter):
+        if self._own.manages(parameter):
             super()._check(parameter, name)
             return
         check_elsewhere(parameter, name)

@@ -28,9 +28,9 @@ class PlacedParams(ParamsInHostMemory):
         """``kept``: ids of the parameters on an accelerator."""
         self._kept = kept
 
-    def takes(self, parameter: torch.Tensor) -> bool:
+    def manages(self, parameter: torch.Tensor) -> bool:
         """Return whether the states of ``parameter`` are in host memory, or on disk."""
-        return id(parameter) in self._kept or super().takes(parameter)
+        return id(parameter) in self._kept or super().manages(parameter)
 
 
 class PlacedAdam(HybridAdam):
@@ -58,7 +58,7 @@ class PlacedAdam(HybridAdam):
         return PlacedParams(self._in_host_memory)
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
-        if self._own.takes(parameter):
+        if self._own.manages(parameter):
             StowedAdam._check(self, parameter, name)  # noqa: SLF001  # on an accelerator as well
         else:
             super()._check(parameter, name)

@@ -529,7 +529,7 @@ class UnshardedOffload:
         before: Any = parameter.register_hook
         before(self._set_aside)
         behind: Any = parameter.register_post_accumulate_grad_hook
-        behind(self._take)
+        behind(self._offload)
 
     def _set_aside(self, _: torch.Tensor) -> None:
         """Remove an offloaded gradient from ``.grad``: autograd would add to it on the device."""
@@ -539,7 +539,7 @@ class UnshardedOffload:
             self._sum, parameter.grad = parameter.grad, None
 
     @torch.no_grad()
-    def _take(self, parameter: torch.Tensor) -> None:
+    def _offload(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         total, self._sum = self._sum, None
         if gradient is None or gradient.layout != torch.strided:  # the optimizer refuses it

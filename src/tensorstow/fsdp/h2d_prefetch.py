@@ -428,7 +428,7 @@ class H2DPrefetcher:
         # Beside backward the last copies are behind most of its gradients, by which updates are to
         # begin meanwhile. A weight whose gradient is there has been copied.
         with self._alone():
-            while optimizer.take_gradient():
+            while optimizer.wait_for_gradient():
                 pass
             self.discard()
 

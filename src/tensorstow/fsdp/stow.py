@@ -46,10 +46,10 @@ from tensorstow.fsdp.units import Unit, aliases_of, found_in, units_of
 from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks
 from tensorstow.fsdp.validation import (
     OptimizerFactory,
+    accepts,
     describe_units,
     given_keywords,
     stays_on_device,
-    takes,
     validate_arguments,
     validate_budget,
     validate_device,
@@ -376,9 +376,9 @@ def _asked(
         Budget(),
         Conditions(here, commits=commits, state_format=_format(given), states=states),
         Plan(accumulation_steps=given.get("accumulation_steps", 1)),
-        given.get("overlap", None if takes(optimizer, "overlap") else "none"),
-        spend="ram_budget" not in given and takes(optimizer, "ram_budget"),
-        on_device=takes(optimizer, "update_on"),
+        given.get("overlap", None if accepts(optimizer, "overlap") else "none"),
+        spend="ram_budget" not in given and accepts(optimizer, "ram_budget"),
+        on_device=accepts(optimizer, "update_on"),
         update_on=None if here or not is_update_on(where) else where,
     )
 

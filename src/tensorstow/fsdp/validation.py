@@ -348,7 +348,7 @@ def _never(name: str) -> bool:
     return False
 
 
-def takes(optimizer: OptimizerFactory, name: str) -> bool:
+def accepts(optimizer: OptimizerFactory, name: str) -> bool:
     """Return whether the optimizer's function takes a keyword.
 
     Args:

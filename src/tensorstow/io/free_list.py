@@ -32,8 +32,8 @@ class FreeList:
         self._starts.insert(at, start)
         self._ends.insert(at, end)
 
-    def take(self, nbytes: int) -> int | None:
-        """Take ``nbytes`` and return their offset; None where no range is large enough."""
+    def allocate(self, nbytes: int) -> int | None:
+        """Allocate ``nbytes`` and return their offset; None where no range is large enough."""
         for at, start in enumerate(self._starts):
             if self._ends[at] - start >= nbytes:
                 self._starts[at] += nbytes

@@ -64,13 +64,13 @@ class ScratchFiles:
         """The bytes of extents that were not released."""
         return self.nbytes - sum(free.nbytes for free in self._free)
 
-    def take(self, nbytes: int) -> ScratchExtent:
+    def allocate(self, nbytes: int) -> ScratchExtent:
         """Return an extent of ``nbytes`` (above 0) in the next file, at a multiple of ALIGN.
 
         Raises DirectoryError where its disk is full.
         """
         file, padded = self._next, round_up(nbytes, ALIGN)
-        while (offset := self._free[file].take(padded)) is None:
+        while (offset := self._free[file].allocate(padded)) is None:
             self._grow(file, padded)
         self._next = (file + 1) % len(self.files)
         return ScratchExtent(file, offset, nbytes)

@@ -44,7 +44,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads consecutive num
 class OwnParams:
     """Selects the parameters whose states are kept: all. Subclasses update the others."""
 
-    def takes(self, parameter: torch.Tensor) -> bool:
+    def manages(self, parameter: torch.Tensor) -> bool:
         """Return whether the states of ``parameter`` are the optimizer's to keep."""
         del parameter
         return True
@@ -172,7 +172,7 @@ class StepRunner:
         """Create states for those of ``parameters`` that have none and belong to the optimizer."""
         self.wait_idle()
         amsgrad = {id(p): bool(g["amsgrad"]) for g in self.contents.groups for p in g["params"]}
-        self._params.attach((p for p in parameters if self._own.takes(p)), amsgrad)
+        self._params.attach((p for p in parameters if self._own.manages(p)), amsgrad)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
@@ -263,7 +263,7 @@ class StepRunner:
     def _collect(self) -> list[ParamUpdate]:
         """Return the checked updates of this step; nothing is changed."""
         params = self._params
-        found, new_params = collect(self.contents.groups, params, self._own.takes)
+        found, new_params = collect(self.contents.groups, params, self._own.manages)
         # Parameters unfrozen, or exchanged for others, after the optimizer was made.
         if new_params:
             self.attach(new_params)
@@ -302,12 +302,12 @@ class StepRunner:
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Process a gradient that autograd has just accumulated ([Note: Hooks] in call_lock)."""
         if self._schedule.begins_early:
-            self._take_gradient(parameter)
+            self._accept_gradient(parameter)
         else:
             self._params.store.pipeline.prefetch()
 
     @exclusive_call("backward")
-    def _take_gradient(self, parameter: torch.Tensor) -> None:
+    def _accept_gradient(self, parameter: torch.Tensor) -> None:
         params, schedule = self._params, self._schedule
         param = params.find(parameter)
         params.store.pipeline.check_alive()
@@ -351,7 +351,7 @@ class StepRunner:
                 )
         self._schedule.begin(self._make_plan(updates, 1.0, commits=commits))
 
-    def take_gradient(self) -> bool:
+    def wait_for_gradient(self) -> bool:
         """Wait for a gradient of the open step that is still being copied; False: there is none."""
         if self._schedule.phase is not Phase.OPEN:
             return False
@@ -363,7 +363,7 @@ class StepRunner:
         params.store.pipeline.check_alive()
         schedule.check_unchanged()
         late, new_params = collect(
-            self.contents.groups, params, self._own.takes, backward_overlap=True
+            self.contents.groups, params, self._own.manages, backward_overlap=True
         )
         if not schedule.is_open:
             if any(isinstance(p.grad, ConsumedGradient) for p in self.contents.parameters()):
@@ -408,7 +408,7 @@ def hook_of(runner: Callable[[], StepRunner | None]) -> Callable[[torch.Tensor],
 def collect(
     groups: Groups,
     params: ParamTable,
-    takes: Callable[[torch.Tensor], bool],
+    manages: Callable[[torch.Tensor], bool],
     *,
     backward_overlap: bool = False,
 ) -> tuple[list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
@@ -431,7 +431,7 @@ def collect(
                 if not backward_overlap:
                     refuse_used(name_of(groups, group, index))
                 continue
-            if param is None and not takes(parameter):
+            if param is None and not manages(parameter):
                 continue
             shard = shard_of(parameter)
             if param is not None:

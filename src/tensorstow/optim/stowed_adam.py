@@ -240,7 +240,7 @@ class StowedAdam(Optimizer):
             amsgrad = {key: bool(g.get("amsgrad")) for key, g in saved}
             light = dict(full["state"])
             for key, entry in full["state"].items():
-                if entry and key in owner and self._own.takes(owner[key]):
+                if entry and key in owner and self._own.manages(owner[key]):
                     name = f"Parameter {key}"
                     validation.check_saved(entry, owner[key], name, amsgrad=amsgrad[key])
                     loaded[owner[key]] = entry
@@ -435,14 +435,14 @@ class StowedAdam(Optimizer):
         """
         return self._call_lock.alone
 
-    def take_gradient(self) -> bool:
+    def wait_for_gradient(self) -> bool:
         """Wait until one gradient has arrived in host memory, and begin updates that it completes.
 
         Returns:
             False where none is on its way; then nothing was waited for.
         """
         with self.alone():
-            return self._runtime.steps.take_gradient()
+            return self._runtime.steps.wait_for_gradient()
 
     @exclusive_call("commit")
     def commit(self, extra: Mapping[str, Any] | None = None) -> int:

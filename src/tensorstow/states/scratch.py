@@ -62,7 +62,7 @@ class ScratchStorage:
         )
         self._scratch.append(scratch)
         self._files |= {file.number: file for file in scratch.files}
-        extents = [scratch.take(width) for width in widths]
+        extents = [scratch.allocate(width) for width in widths]
         return [(scratch.files[extent.file].number, extent.offset) for extent in extents]
 
     def _start(self, backend: str | None) -> _native.Engine:

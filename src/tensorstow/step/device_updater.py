@@ -195,14 +195,14 @@ class DeviceUpdater:
             acquired = self._pipeline.caller_chunks.acquire(wait=False)
             if acquired is None:
                 break
-            self._take(*acquired)
+            self._start_acquired(*acquired)
 
     def end_one(self) -> None:
         """Wait for the oldest chunk in flight, and release it."""
         self._in_flight[0].copied.synchronize()
         self._release()
 
-    def take_one(self) -> None:
+    def start_one(self) -> None:
         """Wait for a chunk and start it; raise the pipeline's error if it failed.
 
         No chunk may be in flight: the pipeline may need the memory that it holds.
@@ -212,7 +212,7 @@ class DeviceUpdater:
             self._pipeline.wait_published()
             message = "A step was over before all of its chunks were updated."
             raise StowError(message)
-        self._take(*acquired)
+        self._start_acquired(*acquired)
 
     # --- inside ---
 
@@ -249,7 +249,7 @@ class DeviceUpdater:
         if self.is_over:
             self._updates, self._weights = {}, {}  # which hold memory of the device
 
-    def _take(self, number: int, ring_slot: int) -> None:
+    def _start_acquired(self, number: int, ring_slot: int) -> None:
         self._ahead -= 1
         self._start(self._chunks[number], ring_slot)
         self._add_gradients()

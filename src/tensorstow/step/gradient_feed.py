@@ -219,11 +219,11 @@ class StepFeeds(StepPath):
             copied: The event after which its elements are in host memory; None: they are.
         """
         if copied is None and not self._arriving:
-            self._take(param, gradient)
+            self._offer_now(param, gradient)
             return
         self._arriving.append((param, gradient, copied or COMPLETE))
         while self._arriving and self._arriving[0][2].query():
-            self._take_first()
+            self._offer_first()
 
     def close(self) -> None:
         """Send the rest of an open step: no more gradients come."""
@@ -232,7 +232,7 @@ class StepFeeds(StepPath):
         self._is_open = False
         with poisoning(self._pipeline):
             while self._arriving:
-                self._take_first()
+                self._offer_first()
             self._unsent = len(self._feeds)
             for feed in self._feeds.values():
                 feed.close(self._sent)
@@ -269,7 +269,7 @@ class StepFeeds(StepPath):
                 return True
         if not self._arriving:
             return False
-        self._take_first()
+        self._offer_first()
         return True
 
     def needs(self, param: ManagedParam) -> bool:
@@ -310,12 +310,12 @@ class StepFeeds(StepPath):
 
     # --- inside ---
 
-    def _take_first(self) -> None:
+    def _offer_first(self) -> None:
         param, gradient, copied = self._arriving.popleft()
         copied.synchronize()
-        self._take(param, gradient)
+        self._offer_now(param, gradient)
 
-    def _take(self, param: ManagedParam, gradient: torch.Tensor) -> None:
+    def _offer_now(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         complete = self._gate.arrive(param.number)
         self._feeds[param.tier].offer(param, gradient)
         for chunk in complete:

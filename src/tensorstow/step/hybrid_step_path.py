@@ -249,7 +249,7 @@ class HybridStepPath(StepPath):
         elif self._updater.under_way:
             self._updater.end_one()
         else:
-            self._updater.take_one()
+            self._updater.start_one()
 
 
 def device_param_updates(plan: StepPlan) -> dict[int, DeviceParamUpdate]:

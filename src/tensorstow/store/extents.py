@@ -40,9 +40,9 @@ class Extents:
             self.free[file].add(self.sizes[file], size)
             self.sizes[file] = size
 
-    def take(self, file: int, nbytes: int) -> Extent | None:
+    def allocate(self, file: int, nbytes: int) -> Extent | None:
         """Allocate free bytes of ``file``, held by the caller; None if there are too few."""
-        start = self.free[file].take(nbytes)
+        start = self.free[file].allocate(nbytes)
         if start is None:
             return None
         extent = Extent(file, start, nbytes)

@@ -26,12 +26,12 @@ class DirectoryLock:
         self.path = directory / LOCK_NAME
         self._fd = -1
         try:
-            self._take(directory)
+            self._acquire(directory)
         except BaseException:
             self.release()
             raise
 
-    def _take(self, directory: Path) -> None:
+    def _acquire(self, directory: Path) -> None:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not self._try():
             if time.monotonic() > deadline:

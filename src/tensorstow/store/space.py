@@ -33,7 +33,7 @@ class StoreSpace:
         with self._lock:
             turn = self._turn
             self._turn = (turn + 1) % len(self._files)
-            return self._take(turn, padded(nbytes))
+            return self._allocate(turn, padded(nbytes))
 
     def adopt(self, extent: Extent) -> None:
         """Hold an extent of a generation for the caller."""
@@ -66,13 +66,13 @@ class StoreSpace:
             for number in numbers:
                 self._extents.forget(number)
 
-    def _take(self, turn: int, nbytes: int) -> Extent:
+    def _allocate(self, turn: int, nbytes: int) -> Extent:
         refused = []
         # A file grows before another's free room is used: drives that take turns are as quick as
         # all of them together.
         for turned in range(len(self._files)):
             file = (turn + turned) % len(self._files)
-            extent = self._extents.take(file, nbytes)
+            extent = self._extents.allocate(file, nbytes)
             if extent is not None:
                 return extent
             try:
@@ -80,7 +80,7 @@ class StoreSpace:
             except DirectoryError as error:
                 refused.append(f"  {error}")
                 continue
-            extent = self._extents.take(file, nbytes)
+            extent = self._extents.allocate(file, nbytes)
             if extent is not None:
                 return extent
         asked = f"An extent of {format_bytes(nbytes)} was requested and no data file can grow:"

@@ -30,7 +30,7 @@ def take_stripes(files: ScratchFiles, nbytes: int) -> tuple[Stripe, ...]:
     try:
         for start in range(0, nbytes, max(width, 1)):
             stop = min(start + width, nbytes)
-            taken.append(Stripe(files.take(stop - start), start, stop))
+            taken.append(Stripe(files.allocate(stop - start), start, stop))
     except BaseException:
         release_stripes(files, taken)
         raise

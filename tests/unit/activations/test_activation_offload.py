@@ -275,7 +275,7 @@ def test_a_full_disk_is_told_in_forward(
         raise DirectoryError(message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload._pool._scratch, "take", full)
+        patch.setattr(offload._pool._scratch, "allocate", full)
         with pytest.raises(DirectoryError, match="no room"):
             gradients(model)
     gc.collect()

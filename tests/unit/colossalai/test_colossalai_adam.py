@@ -124,7 +124,7 @@ def test_simd_log_says_what_runs(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class OfOtherSizes(ParamsInHostMemory):
-    def takes(self, parameter: torch.Tensor) -> bool:
+    def manages(self, parameter: torch.Tensor) -> bool:
         return parameter.numel() != 50
 
 

@@ -367,7 +367,7 @@ class Optimizer:
         self.alone = self.call_lock.alone
         self.hooks: dict[str, Callable[..., None]] = {}
 
-    def take_gradient(self) -> bool:
+    def wait_for_gradient(self) -> bool:
         return False
 
     def register_step_pre_hook(self, hook: Callable[..., None]) -> None:

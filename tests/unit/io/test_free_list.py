@@ -13,7 +13,7 @@ def test_ranges_are_what_a_set_of_pages_is(freed: list[int], wanted: list[int]) 
     for page in freed:
         free.add(page, page + 1)
     for count in wanted:
-        start = free.take(count)
+        start = free.allocate(count)
         fits = [s for s in sorted(pages) if pages >= set(range(s, s + count))]
         assert start == (fits[0] if fits else None)
         if start is not None:

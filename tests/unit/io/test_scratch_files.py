@@ -31,7 +31,7 @@ def test_extents_never_overlap(tmp_path: Path, program: list[tuple[bool, int, in
     taken: list[ScratchExtent] = []
     for takes, blocks, pick in program:
         if takes:
-            taken.append(files.take(blocks * ALIGN - 1))
+            taken.append(files.allocate(blocks * ALIGN - 1))
         elif taken:
             files.release([taken.pop(pick % len(taken))])
         ranges = sorted((e.file, e.offset, e.offset + e.nbytes) for e in taken)
@@ -43,10 +43,10 @@ def test_extents_never_overlap(tmp_path: Path, program: list[tuple[bool, int, in
 
 def test_extents_go_round_the_files_and_fill_what_is_reserved(tmp_path: Path) -> None:
     files = files_in([tmp_path / "a", tmp_path / "b"], [4 * ALIGN, 4 * ALIGN])
-    extents = [files.take(2 * ALIGN) for _ in range(4)]
+    extents = [files.allocate(2 * ALIGN) for _ in range(4)]
     assert [(e.file, e.offset) for e in extents] == [(0, 0), (1, 0), (0, 2 * ALIGN), (1, 2 * ALIGN)]
     assert files.nbytes == 8 * ALIGN
-    assert files.take(ALIGN).offset == 4 * ALIGN
+    assert files.allocate(ALIGN).offset == 4 * ALIGN
     assert files.nbytes == 8 * ALIGN + GROWTH_BYTES
     files.close()
 
@@ -54,7 +54,7 @@ def test_extents_go_round_the_files_and_fill_what_is_reserved(tmp_path: Path) ->
 def test_bytes_come_back(tmp_path: Path) -> None:
     files = files_in([tmp_path / "a", tmp_path / "b"], [0, 0])
     sent = [torch.full((ALIGN,), i, dtype=torch.uint8) for i in range(5)]
-    taken = [files.take(ALIGN) for _ in sent]
+    taken = [files.allocate(ALIGN) for _ in sent]
     assert files.used_bytes == 5 * ALIGN
     for extent, tensor in zip(taken, sent, strict=True):
         files.write(extent, tensor).wait()
@@ -69,16 +69,16 @@ def test_bytes_come_back(tmp_path: Path) -> None:
 
 def test_a_released_extent_is_used_again(tmp_path: Path) -> None:
     files = files_in([tmp_path / "a"], [0])
-    first = files.take(3 * MIB)
-    files.take(1)
+    first = files.allocate(3 * MIB)
+    files.allocate(1)
     files.release([first])
-    assert files.take(3 * MIB) == first
+    assert files.allocate(3 * MIB) == first
     files.close()
 
 
 def test_what_is_written_to_an_extent_is_read_from_it(tmp_path: Path) -> None:
     files = files_in([tmp_path / "a"], [0])
-    extent = files.take(2 * ALIGN)
+    extent = files.allocate(2 * ALIGN)
     values = torch.arange(2 * ALIGN // 4, dtype=torch.int32)
     files.files[extent.file].write(values, extent.offset).wait()
     found = torch.empty_like(values)
@@ -98,10 +98,10 @@ def test_a_file_grows_by_less_where_the_disk_has_no_more(
         return errno.ENOSPC if length > 4 * ALIGN else real(fd, length)
 
     monkeypatch.setattr(_native, "fallocate", nearly_full)
-    assert files.take(4 * ALIGN).offset == 0  # the block that was free is the first of them
+    assert files.allocate(4 * ALIGN).offset == 0  # the block that was free is the first of them
     assert asked == [ALIGN + GROWTH_BYTES, 4 * ALIGN]
     with pytest.raises(DirectoryError, match="No space left"):
-        files.take(ALIGN)
+        files.allocate(ALIGN)
     assert files.nbytes == 4 * ALIGN
     files.close()
 

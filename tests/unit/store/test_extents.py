@@ -15,9 +15,9 @@ def test_what_generations_do_not_refer_to_is_free() -> None:
     extents = Extents([10 * PAGE + 100, 10], kept)
     assert extents.free[0].nbytes == 7 * PAGE - 2 * PAGE
     assert extents.sizes == [10 * PAGE, HEADER_BYTES]  # the header, and whole pages
-    assert extents.take(0, 2 * PAGE) == Extent(0, 7 * PAGE, 2 * PAGE)
-    assert extents.take(0, PAGE) == Extent(0, HEADER_BYTES, PAGE)
-    assert extents.take(1, PAGE) is None
+    assert extents.allocate(0, 2 * PAGE) == Extent(0, 7 * PAGE, 2 * PAGE)
+    assert extents.allocate(0, PAGE) == Extent(0, HEADER_BYTES, PAGE)
+    assert extents.allocate(1, PAGE) is None
 
 
 def test_a_file_that_lost_its_end_is_not_used_there() -> None:
@@ -25,13 +25,13 @@ def test_a_file_that_lost_its_end_is_not_used_there() -> None:
     assert extents.sizes == [9 * PAGE]
     extents.grow(0, 10 * PAGE)
     extents.grow(0, 2 * PAGE)  # never less
-    assert extents.take(0, 8 * PAGE) is None
+    assert extents.allocate(0, 8 * PAGE) is None
     assert extents.free[0].nbytes == 5 * PAGE + PAGE
 
 
 def test_an_extent_is_free_when_nobody_has_it() -> None:
     extents = Extents([10 * PAGE], {})
-    one = extents.take(0, PAGE)
+    one = extents.allocate(0, PAGE)
     assert one is not None
     extents.hold([one])
     extents.refer(5, [one, one])

@@ -110,8 +110,7 @@ class StowedOptimizer(Optimizer):
             self._stepper, placement, policy, elementwise=known or elementwise
         )
         everyone = self._stepper.begins_with_states
-        takes = is_to_be_trained
-        self._manager.attach([(g, p) for g, p in self._all() if everyone or takes(p)])
+        self._manager.attach([(g, p) for g, p in self._all() if everyone or is_to_be_trained(p)])
         if everyone:
             for group, parameter in self._all():
                 name = name_in(group, parameter)

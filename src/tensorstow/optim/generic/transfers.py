@@ -146,7 +146,7 @@ class Transfers:
         piece.stepped = True
         if packed.nbytes:
             self.make_room(packed.nbytes, packed.nbytes)
-            piece.extent = self._files.take(packed.nbytes)
+            piece.extent = self._files.allocate(packed.nbytes)
             piece.slots = packed.slots
 
     def _finish_until(self, piece: Piece) -> None:
