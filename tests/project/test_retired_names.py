@@ -41,6 +41,7 @@ RETIRED_NAMES = {
     "DeviceUpdates": "HybridStepPath",
     "Given": "WeightMemory",
     "is_settled": "is_final",
+    "OwnParams": "ParamFilter",
     "settle_or_give_up": "wait_idle_or_abandon",
     "take_gradient": "wait_for_gradient",
     "take_one": "start_one",

@@ -16,7 +16,7 @@ from tensorstow.checkpoint.run import DEFAULT_EVERY
 from tensorstow.fsdp.validation import KeepsOnDevice, TranslatesPlacement
 from tensorstow.optim import options
 from tensorstow.optim.options import DirectoryOption, StatePlacement
-from tensorstow.optim.step_runner import OwnParams
+from tensorstow.optim.step_runner import ParamFilter
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.kernels import prepare_kernels
 from tensorstow.states.policy import PipelinePolicy
@@ -182,7 +182,7 @@ class CPUAdam(StowedAdam):
         return loss
 
 
-class ParamsInHostMemory(OwnParams):
+class ParamsInHostMemory(ParamFilter):
     """Selects parameters in host memory; torch's fused Adam updates the others."""
 
     def manages(self, parameter: torch.Tensor) -> bool:
@@ -228,7 +228,7 @@ class HybridAdam(CPUAdam):
         super().load_state_dict(state_dict)
         states: dict[Any, Any] = self.state  # also under keys of the caller's own, which stay
         for parameter, entry in states.items():
-            if not isinstance(parameter, torch.Tensor) or self._own.manages(parameter):
+            if not isinstance(parameter, torch.Tensor) or self._param_filter.manages(parameter):
                 continue
             if isinstance(entry.get("step"), torch.Tensor):
                 entry["step"] = entry["step"].to(
@@ -240,11 +240,11 @@ class HybridAdam(CPUAdam):
                         own = part_of(value, parameter, f"The saved {key!r}")
                         entry[key] = sharded_like(parameter, own)
 
-    def _own_params(self) -> OwnParams:
+    def _make_param_filter(self) -> ParamFilter:
         return ParamsInHostMemory()
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
-        if self._own.manages(parameter):
+        if self._param_filter.manages(parameter):
             super()._check(parameter, name)
             return
         check_elsewhere(parameter, name)

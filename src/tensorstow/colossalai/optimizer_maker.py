@@ -14,7 +14,7 @@ from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.optimizer_factory import Make, groups_of, names_of, with_groups
 from tensorstow.fsdp.validation import KeepsOnDevice
 from tensorstow.optim.adam import Adam, AdamW
-from tensorstow.optim.step_runner import OwnParams
+from tensorstow.optim.step_runner import ParamFilter
 from tensorstow.optim.stowed_adam import StowedAdam
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
@@ -54,11 +54,11 @@ class PlacedAdam(HybridAdam):
         self._in_host_memory = {id(p) for name, p in named if in_host_memory(name)}
         super().__init__(params, **keywords)  # type: ignore[arg-type]  # groups, as torch's
 
-    def _own_params(self) -> OwnParams:
+    def _make_param_filter(self) -> ParamFilter:
         return PlacedParams(self._in_host_memory)
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
-        if self._own.manages(parameter):
+        if self._param_filter.manages(parameter):
             StowedAdam._check(self, parameter, name)  # noqa: SLF001  # on an accelerator as well
         else:
             super()._check(parameter, name)

@@ -25,7 +25,7 @@ from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
 from tensorstow.optim.recording import LastRecording
-from tensorstow.optim.step_runner import OwnParams, StepRunner, hook_of
+from tensorstow.optim.step_runner import ParamFilter, StepRunner, hook_of
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.backward_overlap import BackwardOverlap, ConsumedGradients
 from tensorstow.step.call_lock import CallLock
@@ -48,7 +48,7 @@ class OptimizerRuntime:
         run: RunOptions,
         call_lock: CallLock,
         ranks: Ranks,
-        own: OwnParams,
+        param_filter: ParamFilter,
         *,
         extra_checked: bool,
     ) -> None:
@@ -75,7 +75,9 @@ class OptimizerRuntime:
         """Groups were loaded, and the states that belong to them not yet."""
         self.waits: ForwardWaits | None = None
         self.schedule = self._make_schedule(offload_policy, run)
-        self.steps = StepRunner(self.params, self.schedule, self.commits, ranks, call_lock, own)
+        self.steps = StepRunner(
+            self.params, self.schedule, self.commits, ranks, call_lock, param_filter
+        )
         self._finished = False
         self.params.outlive_finalizers()
         _LIVING[next(_NUMBERS)] = self

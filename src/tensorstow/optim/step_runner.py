@@ -41,8 +41,11 @@ from tensorstow.tensors.placeholder import ConsumedGradient, refuse_used
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads consecutive numbers
 
 
-class OwnParams:
-    """Selects the parameters whose states are kept: all. Subclasses update the others."""
+class ParamFilter:
+    """Selects the parameters whose states the optimizer keeps: all of them.
+
+    Subclasses keep those of fewer, and update the other parameters themselves.
+    """
 
     def manages(self, parameter: torch.Tensor) -> bool:
         """Return whether the states of ``parameter`` are the optimizer's to keep."""
@@ -50,7 +53,7 @@ class OwnParams:
         return True
 
     def update_others(self, groups: Groups, states: States, factor: float) -> None:
-        """Update the parameters that are not, by their gradients times ``factor``."""
+        """Update the parameters that are not managed, by their gradients times ``factor``."""
 
 
 class ClipFactor:
@@ -151,7 +154,7 @@ class StepRunner:
         commits: Commits,
         ranks: Ranks,
         call_lock: CallLock,
-        own: OwnParams,
+        param_filter: ParamFilter,
     ) -> None:
         """Step ``params`` by ``schedule``, and let ``commits`` have the steps that are due."""
         self._params = params
@@ -159,7 +162,7 @@ class StepRunner:
         self._commits = commits
         self._ranks = ranks
         self._call_lock = call_lock
-        self._own = own
+        self._param_filter = param_filter
         self.clip = ClipFactor()
         self.scaled = ScaledLoss()
         self.contents = OptimizerContents()
@@ -172,7 +175,7 @@ class StepRunner:
         """Create states for those of ``parameters`` that have none and belong to the optimizer."""
         self.wait_idle()
         amsgrad = {id(p): bool(g["amsgrad"]) for g in self.contents.groups for p in g["params"]}
-        self._params.attach((p for p in parameters if self._own.manages(p)), amsgrad)
+        self._params.attach((p for p in parameters if self._param_filter.manages(p)), amsgrad)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
@@ -256,14 +259,16 @@ class StepRunner:
         with self._commits.reporting_errors(commits=commits), pipeline.whole_step(plan):
             if plan is not None:
                 schedule.step(plan, self.contents.states)
-            self._own.update_others(self.contents.groups, self.contents.states, factor / scale)
+            self._param_filter.update_others(
+                self.contents.groups, self.contents.states, factor / scale
+            )
             self._count_step()
         self._commit_step(commits=commits)
 
     def _collect(self) -> list[ParamUpdate]:
         """Return the checked updates of this step; nothing is changed."""
         params = self._params
-        found, new_params = collect(self.contents.groups, params, self._own.manages)
+        found, new_params = collect(self.contents.groups, params, self._param_filter.manages)
         # Parameters unfrozen, or exchanged for others, after the optimizer was made.
         if new_params:
             self.attach(new_params)
@@ -363,7 +368,7 @@ class StepRunner:
         params.store.pipeline.check_alive()
         schedule.check_unchanged()
         late, new_params = collect(
-            self.contents.groups, params, self._own.manages, backward_overlap=True
+            self.contents.groups, params, self._param_filter.manages, backward_overlap=True
         )
         if not schedule.is_open:
             if any(isinstance(p.grad, ConsumedGradient) for p in self.contents.parameters()):

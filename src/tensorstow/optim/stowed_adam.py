@@ -26,7 +26,7 @@ from tensorstow.optim import options
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.recording import CommitPart, LinkPart, RecordedPart, Recording, totals
 from tensorstow.optim.runtime import OptimizerRuntime
-from tensorstow.optim.step_runner import OwnParams
+from tensorstow.optim.step_runner import ParamFilter
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -75,7 +75,7 @@ class StowedAdam(Optimizer):
         extra_checked = is_checked(run.extra)
         self._isa = offload_policy.policy.isa
         self._update_on = offload_policy.update_on
-        self._own = self._own_params()
+        self._param_filter = self._make_param_filter()
         self._is_made = False  # the groups are not known yet
         self.recorded_parts: list[Callable[[], RecordedPart]] = []
         """Each makes what else a recording follows: the weights of a model that ``stow`` placed."""
@@ -95,7 +95,7 @@ class StowedAdam(Optimizer):
             run,
             self._call_lock,
             ranks,
-            self._own,
+            self._param_filter,
             extra_checked=extra_checked,
         )
         self._is_made = True
@@ -240,7 +240,7 @@ class StowedAdam(Optimizer):
             amsgrad = {key: bool(g.get("amsgrad")) for key, g in saved}
             light = dict(full["state"])
             for key, entry in full["state"].items():
-                if entry and key in owner and self._own.manages(owner[key]):
+                if entry and key in owner and self._param_filter.manages(owner[key]):
                     name = f"Parameter {key}"
                     validation.check_saved(entry, owner[key], name, amsgrad=amsgrad[key])
                     loaded[owner[key]] = entry
@@ -692,9 +692,9 @@ class StowedAdam(Optimizer):
             self._runtime.commits.resumed(generation, params)
             self._drop_gradients()
 
-    def _own_params(self) -> OwnParams:
+    def _make_param_filter(self) -> ParamFilter:
         """Return the test for parameters of ours; it must not refer to the optimizer."""
-        return OwnParams()
+        return ParamFilter()
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         """Raise unless this optimizer can update ``parameter``."""

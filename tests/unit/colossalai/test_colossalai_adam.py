@@ -131,7 +131,7 @@ class OfOtherSizes(ParamsInHostMemory):
 class FakeAccelerator(HybridAdam):
     """Treats the parameters marked so as an accelerator's: torch's fused Adam steps them."""
 
-    def _own_params(self) -> ParamsInHostMemory:
+    def _make_param_filter(self) -> ParamsInHostMemory:
         return OfOtherSizes()
 
 
