@@ -45,6 +45,8 @@ RETIRED_NAMES = {
     "settle_or_give_up": "wait_idle_or_abandon",
     "take_gradient": "wait_for_gradient",
     "take_one": "start_one",
+    "updated_here": "updates_on_host",
+    "updated_there": "updates_on_device",
     "UpdateSides": "UpdateRouter",
     "works_of": "device_param_updates",
 }

@@ -92,11 +92,11 @@ class HybridStepPath(StepPath):
         kind = StepKind(open=True, capture=plan.commits, caller="updates")
         self._pipeline.step(plan.rows, plan.scalars, kind)
         self._gate.begin({update.param.number for update in plan.updates})
-        there = [update for update in plan.updates if update.param.updated_there]
+        there = [update for update in plan.updates if update.param.updates_on_device]
         self._updater.begin(
             device_param_updates(replace(plan, updates=there)), all_weights=plan.commits
         )
-        here = [update for update in plan.updates if update.param.updated_here]
+        here = [update for update in plan.updates if update.param.updates_on_host]
         for feed in self._feeds:
             feed.begin(replace(plan, updates=here), self._gate)
         for update in plan.updates:
@@ -120,9 +120,9 @@ class HybridStepPath(StepPath):
             message = "A gradient in host memory was offered to a step that updates on the device."
             raise StowError(message)
         complete = self._gate.arrive(param.number)
-        if param.updated_there:
+        if param.updates_on_device:
             self._updater.offer(param.number, gradient)
-        for feed in self._feeds if param.updated_here else ():
+        for feed in self._feeds if param.updates_on_host else ():
             feed.offer(param, gradient)
         if self._overlaps_backward:
             for chunk in complete:

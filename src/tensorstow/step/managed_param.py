@@ -45,9 +45,9 @@ class ManagedParam:
     """The buffer that its weight is in, where it is on disk."""
     order: Order | None = None
     """Of its dimensions in memory, where not their own ([Note: Memory formats])."""
-    updated_there: bool = False
+    updates_on_device: bool = False
     """The device updates elements of it."""
-    updated_here: bool = True
+    updates_on_host: bool = True
     """The host updates elements of it."""
     tier: Tier = Tier.HOST
     """The tier of its weight, which decides by which feed its gradient goes ([Note: Feeds])."""
@@ -114,7 +114,7 @@ class ManagedParam:
 
     def leave_behind(self) -> None:
         """Mark the host weight as stale if an update on the device did not copy all of it."""
-        if self.updated_there and self.family.dtype == torch.float32:
+        if self.updates_on_device and self.family.dtype == torch.float32:
             self.on_host.leave_behind()
 
     @property
@@ -124,9 +124,9 @@ class ManagedParam:
         True for 16-bit weights, which masters must match. The host's elements of an fp32 weight are
         as its last update left them, unless the user has written the parameter.
         """
-        if self.family.dtype != torch.float32 or not self.updated_there:
+        if self.family.dtype != torch.float32 or not self.updates_on_device:
             return True
-        return self.updated_here and self.written_by_others
+        return self.updates_on_host and self.written_by_others
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ def write_to_copies(plan: StepPlan) -> None:
     for update in plan.updates:
         param = update.param
         if param.host_weight is not None:
-            if not param.updated_there:  # where the weight is written in its own memory
+            if not param.updates_on_device:  # where the weight is written in its own memory
                 param.host = param.host_weight.host  # which is a copy already
             continue
         param.host = param.parameter.detach().clone()

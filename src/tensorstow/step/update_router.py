@@ -142,8 +142,8 @@ class UpdateRouter:
         there = {n for chunk in device for n in chunk.owners}
         here = {n for chunk in host for n in chunk.owners}
         for param in self._params:
-            param.updated_there = param.number in there
-            param.updated_here = param.number in here
+            param.updates_on_device = param.number in there
+            param.updates_on_host = param.number in here
         return True
 
     def _drop_side(self) -> None:
