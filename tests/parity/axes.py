@@ -31,7 +31,7 @@ ROUTE_AXES: Mapping[str, tuple[Value, ...]] = {
     "isa": ("scalar", "avx2", "avx512"),
     "threads": (1, 2, 3),
     "overlap": ("none", "forward", "backward"),
-    "poison": (False, True),
+    "nan_until_published": (False, True),
     "final": ("counted", "context"),
     "format": ("default", "fp32", "split"),
     "durability": ("none", "commit"),
@@ -81,7 +81,7 @@ class Route:
     isa: str = "avx512"
     threads: int = 2
     overlap: str = "none"
-    poison: bool = False
+    nan_until_published: bool = False
     """Weights are NaN until they are published."""
     final: str = "counted"
     """How updates beside backward know the last micro-batch."""
@@ -155,9 +155,9 @@ def _objections_to_schedules(row: Mapping[str, Value], *, upstream: bool) -> Ite
     # The keywords are those of tensorstow's own classes.
     theirs = upstream or row.get("scaling") == "div_scale"
     yield theirs and overlap in {"forward", "backward"}
-    yield theirs and (row.get("poison") is True or row.get("final") == "context")
+    yield theirs and (row.get("nan_until_published") is True or row.get("final") == "context")
     yield theirs and row.get("format") in {"fp32", "split"}
-    yield overlap == "none" and row.get("poison") is True
+    yield overlap == "none" and row.get("nan_until_published") is True
     # Only beside backward must the last micro-batch be known.
     yield row.get("final") == "context" and overlap != "backward"
     yield row.get("final") == "context" and row.get("accumulation") == 1

@@ -11,7 +11,9 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.update_on import Overlap
 
 CHUNK = 1024
-POISONED = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1, poison=True)
+POISONED = PipelinePolicy(
+    chunk_elements=CHUNK, backend="threads", depth=1, nan_until_published=True
+)
 DELAY_S = 0.02
 
 Loss = Callable[[nn.Module, int], Tensor]

@@ -385,7 +385,7 @@ def policy_of(route: Route) -> PipelinePolicy:
     """Return the policy; what this machine has not got is replaced by the best that it has."""
     return PipelinePolicy(
         chunk_elements=route.chunk,
-        poison=route.poison,
+        nan_until_published=route.nan_until_published,
         schedule=route.schedule,  # type: ignore[arg-type]  # an axis is text
         backend=route.backend if probe_backend(route.backend) is None else None,  # type: ignore[arg-type]
         isa=route.isa if route.isa in _native.supported_isas() else None,  # type: ignore[arg-type]

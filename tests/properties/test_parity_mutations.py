@@ -22,7 +22,7 @@ SCALED: Mapping[str, Value] = {"scaling": "GradScaler"}
 EVERY_RESUME = tuple({"resume": r} for r in ("model-first", "model-last", "rewind", "torch"))
 EVERY_PLACE = tuple({"placement": p, "resume": "model-first"} for p in AXES["placement"])
 
-FORWARD: Mapping[str, Value] = {"overlap": "forward", "poison": True}
+FORWARD: Mapping[str, Value] = {"overlap": "forward", "nan_until_published": True}
 BACKWARD: Mapping[str, Value] = {"overlap": "backward"}
 CRASH: Mapping[str, Value] = {"durability": "commit", "resume": "crash"}
 COMMIT: Mapping[str, Value] = {"durability": "commit", "resume": "commit"}
@@ -39,13 +39,13 @@ BESIDE = (
     Mutation(
         "overlap",
         "a parameter is updated by another's gradient",
-        (BACKWARD, {**BACKWARD, "poison": True}, {**BACKWARD, "ring": "least"}),
+        (BACKWARD, {**BACKWARD, "nan_until_published": True}, {**BACKWARD, "ring": "least"}),
         b.another_gradient,
     ),
     Mutation(
-        "poison",
+        "nan_until_published",
         "a new weight is not published",
-        (FORWARD, {**BACKWARD, "poison": True}),
+        (FORWARD, {**BACKWARD, "nan_until_published": True}),
         b.weights_not_published,
     ),
     Mutation(

@@ -25,7 +25,7 @@ class Training:
     overlap: str = "none"
     clip: float | None = None
     micro_batches: int = 1
-    poison: bool = False
+    nan_until_published: bool = False
     """Weights are NaN until they are published."""
     listed: bool = False
     """Layers are sharded as one group instead of one by one."""
@@ -84,7 +84,7 @@ def sharded(training: Training) -> list[torch.Tensor]:
         overlap=training.overlap,
         module=model,
         accumulation_steps=steps,
-        policy=tensorstow.PipelinePolicy(poison=training.poison),
+        policy=tensorstow.PipelinePolicy(nan_until_published=training.nan_until_published),
     )
     with torch.no_grad():
         for _ in range(2 if training.looked_at else 0):

@@ -83,7 +83,7 @@ class OptimizerRuntime:
         _LIVING[next(_NUMBERS)] = self
 
     def _make_schedule(self, offload_policy: OffloadPolicy, run: RunOptions) -> Schedule:
-        poison = offload_policy.policy.poison
+        nan_until_published = offload_policy.policy.nan_until_published
         table = weakref.ref(self.params)
 
         def is_used(number: int) -> bool:
@@ -94,10 +94,10 @@ class OptimizerRuntime:
         if offload_policy.overlap != "none" and run.module is not None:
             self.waits = ForwardWaits(run.module, self._make_wait())
         if offload_policy.overlap == "backward":
-            return BackwardOverlap(self.params, gradients, poison=poison)
+            return BackwardOverlap(self.params, gradients, nan_until_published=nan_until_published)
         if self.waits is None:
             return Synchronous(self.params)
-        return ForwardOverlap(self.params, self.waits, poison=poison)
+        return ForwardOverlap(self.params, self.waits, nan_until_published=nan_until_published)
 
     def _make_wait(self) -> Callable[[Iterable[int] | None], None]:
         runtime = weakref.ref(self)

@@ -31,7 +31,7 @@ class PipelinePolicy:
         node: The NUMA node of the update and I/O threads and of their memory: a number; "any", no
             restriction; "auto", the node of this rank's accelerator, else ranks are spread over the
             nodes. It holds for the process: a number stays in force for later optimizers.
-        poison: Whether weights are NaN until their update is published, for tests.
+        nan_until_published: Whether weights are NaN until their update is published, for tests.
 
     Raises:
         OptionError: A value that cannot be used.
@@ -44,7 +44,7 @@ class PipelinePolicy:
     isa: Literal["avx512", "avx2", "scalar"] | None = None
     threads: int | None = None
     node: NodeChoice = "auto"
-    poison: bool = False
+    nan_until_published: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -219,11 +219,13 @@ class BackwardOverlap(Schedule):
 
     begins_early = True
 
-    def __init__(self, params: ParamTable, gradients: ConsumedGradients, *, poison: bool) -> None:
-        """``gradients`` counts which are final; ``poison`` as in ForwardOverlap."""
+    def __init__(
+        self, params: ParamTable, gradients: ConsumedGradients, *, nan_until_published: bool
+    ) -> None:
+        """``gradients`` counts which are final; ``nan_until_published`` as in ForwardOverlap."""
         super().__init__(params)
         self.gradients = gradients
-        self._poison = poison
+        self._nan_until_published = nan_until_published
         self._plan: StepPlan | None = None
         self._written: dict[int, tuple[int, int]] = {}
         self._last_order: list[int] = []
@@ -295,7 +297,7 @@ class BackwardOverlap(Schedule):
             # The model's order is not known yet: backward mostly goes from its end to its begin.
             last_first = range(len(params.all()) - 1, -1, -1)
             pipeline.order(by_last(params.store.chunks, last_first))
-        if self._poison:
+        if self._nan_until_published:
             write_to_copies(plan)
         with poisoning(pipeline):  # an interrupt: open for the pipeline, and not for us
             params.update_router.step_path.begin(plan, OverlapWith.BACKWARD)

@@ -35,14 +35,16 @@ _BLIND = (
 class ForwardOverlap(Schedule):
     """``overlap="forward"``."""
 
-    def __init__(self, params: ParamTable, waits: ForwardWaits, *, poison: bool) -> None:
+    def __init__(
+        self, params: ParamTable, waits: ForwardWaits, *, nan_until_published: bool
+    ) -> None:
         """``waits`` blocks modules until their weights are new, and records their order.
 
-        ``poison``: weights are NaN until they are published, so that tests detect early reads.
+        ``nan_until_published``: weights are NaN until then, so that tests detect early reads.
         """
         super().__init__(params)
         self._waits = waits
-        self._poison = poison
+        self._nan_until_published = nan_until_published
         self._last_order: tuple[int, list[int]] = (0, [])
         self._under_way: dict[int, ParamUpdate] = {}
         self._versions: dict[int, int] = {}
@@ -57,7 +59,7 @@ class ForwardOverlap(Schedule):
         """
         path = self._params.update_router.step_path
         self._arrange()
-        if self._poison:
+        if self._nan_until_published:
             write_to_copies(plan)
             for update in plan.updates:
                 fill_with_nan(update.param)

@@ -34,7 +34,7 @@ class ManagedParam:
     """Its entry in ``optimizer.state``: its states in its shape if all are in RAM, else
     placeholders."""
     host: torch.Tensor | None = None
-    """A copy that the step updates in place of the weight, with the option ``poison``."""
+    """A copy that the step updates in place of the weight, with ``nan_until_published``."""
     begun: bool = False
     """It has states that are not zero."""
     written: Stamp | None = None

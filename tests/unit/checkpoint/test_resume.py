@@ -65,7 +65,7 @@ def test_the_same_way(overlap: Overlap, state_format: str, tmp_path: Path) -> No
         {"policy": {"isa": "avx2"}},
         {"policy": {"backend": "uring"}},
         {"policy": {"schedule": "naive"}},
-        {"policy": {"poison": True}, "overlap": "forward"},
+        {"policy": {"nan_until_published": True}, "overlap": "forward"},
         {"overlap": "forward"},
         {"overlap": "backward"},
         {"ram_budget": "1100KiB"},

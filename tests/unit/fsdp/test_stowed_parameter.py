@@ -18,7 +18,7 @@ from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.stowed_parameter import AllGatherInput, StowedParameter
 
 Pool = Callable[[int], Ranks]
-POISONED = partial(tensorstow.AdamW, lr=1e-2, policy=PipelinePolicy(poison=True))
+POISONED = partial(tensorstow.AdamW, lr=1e-2, policy=PipelinePolicy(nan_until_published=True))
 """Weights are NaN until somebody has waited for them."""
 
 

@@ -369,7 +369,7 @@ def test_a_block_on_the_host_waits_for_chunks_that_the_device_has_a_part_in(
     monkeypatch: pytest.MonkeyPatch, states: str, first: int, chunk: int
 ) -> None:
     def run(net: Branches) -> None:
-        policy = PipelinePolicy(chunk_elements=chunk, poison=True)
+        policy = PipelinePolicy(chunk_elements=chunk, nan_until_published=True)
         given = {"states": states, "policy": policy}
         optimizer = AdamW(net.parameters(), lr=0.01, module=net, overlap="forward", **given)
         for _ in range(4):

@@ -491,7 +491,7 @@ def test_nothing_is_waited_for_twice() -> None:
 def test_unpoisoned_weights_are_the_old_ones(tmp_path: Path) -> None:
     model = blocks()
     policy = PipelinePolicy(chunk_elements=1024, backend="threads", depth=1)
-    assert POISONED.poison
+    assert POISONED.nan_until_published
     optimizer = optimizer_for(model, tmp_path, "forward", policy=policy)
     train(optimizer, model, range(2))
     optimizer.wait()

@@ -232,7 +232,7 @@ def test_what_is_at_once_is_never_under_way(tmp_path: Path) -> None:
 def test_a_step_that_did_not_begin_cannot_end() -> None:
     optimizer = AdamW([nn.Parameter(torch.ones(4))])
     gradients = ConsumedGradients(1, lambda _: True)
-    schedule = BackwardOverlap(optimizer._params(), gradients, poison=False)
+    schedule = BackwardOverlap(optimizer._params(), gradients, nan_until_published=False)
     assert not schedule.is_open
     schedule.check_unchanged()
     param = optimizer._params().all()[0]

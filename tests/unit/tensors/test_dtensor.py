@@ -15,15 +15,15 @@ CASES = [
     Training(states="disk"),
     Training(dtype=torch.bfloat16, states="disk"),
     Training(states="disk", overlap="forward", clip=0.1),
-    Training(states="disk", overlap="forward", poison=True),
-    Training(states="disk", overlap="forward", poison=True, listed=True),
-    Training(states="disk", overlap="forward", poison=True, looked_at=True),
+    Training(states="disk", overlap="forward", nan_until_published=True),
+    Training(states="disk", overlap="forward", nan_until_published=True, listed=True),
+    Training(states="disk", overlap="forward", nan_until_published=True, looked_at=True),
     Training(states="disk", overlap="backward"),
     Training(micro_batches=3, clip=0.05),
     Training(states="disk", overlap="backward", micro_batches=2),
     # 16-bit weights have masters, which are made anew: a DTensor alone knows that it was written.
     Training(dtype=torch.bfloat16, states="disk", halved=True),
-    Training(dtype=torch.bfloat16, overlap="forward", poison=True, halved=True),
+    Training(dtype=torch.bfloat16, overlap="forward", nan_until_published=True, halved=True),
 ]
 
 
