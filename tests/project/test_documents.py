@@ -222,3 +222,19 @@ def test_each_decision_record_has_a_number_of_its_own() -> None:
     records = sorted((ROOT / "docs/adr").glob("*.md"))
     assert [int(r.name[:4]) for r in records] == list(range(1, len(records) + 1))
     assert all(r.read_text(encoding="utf-8").startswith(f"# {r.name[:4]}: ") for r in records)
+
+
+def test_a_decision_that_was_amended_says_so() -> None:
+    status = {
+        record.name[:4]: record.read_text(encoding="utf-8").splitlines()[2]
+        for record in (ROOT / "docs/adr").glob("*.md")
+    }
+    amended = {
+        (old, new)
+        for new, text in status.items()
+        for part in text.split("; ")
+        if part.startswith("amends ")
+        for old in re.findall(r"\d{4}", part)
+    }
+    assert amended
+    assert all(f"; {new} amends it" in status[old] for old, new in amended)
