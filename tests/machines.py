@@ -18,11 +18,13 @@ PROFILE = Profile(
     memory_read=20e9,
     memory_write=10e9,
     memory_copy=15e9,
+    memory_fresh=1e30,
+    checksums=1e30,  # of no weight where a test does not say so
     update={"float32/fp32": G / 4},
     device_update={"float32/fp32": 5 * G},
     compute={
-        "cpu": ComputeRates({"float32": 1e12}, tensor_bytes=1e9, call_seconds=1e-3),
-        "cuda": ComputeRates({"float32": 1e13}, tensor_bytes=1e12, call_seconds=0.0),
+        "cpu": ComputeRates({"float32": 1e12}, 1e9, 1e-3, random_elements=1e8),
+        "cuda": ComputeRates({"float32": 1e13}, 1e12, 0.0, random_elements=1e11),
     },
     link=LinkRates(up=20 * G, down=10 * G, both=25 * G),
 )

@@ -37,7 +37,7 @@ from tensorstow.measure.models import build_model, from_config
 from tensorstow.optim.adam import AdamW
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
 from tensorstow.planner.search import PlanRequest, search
-from tensorstow.planner.seconds import MachineRates, MicroBatch, time_of
+from tensorstow.planner.seconds import MachineRates, time_of
 from tensorstow.planner.sizes import Sizes
 from tensorstow.report.rss import peak_bytes, resident_bytes
 
@@ -165,8 +165,13 @@ def _speed(name: str, chosen: str, seconds: Mapping[str, float]) -> Figure:
 
 def _compared(name: str, found: dict[str, Any]) -> Iterator[Figure]:
     for tier, (predicted, measured) in found["bytes"].items():
-        if measured or predicted:
-            yield _off(f"{name}: bytes on {tier.upper()}", _BYTES_OFF, predicted, measured)
+        what = f"{name}: bytes on {tier.upper()}"
+        if found["is_bound"] and tier == Tier.HOST:
+            # How many gradients wait for their update says the run: predicted is the most.
+            detail = {"predicted": predicted, "measured": measured}
+            yield Figure(f"{what} / the bound", at_most(1), measured / predicted, "x", detail)
+        elif measured or predicted:
+            yield _off(what, _BYTES_OFF, predicted, measured)
     if found["resident"] is not None:
         yield _off(f"{name}: peak resident memory", None, *found["resident"])
         yield _off(f"{name}: seconds of a step", _SECONDS_OFF, *found["seconds"])
@@ -206,7 +211,8 @@ def _run_other(case: Case, plan: Plan) -> dict[str, Any]:
     model, loss = OTHERS[case.model]()
     predicted = _predicted(plan, model)
     measured, _ = _train(case, plan, model.train(), loss)
-    return {"bytes": _pairs(predicted, measured), "resident": None, "seconds": None}
+    found = {"bytes": _pairs(predicted, measured), "resident": None, "seconds": None}
+    return found | {"is_bound": plan.overlap == "backward"}
 
 
 def _run_traced(case: Case, plan: Plan) -> dict[str, Any]:
@@ -221,8 +227,7 @@ def _run_traced(case: Case, plan: Plan) -> dict[str, Any]:
     sizes = Sizes.of(units_of(named.module), 1)
     profile = Profile.from_json(case.profile)
     machine = MachineRates(profile, "cpu", profile.rates_of(Path(case.directory)))
-    done = (traced.operations, traced.tensor_bytes, traced.calls)
-    batch = MicroBatch(_BATCH * _SEQUENCE, *done)
+    batch = traced.micro_batch(_BATCH * _SEQUENCE)
     step = time_of(plan, sizes, conditions, batch, machine)
     predicted = _predicted(plan, named.module)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now
@@ -238,6 +243,7 @@ def _run_traced(case: Case, plan: Plan) -> dict[str, Any]:
     host = predicted[Tier.HOST] + max(traced.beside_gradients, 0)
     return {
         "bytes": _pairs(predicted, measured),
+        "is_bound": plan.overlap == "backward",
         "resident": (host, (peak_bytes() or 0) - before),
         "seconds": (step.seconds, statistics.median(seconds)),
         "choices": _choices(PlanRequest(sizes, Budget(), conditions, batch=batch, machine=machine)),

@@ -8,21 +8,33 @@ times the memory in use. A fixed threshold prevents that, at the cost of fresh p
 
 import ctypes
 import logging
+import os
 
 logger = logging.getLogger("tensorstow")
 
 _M_MMAP_THRESHOLD = -3
-_THRESHOLD = 1 << 20
+LARGE_BLOCK = 1 << 20
+"""Bytes from which on a freed block goes back."""
+_OWN_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "glibc.malloc.mmap_threshold")
+"""The user's: a variable of the environment, and a name in GLIBC_TUNABLES."""
 
 
 def give_back_large_blocks() -> bool:
-    """Return freed blocks of a MiB and more to the system, if the C library supports it (True).
+    """Return freed blocks of a MiB and more to the system, where the user has not said otherwise.
 
-    Holds for the whole process, until it ends.
+    Holds for the whole process, until it ends. A threshold of the user's own (the variable
+    MALLOC_MMAP_THRESHOLD_, or glibc.malloc.mmap_threshold in GLIBC_TUNABLES) is kept.
+
+    Returns:
+        Whether they go back.
     """
+    variable, tunable = _OWN_SETTINGS
+    if variable in os.environ or tunable in os.environ.get("GLIBC_TUNABLES", ""):
+        logger.info("glibc's threshold of large blocks is the user's: it is kept")
+        return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         logger.warning("This C library has no mallopt: freed memory may stay with the process")
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _THRESHOLD))
+    return bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK))

@@ -79,9 +79,12 @@ class ComputeRates:
     flops: Mapping[str, float]
     """Floating point operations per second of matrix products, by dtype."""
     tensor_bytes: float
-    """Bytes read and written per second by elementwise operations, results newly allocated."""
+    """Bytes read and written per second by elementwise operations in a row: each reads the result
+    of the one before, and what no cache has."""
     call_seconds: float
     """Of an operation on few elements."""
+    random_elements: float
+    """Random numbers drawn per second, as dropout needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,10 @@ class Profile:
     memory_write: float
     memory_copy: float
     """Read and written, both together."""
+    memory_fresh: float
+    """Written for the first time: the system finds and clears each page."""
+    checksums: float
+    """Bytes per second of which all cores compute checksums."""
     update: Mapping[str, float] = field(default_factory=dict)
     """Parameters per second that the host's kernel updates, by "dtype/format"."""
     device_update: Mapping[str, float] = field(default_factory=dict)
@@ -163,6 +170,8 @@ class Profile:
                 memory_read=float(given["memory_read"]),
                 memory_write=float(given["memory_write"]),
                 memory_copy=float(given["memory_copy"]),
+                memory_fresh=float(given["memory_fresh"]),
+                checksums=float(given["checksums"]),
                 update={key: float(rate) for key, rate in given["update"].items()},
                 device_update={k: float(rate) for k, rate in given["device_update"].items()},
                 compute={key: ComputeRates(**each) for key, each in given["compute"].items()},

@@ -105,6 +105,8 @@ def _lines(profile: Profile) -> Iterator[tuple[str, str]]:
         f" copy {format_rate(profile.memory_copy)} (both ways together)"
     )
     yield "host memory", memory
+    fresh = f"new from the system {format_rate(profile.memory_fresh)}"
+    yield "", f"{fresh}, checksums {format_rate(profile.checksums)}"
     label = "updates"
     for key, rate in profile.update.items():
         dtype, kept_as = key.split("/")
@@ -120,7 +122,8 @@ def _lines(profile: Profile) -> Iterator[tuple[str, str]]:
         flops = (f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in rates.flops.items())
         yield f"compute, {kind}", ", ".join(flops)
         each = f"{1e6 * rates.call_seconds:.1f} us for each operation"
-        yield "", f"elementwise {format_rate(rates.tensor_bytes)}, {each}"
+        random = f"{rates.random_elements / 1e6:,.0f} million random numbers/s"
+        yield "", f"elementwise {format_rate(rates.tensor_bytes)}, {each}, {random}"
     if profile.link is not None:
         up, down, both = profile.link.up, profile.link.down, profile.link.both
         yield (

@@ -247,8 +247,7 @@ def _batch(
     if traced is None:
         parameters = sum(p.numel() for p in model.module.parameters())
         return MicroBatch.estimate(parameters, _ANY_TOKENS)
-    tokens = given.batch * given.seq
-    return MicroBatch(tokens, traced.operations, traced.tensor_bytes, traced.calls)
+    return traced.micro_batch(given.batch * given.seq)
 
 
 def _splits(
@@ -265,7 +264,7 @@ def _splits(
         if rest:
             continue
         each = between(one, traced, given.batch, part)
-        batch = MicroBatch(part * given.seq, each.operations, each.tensor_bytes, each.calls)
+        batch = each.micro_batch(part * given.seq)
         held = each.beside_gradients if here else each.peak_bytes
         splits.append(Split(times, batch, max(held, 0)))
     return tuple(splits)

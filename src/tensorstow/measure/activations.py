@@ -22,13 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from tensorstow.base.allocator import LARGE_BLOCK
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.models import NamedModel, from_config
+from tensorstow.planner.seconds import MicroBatch
 
 _UNWRITTEN = frozenset({torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty})
 _GATHERS = frozenset({torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.gather})
 """They read as much as they write, whatever they read it from."""
+_RANDOM = frozenset({torch.ops.aten.bernoulli_, torch.ops.aten.bernoulli})
 _WHOLE_LAYERS = 4
 """Deeper models are traced with two layers and with three."""
 
@@ -47,6 +50,25 @@ class Activations:
     """Read and written by operations that are no products."""
     calls: int = 0
     """Operations of either kind."""
+    random_elements: int = 0
+    """Random numbers drawn, for dropout."""
+    large_bytes: int = 0
+    """Of all large tensors that operations make."""
+
+    def micro_batch(self, tokens: int) -> MicroBatch:
+        """Return what is done, for ``planner.seconds``.
+
+        Args:
+            tokens: Of the micro-batch.
+        """
+        return MicroBatch(
+            tokens,
+            self.operations,
+            self.tensor_bytes,
+            self.calls,
+            self.random_elements,
+            self.large_bytes,
+        )
 
 
 def trace(model: NamedModel, batch: int, sequence: int) -> Activations:
@@ -81,6 +103,8 @@ def trace(model: NamedModel, batch: int, sequence: int) -> Activations:
         found.operations,
         found.tensor_bytes,
         found.calls,
+        found.random_elements,
+        found.large_bytes,
     )
 
 
@@ -117,6 +141,8 @@ class _Traced:
     operations: int
     tensor_bytes: int
     calls: int
+    random_elements: int
+    large_bytes: int
 
     def extended(self, deeper: "_Traced", layers: int) -> "_Traced":
         """Extrapolate to ``layers`` more layers by ``deeper``, which has one more."""
@@ -127,6 +153,8 @@ class _Traced:
             self.operations + layers * (deeper.operations - self.operations),
             self.tensor_bytes + layers * (deeper.tensor_bytes - self.tensor_bytes),
             self.calls + layers * (deeper.calls - self.calls),
+            self.random_elements + layers * (deeper.random_elements - self.random_elements),
+            self.large_bytes + layers * (deeper.large_bytes - self.large_bytes),
         )
 
 
@@ -144,7 +172,8 @@ def _trace(config: Any, batch: int, sequence: int) -> _Traced:  # noqa: ANN401
         with peaks:
             module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     done = (peaks.operations, peaks.tensor_bytes, peaks.calls)
-    return _Traced(peaks.early, peaks.late, peaks.together, *done)
+    more = (peaks.random_elements, peaks.large_bytes)
+    return _Traced(peaks.early, peaks.late, peaks.together, *done, *more)
 
 
 class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is untyped here
@@ -165,6 +194,7 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         self._fixed = self.held
         self.early = self.late = self.together = 0
         self.operations = self.tensor_bytes = self.calls = 0
+        self.random_elements = self.large_bytes = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -214,6 +244,13 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
             return  # a view, or no tensor
         self.calls += 1
         kind = func._overloadpacket  # noqa: SLF001
+        self.large_bytes += sum(
+            nbytes for key, nbytes in written.items() if key not in read and nbytes >= LARGE_BLOCK
+        )
+        if kind in _RANDOM:
+            self.random_elements += sum(
+                value.numel() for value in tree_leaves(result) if isinstance(value, torch.Tensor)
+            )
         if kind in flop_registry:
             args, keywords = given
             self.operations += int(flop_registry[kind](*args, **keywords, out_val=result))

@@ -12,7 +12,9 @@ from tensorstow.measure.device_rates import measure_device_updates
 from tensorstow.measure.disk_rates import measure_directory
 from tensorstow.measure.host_rates import (
     fastest,
+    measure_checksums,
     measure_compute,
+    measure_fresh_memory,
     measure_memory,
     measure_updates,
     waited,
@@ -40,6 +42,7 @@ def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda 
         disks[str(path)] = measure_directory(path)
     tell("host memory")
     read, write, copy = measure_memory()
+    fresh, checksums = measure_fresh_memory(), measure_checksums()
     tell("updates")
     update = measure_updates()
     tell("computing")
@@ -57,6 +60,8 @@ def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda 
         memory_read=read,
         memory_write=write,
         memory_copy=copy,
+        memory_fresh=fresh,
+        checksums=checksums,
         update=update,
         device_update=device_update,
         compute=compute,

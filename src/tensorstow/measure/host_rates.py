@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensorstow.base.cores import affinity_cores
 from tensorstow.base.profile import ComputeRates, dtype_key, update_key
 from tensorstow.io.arena import Arena
-from tensorstow.states.update_trial import FAMILIES, PARAMETERS, update_trial
+from tensorstow.states.update_trial import FAMILIES, PARAMETERS, checksum_trial, update_trial
 
 _MEMORY_BYTES = 256 << 20
 _LEAST_REPEATS = 3
@@ -18,7 +19,13 @@ _CPU_DTYPES = (torch.float32, torch.bfloat16)
 _PRODUCT = (512, 1024, 4096)
 _PRODUCT_AWAY = (8192, 4096, 8192)
 """Rows, inner and columns of a product: a block's, of a small and of a large model."""
-_ELEMENTWISE_BYTES = 8 << 20
+_ELEMENTWISE_BYTES = 4 << 20
+_COLUMNS = 512
+_ROW = 30
+"""Elementwise operations in a row: their tensors are more than a cache has."""
+_FRESH_BYTES = 64 << 20
+"""More than glibc keeps when it is freed."""
+_CHECKSUM_BYTES = 4 << 20
 _CHAIN = 100
 
 
@@ -56,6 +63,29 @@ def measure_memory(seconds: float = 0.6) -> tuple[float, float, float]:
     )
 
 
+def measure_fresh_memory(seconds: float = 0.2) -> float:
+    """Return bytes per second that all cores write to memory that the system gives anew.
+
+    Args:
+        seconds: How long to measure, about.
+    """
+
+    def write() -> None:
+        torch.empty(_FRESH_BYTES // 4, dtype=torch.float32).fill_(1.0)
+
+    return _FRESH_BYTES / fastest(write, seconds)
+
+
+def measure_checksums(seconds: float = 0.1) -> float:
+    """Return bytes per second of which all cores compute checksums, in transfers' pieces.
+
+    Args:
+        seconds: How long to measure, about.
+    """
+    one = fastest(checksum_trial(_CHECKSUM_BYTES), seconds)
+    return affinity_cores() * _CHECKSUM_BYTES / one
+
+
 def measure_updates(seconds: float = 1.0) -> dict[str, float]:
     """Return parameters per second that the update kernel takes, by "dtype/format".
 
@@ -79,16 +109,46 @@ def measure_compute(device: torch.device, seconds: float = 1.5) -> ComputeRates:
     away = device.type != "cpu"
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if away else _CPU_DTYPES
     rows, inner, columns = _PRODUCT_AWAY if away else _PRODUCT
-    each = seconds / (len(dtypes) + 2)
+    each = seconds / (len(dtypes) + 3)
     flops = {}
     for dtype in dtypes:
         left = torch.randn(rows, inner, device=device, dtype=dtype)
         right = torch.randn(inner, columns, device=device, dtype=dtype)
         took = fastest(waited(partial(torch.matmul, left, right), device), each)
         flops[dtype_key(dtype)] = 2 * rows * inner * columns / took
-    one = torch.ones(_ELEMENTWISE_BYTES // 4, device=device)
-    elementwise = fastest(waited(lambda: one * one, device), each)
-    return ComputeRates(flops, 3 * one.nbytes / elementwise, _call_seconds(device, each))
+    return ComputeRates(
+        flops,
+        _tensor_bytes_rate(device, each),
+        _call_seconds(device, each),
+        _random_rate(device, each),
+    )
+
+
+def _tensor_bytes_rate(device: torch.device, seconds: float) -> float:
+    """Return bytes per second of what a block does beside products; results stay, as forward's do.
+
+    A sum, a product by elements, an activation, a softmax, and a copy in another order.
+    """
+    shape = (_ELEMENTWISE_BYTES // 4 // _COLUMNS, _COLUMNS)
+    others, into = ([torch.ones(shape, device=device) for _ in range(_ROW)] for _ in range(2))
+    turned = [each.view(_COLUMNS, shape[0]) for each in into]
+
+    def row() -> None:
+        last = others[0]
+        for n in range(0, _ROW, 5):
+            last = torch.add(last, others[n], out=into[n])
+            last = torch.mul(last, others[n + 1], out=into[n + 1])
+            last = torch.tanh(last, out=into[n + 2])
+            last = torch.softmax(last, -1, out=into[n + 3])
+            last = turned[n + 4].copy_(last.t()).view(shape)
+
+    moved = (3 + 3 + 2 + 2 + 2) * others[0].nbytes * _ROW // 5
+    return moved / fastest(waited(row, device), seconds)
+
+
+def _random_rate(device: torch.device, seconds: float) -> float:
+    mask = torch.empty(_ELEMENTWISE_BYTES // 4, device=device)
+    return mask.numel() / fastest(waited(partial(mask.bernoulli_, 0.9), device), seconds)
 
 
 def waited(work: Callable[[], object], device: torch.device) -> Callable[[], None]:

@@ -1,7 +1,8 @@
 """How long a step takes: what a plan computes and moves, over the rates of a machine.
 
 [Note: Phases] A step is forward, backward and update, one after the other; ``overlap`` puts the
-update beside one of them. In each phase every resource has its work, all resources work at once,
+update beside one of them, but for the first parameter's: forward needs it at once, and backward has
+its gradient last. In each phase every resource has its work, all resources work at once,
 and the one with most of it says how long the phase takes. Updates run on the cores, and so do
 forward and backward where the CPU computes: their times add up there. Where updates run on the
 accelerator, its computing and its updates add up, and states go over the link both ways.
@@ -38,6 +39,10 @@ class MicroBatch:
     """Read and written by all other operations."""
     calls: int = 0
     """Operations."""
+    random_elements: int = 0
+    """Random numbers drawn, for dropout."""
+    large_bytes: int = 0
+    """Of all large tensors that operations make; ``base.allocator`` says what is large."""
 
     @classmethod
     def estimate(cls, parameters: int, tokens: int) -> "MicroBatch":
@@ -211,7 +216,7 @@ def compute_seconds(batch: MicroBatch, dtype: torch.dtype, machine: MachineRates
         )
         raise OptionError(message)
     elementwise = batch.tensor_bytes / rates.tensor_bytes + batch.calls * rates.call_seconds
-    return batch.flops / flops + elementwise
+    return batch.flops / flops + elementwise + batch.random_elements / rates.random_elements
 
 
 def time_of(
@@ -231,8 +236,13 @@ def time_of(
     """
     work = work_of(plan, sizes, conditions)
     dtype = sizes.trained[0][0] if sizes.trained else torch.float32
-    compute = plan.accumulation_steps * compute_seconds(batch, dtype, machine)
+    compute = compute_seconds(batch, dtype, machine)
     on = "cores" if conditions.device_is_host else "accelerator"
+    profile = machine.profile
+    if conditions.device_is_host and units_on(Tier.DISK, plan, sizes):
+        # Freed memory goes back to the system there (base.allocator), and comes new each time.
+        compute += batch.large_bytes / profile.memory_fresh
+    compute *= plan.accumulation_steps
     reads, writes, states = _disk_seconds(work, machine)
     up = _over_link("up", work.up, machine)
     update = _update_loads(plan, work, machine)
@@ -240,15 +250,48 @@ def time_of(
     backward = {on: (1 - _FORWARD) * compute, "disk": reads / 2, "link up": up / 2}
     if not reaches_device(plan.update_on):  # else gradients are summed on the device
         backward["link down"] = _over_link("down", work.down, machine)
-    step = {**update.loads, "disk": states + writes}
+    # What is read and written is compared with its checksum.
+    on_cores = {"cores": (work.state_read + work.written) / profile.checksums}
+    step = _sum([update.loads, on_cores, {"disk": states + writes}])
+    # So are parameters, whose memory comes new each time.
+    for each in (forward, backward):
+        seconds = work.parameters_read * (1 / profile.checksums + 1 / profile.memory_fresh)
+        each["cores"] = each.get("cores", 0.0) + seconds / 2
+    first, rest = _parts(step, _first_share(sizes))
+    parts: list[tuple[str, Sequence[Mapping[str, float]]]]
     if plan.overlap == "backward":
-        parts = [("forward", [forward]), ("backward and update", [backward, step])]
+        parts = [("forward", [forward]), ("backward and update", [backward, rest])]
+        parts += [("update of the first parameter", [first])]
     elif plan.overlap == "forward":
-        parts = [("update and forward", [step, forward]), ("backward", [backward])]
+        parts = [("update of the first parameter", [first])]
+        parts += [("update and forward", [rest, forward]), ("backward", [backward])]
     else:
         parts = [("forward", [forward]), ("backward", [backward]), ("update", [step])]
     phases = tuple(StepPhase(name, _sum(each)) for name, each in parts)
     return StepTime(phases, compute, update.kernels)
+
+
+def _first_share(sizes: Sizes) -> float:
+    """Return the share of all elements that the first trained parameter has.
+
+    It is the root's first, an embedding in most models: forward needs it first, and backward has
+    its gradient last.
+    """
+    trained = [unit for unit in sizes.units if unit.trained]
+    if not trained:
+        return 0.0
+    first = next((unit for unit in trained if not unit.name), trained[0])
+    return first.trained[0][1] / sum(unit.trained_elements for unit in trained)
+
+
+def _parts(
+    loads: Mapping[str, float], first: float
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Return a share of loads, and the rest of them."""
+    return (
+        {name: first * seconds for name, seconds in loads.items()},
+        {name: (1 - first) * seconds for name, seconds in loads.items()},
+    )
 
 
 def device_share(plan: Plan, sizes: Sizes, conditions: Conditions, machine: MachineRates) -> float:

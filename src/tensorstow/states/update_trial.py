@@ -1,4 +1,4 @@
-"""One update by the kernel over parameters of no model, for what measures how long it takes."""
+"""One update, or one checksum, over data of no model: for what measures how long it takes."""
 
 from collections.abc import Callable
 
@@ -36,6 +36,20 @@ FAMILIES = (
     (torch.float16, StateFormat.FP32),
 )
 """Kinds of states whose update is measured."""
+
+
+def checksum_trial(nbytes: int) -> Callable[[], None]:
+    """Return a function that computes the checksum of ``nbytes`` bytes on one core.
+
+    Args:
+        nbytes: How many.
+    """
+    data = torch.ones(nbytes, dtype=torch.uint8)
+
+    def run() -> None:
+        _native.checksum(data.data_ptr(), data.nbytes)
+
+    return run
 
 
 def update_trial(dtype: torch.dtype, kept_as: StateFormat) -> Callable[[], None]:

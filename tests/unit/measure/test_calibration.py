@@ -8,7 +8,14 @@ import torch
 from tensorstow.base.profile import DirectoryRates, identify_machine
 from tensorstow.measure import calibration
 from tensorstow.measure.calibration import calibrate
-from tensorstow.measure.host_rates import fastest, measure_compute, measure_memory, measure_updates
+from tensorstow.measure.host_rates import (
+    fastest,
+    measure_checksums,
+    measure_compute,
+    measure_fresh_memory,
+    measure_memory,
+    measure_updates,
+)
 from tensorstow.states.update_trial import FAMILIES
 
 
@@ -26,6 +33,9 @@ def test_memory_and_computing_are_measured() -> None:
     assert {"float32", "bfloat16"} == set(found.flops)
     assert 1e6 < found.tensor_bytes < 1e14
     assert 1e-8 < found.call_seconds < 1e-1
+    assert 1e5 < found.random_elements < 1e14
+    assert 1e7 < measure_fresh_memory(seconds=0.01) < 1e13
+    assert 1e7 < measure_checksums(seconds=0.01) < 1e13
 
 
 def test_the_fastest_of_three_calls_at_least_counts() -> None:

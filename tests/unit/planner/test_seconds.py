@@ -10,6 +10,7 @@ from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, PROFILE, SIZES, STATES,
 from tensorstow import Plan, Tier
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
+from tensorstow.planner.placement import Conditions
 from tensorstow.planner.seconds import (
     MachineRates,
     MicroBatch,
@@ -19,11 +20,21 @@ from tensorstow.planner.seconds import (
     time_of,
     work_of,
 )
+from tensorstow.planner.sizes import Sizes, UnitSizes
+
+REST = 1 - 1 / UNITS
+"""What can be updated beside a pass: all but the first parameter."""
+
+
+def first(disk: float) -> float:
+    """Return the seconds of the first parameter's update, nothing beside it."""
+    return (1 - REST) * max(UPDATE, disk)
 
 
 def test_computing_is_products_elements_and_calls() -> None:
-    batch = MicroBatch(1, flops=3 * 10**12, tensor_bytes=2 * 10**9, calls=500)
-    assert compute_seconds(batch, torch.float32, CPU) == pytest.approx(3 + 2 + 0.5)
+    done = {"tensor_bytes": 2 * 10**9, "calls": 500, "random_elements": 7 * 10**8}
+    batch = MicroBatch(1, flops=3 * 10**12, **done)
+    assert compute_seconds(batch, torch.float32, CPU) == pytest.approx(3 + 2 + 0.5 + 7)
     with pytest.raises(OptionError, match="float16 on cpu"):
         compute_seconds(batch, torch.float16, CPU)
     with pytest.raises(OptionError, match="on xpu"):
@@ -39,12 +50,40 @@ def test_everything_in_host_memory_is_computing_and_updating() -> None:
     assert break_even_tokens(step, BATCH.tokens) is None
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("parameters", [Tier.HOST, Tier.DISK])
+@pytest.mark.parametrize("conditions", [HERE, AWAY])
+def test_memory_comes_new_each_time_where_freed_memory_goes_back(
+    conditions: Conditions, parameters: Tier, steps: int
+) -> None:
+    machine = replace(CPU if conditions is HERE else CUDA, profile=PROFILE.but(memory_fresh=1e9))
+    plan = Plan(parameters, accumulation_steps=steps)
+    with_large = replace(BATCH, large_bytes=4 * 10**9)
+    before = time_of(plan, SIZES, conditions, BATCH, machine).compute
+    after = time_of(plan, SIZES, conditions, with_large, machine).compute
+    goes_back = parameters == Tier.DISK and conditions is HERE
+    assert after - before == pytest.approx(4 * steps if goes_back else 0)
+
+
+def test_checksums_take_cores_from_computing() -> None:
+    plan = Plan(Tier.DISK, Tier.DISK, overlap="backward")
+    slow = replace(CPU, profile=PROFILE.but(checksums=1e9, memory_fresh=2e9))
+    work = work_of(plan, SIZES, HERE)
+    step = time_of(plan, SIZES, HERE, BATCH, slow)
+    forward, backward, first = (phase.loads["cores"] for phase in step.phases)
+    update = UPDATE + (work.state_read + work.written) / 1e9
+    read = work.parameters_read / 2 * (1e-9 + 0.5e-9)
+    assert forward == pytest.approx(10 + read)
+    assert backward == pytest.approx(20 + REST * update + read)
+    assert first == pytest.approx((1 - REST) * update)
+
+
 @pytest.mark.parametrize(
     ("overlap", "seconds"),
     [
         ("none", lambda disk: 10 + 20 + max(UPDATE, disk)),
-        ("forward", lambda disk: 20 + max(UPDATE + 10, disk)),
-        ("backward", lambda disk: 10 + max(UPDATE + 20, disk)),
+        ("forward", lambda disk: 20 + max(REST * UPDATE + 10, REST * disk) + first(disk)),
+        ("backward", lambda disk: 10 + max(REST * UPDATE + 20, REST * disk) + first(disk)),
     ],
 )
 @pytest.mark.parametrize("slower", [1, 10, 100])
@@ -62,6 +101,19 @@ def test_states_on_disk_overlap_as_they_are_told(
     assert step.binding == ("disk" if moving > 40 else "cores")
     least = break_even_tokens(step, BATCH.tokens)
     assert least == pytest.approx(BATCH.tokens * moving / 30, abs=1)
+
+
+def test_the_root_s_first_parameter_is_updated_beside_nothing() -> None:
+    root = UnitSizes("", 3 * G, 3 * G, ((torch.float32, G // 2), (torch.float32, G // 4)))
+    frozen = UnitSizes("frozen", G, G, ())
+    sizes = Sizes((*SIZES.units, frozen, root))
+    plan = Plan(overlap="backward")
+    names = [phase.name for phase in time_of(plan, sizes, HERE, BATCH, CPU).phases]
+    assert names == ["forward", "backward and update", "update of the first parameter"]
+    last = time_of(plan, sizes, HERE, BATCH, CPU).phases[-1]
+    assert last.seconds == pytest.approx(2)  # half a gibi elements, at a quarter per second
+    nothing = Sizes((frozen,))
+    assert time_of(plan, nothing, HERE, BATCH, CPU).phases[-1].seconds == 0
 
 
 def test_parameters_on_disk_are_read_for_each_pass() -> None:
@@ -129,7 +181,8 @@ def test_updates_on_the_device_take_its_kernel_and_the_link_both_ways() -> None:
     loads = {"accelerator": THERE, "link up": STATES / 20 / G, "link down": STATES / 10 / G}
     assert step.phases[2].loads == pytest.approx(loads)
     beside = time_of(plan.but(overlap="backward"), SIZES, AWAY, BATCH, CUDA)
-    assert beside.seconds == pytest.approx(1 + 2 + THERE)  # both on the accelerator
+    first = (1 - REST) * STATES / 10 / G  # by the link
+    assert beside.seconds == pytest.approx(1 + 2 + REST * THERE + first)  # both on the accelerator
 
 
 def test_both_sides_update_so_that_they_end_together() -> None:
