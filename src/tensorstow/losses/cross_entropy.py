@@ -121,62 +121,64 @@ class _Kind:
 
 
 class _OutputLayer:
-    """The layer's tensors, and the three products with them."""
+    """The layer's tensors, and the three products with them: whole, or by blocks of classes."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: _Kind) -> None:
         self._weight, self._kind = weight, kind
         self._bias = None if bias is None else bias.to(kind.dtype).to(kind.sum_dtype)
-        self.on_tensor_cores = weight.is_cuda and kind.dtype.itemsize == 2
-        is_scaled = self.on_tensor_cores and kind.dtype == torch.float16
+        self._has_kernels = kind.dtype.itemsize == 2 and _multiplies_into_fp32(weight.device)
+        is_scaled = self._has_kernels and kind.dtype == torch.float16
         self.scale = _SCALE_OF_FP16 if is_scaled else 1.0
-        self._is_whole = self.on_tensor_cores or weight.dtype == kind.sum_dtype == kind.dtype
-        width = weight.shape[1] * kind.sum_dtype.itemsize
-        self._block = max(1, len(weight) if self._is_whole else _BLOCK_BYTES // max(1, width))
+        width = max(1, weight.shape[1] * kind.sum_dtype.itemsize)
+        is_whole = weight.dtype == kind.dtype == kind.sum_dtype
+        block = max(1, len(weight) if is_whole else _BLOCK_BYTES // width)
+        self._blocks = [slice(i, i + block) for i in range(0, len(weight), block)]
 
     def operand(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor as an operand: rounded to the dtype of products."""
         rounded = tensor.to(self._kind.dtype)
-        return rounded if self.on_tensor_cores else rounded.to(self._kind.sum_dtype)
+        return rounded if self._has_kernels else rounded.to(self._kind.sum_dtype)
 
     def gradient_operand(self, d_logits: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of logits as an operand: on tensor cores ``scale`` times as large."""
-        if not self.on_tensor_cores:
+        """Return the gradient of logits as an operand: in 16 bits ``scale`` times as large."""
+        if not self._has_kernels:
             return d_logits
         return d_logits.mul_(self.scale).to(self._kind.dtype)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write the logits of some rows, operands, to ``out``."""
-        for start in range(0, len(self._weight), self._block):
-            stop = min(start + self._block, len(self._weight))
-            self._product(hidden, self.operand(self._weight[start:stop]).t(), out[:, start:stop])
+        for block in self._blocks:
+            weight = self.operand(self._weight[block]).t()
+            if self._has_kernels:
+                out[:, block] = torch.mm(hidden, weight, out_dtype=torch.float32)
+            else:
+                torch.mm(hidden, weight, out=out[:, block])
         if self._bias is not None:
             out += self._bias
         return out
 
     def hidden_gradient(self, d_logits: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the gradient of some rows to ``out``."""
-        if self._is_whole:
-            self._product(d_logits, self.operand(self._weight), out)
-            return
-        out.zero_()
-        for start in range(0, len(self._weight), self._block):
-            stop = min(start + self._block, len(self._weight))
-            out.addmm_(d_logits[:, start:stop], self.operand(self._weight[start:stop]))
+        """Add the gradient of some rows to ``out``, which is 0."""
+        for block in self._blocks:
+            self._add_product(out, d_logits[:, block], self.operand(self._weight[block]))
 
     def add_weight_gradient(
         self, total: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor
     ) -> None:
         """Add what some rows contribute to the gradient of the weight."""
-        if self.on_tensor_cores:
-            total += torch.mm(d_logits.t(), hidden, out_dtype=torch.float32)
-        else:
-            total.addmm_(d_logits.t(), hidden)
+        for block in self._blocks:
+            self._add_product(total[block], d_logits[:, block].t(), hidden)
 
-    def _product(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        if self.on_tensor_cores:
-            out.copy_(torch.mm(a, b, out_dtype=torch.float32))
+    def _add_product(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        if self._has_kernels:
+            total += torch.mm(a, b, out_dtype=torch.float32)
         else:
-            torch.mm(a, b, out=out)
+            total.addmm_(a, b)
+
+
+def _multiplies_into_fp32(device: torch.device) -> bool:
+    """Return whether the device has kernels that multiply 16-bit matrices with an fp32 result."""
+    return device.type == "cuda"
 
 
 class _Pass:

@@ -211,9 +211,33 @@ def test_blocks_of_16_bit_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorstow.losses.cross_entropy._BLOCK_BYTES", 4 * WIDTH * 50)
     with _Products() as counted:
         loss = chunked_cross_entropy(*given[:2], labels, bias=given[2])
-    assert counted.count == 2 * 7 + 1  # 301 classes in blocks of 50; the weight's needs no weight
+    assert counted.count == 3 * 7  # 301 classes in blocks of 50
     for a, b in zip(torch.autograd.grad(loss, given), whole, strict=True):
         assert difference(a, b.double()) <= 2.0**-8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kernels_that_multiply_into_fp32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's, for which a product of converted operands stands in: the same numbers."""
+    product = torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+        assert (a.dtype, b.dtype, out_dtype) == (dtype, dtype, torch.float32)
+        return product(a.float(), b.float())
+
+    monkeypatch.setattr("tensorstow.losses.cross_entropy._multiplies_into_fp32", lambda _: True)
+    monkeypatch.setattr(torch, "mm", mm)
+    given, labels = tensors(dtype), labels_of()
+    loss = chunked_cross_entropy(*given[:2], labels, bias=given[2], chunk_bytes=10 * ROW_BYTES)
+    found = [loss.detach(), *torch.autograd.grad(loss, given)]
+    wanted = exact(given, labels, torch.ones(()))
+    assert difference(found[0], wanted[0]) <= SUMS
+    for gradient, truth in zip(found[1:], wanted[1:], strict=True):
+        assert (
+            difference(gradient, truth) <= 2 * ULP[dtype]
+        )  # the gradient of logits is rounded too
 
 
 def test_the_result_is_the_same_again() -> None:
