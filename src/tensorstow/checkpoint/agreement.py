@@ -118,9 +118,8 @@ def _named(kept: Sequence[Sequence[_Kept]], which: str | int) -> str | None:
         asked = f"snapshot {which!r}" if isinstance(which, str) else f"rank 0's generation {which}"
         there = set.intersection(*({name for k in each for name in k.names} for each in kept))
         message = (
-            f"The {asked} was requested, and it is not what all ranks have: not ranks"
-            f" {', '.join(map(str, lacking))}. Snapshots of all ranks:"
-            f" {', '.join(sorted(there)) or 'none at all'}."
+            f"The {asked} was requested, and ranks {', '.join(map(str, lacking))} do not have it."
+            f" Snapshots of all ranks: {', '.join(sorted(there)) or 'none at all'}."
         )
         raise OptionError(message)
     return ids[0]

@@ -178,10 +178,10 @@ def stow(  # noqa: PLR0913  # the one door to everything
         asked = _asked(chosen, device, mesh, optimizer, dir)
         plan, step = choose_plan(asked, chosen, budget, device, dir, tokens)
     elif tokens is not None:
-        message = "tokens= was given beside a plan: it is for choosing one."
+        message = 'tokens= only applies to plan="auto".'
         raise OptionError(message)
     elif budget is not None:
-        message = "budget= was given beside a plan, which says itself what lives where."
+        message = 'budget= only applies to plan="auto"; leave it out or omit plan=.'
         raise OptionError(message)
     validate_units(plan, chosen)
     validate_device(plan, device)

@@ -69,7 +69,7 @@ class OptimizerRuntime:
         self.ranks = ranks
         self.call_lock = call_lock
         self.extra: dict[str, Any] = {}
-        """What the caller kept with the commit that the run goes on from."""
+        """``extra`` of the resumed commit."""
         self.last_recording = LastRecording()
         self.is_half_loaded = False
         """Groups were loaded, and the states that belong to them not yet."""

@@ -78,7 +78,7 @@ class StowedAdam(Optimizer):
         self._param_filter = self._make_param_filter()
         self._is_made = False  # the groups are not known yet
         self.recorded_parts: list[Callable[[], RecordedPart]] = []
-        """Each makes what else a recording follows: the weights of a model that ``stow`` placed."""
+        """Factories of further parts to record: the weights of a model that ``stow`` placed."""
         self._around_resume: list[Callable[[], None]] = []
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
         # gradients; beside backward there are no gradients left to scale.

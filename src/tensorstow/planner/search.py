@@ -23,7 +23,7 @@ from tensorstow.planner.sizes import Sizes
 from tensorstow.states.layout import DEFAULT_RING_BYTES
 
 _GAIN = 0.02
-"""A plan that is faster than a simpler one by less than this part is not worth it."""
+"""Minimum relative speed-up for choosing a more complex plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Split:
     """The batch of a step, in so many micro-batches."""
 
     times: int
-    """More than the plan says of itself: micro-batches for each of those that were requested."""
+    """Factor by which the number of micro-batches is multiplied."""
     batch: MicroBatch
     activation_bytes: int
     """As ``Conditions`` has them."""
@@ -84,7 +84,7 @@ class PlanRequest:
     budget: Budget
     conditions: Conditions
     base: Plan = field(default_factory=Plan)
-    """Says what a search leaves as it is: micro-batches, stage, replicas."""
+    """Plan fields that the search does not change: micro-batches, stage, replicas."""
     overlap: Overlap | None = None
     """Where the user says when updates run; None: the search says it."""
     spend: bool = True

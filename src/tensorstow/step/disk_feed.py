@@ -83,7 +83,7 @@ class DiskFeed(GradientFeed):
     # --- a step ---
 
     def prepare(self, plan: StepPlan) -> None:
-        """Expect a word on each weight that a commit may read and no gradient updates."""
+        """Mark weights that a commit reads without an update as expected."""
         rows = plan.rows
         self._due = frozenset(n for n in self._pagers if rows[n].expected)
         self._captures = plan.commits

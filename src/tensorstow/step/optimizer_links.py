@@ -26,7 +26,7 @@ class OptimizerLinks:
         """For the states that are updated on the accelerator."""
         self._is_open = False
         self.blocks: weakref.WeakSet[PinnedBlock] = weakref.WeakSet()
-        """The memory at this end of them."""
+        """Pinned host blocks used by both links."""
 
     def open(
         self,

@@ -56,7 +56,7 @@ def _now(param: ManagedParam) -> torch.Tensor:
 def _refusal(param: ManagedParam, what: str) -> OptionError:
     message = (
         f"A weight of shape {tuple(param.owner.shape)} {what} between step() and the wait for"
-        ' its update, which with overlap="forward" was under way: what is there now may be of old'
-        f" values.{_WAY_OUT}"
+        ' its update, which with overlap="forward" was under way: the parameter may hold values'
+        f" from before the update.{_WAY_OUT}"
     )
     return OptionError(message)

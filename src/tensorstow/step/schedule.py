@@ -44,7 +44,7 @@ class Schedule:
 
     @property
     def why_broken(self) -> str | None:
-        """Why the step that is open can never be a whole one; None where it can."""
+        """Why the open step cannot be completed; None if it can."""
         return None
 
     @property

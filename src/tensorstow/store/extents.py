@@ -56,7 +56,7 @@ class Extents:
             if not self.in_use(extent):
                 message = (
                     f"{extent} was named but nobody holds it and no generation refers to it: its"
-                    " bytes may be another's by now. Name extents that were allocated or adopted."
+                    " bytes may have been reallocated. Name extents that were allocated or adopted."
                 )
                 raise OptionError(message)
         self._held.update(wanted)

@@ -147,7 +147,7 @@ def test_a_snapshot_is_of_all_ranks(stores: list[Store]) -> None:
     for error in chosen(stores, "a"):
         assert isinstance(error, OptionError)
         assert "snapshot 'a' was requested" in str(error)
-        assert "not ranks 1" in str(error)
+        assert "ranks 1 do not have it" in str(error)
         assert "none at all" in str(error)
 
 

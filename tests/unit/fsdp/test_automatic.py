@@ -82,7 +82,7 @@ def test_tokens_say_how_long_computing_takes() -> None:
     for tokens in (0, 1.5, True):
         with pytest.raises(OptionError, match="tokens="):
             placed(tokens=tokens)
-    with pytest.raises(OptionError, match="beside a plan"):
+    with pytest.raises(OptionError, match="tokens= only applies"):
         placed(plan=Plan(), tokens=1)
 
 
