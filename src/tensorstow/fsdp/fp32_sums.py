@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tensorstow.tensors.dtensor import set_gradient
+
 
 def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
     """Make autograd sum the gradients of several backward passes in fp32.
@@ -39,8 +41,7 @@ def _set_aside(
 @torch.no_grad()
 def _put_back(sums: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
     if "wide" in sums:
-        parameter.grad_dtype = None
-        parameter.grad = sums.pop("wide")
+        set_gradient(parameter, sums.pop("wide"))
 
 
 @torch.no_grad()
@@ -53,6 +54,4 @@ def widen_gradient(parameter: torch.Tensor) -> None:
         parameter: A parameter whose gradient stays on the device.
     """
     if parameter.grad is not None and parameter.grad.dtype != torch.float32:
-        wide = parameter.grad.float()
-        parameter.grad_dtype = None
-        parameter.grad = wide
+        set_gradient(parameter, parameter.grad.float())

@@ -38,7 +38,7 @@ from tensorstow.fsdp.validation import validate_no_hooks
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES, PIECE_BUFFERS, PIECE_BYTES
-from tensorstow.tensors.dtensor import OffloadedGradient, shard_of
+from tensorstow.tensors.dtensor import OffloadedGradient, set_gradient, shard_of
 
 _ALIGN = 128
 _OFFLOADS: "weakref.WeakKeyDictionary[torch.nn.Module, GradientOffload]" = (
@@ -499,8 +499,7 @@ def offload_gradient(
             host = HostSum(local.cpu())
         gradient._local_tensor = HostGradient(local, host)  # noqa: SLF001
     elif local.host.memory.dtype != local.dtype:
-        parameter.grad_dtype = None
-        parameter.grad = _widened(gradient, local)
+        set_gradient(parameter, _widened(gradient, local))
 
 
 def _count(parameter: torch.Tensor, gradient: torch.Tensor, buffer: PinnedBuffer | None) -> None:
@@ -549,8 +548,7 @@ class UnshardedOffload:
             parameter.grad = HostGradient(gradient, self._queue.copy(gradient, self._buffer))
             return
         total.accumulate(gradient)
-        parameter.grad_dtype = None
-        parameter.grad = _summed(gradient, total.host)
+        set_gradient(parameter, _summed(gradient, total.host))
 
 
 def _widened(gradient: DTensor, local: HostGradient) -> DTensor:

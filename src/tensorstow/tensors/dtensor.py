@@ -182,6 +182,12 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return local.elements if isinstance(local, OffloadedGradient) else local
 
 
+def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Put ``gradient`` into ``parameter.grad``, of whatever dtype: sums are wider than weights."""
+    parameter.grad_dtype = None
+    parameter.grad = gradient
+
+
 def gradient_on_its_way(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Arrival | None]:
     """Return the result of ``gradient_of``, and the event of its copy; None: it is complete."""
     gradient = parameter.grad
