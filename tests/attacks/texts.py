@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from tensorstow import AdamW
 from tensorstow.base.errors import StowError
 from tensorstow.base.plan import Plan
+from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.deepspeed.config.json_text import parse
-from tensorstow.fsdp.pretrained import PretrainedFiles
 from tensorstow.io.safetensors import read_table
 
 NESTED = ("[" * 200_000, '{"a":' * 200_000)

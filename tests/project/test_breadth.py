@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 from torch import nn
 
 import tensorstow
@@ -38,13 +40,21 @@ def modules_run(act: Callable[[], object], below: str) -> set[str]:
     return {Path(file).stem for file in files if Path(file).is_relative_to(folder)}
 
 
-def test_stow_runs_through_few_modules(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loads", [False, True])
+def test_stow_runs_through_few_modules(loads: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """With weights on disk, which takes everything that is sharded on the CPU."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    given: dict[str, Any] = {
+        "plan": Plan(parameters="disk", states="disk"),
+        "dir": tmp_path / "run",
+    }
+    if loads:
+        save_file(model.state_dict(), tmp_path / "weights.safetensors")
+        model.to("meta")
+        given["weights"] = tmp_path / "weights.safetensors"
     make = partial(tensorstow.AdamW, lr=1e-3, durability="none")
-    plan = Plan(parameters="disk", states="disk")
     made: list[tensorstow.AdamW] = []
-    ran = modules_run(lambda: made.append(stow(model, make, plan=plan, dir=tmp_path)[1]), "fsdp")
+    ran = modules_run(lambda: made.append(stow(model, make, **given)[1]), "fsdp")
     made[0].close()
     assert {"stow", "sharding", "shard_storage"} <= ran
     assert len(ran) <= MOST_OF_FSDP, sorted(ran)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.checkpoint.content import module_tensors
-from tensorstow.fsdp.pretrained import is_of_transformers
+from tensorstow.checkpoint.pretrained import is_of_transformers
 from tensorstow.fsdp.sharding import host_group
 from tensorstow.io.mapped import replacing
 from tensorstow.io.safetensors import Entry, Table, lay_out

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.pretrained import PretrainedFiles, RowReader
+from tensorstow.checkpoint.pretrained import PretrainedFiles, RowReader
 from tensorstow.fsdp.units import Unit
 
 Init = Callable[[nn.Module], object]

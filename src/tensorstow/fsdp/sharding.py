@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import format_count
 from tensorstow.base.tiers import Tier
+from tensorstow.checkpoint.pretrained import RowReader
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
-from tensorstow.fsdp.pretrained import RowReader
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher, ShardStorage
 from tensorstow.fsdp.single_rank import InPlaceReduceScatter, UnshardedAlias
 from tensorstow.fsdp.stowed_parameter import AllGatherInput, StowedParameter, storage_of

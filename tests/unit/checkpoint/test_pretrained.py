@@ -13,7 +13,7 @@ from torch import nn
 import tensorstow
 from tensorstow import Plan
 from tensorstow.base.errors import StoreFormatError
-from tensorstow.fsdp.pretrained import PretrainedFiles, is_of_transformers, origins_of
+from tensorstow.checkpoint.pretrained import PretrainedFiles, is_of_transformers, origins_of
 
 transformers = pytest.importorskip("transformers")
 
