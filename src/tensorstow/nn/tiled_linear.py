@@ -62,6 +62,7 @@ class TiledLinear(nn.Module):
         self.combine_out_splits = combine_out_splits
         self.in_parts = _edges("in", in_features, in_splits)
         self.out_parts = _edges("out", out_features, out_splits)
+        self._is_linear = isinstance(linear_cls, type) and issubclass(linear_cls, nn.Linear)
         self.linears = nn.ModuleList()
         for rows in _ranges(self.out_parts):
             row = nn.ModuleList()
@@ -87,14 +88,17 @@ class TiledLinear(nn.Module):
             OptionError: The input has not the parts that it is to have.
         """
         parts = self._parts_of(input_)
+        shape = parts[0].shape[:-1]
+        if len(shape) > 1 and self._is_linear:
+            # Else each tile would return a view, against which FSDP2 warns.
+            parts = [part.reshape(-1, part.shape[-1]) for part in parts]
         outputs: list[torch.Tensor] = []
         for row in self.linears:
-            total: torch.Tensor | None = None
-            for tile, part in zip(_listed(row), parts, strict=True):
-                product = tile(part)
-                total = product if total is None else total + product
-            if total is not None:
-                outputs.append(total)
+            first, *others = zip(_listed(row), parts, strict=True)
+            total = first[0](first[1])
+            for tile, part in others:
+                total = total + tile(part)
+            outputs.append(total.view(*shape, total.shape[-1]))
         if not self.combine_out_splits:
             return outputs
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
