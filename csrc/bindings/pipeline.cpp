@@ -121,14 +121,14 @@ struct PyPipeline {
 
   // Releases owners of memory that the pipeline has finished with: these parameters' or all.
   void release_owners(const std::vector<int>& done) {
-    if (get().is_over()) {
+    if (get().progress().is_over()) {
       weight_owners.clear();
       for (auto& owners : gradient_owners) owners.clear();
       return;
     }
     for (int parameter : done) {
       if (static_cast<std::size_t>(parameter) < gradient_owners.size() &&
-          get().is_published(parameter)) {
+          get().progress().is_published(parameter)) {
         gradient_owners[parameter].clear();
       }
     }
@@ -183,8 +183,8 @@ struct PyPipeline {
     gradient_owners.assign(rows.shape(0), {});
     for (std::size_t i = 0; i < gradients.size(); ++i)
       own_gradient(static_cast<int>(i), gradients[i]);
-    if (open || step.caller != Caller::waits) return as_tuple(get().failure());
-    return wait([](Pipeline& native) { return native.wait_published(); });
+    if (open || step.caller != Caller::waits) return as_tuple(get().progress().failure());
+    return wait([](Pipeline& native) { return native.progress().wait_published(); });
   }
 };
 
@@ -205,67 +205,73 @@ nb::list layout_rows(const std::tuple<std::string, std::string, bool>& family,
 void bind_waits(nb::class_<PyPipeline>& c) {
   c.def("wait_published",
         [](PyPipeline& self) {
-          return self.wait([](Pipeline& native) { return native.wait_published(); });
+          return self.wait([](Pipeline& native) { return native.progress().wait_published(); });
         })
       .def(
           "wait_parameters",
           [](PyPipeline& self, const std::vector<int>& parameters) {
-            return self.wait([&](Pipeline& native) { return native.wait_parameters(parameters); },
-                             parameters);
+            return self.wait(
+                [&](Pipeline& native) { return native.progress().wait_parameters(parameters); },
+                parameters);
           },
           "parameters"_a)
       .def("wait_chunk",
            [](PyPipeline& self, int chunk) {
-             return self.wait([&](Pipeline& native) { return native.wait_chunk(chunk); },
+             return self.wait([&](Pipeline& native) { return native.progress().wait_chunk(chunk); },
                               self.parameters_of.at(chunk));
            })
       .def("wait_written",
            [](PyPipeline& self) {
-             return self.wait([](Pipeline& native) { return native.wait_written(); });
+             return self.wait([](Pipeline& native) { return native.progress().wait_written(); });
            })
       .def("quiesce",
            [](PyPipeline& self) {
              return self.wait([](Pipeline& native) { return native.quiesce(); });
            })
-      .def("failure", [](PyPipeline& self) { return as_tuple(self.get().failure()); });
+      .def("failure", [](PyPipeline& self) { return as_tuple(self.get().progress().failure()); });
 }
 
 void bind_chunks(nb::class_<PyPipeline>& c) {
-  c.def("state", [](PyPipeline& self,
-                    int chunk) { return kStates[static_cast<int>(self.get().state(chunk))]; })
+  c.def("state",
+        [](PyPipeline& self, int chunk) {
+          return kStates[static_cast<int>(self.get().ledger().state(chunk))];
+        })
       .def("place",
            [](PyPipeline& self, int chunk) {
-             const DiskPosition place = self.get().place(chunk);
+             const DiskPosition place = self.get().ledger().place(chunk);
              return PlaceTuple{place.file, place.offset};
            })
-      .def("captured", [](PyPipeline& self, int chunk) { return self.get().captured(chunk); })
+      .def("captured",
+           [](PyPipeline& self, int chunk) { return self.get().ledger().captured(chunk); })
       .def("forget_capture",
-           [](PyPipeline& self, int parameter) { self.get().forget_capture(parameter); })
-      .def("set_target", [](PyPipeline& self, int chunk, int file,
-                            std::int64_t offset) { self.get().set_target(chunk, {file, offset}); })
+           [](PyPipeline& self, int parameter) { self.get().ledger().forget_capture(parameter); })
+      .def("set_target",
+           [](PyPipeline& self, int chunk, int file, std::int64_t offset) {
+             self.get().ledger().set_target(chunk, {file, offset});
+           })
       .def(
           "checksums",
           [](PyPipeline& self, int chunk) {
-            const ChunkChecksums& checksums = self.get().checksums(chunk);
+            const ChunkChecksums& checksums = self.get().ledger().checksums(chunk);
             return nb::make_tuple(as_bytes(checksums.states), as_bytes(checksums.weights));
           },
           "chunk"_a, nb::sig("def checksums(self, chunk: int) -> tuple[bytes, bytes]"))
       .def("rewritten",
            [](PyPipeline& self, int chunk, const std::vector<Address>& streams) {
-             self.get().rewritten(chunk, as_pointers(streams).data());
+             self.get().ledger().rewritten(chunk, as_pointers(streams).data());
            })
       .def("intact",
            [](PyPipeline& self, int chunk, const std::vector<Address>& streams) {
-             return self.get().intact(chunk, as_pointers(streams).data());
+             return self.get().ledger().intact(chunk, as_pointers(streams).data());
            })
       .def("record_weight",
            [](PyPipeline& self, int parameter, Address weight) {
-             self.get().record_weight(parameter, at<void>(weight));
+             self.get().ledger().record_weight(parameter, at<void>(weight));
            })
       .def("forget_weight",
-           [](PyPipeline& self, int parameter) { self.get().forget_weight(parameter); })
+           [](PyPipeline& self, int parameter) { self.get().ledger().forget_weight(parameter); })
       .def("unchanged", [](PyPipeline& self, int parameter, Address weight) {
-        return self.get().unchanged(parameter, at<void>(weight));
+        return self.get().ledger().unchanged(parameter, at<void>(weight));
       });
 }
 
@@ -332,14 +338,14 @@ void bind_pipeline(nb::module_& m) {
       .def("release_chunk", [](PyPipeline& self, int chunk) { self.get().release_chunk(chunk); })
       .def("is_updated",
            [](PyPipeline& self, int chunk) {
-             const bool updated = self.get().is_updated(chunk);
+             const bool updated = self.get().progress().is_updated(chunk);
              if (updated) self.release_owners(self.parameters_of.at(chunk));
              return updated;
            })
       .def("close", [](PyPipeline& self) { self.get().close(); })
       .def("is_published",
            [](PyPipeline& self, int parameter) {
-             const bool published = self.get().is_published(parameter);
+             const bool published = self.get().progress().is_published(parameter);
              if (published) self.release_owners({parameter});
              return published;
            })

@@ -1,242 +1,193 @@
+#include "pipeline/pipeline.h"
+
 #include <unistd.h>
 
-#include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <string>
-
-#include "base/affinity.h"
-#include "pipeline/pipeline_chunk.h"
 
 namespace stow {
 
 Pipeline::Pipeline(Engine& engine, Isa isa, Order order, Team team)
-    : engine_(engine), isa_(isa), order_kind_(order), team_(team), owner_(getpid()) {
-  scheduler_ = std::thread([this] {
-    bind_thread();
-    schedule_loop();
-  });
-}
+    : owner_(getpid()),
+      data_(order),
+      ledger_(data_),
+      progress_(data_),
+      scheduler_(engine, data_, isa, team) {}
 
 Pipeline::~Pipeline() {
   // The scheduler first: a step without a wait would start new transfers after `quiesce`.
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-    stepping_ = false;
-  }
-  scheduler_wakes_.notify_one();
-  scheduler_.join();
+  scheduler_.stop();
   quiesce();
 }
 
 bool Pipeline::in_owner() const { return getpid() == owner_; }
 
+PipelineCounters Pipeline::counters() const {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  return data_.counters;
+}
+
 // --- what there is ---
 
+void Pipeline::require_idle(const char* method) const {
+  const CurrentStep& step = data_.step;
+  if (!step.is_under_way() && !step.is_prefetching() && data_.ring.is_unused()) return;
+  throw std::logic_error(std::string(method) + " while a step or a prefetch is under way");
+}
+
 void Pipeline::set_ring(const RingSpec& ring) {
-  std::lock_guard lock(mutex_);
-  if (!idle()) throw std::logic_error("set_ring while a step or a prefetch is under way");
-  ring_ = ring;
-  free_slots_.clear();
-  free_slots_.reserve(ring.slots);
-  for (int slot = ring.slots - 1; slot >= 0; --slot) free_slots_.push_back(slot);
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  require_idle("set_ring");
+  data_.ring.set(ring);
 }
 
 int Pipeline::add_chunk(ChunkSpec spec, bool blank, std::vector<std::uint32_t> states,
                         std::vector<std::uint32_t> weights) {
-  std::lock_guard lock(mutex_);
-  if (!idle()) throw std::logic_error("add_chunk while a step or a prefetch is under way");
-  const int number = static_cast<int>(chunks_.size());
-  auto chunk = std::make_unique<Chunk>(this, number, std::move(spec));
-  const std::size_t blocks = chunk->parts.blocks.size();
-  const std::size_t pieces = chunk->parts.pieces.size();
-  chunk->place = chunk->target = chunk->spec.place;
-  const bool stored = !blank && chunk->place.file >= 0;
-  if (states.size() != blocks && (stored || !states.empty())) {
-    throw std::invalid_argument("add_chunk: one checksum for each block");
-  }
-  if (!weights.empty() && weights.size() != blocks) {
-    throw std::invalid_argument("add_chunk: one weight checksum for each block");
-  }
-  if (!blank && !stored && !chunk->has_own_memory()) {
-    throw std::invalid_argument("add_chunk: states that are neither zero nor anywhere");
-  }
-  chunk->checksums.states = states.empty() ? std::vector<std::uint32_t>(blocks) : std::move(states);
-  chunk->gradients.resize(chunk->spec.segments.size());
-  chunk->checksums.recorded.resize(pieces);
-  chunk->checksums.is_recorded.resize(pieces);
-  // Memory of its own is zero when it is made, as blank states are; but its place does not hold
-  // those zeros, so the next commit writes them.
-  chunk->captured = !weights.empty() && !(blank && chunk->has_own_memory());
-  chunk->checksums.weights =
-      weights.empty() ? std::vector<std::uint32_t>(blocks) : std::move(weights);
-  chunk->state = stored                    ? ChunkState::stored
-                 : chunk->has_own_memory() ? ChunkState::resident
-                                           : ChunkState::blank;
-  for (const Segment& segment : chunk->spec.segments) {
-    const auto parameter = static_cast<std::size_t>(segment.parameter);
-    if (chunks_of_.size() <= parameter) chunks_of_.resize(parameter + 1);
-    chunks_of_[parameter].push_back(number);
-  }
-  chunks_.push_back(std::move(chunk));
-  order_.push_back(number);
-  ready_to_read_.reserve(chunks_.size());
-  ready_.reserve(chunks_.size());
-  ready_resident_.reserve(chunks_.size());
-  acquirable_.reserve(chunks_.size());
-  released_.reserve(chunks_.size());
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  require_idle("add_chunk");
+  const int number =
+      data_.chunks.add(std::move(spec), blank, std::move(states), std::move(weights)).number;
+  data_.order.add(number);
+  data_.queues.reserve(data_.chunks.size());
   return number;
 }
 
 void Pipeline::set_order(std::vector<int> order) {
-  std::lock_guard lock(mutex_);
-  if (stepping_) throw std::logic_error("set_order in a step");
-  std::vector<int> sorted = order;
-  std::sort(sorted.begin(), sorted.end());
-  for (std::size_t k = 0; k < sorted.size(); ++k) {
-    if (sorted[k] != static_cast<int>(k)) throw std::invalid_argument("set_order: each chunk once");
-  }
-  if (sorted.size() != chunks_.size()) throw std::invalid_argument("set_order: all chunks");
-  order_ = std::move(order);
-  next_ = 0;
-}
-
-void Pipeline::set_caller_chunks(const std::vector<int>& chunks) {
-  std::lock_guard lock(mutex_);
-  if (stepping_) throw std::logic_error("set_caller_chunks in a step");
-  for (const auto& chunk : chunks_) chunk->is_of_caller = false;
-  for (int number : chunks) chunks_.at(number)->is_of_caller = true;
-}
-
-// --- questions and answers ---
-
-bool Pipeline::is_over() const {
-  std::lock_guard lock(mutex_);
-  return !stepping_ && !updating_;
-}
-
-Failure Pipeline::failure() const {
-  std::lock_guard lock(mutex_);
-  return failure_;
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  if (data_.step.is_under_way()) throw std::logic_error("set_order in a step");
+  data_.order.set(std::move(order));
 }
 
 std::vector<int> Pipeline::order() const {
-  std::lock_guard lock(mutex_);
-  return order_;
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  return data_.order.numbers();
 }
 
-ChunkState Pipeline::state(int chunk) const {
-  std::lock_guard lock(mutex_);
-  return chunks_.at(chunk)->state;
+void Pipeline::set_caller_chunks(const std::vector<int>& chunks) {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  if (data_.step.is_under_way()) throw std::logic_error("set_caller_chunks in a step");
+  for (const auto& chunk : data_.chunks) chunk->is_of_caller = false;
+  for (int number : chunks) data_.chunks.at(number).is_of_caller = true;
 }
 
-DiskPosition Pipeline::place(int chunk) const {
-  std::lock_guard lock(mutex_);
-  return chunks_.at(chunk)->place;
+// --- a step ---
+
+void Pipeline::prefetch() {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  CurrentStep& step = data_.step;
+  if (step.is_under_way() || step.is_prefetching() || data_.monitor.has_failed()) return;
+  step.start_prefetch();
+  data_.order.restart();
+  data_.monitor.wake_scheduler();
 }
 
-bool Pipeline::captured(int chunk) const {
-  std::lock_guard lock(mutex_);
-  return chunks_.at(chunk)->captured;
-}
-
-void Pipeline::forget_capture(int parameter) {
-  std::lock_guard lock(mutex_);
-  if (static_cast<std::size_t>(parameter) >= chunks_of_.size()) return;
-  for (int number : chunks_of_[parameter]) {
-    chunks_[number]->captured = chunks_[number]->capturing = false;
-  }
-}
-
-void Pipeline::set_target(int chunk, DiskPosition target) {
-  std::lock_guard lock(mutex_);
-  Chunk& c = *chunks_.at(chunk);
-  // A slot may have been filled for the weights alone, for the states stay where they are.
-  if (c.state == ChunkState::writing || c.stage != Stage::out) {
-    throw std::logic_error("set_target before the step has written it");
-  }
-  c.target = target;
-}
-
-const ChunkChecksums& Pipeline::checksums(int chunk) const {
-  std::lock_guard lock(mutex_);
-  return chunks_.at(chunk)->checksums;
-}
-
-void Pipeline::rewritten(int chunk, char* const* streams) {
-  std::lock_guard lock(mutex_);
-  Chunk& c = *chunks_.at(chunk);
-  for (std::size_t b = 0; b < c.parts.blocks.size(); ++b) {
-    c.checksums.states[b] = block_checksum(c.parts.layout, c.parts.blocks[b], streams);
-  }
-  c.captured = false;
-  if (c.state == ChunkState::resident) return;
-  if (c.has_own_memory()) {
-    for (int k = 0; k < c.parts.layout.streams; ++k) {
-      std::memcpy(c.spec.resident[k], streams[k], c.parts.layout.parts[k].length(c.spec.elements));
-    }
-    c.state = ChunkState::resident;
+void Pipeline::begin(const std::vector<StepParameter>& parameters,
+                     const std::vector<AdamHyper>& hypers, const StepSpec& step,
+                     const std::vector<char>& expected) {
+  PipelineMonitor::Lock lock = data_.monitor.lock();
+  if (data_.monitor.has_failed()) {  // reported by the waits
+    data_.monitor.wait(lock, [] { return true; });
     return;
   }
-  c.place = c.target;
-  c.state = ChunkState::stored;
-}
-
-bool Pipeline::intact(int chunk, char* const* streams) const {
-  std::lock_guard lock(mutex_);
-  const Chunk& c = *chunks_.at(chunk);
-  for (std::size_t b = 0; b < c.parts.blocks.size(); ++b) {
-    const std::uint32_t sum = block_checksum(c.parts.layout, c.parts.blocks[b], streams);
-    if (sum != c.checksums.states[b]) return false;
+  if (data_.step.is_under_way()) {
+    throw std::logic_error("begin before the last step was published");
   }
-  return true;
+  if (parameters.size() < data_.chunks.parameters()) {
+    throw std::invalid_argument("begin: chunks have parameters that are not among these");
+  }
+  data_.step.start(parameters, hypers, step, expected);
+  data_.queues.clear();
+  data_.order.restart();
+  for (int number : data_.order.numbers()) scheduler_.plan_chunk(data_.chunks.at(number));
+  if (!data_.step.has_unfinished()) data_.step.end();
+  data_.monitor.wake_scheduler();
 }
 
-void Pipeline::record_weight(int parameter, const void* weight) {
-  std::lock_guard lock(mutex_);
-  if (static_cast<std::size_t>(parameter) >= chunks_of_.size()) return;
-  for (int number : chunks_of_[parameter]) {
-    Chunk& chunk = *chunks_[number];
-    for (std::size_t s = 0; s < chunk.spec.segments.size(); ++s) {
-      if (chunk.spec.segments[s].parameter != parameter) continue;
-      record_segment(chunk.spec, chunk.parts, chunk.checksums, static_cast<std::int32_t>(s), weight,
-                     false);
+void Pipeline::add_gradient(int parameter, const void* grad, DType dtype) {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  if (data_.monitor.has_failed()) return;  // reported by the waits
+  CurrentStep& step = data_.step;
+  if (!step.takes_gradients() || !step.gradients().is_expected(parameter)) {
+    throw std::logic_error("add_gradient: no gradient of this parameter is expected");
+  }
+  const StepParameter& row = step.set_gradient(parameter, grad, dtype);
+  for (int number : data_.chunks.of(parameter)) {
+    PipelineChunk& chunk = data_.chunks.at(number);
+    const std::size_t s = segment_of(chunk.spec, parameter);
+    const SegmentGradient gradient = piece_of(row, chunk.spec.segments[s]);
+    scheduler_.add_gradient(chunk, s, gradient.data, gradient.dtype);
+  }
+  data_.monitor.wake_scheduler();
+}
+
+void Pipeline::add_chunk_gradients(int number, const std::vector<PieceGradient>& pieces) {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  if (data_.monitor.has_failed()) return;  // reported by the waits
+  PipelineChunk& chunk = data_.chunks.at(number);
+  for (const PieceGradient& piece : pieces) {
+    const std::size_t s = segment_of(chunk.spec, piece.parameter);
+    if (!data_.step.takes_gradients() || !chunk.gradients[s].due) {
+      throw std::logic_error("add_chunk_gradients: no gradient of this piece is expected");
+    }
+    scheduler_.add_gradient(chunk, s, piece.grad, piece.dtype);
+  }
+  data_.monitor.wake_scheduler();
+}
+
+void Pipeline::close() {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  if (data_.monitor.has_failed()) return;
+  if (!data_.step.takes_gradients()) throw std::logic_error("close: no open step");
+  for (const auto& chunk : data_.chunks) {
+    for (std::size_t s = 0; s < chunk->gradients.size() && chunk->gradients_due != 0; ++s) {
+      if (chunk->gradients[s].due) scheduler_.add_gradient(*chunk, s, nullptr, DType::f32);
     }
   }
+  data_.step.close();
+  scheduler_.end_finished_step();
+  data_.monitor.wake_scheduler();
+  data_.monitor.wake_callers();
 }
 
-void Pipeline::forget_weight(int parameter) {
-  std::lock_guard lock(mutex_);
-  if (static_cast<std::size_t>(parameter) >= chunks_of_.size()) return;
-  for (int number : chunks_of_[parameter]) {
-    Chunk& chunk = *chunks_[number];
-    for (std::size_t p = 0; p < chunk.parts.pieces.size(); ++p) {
-      const Segment& segment = chunk.spec.segments[chunk.parts.pieces[p].segment];
-      if (segment.parameter == parameter) chunk.checksums.is_recorded[p] = 0;
-    }
+AcquiredChunk Pipeline::acquire_chunk(bool wait) {
+  PipelineMonitor& monitor = data_.monitor;
+  PipelineMonitor::Lock lock = monitor.lock();
+  if (wait) {
+    const double start = now();
+    monitor.wait(lock, [&] {
+      return data_.queues.has_acquirable() || !data_.step.is_under_way() || monitor.has_failed();
+    });
+    data_.counters.wait_seconds += now() - start;
   }
+  PipelineChunk* chunk = monitor.has_failed() ? nullptr : data_.queues.pop_acquirable();
+  if (chunk == nullptr) return {};
+  return {chunk->number, chunk->state == ChunkState::resident ? -1 : chunk->slot};
 }
 
-bool Pipeline::unchanged(int parameter, const void* weight) {
-  std::lock_guard lock(mutex_);
-  if (static_cast<std::size_t>(parameter) >= chunks_of_.size()) return true;
-  for (int number : chunks_of_[parameter]) {
-    Chunk& chunk = *chunks_[number];
-    for (std::size_t s = 0; s < chunk.spec.segments.size(); ++s) {
-      if (chunk.spec.segments[s].parameter != parameter) continue;
-      if (!record_segment(chunk.spec, chunk.parts, chunk.checksums, static_cast<std::int32_t>(s),
-                          weight, true)) {
-        return false;
-      }
-    }
+void Pipeline::release_chunk(int number) {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  PipelineChunk& chunk = data_.chunks.at(number);
+  if (chunk.stage != StepStage::acquired) {
+    throw std::logic_error("release_chunk: the chunk was not acquired");
   }
-  return true;
+  data_.queues.push_released(chunk);
+  data_.monitor.wake_scheduler();
 }
 
-PipelineCounters Pipeline::counters() const {
-  std::lock_guard lock(mutex_);
-  return counters_;
+Failure Pipeline::quiesce() {
+  PipelineMonitor& monitor = data_.monitor;
+  PipelineMonitor::Lock lock = monitor.lock();
+  data_.step.end_prefetch();
+  for (const auto& chunk : data_.chunks) {
+    if (!data_.step.is_under_way()) scheduler_.exclude(*chunk);
+  }
+  monitor.wait(lock, [&] {
+    const bool step_over = !data_.step.is_under_way() || monitor.has_failed();
+    return step_over && !data_.chunks.any_in_flight();
+  });
+  // What was read meanwhile may have stayed in its slot.
+  for (const auto& chunk : data_.chunks) scheduler_.exclude(*chunk);
+  return monitor.failure();
 }
 
 }  // namespace stow

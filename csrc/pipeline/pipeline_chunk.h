@@ -1,35 +1,41 @@
-// The pipeline's state of a chunk: shared by its three sources alone.
+// A chunk in a pipeline: where its states are, and what the step under way does with it.
 #pragma once
 
+#include <cstdint>
+#include <utility>
+#include <vector>
+
 #include "base/metered.h"
-#include "pipeline/pipeline.h"
+#include "io/transfer.h"
+#include "pipeline/chunk.h"
+#include "pipeline/update.h"
 
 namespace stow {
 
+class SlotTransfers;
+
 // [Note: Once] Each chunk of a step is in exactly one of these until it is updated. A chunk in two
 // places would be updated twice, and another one never.
-enum class Pipeline::Stage : std::uint8_t {
+enum class StepStage : std::uint8_t {
   out,         // no part of this step, or done with
-  waiting,     // to be admitted
+  waiting,     // for a slot, or for the end of its last write
   admitted,    // has a slot, or its own memory: its read or a gradient is still to come
-  queued,      // in ready_ or ready_resident_
-  acquirable,  // in acquirable_
+  queued,      // in UpdateQueues, states and gradients there
+  acquirable,  // in UpdateQueues, for the caller to acquire
   acquired,    // taken from there by the caller
-  released,    // in released_
+  released,    // in UpdateQueues, updated by the caller
 };
 
-struct Pipeline::Chunk {
-  Chunk(Pipeline* owner, int n, ChunkSpec s)
-      : pipeline(owner), number(n), spec(std::move(s)), parts(spec) {}
+struct PipelineChunk {
+  PipelineChunk(int n, ChunkSpec s) : number(n), spec(std::move(s)), parts(spec) {}
 
-  Pipeline* pipeline;
   int number;
   ChunkSpec spec;
   ChunkParts parts;
   ChunkChecksums checksums;
   std::vector<SegmentGradient> gradients;  // of the step, by segment
   ChunkState state = ChunkState::blank;
-  Stage stage = Stage::out;
+  StepStage stage = StepStage::out;
   DiskPosition place;      // where the states were last written
   DiskPosition target;     // where they are to be written next
   bool captured = false;   // `place` also holds the current weights
@@ -40,8 +46,8 @@ struct Pipeline::Chunk {
   bool has_gradient = false;
   bool is_of_caller = true;  // to a caller who updates
   int slot = -1;
+  SlotTransfers* mover = nullptr;  // of the transfers below
   int transfers_left = 0;
-  int first_transfer = 0;
   int transfer_count = 0;
   Transfer transfers[kMaxParts];
   double started = 0;  // of the read or write in flight
@@ -50,6 +56,13 @@ struct Pipeline::Chunk {
 
   bool has_own_memory() const { return spec.resident[0] != nullptr; }
   bool blank() const { return state == ChunkState::blank; }
+  bool needs_slot() const { return blank() || state == ChunkState::stored; }
+  // What it is once it leaves its slot as it came.
+  ChunkState state_on_disk() const {
+    return slot_states == SlotStates::zero ? ChunkState::blank : ChunkState::stored;
+  }
+  // Throws where the transition is not legal.
+  void move(ChunkState next);
 };
 
 }  // namespace stow

@@ -114,7 +114,7 @@ class Rig {
   void update_one(AcquiredChunk given) {
     const ChunkSpec& spec = specs_[given.chunk];
     const Layout layout(spec);
-    CHECK((given.slot < 0) == (pipeline_->state(given.chunk) == ChunkState::resident));
+    CHECK((given.slot < 0) == (pipeline_->ledger().state(given.chunk) == ChunkState::resident));
     for (const Segment& s : spec.segments) {
       Parameter& it = parameters_[s.parameter];
       if (!due_[s.parameter]) continue;
@@ -164,7 +164,7 @@ class Rig {
 
   Failure step(int number, const std::vector<char>& due, const StepSpec& spec = {}) {
     begin(number, due, spec);
-    return pipeline_->wait_published();
+    return pipeline_->progress().wait_published();
   }
 
   // One step in which all but `skip` have a gradient (-1: all).
@@ -183,7 +183,7 @@ class Rig {
     Parameter& it = parameters_[parameter];
     it.new_weight(random);
     it.recorded = false;
-    pipeline_->forget_capture(parameter);
+    pipeline_->ledger().forget_capture(parameter);
   }
 
   // What was freed and written to by others: sanitizers see who still reads it.
@@ -204,10 +204,10 @@ class Rig {
   bool states_agree() {
     for (std::size_t c = 0; c < specs_.size(); ++c) {
       const Layout layout(specs_[c]);
-      const ChunkState state = pipeline_->state(static_cast<int>(c));
-      const std::vector<char> bytes = state == ChunkState::stored
-                                          ? read(pipeline_->place(static_cast<int>(c)), layout)
-                                          : std::vector<char>();
+      const ChunkState state = pipeline_->ledger().state(static_cast<int>(c));
+      const std::vector<char> bytes =
+          state == ChunkState::stored ? read(pipeline_->ledger().place(static_cast<int>(c)), layout)
+                                      : std::vector<char>();
       for (const Segment& s : specs_[c].segments) {
         for (int k = 0; k < layout.streams; ++k) {
           const Layout::Part& part = layout.parts[k];
@@ -234,14 +234,14 @@ class Rig {
   // While idle: what the pipeline says is on disk, states and weights of now, is there.
   bool captures_agree() {
     for (std::size_t c = 0; c < specs_.size(); ++c) {
-      if (pipeline_->captured(static_cast<int>(c)) && !on_disk(c)) return false;
+      if (pipeline_->ledger().captured(static_cast<int>(c)) && !on_disk(c)) return false;
     }
     return true;
   }
 
   bool all_captured() const {
     for (std::size_t c = 0; c < specs_.size(); ++c) {
-      if (!pipeline_->captured(static_cast<int>(c))) return false;
+      if (!pipeline_->ledger().captured(static_cast<int>(c))) return false;
     }
     return true;
   }
@@ -251,8 +251,8 @@ class Rig {
     const ChunkParts parts(specs_[c]);
     const Layout& layout = parts.layout;
     const int number = static_cast<int>(c);
-    const std::vector<char> bytes = read(pipeline_->place(number), layout);
-    const ChunkChecksums& checksums = pipeline_->checksums(number);
+    const std::vector<char> bytes = read(pipeline_->ledger().place(number), layout);
+    const ChunkChecksums& checksums = pipeline_->ledger().checksums(number);
     char* streams[kMaxStreams] = {};
     for (int k = 0; k < layout.streams; ++k) {
       streams[k] = const_cast<char*>(bytes.data()) + layout.parts[k].file_at;
@@ -271,8 +271,8 @@ class Rig {
       std::fill(begin, begin + weight.length(s.count), 0);
     }
     if (std::any_of(gaps.begin(), gaps.end(), [](char byte) { return byte != 0; })) return false;
-    const bool blank = pipeline_->state(number) == ChunkState::blank;
-    if (!blank && !pipeline_->intact(number, streams)) return false;
+    const bool blank = pipeline_->ledger().state(number) == ChunkState::blank;
+    if (!blank && !pipeline_->ledger().intact(number, streams)) return false;
     for (const Segment& s : specs_[c].segments) {
       const Parameter& it = parameters_[s.parameter];
       if (std::memcmp(&bytes[weight.file_at + weight.at(s.chunk_offset)],
@@ -298,7 +298,7 @@ class Rig {
   }
 
   void aim(int area, std::size_t chunk) {
-    pipeline_->set_target(static_cast<int>(chunk), place_in(area, chunk));
+    pipeline_->ledger().set_target(static_cast<int>(chunk), place_in(area, chunk));
   }
 
   std::vector<char> read(DiskPosition place, const Layout& layout) const {
@@ -328,13 +328,13 @@ class Rig {
     std::vector<Left> left;
     for (std::size_t c = 0; c < specs_.size(); ++c) {
       const int number = static_cast<int>(c);
-      const ChunkState state = pipeline_->state(number);
-      const bool captured = options_.durable && pipeline_->captured(number);
+      const ChunkState state = pipeline_->ledger().state(number);
+      const bool captured = options_.durable && pipeline_->ledger().captured(number);
       const bool on_disk = state == ChunkState::stored || captured;
       left.push_back(
-          {state == ChunkState::blank, on_disk ? pipeline_->place(number) : DiskPosition{},
+          {state == ChunkState::blank, on_disk ? pipeline_->ledger().place(number) : DiskPosition{},
            state == ChunkState::blank || !on_disk ? std::vector<std::uint32_t>()
-                                                  : pipeline_->checksums(number).states});
+                                                  : pipeline_->ledger().checksums(number).states});
       if (state == ChunkState::resident && captured) {
         const Layout layout(specs_[c]);
         for (int k = 0; k < layout.streams; ++k) {
@@ -343,17 +343,17 @@ class Rig {
       }
     }
     std::vector<char> captured;
-    for (int c = 0; c < chunks(); ++c) captured.push_back(pipeline_->captured(c));
+    for (int c = 0; c < chunks(); ++c) captured.push_back(pipeline_->ledger().captured(c));
     pipeline_.reset();
     connect(left);
     reopened_ = true;
     for (int c = 0; c < chunks(); ++c) {
       if (captured[c]) continue;  // or it has weights that are older than its states
-      for (const Segment& s : specs_[c].segments) pipeline_->forget_capture(s.parameter);
+      for (const Segment& s : specs_[c].segments) pipeline_->ledger().forget_capture(s.parameter);
     }
     for (std::size_t p = 0; p < parameters_.size(); ++p) {
       if (parameters_[p].recorded) {
-        pipeline_->record_weight(static_cast<int>(p), parameters_[p].weight.data());
+        pipeline_->ledger().record_weight(static_cast<int>(p), parameters_[p].weight.data());
       }
     }
   }
@@ -390,7 +390,7 @@ class Rig {
   }
   bool recorded(int parameter) const { return parameters_[parameter].recorded; }
   bool unchanged(int parameter) {
-    return pipeline_->unchanged(parameter, parameters_[parameter].weight.data());
+    return pipeline_->ledger().unchanged(parameter, parameters_[parameter].weight.data());
   }
   bool is_16_bit(int parameter) const { return parameters_[parameter].is_16_bit(); }
   bool weight_agrees(int parameter) const {

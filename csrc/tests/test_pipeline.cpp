@@ -86,12 +86,12 @@ void test_every_chunk_is_updated_once(Make make) {
 void test_states_say_where_memory_is(Make make) {
   doing("states");
   Rig rig(make({4, 4096}), with(3));
-  CHECK(rig.pipeline().state(0) == ChunkState::blank);
-  CHECK(rig.pipeline().state(kChunks - 1) == ChunkState::resident);
+  CHECK(rig.pipeline().ledger().state(0) == ChunkState::blank);
+  CHECK(rig.pipeline().ledger().state(kChunks - 1) == ChunkState::resident);
   CHECK(rig.step(1, 0).error == 0);
   CHECK(rig.pipeline().quiesce().error == 0);
-  CHECK(rig.pipeline().state(0) == ChunkState::blank);  // no gradient, never written
-  CHECK(rig.pipeline().state(2) == ChunkState::stored);
+  CHECK(rig.pipeline().ledger().state(0) == ChunkState::blank);  // no gradient, never written
+  CHECK(rig.pipeline().ledger().state(2) == ChunkState::stored);
   CHECK(rig.pipeline().counters().bytes_read == 0);  // zeros are not read
 }
 
@@ -105,7 +105,7 @@ void test_the_next_step_begins_with_what_the_ring_holds(Make make) {
       const std::int64_t all = rig.stored_bytes();
       for (int number = 1; number <= 5; ++number) {
         CHECK(rig.step(number).error == 0);
-        if (!hasty) CHECK(rig.pipeline().wait_written().error == 0);
+        if (!hasty) CHECK(rig.pipeline().progress().wait_written().error == 0);
         if (!hasty && number % 2 == 0) rig.pipeline().prefetch();
       }
       const PipelineCounters counters = rig.pipeline().counters();
@@ -190,7 +190,7 @@ void test_gradients_land_in_any_order(Make make) {
           if (number % 4 == p) usleep(300);
         }
         rig.pipeline().close();
-        CHECK(rig.pipeline().wait_published().error == 0);
+        CHECK(rig.pipeline().progress().wait_published().error == 0);
         CHECK(rig.agrees());
       } while (std::next_permutation(turn.begin(), turn.end()));
       check_all(rig);
@@ -220,15 +220,15 @@ void test_gradients_land_chunk_by_chunk(Make make) {
           const int c = backwards ? rig.chunks() - 1 - k : k;
           rig.add_chunk_gradients(c, rig.all_but(late));
           if (number % 2 == 0) {
-            CHECK(rig.pipeline().wait_chunk(c).error == 0);
-            CHECK(rig.pipeline().is_updated(c));
+            CHECK(rig.pipeline().progress().wait_chunk(c).error == 0);
+            CHECK(rig.pipeline().progress().is_updated(c));
             rig.spoil_pieces(c);
           }
         }
         rig.pipeline().close();
-        CHECK(rig.pipeline().wait_published().error == 0);
+        CHECK(rig.pipeline().progress().wait_published().error == 0);
         CHECK(rig.agrees());
-        if (spec.capture) CHECK(rig.pipeline().wait_written().error == 0);
+        if (spec.capture) CHECK(rig.pipeline().progress().wait_written().error == 0);
       }
       check_all(rig);
     }
@@ -250,7 +250,7 @@ void test_a_piece_comes_once(Make make) {
   CHECK(throws<std::out_of_range>([&] { add(1); }));
   for (int c = 1; c < rig.chunks(); ++c) rig.add_chunk_gradients(c, rig.all_but());
   rig.pipeline().close();
-  CHECK(rig.pipeline().wait_published().error == 0);
+  CHECK(rig.pipeline().progress().wait_published().error == 0);
   CHECK(rig.agrees());
 }
 
@@ -263,16 +263,16 @@ void test_a_chunk_makes_room_for_one_that_has_its_gradient(Make make) {
   CHECK(rig.step(1).error == 0);
   CHECK(rig.pipeline().quiesce().error == 0);
   rig.begin(2, rig.all_but(), kOpen);
-  CHECK(soon([&] { return rig.pipeline().state(1) == ChunkState::ready; }));
+  CHECK(soon([&] { return rig.pipeline().ledger().state(1) == ChunkState::ready; }));
   for (const int p : {5, 4, 3, 2, 1, 0}) {
     rig.add_gradient(p);
-    CHECK(rig.pipeline().wait_parameters({p}).error == 0);  // before the others come
-    CHECK(rig.pipeline().is_published(p));
+    CHECK(rig.pipeline().progress().wait_parameters({p}).error == 0);  // before the others come
+    CHECK(rig.pipeline().progress().is_published(p));
     CHECK(rig.weight_agrees(p));
-    CHECK(p == 0 || !rig.pipeline().is_published(0));
+    CHECK(p == 0 || !rig.pipeline().progress().is_published(0));
   }
   rig.pipeline().close();
-  CHECK(rig.pipeline().wait_published().error == 0);
+  CHECK(rig.pipeline().progress().wait_published().error == 0);
   check_all(rig);
   CHECK(rig.pipeline().counters().chunks_updated == 12);
 }
@@ -286,14 +286,14 @@ void test_whoever_idles_in_the_ring_makes_room(Make make) {
     Rig rig(make({4, 4096}), options);
     CHECK(rig.step(1, {1, 1, 0, 1}).error == 0);
     rig.begin(2, {0, 0, 1, 1}, capture ? kOpenCapture : kOpen);
-    CHECK(rig.pipeline().is_published(0));
+    CHECK(rig.pipeline().progress().is_published(0));
     usleep(3000);
     for (const int p : {2, 3}) {
       rig.add_gradient(p);
-      CHECK(rig.pipeline().wait_parameters({p}).error == 0);
+      CHECK(rig.pipeline().progress().wait_parameters({p}).error == 0);
     }
     rig.pipeline().close();
-    CHECK(rig.pipeline().wait_published().error == 0);
+    CHECK(rig.pipeline().progress().wait_published().error == 0);
     check_all(rig);
     CHECK(rig.captures_agree());
   }
@@ -304,13 +304,13 @@ void test_whoever_idles_in_the_ring_makes_room(Make make) {
   CHECK(rig.step(1).error == 0);
   CHECK(rig.pipeline().quiesce().error == 0);
   rig.begin(2, rig.all_but(), kOpenCapture);
-  CHECK(soon([&] { return rig.pipeline().state(2) == ChunkState::ready; }));
+  CHECK(soon([&] { return rig.pipeline().ledger().state(2) == ChunkState::ready; }));
   for (const int p : {0, 3, 2, 1}) {
     rig.add_gradient(p);
-    CHECK(rig.pipeline().wait_parameters({p}).error == 0);
+    CHECK(rig.pipeline().progress().wait_parameters({p}).error == 0);
   }
   rig.pipeline().close();
-  CHECK(rig.pipeline().wait_written().error == 0);
+  CHECK(rig.pipeline().progress().wait_written().error == 0);
   check_all(rig);
   CHECK(rig.all_captured() && rig.captures_agree());
 }
@@ -329,13 +329,13 @@ void test_expected_gradients_may_stay_out(Make make) {
           if (number == 2) usleep(1000);
           rig.pipeline().close();
           for (int p = 0; p < 3; ++p) {  // who got none waits for nobody
-            if (missing >> p & 1) CHECK(rig.pipeline().is_published(p));
+            if (missing >> p & 1) CHECK(rig.pipeline().progress().is_published(p));
           }
-          CHECK(rig.pipeline().wait_published().error == 0);
-          for (int p = 0; p < 3; ++p) CHECK(rig.pipeline().is_published(p));
+          CHECK(rig.pipeline().progress().wait_published().error == 0);
+          for (int p = 0; p < 3; ++p) CHECK(rig.pipeline().progress().is_published(p));
           CHECK(rig.agrees());
           if (!capture) continue;
-          CHECK(rig.pipeline().wait_written().error == 0);
+          CHECK(rig.pipeline().progress().wait_written().error == 0);
           CHECK(rig.all_captured());
           CHECK(rig.captures_agree());
         }
@@ -364,7 +364,7 @@ void test_a_commit_has_states_and_weights(Make make) {
         std::vector<char> due = rig.all_but(number % 4);
         if (number == 1 || number == 4) due.assign(due.size(), 0);
         CHECK(rig.step(number, due, kCapture).error == 0);
-        CHECK(rig.pipeline().wait_written().error == 0);
+        CHECK(rig.pipeline().progress().wait_written().error == 0);
         CHECK(rig.all_captured());
         CHECK(rig.captures_agree());
         if (number == 3) CHECK(rig.step(103).error == 0);
@@ -385,19 +385,19 @@ void test_a_commit_writes_what_the_disk_has_not(Make make) {
   const std::int64_t weight = layout.weight().bytes;
   std::int64_t written = 0;
   const auto newly = [&] {
-    CHECK(rig.pipeline().wait_written().error == 0);
+    CHECK(rig.pipeline().progress().wait_written().error == 0);
     const std::int64_t now = rig.pipeline().counters().bytes_written;
     return now - std::exchange(written, now);
   };
   const std::vector<char> none(4, 0);
   CHECK(rig.step(1, {1, 0, 0, 0}).error == 0);
   CHECK(newly() == states);
-  CHECK(rig.pipeline().captured(0) == false);
+  CHECK(rig.pipeline().ledger().captured(0) == false);
   // 0: weights alone; 1, 2: blank, weights alone; 3: its memory and its weights.
   CHECK(rig.step(2, none, kCapture).error == 0);
   CHECK(newly() == 4 * weight + states);
-  CHECK(rig.pipeline().state(1) == ChunkState::blank);
-  CHECK(rig.pipeline().state(3) == ChunkState::resident);
+  CHECK(rig.pipeline().ledger().state(1) == ChunkState::blank);
+  CHECK(rig.pipeline().ledger().state(3) == ChunkState::resident);
   CHECK(rig.all_captured() && rig.captures_agree());
   CHECK(rig.pipeline().counters().bytes_read == 0);
   // Nothing has changed: nothing is written.
@@ -406,7 +406,7 @@ void test_a_commit_writes_what_the_disk_has_not(Make make) {
   // Somebody wrote one weight.
   std::mt19937 random(5);
   rig.rewrite(0, random);
-  CHECK(!rig.pipeline().captured(0) && rig.pipeline().captured(1));
+  CHECK(!rig.pipeline().ledger().captured(0) && rig.pipeline().ledger().captured(1));
   CHECK(rig.step(4, none, kCapture).error == 0);
   CHECK(newly() == weight);
   CHECK(rig.all_captured() && rig.captures_agree());
@@ -417,10 +417,10 @@ void test_a_commit_writes_what_the_disk_has_not(Make make) {
   CHECK(rig.step(5, {0, 1, 0, 1}, kCapture).error == 0);
   CHECK(newly() == 3 * (states + weight));
   CHECK(rig.read_area(0) == before);
-  CHECK(rig.pipeline().place(0) == rig.place_in(1, 0));
-  CHECK(rig.pipeline().place(1) == rig.place_in(1, 1));
-  CHECK(rig.pipeline().place(2) == rig.place_in(0, 2));  // had nothing new
-  CHECK(rig.pipeline().place(3) == rig.place_in(1, 3));
+  CHECK(rig.pipeline().ledger().place(0) == rig.place_in(1, 0));
+  CHECK(rig.pipeline().ledger().place(1) == rig.place_in(1, 1));
+  CHECK(rig.pipeline().ledger().place(2) == rig.place_in(0, 2));  // had nothing new
+  CHECK(rig.pipeline().ledger().place(3) == rig.place_in(1, 3));
   CHECK(rig.all_captured() && rig.captures_agree());
   check_all(rig);
 }
@@ -433,15 +433,15 @@ void test_a_target_moves_the_next_write_alone(Make make) {
       for (int number = 1; number <= 8; ++number) {
         const std::vector<char> before = rig.read_area((number + 1) % 2);
         for (int c = 0; c < rig.chunks(); ++c) {
-          CHECK(rig.pipeline().wait_written().error == 0);
+          CHECK(rig.pipeline().progress().wait_written().error == 0);
           rig.aim(number % 2, c);
         }
         if (number % 3 == 0) rig.pipeline().prefetch();  // from the old place
         CHECK(rig.step(number, -1, kCapture).error == 0);
-        CHECK(rig.pipeline().wait_written().error == 0);
+        CHECK(rig.pipeline().progress().wait_written().error == 0);
         CHECK(rig.read_area((number + 1) % 2) == before);
         for (int c = 0; c < rig.chunks(); ++c) {
-          CHECK(rig.pipeline().place(c) == rig.place_in(number % 2, c));
+          CHECK(rig.pipeline().ledger().place(c) == rig.place_in(number % 2, c));
         }
         CHECK(rig.all_captured() && rig.captures_agree());
       }
@@ -457,11 +457,11 @@ void test_a_weight_written_behind_a_commit_is_not_captured(Make make) {
   CHECK(rig.step(1, -1, kCapture).error == 0);
   std::mt19937 random(9);
   rig.rewrite(0, random);  // its chunks are being written now
-  CHECK(rig.pipeline().wait_written().error == 0);
-  CHECK(!rig.pipeline().captured(0) && !rig.pipeline().captured(1));
-  CHECK(rig.pipeline().captured(2));
+  CHECK(rig.pipeline().progress().wait_written().error == 0);
+  CHECK(!rig.pipeline().ledger().captured(0) && !rig.pipeline().ledger().captured(1));
+  CHECK(rig.pipeline().ledger().captured(2));
   CHECK(rig.step(2, std::vector<char>(3, 0), kCapture).error == 0);
-  CHECK(rig.pipeline().wait_written().error == 0);
+  CHECK(rig.pipeline().progress().wait_written().error == 0);
   CHECK(rig.all_captured() && rig.captures_agree());
 }
 
@@ -494,12 +494,13 @@ void test_nobody_has_to_wait_while_a_step_runs(Make make) {
       spec.resident_first = resident_first;
       for (int number = 1; number <= 12; ++number) {
         rig.begin(number, rig.all_but(), spec);
-        if (number % 4 == 0) CHECK(rig.pipeline().wait_parameters({number % 3}).error == 0);
+        if (number % 4 == 0)
+          CHECK(rig.pipeline().progress().wait_parameters({number % 3}).error == 0);
         if (number % 4 == 0) CHECK(rig.weight_agrees(number % 3));
-        if (number % 4 == 1) CHECK(rig.pipeline().wait_written().error == 0);
+        if (number % 4 == 1) CHECK(rig.pipeline().progress().wait_written().error == 0);
         if (number % 4 == 2) CHECK(rig.pipeline().quiesce().error == 0);
         if (number % 4 != 0 && number % 4 != 3) CHECK(rig.agrees());
-        CHECK(rig.pipeline().wait_published().error == 0);
+        CHECK(rig.pipeline().progress().wait_published().error == 0);
         CHECK(rig.agrees());
       }
       check_all(rig);
@@ -515,7 +516,7 @@ void test_chunks_at_home_come_first_where_asked(Make make) {
     CHECK(rig.pipeline().quiesce().error == 0);
     rig.pipeline().prefetch();
     for (int number = 0; number < 4; ++number) {  // whose reads end in any order
-      CHECK(soon([&] { return rig.pipeline().state(number) == ChunkState::ready; }));
+      CHECK(soon([&] { return rig.pipeline().ledger().state(number) == ChunkState::ready; }));
     }
     rig.pipeline().trace().start(100);
     CHECK(rig.step(2, -1, {.resident_first = resident_first, .caller = Caller::computes}).error ==
@@ -564,9 +565,9 @@ void test_updates_of_acquired_chunks_give_the_same_bits(Make make) {
                    .resident_first = number % 2 == 0,
                    .caller = by_caller ? Caller::updates : Caller::waits});
         if (by_caller) CHECK(rig.update_acquired(1 + number % 3, random) > 0);
-        CHECK(rig.pipeline().wait_published().error == 0);
+        CHECK(rig.pipeline().progress().wait_published().error == 0);
         CHECK(rig.agrees());
-        CHECK(rig.pipeline().wait_written().error == 0);
+        CHECK(rig.pipeline().progress().wait_written().error == 0);
         if (capture) CHECK(rig.all_captured());
         CHECK(rig.captures_agree());
         for (int p = 0; p < rig.parameters(); ++p) {
@@ -601,9 +602,9 @@ void test_updates_on_both_sides_give_the_same_bits(Make make) {
       for (int c = 0; c < rig.chunks(); ++c) rig.add_chunk_gradients(c, rig.all_but());
       rig.pipeline().close();
       CHECK(rig.update_acquired(1 + number % 3, random) == static_cast<int>(chosen.size()));
-      CHECK(rig.pipeline().wait_published().error == 0);
+      CHECK(rig.pipeline().progress().wait_published().error == 0);
       CHECK(rig.agrees());
-      CHECK(rig.pipeline().wait_written().error == 0);
+      CHECK(rig.pipeline().progress().wait_written().error == 0);
       if (capture) CHECK(rig.all_captured());
       CHECK(rig.captures_agree());
     }
@@ -618,8 +619,8 @@ void test_a_run_goes_on_behind_acquired_chunks(Make make) {
   for (int number = 1; number <= 4; ++number) {
     rig.begin(number, rig.all_but(), kOutsideCapture);
     CHECK(rig.update_acquired(2, random) == rig.chunks());
-    CHECK(rig.pipeline().wait_published().error == 0);
-    CHECK(rig.pipeline().wait_written().error == 0);
+    CHECK(rig.pipeline().progress().wait_published().error == 0);
+    CHECK(rig.pipeline().progress().wait_written().error == 0);
     CHECK(rig.all_captured() && rig.captures_agree());
     rig.reopen();  // sums that were taken of what came back are those of what is on disk
   }
@@ -637,17 +638,17 @@ void test_chunks_are_acquired_in_their_step_alone(Make make) {
   CHECK(throws<std::logic_error>([&] { pipeline.set_caller_chunks({}); }));
   CHECK(throws<std::logic_error>([&] { pipeline.release_chunk(0); }));
   const AcquiredChunk first = pipeline.acquire_chunk(true);
-  CHECK(first.chunk >= 0 && !pipeline.is_updated(first.chunk));
+  CHECK(first.chunk >= 0 && !pipeline.progress().is_updated(first.chunk));
   rig.update_one(first);
   pipeline.release_chunk(first.chunk);
   CHECK(throws<std::logic_error>([&] { pipeline.release_chunk(first.chunk); }));
   CHECK(rig.update_acquired(2, random) == kChunks - 1);
   CHECK(pipeline.acquire_chunk(true).chunk == -1);
-  CHECK(pipeline.wait_published().error == 0);
+  CHECK(pipeline.progress().wait_published().error == 0);
   // A step in which nobody has a gradient is over when it begins.
   rig.begin(2, std::vector<char>(rig.parameters()), kOutside);
   CHECK(rig.update_acquired(2, random) == 0);
-  CHECK(pipeline.wait_published().error == 0);
+  CHECK(pipeline.progress().wait_published().error == 0);
   check_all(rig);
 }
 

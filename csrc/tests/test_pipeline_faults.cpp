@@ -19,15 +19,15 @@ void test_failures_end_the_step(Make make, Op op, int error, const StepSpec& spe
       for (const int p : {2, 0, 1}) rig.add_gradient(p);
       rig.pipeline().close();
     }
-    rig.pipeline().wait_published();  // a failed write may come behind it
+    rig.pipeline().progress().wait_published();  // a failed write may come behind it
     const Failure failure = rig.pipeline().quiesce();
     CHECK(failure.error == error);
     CHECK(failure.op == op);
     CHECK(failure.chunk >= 0 && failure.length == 4096);
-    CHECK(rig.pipeline().state(failure.chunk) == ChunkState::failed);
+    CHECK(rig.pipeline().ledger().state(failure.chunk) == ChunkState::failed);
     CHECK(rig.step(3).error == error);  // told again, and nothing is updated
-    CHECK(rig.pipeline().wait_parameters({0}).error == error);
-    CHECK(rig.pipeline().wait_written().error == error);
+    CHECK(rig.pipeline().progress().wait_parameters({0}).error == error);
+    CHECK(rig.pipeline().progress().wait_written().error == error);
     rig.begin(4, rig.all_but(), kOpen);
     rig.add_gradient(0);
     rig.pipeline().close();
@@ -44,11 +44,11 @@ void test_failures_in_an_open_step_reach_who_waits_for_one(Make make, Op op) {
     rig.engine().faults().add({op, round % 3, 1, EIO, 0, 0});
     rig.begin(2, rig.all_but(), kOpen);
     rig.add_gradient(1);
-    const int error = rig.pipeline().wait_parameters({1}).error;
+    const int error = rig.pipeline().progress().wait_parameters({1}).error;
     CHECK(error == 0 || error == EIO);
     rig.add_gradient(0);
     if (round >= 3) rig.add_gradient(2);
-    CHECK(rig.pipeline().wait_parameters({0, 1}).error == EIO ||
+    CHECK(rig.pipeline().progress().wait_parameters({0, 1}).error == EIO ||
           rig.pipeline().quiesce().error == EIO);
     rig.spoil_gradients();
   }
@@ -61,7 +61,7 @@ void test_a_failed_prefetch_is_told(Make make) {
   CHECK(rig.pipeline().quiesce().error == 0);
   rig.engine().faults().add({Op::read, 0, 1, EIO, 0, 0});
   rig.pipeline().prefetch();
-  CHECK(soon([&] { return rig.pipeline().failure().error != 0; }));
+  CHECK(soon([&] { return rig.pipeline().progress().failure().error != 0; }));
   CHECK(rig.pipeline().quiesce().error == EIO);
 }
 
@@ -78,8 +78,8 @@ void test_a_failure_beside_an_update_reaches_who_waits(Make make) {
     rig.engine().faults().add({Op::read, 0, 1, 0, 0, 100 * round});
     rig.engine().faults().add({Op::read, 0, 1, EIO, 0, 0});
     rig.begin(2, rig.all_but(), {});
-    const Failure failure =
-        round % 2 ? rig.pipeline().wait_published() : rig.pipeline().wait_written();
+    const Failure failure = round % 2 ? rig.pipeline().progress().wait_published()
+                                      : rig.pipeline().progress().wait_written();
     CHECK(failure.error == EIO);
     rig.spoil_gradients();
   }
@@ -98,8 +98,9 @@ void test_after_a_failure_gradients_are_the_callers(Make make) {
         for (const int p : {0, 1, 2}) rig.add_gradient(p);
         rig.pipeline().close();
       }
-      CHECK((round % 2 ? rig.pipeline().wait_published() : rig.pipeline().wait_written()).error ==
-            EIO);
+      CHECK((round % 2 ? rig.pipeline().progress().wait_published()
+                       : rig.pipeline().progress().wait_written())
+                .error == EIO);
       rig.spoil_gradients();  // the thread sanitizer sees who still reads them
       CHECK(rig.pipeline().quiesce().error == EIO);
     }
@@ -165,7 +166,7 @@ void test_failures_end_a_step_with_caller_updates(Make make) {
       rig.pipeline().release_chunk(given.chunk);
     }
     const int error = damage ? kDamaged : EIO;
-    CHECK(rig.pipeline().wait_published().error == error);
+    CHECK(rig.pipeline().progress().wait_published().error == error);
     CHECK(rig.pipeline().acquire_chunk(false).chunk == -1);
     CHECK(rig.pipeline().quiesce().error == error);
     CHECK(rig.step(3).error == error);
@@ -210,7 +211,7 @@ void test_damage_is_told_with_its_place(Make make) {
       for (const int p : {2, 1, 0}) rig.add_gradient(p);
       rig.pipeline().close();
     }
-    const Failure failure = rig.pipeline().wait_published();
+    const Failure failure = rig.pipeline().progress().wait_published();
     CHECK(failure.error == kDamaged && failure.op == Op::read && failure.chunk == chunk);
     CHECK(failure.file == rig.place_in(0, chunk).file);
     const std::int64_t begin = layout.parts[0].at(block * kUpdateBlock);
@@ -218,7 +219,7 @@ void test_damage_is_told_with_its_place(Make make) {
     CHECK(failure.length == (block == 0 ? 4 * kUpdateBlock : 4 * 2048));
     rig.spoil_gradients();
     CHECK(rig.pipeline().quiesce().error == kDamaged);
-    CHECK(rig.pipeline().state(chunk) == ChunkState::failed);
+    CHECK(rig.pipeline().ledger().state(chunk) == ChunkState::failed);
     CHECK(rig.pipeline().counters().slots_in_use == 0);
     CHECK(rig.step(3).error == kDamaged);
   }
@@ -259,7 +260,7 @@ void test_a_commit_checks_what_it_carries(Make make) {
   for (int c = 0; c < kChunks; ++c) rig.aim(1, c);
   rig.rewrite(1, random);
   CHECK(rig.step(3, {0, 0, 0}, kCapture).error == kDamaged);
-  CHECK(rig.pipeline().failure().chunk == 3);
+  CHECK(rig.pipeline().progress().failure().chunk == 3);
 }
 
 void test_a_wrong_checksum_from_before_is_damage(Make make) {
@@ -274,18 +275,18 @@ void test_a_wrong_checksum_from_before_is_damage(Make make) {
                         (reinterpret_cast<std::uintptr_t>(memory.data()) + 4095) / 4096 * 4096),
                     1, 1 << 18});
     ChunkSpec spec = rig.spec(2);
-    spec.place = rig.pipeline().place(2);
+    spec.place = rig.pipeline().ledger().place(2);
     std::vector<char> m(4096), v(4096);
     if (resident) spec.resident[0] = m.data();
     if (resident) spec.resident[1] = v.data();
-    std::vector<std::uint32_t> sums = rig.pipeline().checksums(2).states;
+    std::vector<std::uint32_t> sums = rig.pipeline().ledger().checksums(2).states;
     sums[0] ^= 1;
     other.add_chunk(spec, false, sums);
     std::vector<float> weight(2048), gradient(2048);
     const StepParameter absent{weight.data(), nullptr, DType::f32, false, 0, 0};
     const StepParameter given{weight.data(), gradient.data(), DType::f32, false, 0, 0};
     other.begin({absent, given}, {hyper_of(2)}, {}, {});
-    CHECK(other.wait_published().error == kDamaged);
+    CHECK(other.progress().wait_published().error == kDamaged);
   }
 }
 

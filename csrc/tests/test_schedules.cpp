@@ -97,7 +97,7 @@ class Schedule {
   void before_a_step() {
     if (chance(3)) usleep(draw(500));
     if (chance(3)) rig_.pipeline().prefetch();
-    if (chance(5)) CHECK(rig_.pipeline().wait_written().error == 0);
+    if (chance(5)) CHECK(rig_.pipeline().progress().wait_written().error == 0);
     if (chance(6)) {
       CHECK(rig_.pipeline().quiesce().error == 0);
       if (chance(2)) {
@@ -109,7 +109,8 @@ class Schedule {
     if (chance(6)) rig_.pipeline().set_order(shuffled(rig_.chunks()));
     if (options_.durable && chance(4)) {
       const int chunk = draw(rig_.chunks());
-      if (rig_.pipeline().state(chunk) != ChunkState::writing) rig_.aim(draw(Rig::kAreas), chunk);
+      if (rig_.pipeline().ledger().state(chunk) != ChunkState::writing)
+        rig_.aim(draw(Rig::kAreas), chunk);
     }
     if (chance(5)) rig_.rewrite(draw(rig_.parameters()), random_);
     if (chance(3)) usleep(draw(500));
@@ -131,13 +132,13 @@ class Schedule {
     std::vector<char> missing = due;
     for (const int p : shuffled(rig_.parameters())) {
       if (!due[p] || chance(10)) continue;
-      CHECK(!pipeline.is_published(p));
+      CHECK(!pipeline.progress().is_published(p));
       rig_.add_gradient(p);
       missing[p] = 0;
       if (chance(4)) usleep(draw(300));
       if (chance(3) && !rig_.shares_a_chunk(p, missing)) {
-        CHECK(pipeline.wait_parameters({p}).error == 0);
-        CHECK(pipeline.is_published(p));
+        CHECK(pipeline.progress().wait_parameters({p}).error == 0);
+        CHECK(pipeline.progress().is_published(p));
         CHECK(rig_.weight_agrees(p));
       }
     }
@@ -150,19 +151,20 @@ class Schedule {
     if (spec.caller == Caller::computes || chance(3)) {
       std::vector<int> some = shuffled(rig_.parameters());
       some.resize(draw(rig_.parameters()) + 1);
-      CHECK(pipeline.wait_parameters(some).error == 0);
+      CHECK(pipeline.progress().wait_parameters(some).error == 0);
       for (const int p : some) {
-        CHECK(pipeline.is_published(p));
+        CHECK(pipeline.progress().is_published(p));
         CHECK(rig_.weight_agrees(p));
       }
     }
     if (chance(6)) CHECK(pipeline.quiesce().error == 0);
-    if (chance(6)) CHECK(pipeline.wait_written().error == 0);
-    CHECK(pipeline.wait_published().error == 0);
+    if (chance(6)) CHECK(pipeline.progress().wait_written().error == 0);
+    CHECK(pipeline.progress().wait_published().error == 0);
     CHECK(rig_.agrees());
-    for (int p = 0; p < rig_.parameters(); ++p) CHECK(pipeline.is_published(p) || !due[p]);
+    for (int p = 0; p < rig_.parameters(); ++p)
+      CHECK(pipeline.progress().is_published(p) || !due[p]);
     if (!spec.capture || !chance(2)) return;
-    CHECK(pipeline.wait_written().error == 0);
+    CHECK(pipeline.progress().wait_written().error == 0);
     CHECK(rig_.all_captured());
     CHECK(rig_.captures_agree());
   }
@@ -212,17 +214,17 @@ void run_with_a_failure(Make make, unsigned long seed) {
     if (spec.open) {
       const int least = draw(2);
       for (int p = 3; p >= least; --p) rig.add_gradient(p);
-      if (least == 0 && draw(2)) pipeline.wait_parameters({draw(4)});
+      if (least == 0 && draw(2)) pipeline.progress().wait_parameters({draw(4)});
       pipeline.close();
     }
-    failure = draw(4) == 0   ? pipeline.wait_written()
+    failure = draw(4) == 0   ? pipeline.progress().wait_written()
               : draw(3) == 0 ? pipeline.quiesce()
-                             : pipeline.wait_published();
+                             : pipeline.progress().wait_published();
     rig.spoil_gradients();
     if (failure.error == 0) CHECK(rig.agrees());
   }
   CHECK(failure.error == 0 || failure.error == error);
-  if (draw(2)) CHECK(pipeline.quiesce().error == pipeline.failure().error);
+  if (draw(2)) CHECK(pipeline.quiesce().error == pipeline.progress().failure().error);
 }
 
 void run_one(Make make, unsigned long seed) {

@@ -1,0 +1,27 @@
+// What the classes of a pipeline share; [Note: One lock] in monitor.h.
+#pragma once
+
+#include "base/trace.h"
+#include "pipeline/chunk_table.h"
+#include "pipeline/current_step.h"
+#include "pipeline/monitor.h"
+#include "pipeline/read_order.h"
+#include "pipeline/slot_ring.h"
+#include "pipeline/update_queues.h"
+
+namespace stow {
+
+struct PipelineData {
+  explicit PipelineData(Order kind) : ring(counters), order(kind, chunks) {}
+
+  PipelineMonitor monitor;
+  Trace trace;
+  PipelineCounters counters;
+  SlotRing ring;
+  ChunkTable chunks;
+  CurrentStep step;
+  ReadOrder order;
+  UpdateQueues queues;
+};
+
+}  // namespace stow

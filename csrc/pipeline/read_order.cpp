@@ -1,0 +1,79 @@
+#include "pipeline/read_order.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace stow {
+
+void ReadOrder::add(int number) {
+  numbers_.push_back(number);
+  ready_to_read_.reserve(numbers_.size());
+}
+
+void ReadOrder::set(std::vector<int> numbers) {
+  std::vector<int> sorted = numbers;
+  std::sort(sorted.begin(), sorted.end());
+  for (std::size_t k = 0; k < sorted.size(); ++k) {
+    if (sorted[k] != static_cast<int>(k)) throw std::invalid_argument("set_order: each chunk once");
+  }
+  if (sorted.size() != chunks_.size()) throw std::invalid_argument("set_order: all chunks");
+  numbers_ = std::move(numbers);
+  next_ = 0;
+}
+
+void ReadOrder::set_next_order() {
+  if (alternates()) std::reverse(numbers_.begin(), numbers_.end());
+  next_ = 0;
+}
+
+void ReadOrder::restart() {
+  ready_to_read_.clear();
+  next_ = 0;
+}
+
+PipelineChunk* ReadOrder::next(const CurrentStep& step) {
+  const bool stepping = step.is_under_way();
+  if (stepping) {
+    while (has_ready() && ready_to_read_.front().stage != StepStage::waiting) ready_to_read_.pop();
+    if (has_ready() && ready_to_read_.front().needs_slot()) return &ready_to_read_.front();
+  }
+  for (; next_ < numbers_.size(); ++next_) {
+    PipelineChunk& chunk = chunks_.at(numbers_[next_]);
+    if (stepping) {
+      if (chunk.stage != StepStage::waiting) continue;
+      if (chunk.blank() && chunk.gradients_due != 0) continue;  // nothing to read ahead of it
+    } else if (chunk.state != ChunkState::stored && chunk.state != ChunkState::writing) {
+      continue;
+    }
+    // The end of its write sees to it.
+    if (chunk.has_own_memory() && chunk.state == ChunkState::writing) continue;
+    return chunk.needs_slot() ? &chunk : nullptr;
+  }
+  return nullptr;
+}
+
+void ReadOrder::pop(const PipelineChunk& chunk) {
+  if (has_ready() && &ready_to_read_.front() == &chunk) ready_to_read_.pop();
+}
+
+bool ReadOrder::has_more_than(std::size_t slots) const {
+  std::size_t found = 0;
+  for (std::size_t k = next_; k < numbers_.size() && found <= slots; ++k) {
+    const PipelineChunk& chunk = chunks_.at(numbers_[k]);
+    found += chunk.stage == StepStage::waiting && chunk.needs_slot() ? 1 : 0;
+  }
+  return found > slots;
+}
+
+PipelineChunk* ReadOrder::to_evict() const {
+  PipelineChunk* last = nullptr;
+  for (int number : numbers_) {
+    PipelineChunk& chunk = chunks_.at(number);
+    if (chunk.state != ChunkState::ready) continue;
+    if (chunk.stage == StepStage::out) return &chunk;
+    if (chunk.stage == StepStage::admitted && chunk.gradients_due != 0) last = &chunk;
+  }
+  return last;
+}
+
+}  // namespace stow

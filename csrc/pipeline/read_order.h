@@ -1,0 +1,51 @@
+// In which order a step takes the chunks: which is read next, and which gives its slot up.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "pipeline/chunk_queue.h"
+#include "pipeline/chunk_table.h"
+#include "pipeline/current_step.h"
+
+namespace stow {
+
+class ReadOrder {
+ public:
+  ReadOrder(Order kind, const ChunkTable& chunks) : kind_(kind), chunks_(chunks) {}
+
+  void add(int number);
+  // Each chunk once.
+  void set(std::vector<int> numbers);
+  const std::vector<int>& numbers() const { return numbers_; }
+  // The order of the next step. What this step's end left in the ring comes first.
+  void set_next_order();
+  // Whether the next step begins with what this one ends with.
+  bool alternates() const { return kind_ == Order::alternating; }
+
+  // From the first chunk on.
+  void restart();
+  // Gradients of a chunk that waits are there: it is read before those in turn.
+  void push_ready(PipelineChunk& chunk) { ready_to_read_.push(chunk); }
+  // The chunk to read next; null where there is none, or where the first that needs a slot must
+  // wait.
+  PipelineChunk* next(const CurrentStep& step);
+  // Reading of `next` has begun.
+  void pop(const PipelineChunk& chunk);
+
+  bool has_ready() const { return !ready_to_read_.empty(); }
+  // Whether more chunks than that are still to be read in turn.
+  bool has_more_than(std::size_t slots) const;
+  // The chunk whose slot another one may have: one that has no part in the step, else the last one
+  // whose gradients are still to come; null where there is none.
+  PipelineChunk* to_evict() const;
+
+ private:
+  const Order kind_;
+  const ChunkTable& chunks_;
+  std::vector<int> numbers_;  // of all chunks
+  std::size_t next_ = 0;      // in numbers_
+  ChunkQueue ready_to_read_;  // passed by in numbers_
+};
+
+}  // namespace stow

@@ -1,0 +1,62 @@
+// What is read, updated and written next.
+//
+// [Note: One scheduler] One thread holds the whole schedule: it starts reads while slots are free,
+// updates chunks whose states and gradients are there (on the process's pool), and starts their
+// writes. Completions of I/O and calls from outside only change what is known, under the lock, and
+// wake it. Everything it needs is allocated when chunks are added; a step allocates nothing.
+#pragma once
+
+#include <cstddef>
+#include <thread>
+
+#include "pipeline/chunk_updater.h"
+#include "pipeline/pipeline_data.h"
+#include "pipeline/slot_transfers.h"
+
+namespace stow {
+
+class Scheduler {
+ public:
+  // Starts the thread. `engine` and `data` outlive the scheduler.
+  Scheduler(Engine& engine, PipelineData& data, Isa isa, Team team);
+  ~Scheduler() { stop(); }
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  // Gives the step under way up and ends the thread; called without the lock.
+  void stop();
+
+  // --- called with the lock held ---
+
+  // Decides what the step that has begun is to do with a chunk.
+  void plan_chunk(PipelineChunk& chunk);
+  // A gradient that was due is there, or (null) will not come.
+  void add_gradient(PipelineChunk& chunk, std::size_t segment, const void* data, DType dtype);
+  // The step is over if nothing is left of it.
+  void end_finished_step();
+  // The chunk has no part in this step.
+  void exclude(PipelineChunk& chunk);
+
+ private:
+  void loop();
+  bool start_next_read();
+  void start_read(PipelineChunk& chunk);
+  bool evict();
+  PipelineChunk* next_to_update();
+  void update(PipelineChunk& chunk, PipelineMonitor::Lock& lock);
+  Half half_of(const PipelineChunk& chunk) const;
+  void settle_update(PipelineChunk& chunk, UpdateScope scope);
+  void fail_update(PipelineChunk& chunk, std::int64_t block);
+  void settle_transfer(PipelineChunk& chunk, Op op, bool failed);
+  void settle_write(PipelineChunk& chunk);
+  bool slots_are_wanted() const;
+  void mark_ready(PipelineChunk& chunk);
+  void finish(PipelineChunk& chunk);
+
+  PipelineData& data_;
+  SlotTransfers transfers_;
+  ChunkUpdater updater_;
+  std::thread thread_;  // the last one: it uses the others
+};
+
+}  // namespace stow

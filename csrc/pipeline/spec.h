@@ -1,0 +1,82 @@
+// What a pipeline is given, and what it reports.
+#pragma once
+
+#include <cstdint>
+
+#include "io/transfer.h"
+#include "kernels/kernels.h"
+
+namespace stow {
+
+// `error` of a failure where the disk gave other bytes than were written to it.
+inline constexpr int kDamaged = -2;
+
+// Slot s begins at base + s * slot_bytes.
+struct RingSpec {
+  char* base = nullptr;
+  int slots = 0;
+  std::int64_t slot_bytes = 0;
+};
+
+// How chunks are taken in turn.
+enum class Order : std::uint8_t {
+  alternating,  // there and back: a step begins with what the last one left in the ring
+  given,        // by `set_order`, every step
+};
+
+// How many threads of the pool update, the scheduler counted; 0 is all.
+struct Team {
+  int whole = 0;
+  int few = 0;  // while the caller computes
+};
+
+// What the caller does while a step runs.
+enum class Caller : std::uint8_t {
+  waits,     // nothing: all cores are the step's
+  computes,  // on these cores beside it, until somebody waits
+  updates,   // the chunks of `set_caller_chunks`, by `acquire_chunk`: none of their gradients is
+             // read here, and their weights are only looked at when a chunk is released
+};
+
+struct StepSpec {
+  bool open = false;     // gradients follow one by one by `add_gradient`, until `close`
+  bool capture = false;  // what is written also holds the new weights, and chunks that have no
+                         // gradient are written too where the disk has not all of them
+  bool resident_first = false;  // resident chunks before those in slots
+  Caller caller = Caller::waits;
+};
+
+// A chunk whose states are there to be changed: in a slot, or (slot -1) in memory of their own.
+struct AcquiredChunk {
+  int chunk = -1;  // none
+  int slot = -1;
+};
+
+// A gradient from the first element on that a chunk has of `parameter`.
+struct PieceGradient {
+  int parameter;
+  const void* grad;
+  DType dtype;
+};
+
+struct PipelineCounters {
+  std::int64_t bytes_read = 0;  // of chunk streams, alignment padding included
+  std::int64_t bytes_written = 0;
+  std::int64_t bytes_spared = 0;  // not read, for a slot still held them
+  std::int64_t chunks_updated = 0;
+  std::int64_t slots_in_use = 0;
+  std::int64_t slots_high_water = 0;
+  double wait_seconds = 0;  // callers blocked in wait_published and wait_parameters
+};
+
+// The first thing that failed; error 0: nothing has.
+struct Failure {
+  int error = 0;  // an errno, kEndOfFile or kDamaged
+  int file = -1;
+  int chunk = -1;
+  Op op = Op::read;
+  std::int64_t offset = 0;
+  std::int64_t length = 0;
+};
+
+}  // namespace stow

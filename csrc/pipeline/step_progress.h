@@ -1,0 +1,40 @@
+// How far the step is: callers ask, or wait for it.
+#pragma once
+
+#include <vector>
+
+#include "pipeline/pipeline_data.h"
+
+namespace stow {
+
+class StepProgress {
+ public:
+  explicit StepProgress(PipelineData& data) : data_(data) {}
+
+  // Block until the step is published as a whole, or these parameters of it; or something failed.
+  // In an open step a parameter waits for the gradients of all that share a chunk with it; one that
+  // is still expected is not waited for.
+  Failure wait_published();
+  Failure wait_parameters(const std::vector<int>& parameters);
+  bool is_published(int parameter) const;
+
+  // Whether the step is done with the chunk: its weights are new, its gradients the caller's again.
+  bool is_updated(int chunk) const;
+  // Blocks until it is, or until a chunk can be acquired.
+  Failure wait_chunk(int chunk);
+
+  // Blocks until every write of the step is over.
+  Failure wait_written();
+
+  // Whether no step is under way: weights and gradients are the caller's again.
+  bool is_over() const;
+  Failure failure() const;
+
+ private:
+  template <class Over>
+  Failure wait(Over over);
+
+  PipelineData& data_;
+};
+
+}  // namespace stow
