@@ -119,10 +119,7 @@ class StowedAdam(Optimizer):
             DTypeError: A parameter of a dtype, layout or device that no kernel takes.
         """
         check_keys(param_group, self.defaults)
-        given = param_group["params"]
-        if isinstance(given, Iterable) and not isinstance(given, torch.Tensor):
-            param_group["params"] = given = list(given)
-            validation.refuse_duplicates(given)
+        validation.list_params(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

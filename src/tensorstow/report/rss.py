@@ -36,17 +36,21 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-class RssSampler:
-    """Samples the resident memory in a thread while the block runs."""
+class PeriodicSampler:
+    """Takes samples in a thread while the block runs: 20 times a second, and at its two ends."""
 
-    def __init__(self) -> None:
-        self.samples: list[tuple[float, int]] = []
-        """(time.monotonic(), bytes) pairs."""
+    def __init__(self, name: str) -> None:
+        """Call the thread ``name``."""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="rss", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def take(self) -> None:
+        """Take a sample now; subclasses say of what."""
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
         """Start sampling."""
+        self.take()
         self._thread.start()
         return self
 
@@ -59,13 +63,21 @@ class RssSampler:
         """Stop, with a last sample."""
         self._stop.set()
         self._thread.join()
+        self.take()
+
+    def _run(self) -> None:
+        while not self._stop.wait(1 / SAMPLES_PER_SECOND):
+            self.take()
+
+
+class RssSampler(PeriodicSampler):
+    """Samples the resident memory in a thread while the block runs."""
+
+    def __init__(self) -> None:
+        super().__init__("rss")
+        self.samples: list[tuple[float, int]] = []
+        """(time.monotonic(), bytes) pairs."""
 
     def take(self) -> None:
         """Take a sample now, for phases shorter than a sampling interval."""
         self.samples.append((time.monotonic(), resident_bytes()))
-
-    def _sample(self) -> None:
-        over = False
-        while not over:
-            over = self._stop.wait(1 / SAMPLES_PER_SECOND if self.samples else 0)
-            self.take()

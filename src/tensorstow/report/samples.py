@@ -1,18 +1,14 @@
 """Bytes held over time, in bounded memory."""
 
-import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Self
 
 import torch
 
-from tensorstow.report.rss import resident_bytes
+from tensorstow.report.rss import PeriodicSampler, resident_bytes
 from tensorstow.report.spans import Sample
 
 _MOST = 2048
-_SECONDS = 0.05
 
 
 class Samples:
@@ -36,7 +32,7 @@ class Samples:
         self._count += 1
 
 
-class MemorySampler:
+class MemorySampler(PeriodicSampler):
     """Samples the memory of a process in a thread: the process's, a device's, and named counts.
 
     Args:
@@ -46,39 +42,17 @@ class MemorySampler:
 
     def __init__(self, counts: Mapping[str, Callable[[], int]]) -> None:
         """Sample nothing yet."""
+        super().__init__("memory")
         self.counts: Mapping[str, Callable[[], int]] = {"process": resident_bytes, **counts}
         if torch.accelerator.is_available():
             self.counts = {**self.counts, "device": device_bytes}
         self.held: dict[str, Samples] = {name: Samples() for name in self.counts}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
-
-    def __enter__(self) -> Self:
-        """Start sampling."""
-        self.take()
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        """Stop, with a last sample."""
-        self._stop.set()
-        self._thread.join()
-        self.take()
 
     def take(self) -> None:
         """Take a sample of everything now."""
         now = time.monotonic()
         for name, count in self.counts.items():
             self.held[name].add(Sample(now, count()))
-
-    def _sample(self) -> None:
-        while not self._stop.wait(_SECONDS):
-            self.take()
 
 
 def device_bytes() -> int:

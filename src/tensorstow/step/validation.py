@@ -274,10 +274,14 @@ def refuse_accelerator(parameter: torch.Tensor, name: str) -> None:
         raise DTypeError(message)
 
 
-def refuse_duplicates(parameters: Iterable[Any]) -> None:
-    """Raise OptionError where a group names a parameter twice."""
+def list_params(group: dict[str, Any]) -> None:
+    """Make "params" of a new group a list; raise OptionError where it names a parameter twice."""
+    given = group.get("params")
+    if not isinstance(given, Iterable) or isinstance(given, torch.Tensor):
+        return  # which torch takes, or refuses
+    group["params"] = given = list(given)
     seen: set[int] = set()
-    for index, item in enumerate(parameters):
+    for index, item in enumerate(given):
         parameter = item[1] if isinstance(item, tuple) else item
         if id(parameter) in seen:
             message = f"Parameter {index} of a group is in it twice. Name each parameter once."

@@ -31,7 +31,7 @@ from tensorstow.optim.recording import LastRecording, Recording, totals
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.traffic import Traffic
-from tensorstow.step.validation import is_to_be_trained, refuse_duplicates
+from tensorstow.step.validation import is_to_be_trained, list_params
 
 
 class StowedOptimizer(Optimizer):
@@ -127,10 +127,7 @@ class StowedOptimizer(Optimizer):
         Raises:
             OptionError: An option that cannot be used, or a parameter that is in a group already.
         """
-        given = param_group.get("params")
-        if isinstance(given, Iterable) and not isinstance(given, torch.Tensor):
-            param_group["params"] = given = list(given)
-            refuse_duplicates(given)
+        list_params(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
