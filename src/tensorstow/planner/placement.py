@@ -141,13 +141,19 @@ _Lines = tuple[tuple[Family, tuple[int, ...]], ...]
 
 def _lines(plan: Plan, sizes: Sizes, conditions: Conditions) -> _Lines:
     """Return the families of a model's parameters, and those that share chunks."""
-    lines: dict[tuple[Family, str | None], list[int]] = {}
+    families = _families(sizes, plan, conditions)
+    lines: dict[tuple[torch.dtype, str | None], list[int]] = {}
     for unit in sizes.units:
         # Units whose weights come and go by themselves share no chunk.
         line = unit.name if plan.tier_of(unit.name) == Tier.DISK else None
         for dtype, elements in unit.trained:
-            lines.setdefault((_family(dtype, plan, conditions), line), []).append(elements)
-    return tuple((family, tuple(each)) for (family, _), each in lines.items())
+            lines.setdefault((dtype, line), []).append(elements)
+    return tuple((families[dtype], tuple(each)) for (dtype, _), each in lines.items())
+
+
+def _families(sizes: Sizes, plan: Plan, conditions: Conditions) -> dict[torch.dtype, Family]:
+    dtypes = {dtype for unit in sizes.units for dtype, _ in unit.trained}
+    return {dtype: _family(dtype, plan, conditions) for dtype in dtypes}
 
 
 def _family(dtype: torch.dtype, plan: Plan, conditions: Conditions) -> Family:
@@ -239,18 +245,22 @@ def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Ite
     The sum of several micro-batches is fp32.
     """
     several = plan.accumulation_steps > 1
-    own, sums = sizes.gradient_bytes, 4 * sum(elements for _, elements in sizes.trained)
-    waiting = sums if several else own
     beside = plan.overlap == "backward"
     away = not conditions.device_is_host
-    if away and plan.parameters == Tier.DEVICE and (beside or reaches_device(plan.update_on)):
+    units: Sequence[UnitSizes] = sizes.units
+    there = units_on(Tier.DEVICE, plan, sizes) if away else []
+    if there and (beside or reaches_device(plan.update_on)):
         # Backward does not wait for updates there: all may be, where they are slower.
-        yield Item(Tier.DEVICE, "gradients", waiting)
-        return
-    if beside:
-        # Of one micro-batch, those of the last: only then are updates begun.
-        units = [4 * u.trained_elements if several else u.gradient_bytes for u in sizes.units]
-        waiting = waiting if several else min(waiting, WINDOW_BYTES + max(units, default=0))
+        yield Item(Tier.DEVICE, "gradients", _waiting(there, several=several))
+        units = [unit for unit in units if plan.tier_of(unit.name) != Tier.DEVICE]
+        if not any(unit.trained for unit in units):
+            return
+    own, sums = _waiting(units, several=False), _waiting(units, several=True)
+    waiting = sums if several else own
+    if beside and not several and not there:
+        # Backward waits for updates. (Of several micro-batches updates begin in the last.)
+        most = max((unit.gradient_bytes for unit in units), default=0)
+        waiting = min(waiting, WINDOW_BYTES + most)
     yield Item(Tier.HOST, "gradients", waiting)
     if not away:
         return
@@ -261,6 +271,13 @@ def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Ite
         yield Item(Tier.HOST, "buffers for gradients", PIECE_BUFFERS * PIECE_BYTES)
     if not beside or several:
         yield Item(Tier.DEVICE, "gradients on their way", min(own, MAX_IN_FLIGHT_BYTES))
+
+
+def _waiting(units: Iterable[UnitSizes], *, several: bool) -> int:
+    """Return the bytes of all gradients of units; the sum of several micro-batches is fp32."""
+    if several:
+        return 4 * sum(unit.trained_elements for unit in units)
+    return sum(unit.gradient_bytes for unit in units)
 
 
 def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
@@ -283,16 +300,21 @@ def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[I
     """
     if conditions.device_is_host or not units_on(Tier.DEVICE, plan, sizes):
         return
-    there = [unit for unit in sizes.units if plan.tier_of(unit.name) != Tier.DISK]
-    owners = [plan.tier_of(unit.name) for unit in there for _ in unit.trained]
-    families = [_family(dtype, plan, conditions) for unit in there for dtype, _ in unit.trained]
-    counts = [elements for unit in there for _, elements in unit.trained]
+    counts: dict[torch.dtype, list[int]] = {}
+    ours: dict[torch.dtype, list[bool]] = {}
+    for unit in sizes.units:
+        tier = plan.tier_of(unit.name)
+        if tier == Tier.DISK:
+            continue
+        for dtype, elements in unit.trained:
+            counts.setdefault(dtype, []).append(elements)
+            ours.setdefault(dtype, []).append(tier == Tier.DEVICE)
+    families = _families(sizes, plan, conditions)
     chunks: list[tuple[Family, int]] = []
-    for family in dict.fromkeys(families):
-        own = [number for number, each in enumerate(families) if each == family]
-        line = (family, [counts[number] for number in own])
-        for _, each, count in chunks_of([line], PipelinePolicy().chunk_elements):
-            if any(owners[own[run.parameter]] == Tier.DEVICE for run in each.runs):
+    for dtype, own in counts.items():
+        line = (families[dtype], own)
+        for family, each, count in chunks_of([line], PipelinePolicy().chunk_elements):
+            if any(ours[dtype][run.parameter] for run in each.runs):
                 chunks += count * [(family, each.elements)]
     if plan.update_on != "device":
         nbytes = plan_staging([elements for _, elements in chunks]).nbytes

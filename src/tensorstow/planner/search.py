@@ -1,10 +1,17 @@
 """The search for a plan: the fastest by the rates of those that fit; without rates the first.
 
-[Note: What is tried] Parameters and states on each tier; where parameters do not fit a tier, as
-many units as do, and the rest on the next; of those that fit, each overlap, host memory that is
-left for states, and updates on the device. All of it again in smaller formats, and with the batch
-in more micro-batches, where the caller allows that: a placement that fits with fewer micro-batches
-is not tried with more, which only adds passes.
+[Note: What is tried] Parameters and states on each tier; where that does not fit, some units there
+and the rest on each tier below; of those that fit, each overlap, host memory that is left for
+states, and updates on the device. All of it again in smaller formats, and with the batch in more
+micro-batches, where the caller allows that: a placement that fits with fewer micro-batches is not
+tried with more, which only adds passes. Where nothing fits that refuses nothing, all of it again
+beside backward, and with states in host memory while parameters are on disk.
+
+[Note: How many units] Units go up by size, from the largest down (what the others pass through is
+as large as the largest of them) and from the smallest up; of equal ones the first of the model,
+whose gradients land last. Models have units of two sizes, blocks and what is around them: these two
+orders then have every choice that differs. Bytes and seconds are nearly convex in how many go up,
+so a few numbers are tried, and then those beside the best.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +26,13 @@ from tensorstow.base.update_on import Overlap, UpdateOn, reaches_device
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import Conditions, bytes_of, fit, states_of
 from tensorstow.planner.seconds import MachineRates, MicroBatch, StepTime, time_of, work_of
-from tensorstow.planner.sizes import Sizes
+from tensorstow.planner.sizes import Sizes, UnitSizes
 from tensorstow.states.layout import DEFAULT_RING_BYTES
 
 _GAIN = 0.02
 """Minimum relative speed-up for choosing a more complex plan."""
+_GRID = 8
+"""Into how many parts the numbers of units are cut that are tried at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,8 @@ class PlanRequest:
     """Whether updates may run on an accelerator: the optimizer takes ``update_on``."""
     update_on: UpdateOn | None = None
     """Where the user says that updates run; None: the search says it."""
+    widely: bool = False
+    """Whether parameters may be on disk while states are in host memory: for little disk space."""
 
 
 def search(asked: PlanRequest) -> Found:
@@ -116,7 +127,9 @@ def search(asked: PlanRequest) -> Found:
         BudgetError: None fits; it says what is short, and the smallest change that fits.
         OptionError: The profile lacks a rate.
     """
-    tried = tuple(_try_all(asked))
+    tried = list(_try_all(asked))
+    if not any(not each.short and each.plan.overlap != "backward" for each in tried):
+        tried += _try_what_is_left(asked)
     fitting = [each for each in tried if not each.short]
     if not fitting:
         raise BudgetError(_what_is_short(tried, asked.budget))
@@ -127,7 +140,17 @@ def search(asked: PlanRequest) -> Found:
             continue
         if each.step.seconds < (1 - _GAIN) * chosen.step.seconds:
             chosen = each
-    return Found(chosen, tried)
+    return Found(chosen, tuple(_told(tried)))
+
+
+def _told(tried: Sequence[Alternative]) -> list[Alternative]:
+    """Return each plan once, without those with units on two tiers that do not fit."""
+    told: list[Alternative] = []
+    for each in tried:
+        again = any(each.plan == one.plan and each.conditions == one.conditions for one in told)
+        if not (again or (each.short and each.plan.units)):
+            told.append(each)
+    return told
 
 
 def auto_plan(sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan:
@@ -153,7 +176,8 @@ def candidates(asked: PlanRequest) -> list[Plan]:
     5. parameters and states on DISK, three units at a time in memory, and as many more as are
        fetched ahead where there is room (``buffer_pool_bytes``);
     6. the same with overlap="backward", where no more than a window of 64 MiB and one unit of
-       gradients wait for their update.
+       gradients wait for their update;
+    7. ``asked.widely``: parameters on DISK, states on HOST.
 
     Args:
         asked: The model, the budget and what is known of the machine.
@@ -161,6 +185,8 @@ def candidates(asked: PlanRequest) -> list[Plan]:
     away = not asked.conditions.device_is_host
     above = (Tier.DEVICE, Tier.HOST) if away else (Tier.HOST,)
     pairs = [(t, s) for t in above for s in (Tier.HOST, Tier.DISK)] + [(Tier.DISK, Tier.DISK)]
+    if asked.widely:
+        pairs.append((Tier.DISK, Tier.HOST))
     plans = []
     for parameters, states in pairs:
         if asked.conditions.states not in {None, states}:
@@ -210,19 +236,29 @@ def _variants(asked: PlanRequest) -> Iterator[PlanRequest]:
             yield replace(asked, conditions=conditions, base=base, batch=batch)
 
 
+def _try_what_is_left(asked: PlanRequest) -> Iterator[Alternative]:
+    """Yield what is worth it only where nothing else fits; [Note: What is tried]."""
+    overlaps: tuple[Overlap | None, ...] = (None, "backward")
+    for overlap in overlaps if asked.overlap is None else (asked.overlap,):
+        yield from _try_all(replace(asked, overlap=overlap, widely=True))
+
+
 def _try_with_units(plan: Plan, asked: PlanRequest) -> Iterator[Alternative]:
-    """Yield a placement; where its tier is too small, as many units there as fit, too."""
+    """Yield a placement; where it does not fit, the best with units on each tier below, too."""
     found = _try(plan, asked)
     yield found
-    upper = asked.conditions.compute_tier if plan.parameters == Tier.DEVICE else plan.parameters
-    if upper not in found.short or reaches_device(plan.update_on):
+    if not found.short or reaches_device(plan.update_on):
         return
     for lower in (Tier.HOST, Tier.DISK):
-        if not _is_below(lower, plan.parameters) or (lower == Tier.DISK and not _takes_disk(plan)):
+        if not _is_below(lower, plan.parameters):
             continue
-        mixed = _most_units(plan, upper, lower, asked)
-        if mixed is not None:
-            yield mixed
+        if lower == Tier.DISK and not _takes_disk(plan, asked):
+            continue
+        mixed = _best_units(plan, lower, asked)
+        if mixed is None:
+            continue
+        yield mixed
+        if not mixed.short and asked.machine is None:
             return
 
 
@@ -231,36 +267,71 @@ def _is_below(lower: Tier, upper: Tier) -> bool:
     return order.index(lower) > order.index(upper)
 
 
-def _takes_disk(plan: Plan) -> bool:
+def _takes_disk(plan: Plan, asked: PlanRequest) -> bool:
     """Return whether units of a plan may be on disk: states are, and stage and overlap allow it."""
-    return plan.states == Tier.DISK and plan.stage == 3 and plan.overlap != "forward"
+    there = plan.states == Tier.DISK or asked.widely
+    return there and plan.stage == 3 and plan.overlap != "forward"
 
 
-def _most_units(plan: Plan, upper: Tier, lower: Tier, asked: PlanRequest) -> Alternative | None:
-    """Return the plan with most units where ``plan`` has all, the rest on ``lower``.
+def _best_units(plan: Plan, lower: Tier, asked: PlanRequest) -> Alternative | None:
+    """Return the best plan with some units where ``plan`` has all, the rest on ``lower``.
 
-    The largest come first, so that what the others pass through is small; of equal ones the first
-    of the model, whose gradients land last. None: not one fits, or all would have to be there.
+    The fastest that fits; without rates the one with most units above; where none fits, the one
+    that the least is short of. None: the model has no two units. [Note: How many units]
     """
     units = sorted(
         (unit for unit in asked.sizes.units if unit.share_bytes),
         key=lambda unit: -unit.share_bytes,
     )
-    best: Alternative | None = None
-    least, most = 1, len(units) - 1
-    while least <= most:
-        count = (least + most) // 2
-        up, down = units[:count], units[count:]
-        if len(up) < len(down):
-            tiers = {"parameters": lower, "units": {u.name: plan.parameters for u in up}}
-        else:
-            tiers = {"units": {u.name: lower for u in down}}
-        found = _try(plan.but(**tiers), asked)
-        if upper in found.short:
-            most = count - 1
-        else:
-            best, least = found, count + 1
-    return None if best is None or best.short else best
+    orders = [units]
+    if len({unit.share_bytes for unit in units}) > 1:
+        orders.append(sorted(units, key=lambda unit: unit.share_bytes))
+    found = [_best_of_order(plan, lower, order, asked) for order in orders if len(order) > 1]
+    return min(found, key=_rank_of)[-1] if found else None
+
+
+_Ranked = tuple[bool, int, float, int, Alternative]
+"""Whether it is short, by how much, its seconds, less the bytes above; what comes first is best."""
+
+
+def _rank_of(each: _Ranked) -> tuple[bool, int, float, int]:
+    return each[:-1]
+
+
+def _best_of_order(
+    plan: Plan, lower: Tier, units: Sequence[UnitSizes], asked: PlanRequest
+) -> _Ranked:
+    """Return the best plan with the first of ``units`` where ``plan`` has all."""
+    tried: dict[int, _Ranked] = {}
+
+    def try_count(count: int) -> None:
+        if count in tried:
+            return
+        found = _try(_with_units(plan, lower, units, count), asked)
+        seconds = 0.0 if found.step is None else found.step.seconds
+        above = sum(unit.share_bytes for unit in units[:count])
+        tried[count] = (bool(found.short), sum(found.short.values()), seconds, -above, found)
+
+    most = len(units) - 1
+    for part in range(_GRID + 1):
+        try_count(1 + part * (most - 1) // _GRID)
+    while True:
+        best = min(tried, key=lambda count: _rank_of(tried[count]))
+        below = max((n for n in tried if n < best), default=best)
+        above = min((n for n in tried if n > best), default=best)
+        beside = {(below + best) // 2, (above + best) // 2} - tried.keys()
+        if not beside:
+            return tried[best]
+        for count in beside:
+            try_count(count)
+
+
+def _with_units(plan: Plan, lower: Tier, units: Sequence[UnitSizes], count: int) -> Plan:
+    """Return a plan with the first ``count`` units where ``plan`` has all, in as few words."""
+    up, down = units[:count], units[count:]
+    if len(up) < len(down):
+        return plan.but(parameters=lower, units={u.name: plan.parameters for u in up})
+    return plan.but(units={u.name: lower for u in down})
 
 
 def _try_times(found: Alternative, asked: PlanRequest) -> Iterator[Alternative]:
@@ -338,7 +409,9 @@ def _what_is_short(tried: Sequence[Alternative], budget: Budget) -> str:
         f"{tier}={(budget.bytes_of(tier) or 0) + missing}"
         for tier, missing in nearest.short.items()
     )
+    beside = nearest.plan.overlap == "backward"
+    but = ' (with overlap="backward", which refuses clipping and loss scaling)' if beside else ""
     return (
         f"The model does not fit: {told} more than the budget are needed. The smallest change that"
-        f" fits, in bytes: {least}; or train on more ranks."
+        f" fits{but}, in bytes: {least}; or train on more ranks."
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tensorstow.base.sizes import round_up
 from tensorstow.states.layout import (
@@ -185,14 +186,16 @@ def chunks_of(
         lines: As ``predict_whole`` takes them.
         chunk_elements: Elements of a chunk.
     """
-    alike: dict[tuple[int, ...], list[tuple[ChunkPlan, int]]] = {}  # as layers of deep models are
     chunks: list[AlikeChunks] = []
     for family, given in lines:
-        sizes = tuple(given)
-        if sizes not in alike:
-            alike[sizes] = list(cut_alike(lay_out(split(sizes, 1.0)[1]), chunk_elements))
-        chunks += [(family, *each) for each in alike[sizes]]
+        chunks += [(family, *each) for each in _cut(tuple(given), chunk_elements)]
     return chunks
+
+
+@lru_cache(maxsize=256)  # layers of deep models are alike, and so are plans that are compared
+def _cut(sizes: tuple[int, ...], chunk_elements: int) -> tuple[tuple[ChunkPlan, int], ...]:
+    """Return the chunks of one line, and how many are alike."""
+    return tuple(cut_alike(lay_out(split(sizes, 1.0)[1]), chunk_elements))
 
 
 def device_slots(chunks: Sequence[tuple[Family, int]]) -> tuple[int, int]:

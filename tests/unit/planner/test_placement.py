@@ -18,7 +18,7 @@ from tensorstow.io.files import ALIGN
 from tensorstow.planner import placement
 from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES
 from tensorstow.planner.placement import Conditions, bytes_of, fit, items_of, states_of
-from tensorstow.planner.search import auto_plan
+from tensorstow.planner.search import PlanRequest, auto_plan, search
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 from tensorstow.states.layout import Family, slot_bytes
 from tensorstow.states.policy import PipelinePolicy
@@ -303,11 +303,23 @@ def test_a_run_has_the_gradients_that_are_counted(dtype: torch.dtype) -> None:
         assert found == next(i.nbytes for i in counted if i.what == "gradients")
 
 
+@pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST])
+def test_beside_backward_gradients_wait_where_their_unit_is(parameters: Tier) -> None:
+    """Whatever tier the plan calls the default, nothing bounds them beside units on a device."""
+    other = Tier.HOST if parameters == Tier.DEVICE else Tier.DEVICE
+    plan = Plan(parameters, units={"0": other}, overlap="backward")
+    held = {i.tier: i.nbytes for i in items_of(plan, sizes(1), AWAY) if i.what == "gradients"}
+    assert held == {parameters: (COUNT - 1) * UNIT, other: UNIT}
+
+
 def test_what_is_short_is_said() -> None:
     with pytest.raises(BudgetError, match=r"11\.0 GiB of DEVICE"):
         auto_plan(sizes(4), Budget(device=0), AWAY)
-    with pytest.raises(BudgetError, match=r"20\.0 GiB of HOST"):
+    with pytest.raises(BudgetError, match=r"11\.0 GiB of HOST.*with overlap=\"backward\""):
         auto_plan(sizes(1), Budget(disk=0, host=LESS - 1), HERE)
+    asked = PlanRequest(sizes(1), Budget(disk=0, host=LESS - 1), HERE, overlap="none")
+    with pytest.raises(BudgetError, match=r"20\.0 GiB of HOST"):
+        search(asked)
 
 
 def test_sizes_are_a_ranks_share() -> None:

@@ -1,8 +1,12 @@
 """The search: the fastest plan that fits, by declared rates; without them the first that fits."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations, product
+from typing import get_args
 
 import pytest
+import torch
 
 from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, PROFILE, SIZES, UNITS, G
 from tensorstow import Budget, Plan, Tier
@@ -10,10 +14,10 @@ from tensorstow.base.errors import BudgetError
 from tensorstow.base.profile import DirectoryRates
 from tensorstow.base.update_on import Overlap
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.planner.placement import bytes_of
+from tensorstow.planner.placement import Conditions, bytes_of, fit
 from tensorstow.planner.search import PlanRequest, Split, candidates, search, uses_disk
-from tensorstow.planner.seconds import MicroBatch
-from tensorstow.planner.sizes import least_in_memory
+from tensorstow.planner.seconds import MicroBatch, time_of
+from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 
 HOST_BYTES = 4 * UNITS * G
 """Of parameters, gradients and two moments."""
@@ -146,7 +150,7 @@ def test_a_batch_is_cut_where_its_activations_do_not_fit() -> None:
         SIZES, Budget(host=HOST_BYTES + 4 * G, disk=0), held, batch=BATCH, machine=CPU
     )
     with pytest.raises(BudgetError):
-        search(asked)
+        search(replace(asked, overlap="none"))
     found = search(replace(asked, splits=(split,)))
     assert found.chosen.plan == Plan(Tier.HOST, Tier.HOST, accumulation_steps=2)
     assert found.chosen.batch == halves
@@ -155,6 +159,65 @@ def test_a_batch_is_cut_where_its_activations_do_not_fit() -> None:
     both = search(replace(asked, budget=Budget(), splits=(split,)))
     again = [e.plan for e in both.tried if e.plan.accumulation_steps == 2]
     assert again == []  # everything fits without
+
+
+BLOCKS = Sizes(
+    (
+        UnitSizes("root", 3 * G, 3 * G, 2 * ((torch.float32, 3 * G // 8),)),
+        *(UnitSizes(str(n), G, G, ((torch.float32, G // 4),)) for n in range(4)),
+    )
+)
+"""Blocks, and a larger unit around them."""
+
+
+def every_placement(conditions: Conditions) -> Iterator[Plan]:
+    """Yield every choice of units on two tiers, of states and of overlap."""
+    tiers = [Tier.HOST, Tier.DISK] if conditions.device_is_host else list(Tier)
+    names = [unit.name for unit in BLOCKS.units]
+    for upper, lower in combinations(tiers, 2):
+        for blocks, root in product(range(5), (False, True)):
+            up = names[1 : 1 + blocks] + (["root"] if root else [])
+            placed = {"units": dict.fromkeys(up, upper), "parameters": lower}
+            if len(up) == len(names):
+                placed = {"parameters": upper}
+            on_disk = Tier.DISK in {placed["parameters"], *placed.get("units", {}).values()}
+            for states, overlap in product((Tier.HOST, Tier.DISK), get_args(Overlap)):
+                if not (on_disk and overlap == "forward"):
+                    yield Plan(**placed, states=states, overlap=overlap)
+
+
+BUDGETS = [
+    *((HERE, Budget(host=h * G, disk=d * G)) for h, d in product((4, 9, 14, 18, 24), (9, 22))),
+    *(
+        (AWAY, Budget(c * G, h * G, d * G))
+        for c, h, d in product((10, 12, 16), (10, 15, 20), (15, 30))
+    ),
+]
+
+
+@pytest.mark.parametrize(("conditions", "budget"), BUDGETS, ids=lambda each: str(each)[:60])
+def test_a_search_finds_what_trying_everything_finds(
+    conditions: Conditions, budget: Budget
+) -> None:
+    machine = CPU if conditions.device_is_host else CUDA
+    best: dict[bool, float] = {}
+    for plan in every_placement(conditions):
+        fitted = fit(plan, BLOCKS, budget, conditions)
+        if isinstance(fitted, Plan):
+            seconds = time_of(fitted, BLOCKS, conditions, BATCH, machine).seconds
+            beside = plan.overlap == "backward"
+            best[beside] = min(best.get(beside, seconds), seconds)
+    asked = PlanRequest(BLOCKS, budget, conditions, batch=BATCH, machine=machine, spend=False)
+    if not best:
+        with pytest.raises(BudgetError):
+            search(asked)
+        return
+    chosen = search(asked).chosen
+    assert isinstance(fit(chosen.plan, BLOCKS, budget, conditions), Plan)
+    assert chosen.step is not None
+    assert (chosen.plan.overlap == "backward") == (False not in best)
+    assert 0.98 * chosen.step.seconds <= best[min(best)]  # beside backward if nothing else fits
+    search(replace(asked, machine=None))
 
 
 def test_a_chosen_plan_is_never_over_budget_and_nothing_faster_was_free() -> None:
