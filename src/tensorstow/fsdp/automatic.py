@@ -187,6 +187,9 @@ def _log(found: Found, asked: PlanRequest, *, told: str) -> None:
         limit = asked.budget.bytes_of(tier)
         most = "no limit" if limit is None else format_bytes(limit)
         lines.append(f"  {tier:<8}{format_bytes(nbytes):>12} of {most}")
+    if not asked.conditions.activation_bytes:
+        room = "let budget= leave room for them" if told == "given" else "they have the other half"
+        lines.append(f"  activations on {asked.conditions.compute_tier} are not counted: {room}")
     lines += [
         f"  not {_name(each.plan)}: {found.reason(each)}"
         for each in found.tried

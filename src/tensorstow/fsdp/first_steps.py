@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tensorstow.base.sizes import format_bytes
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.report.rss import peak_bytes, resident_bytes
 from tensorstow.report.run_record import Compared, PredictedStep
 
 logger = logging.getLogger("tensorstow")
@@ -39,6 +40,7 @@ class FirstSteps:
         self._compare = compare
         self._step = step
         self._ends: list[float] = []
+        self._resident_before = resident_bytes()
 
     def watch(self, optimizer: StowedAdam) -> None:
         """Look at the ends of the optimizer's first steps.
@@ -56,7 +58,20 @@ class FirstSteps:
         if len(self._ends) == _STEPS and not (dist.is_initialized() and dist.get_rank()):
             took = min(later - earlier for earlier, later in list(pairwise(self._ends))[1:])
             level, line = compared_line(self._compare(optimizer), self._step, took)
-            logger.log(level, line)
+            logger.log(level, "%s; %s", line, resident_line(self._resident_before, peak_bytes()))
+
+
+def resident_line(before: int, peak: int | None) -> str:
+    """Return how much host memory the process has had, activations among it.
+
+    Args:
+        before: Its resident memory when the model was placed, in bytes.
+        peak: The most it has had until now; None: the kernel does not record it.
+    """
+    told = "resident memory, with activations, which no plan counts"
+    if peak is None:
+        return f"{told}: {format_bytes(before)} when the model was placed, its peak is not recorded"
+    return f"{told}: {format_bytes(before)} when the model was placed, {format_bytes(peak)} at most"
 
 
 def compared_line(

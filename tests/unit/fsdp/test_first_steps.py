@@ -15,7 +15,7 @@ from machines import DISK, PROFILE
 from tensorstow import AdamW, Budget
 from tensorstow.base.profile import identify_machine, write_profile
 from tensorstow.fsdp import first_steps
-from tensorstow.fsdp.first_steps import compared_line
+from tensorstow.fsdp.first_steps import compared_line, resident_line
 from tensorstow.report.run_record import Compared, PredictedStep
 
 STEP = PredictedStep(1.0, "disk")
@@ -59,6 +59,13 @@ def test_more_than_a_fifth_is_warned_of(measured: int, seconds: float, said: lis
         assert part in line
 
 
+def test_the_memory_of_the_process_is_told_with_activations() -> None:
+    assert "400.0 MiB when the model was placed, 1.0 GiB at most" in resident_line(
+        400 << 20, 1 << 30
+    )
+    assert "its peak is not recorded" in resident_line(1, None)
+
+
 def trained(count: int = 8, **given: object) -> tuple[nn.Module, AdamW]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(count)))
@@ -84,7 +91,7 @@ def test_one_line_is_logged_and_no_bit_changes(
     model, optimizer = trained(budget=Budget(host=(128 << 20) - 1), tokens=2)
     (line,) = lines(caplog)
     assert "as planned" in line
-    for part in ("HOST", "DISK", "a step", "s predicted", "s measured"):
+    for part in ("HOST", "DISK", "a step", "s predicted", "s measured", "with activations"):
         assert part in line
     report = tmp_path / "report"
     optimizer.report(report)
