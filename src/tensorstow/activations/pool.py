@@ -180,7 +180,7 @@ class ActivationPool:
             oldest = self._written.first()
             if oldest is None:
                 return
-            self._wait_written(oldest)
+            oldest.wait_written()
             if oldest.reading is not None:  # ahead of need: a failure is told when it is read again
                 with suppress(TransferError):
                     oldest.reading.wait()
@@ -228,7 +228,7 @@ class ActivationPool:
             if storage.host is None:
                 self._make_room(storage.nbytes)
                 self._read_back(storage)
-            self._wait(storage)
+            _wait_for(storage)
             if storage.device.type == "cpu":
                 return storage.data
             copy = self._copy_up(storage)
@@ -248,7 +248,7 @@ class ActivationPool:
         for other in islice(remote, _COPIES_AHEAD):
             is_there = other.host is None or other.sources or other.device_copy is not None
             if not is_there and not other.is_busy:
-                self._wait(other)
+                _wait_for(other)
                 self._copy_up(other)
 
     def _read_back(self, storage: SavedStorage) -> None:
@@ -346,24 +346,6 @@ class ActivationPool:
             self._list(storage)
         storage.device_copy = None
 
-    def _wait(self, storage: SavedStorage) -> None:
-        """Return when no write or read is under way, and what was read is right."""
-        self._wait_written(storage)
-        if storage.reading is not None:  # until it is known to be right: a second wait fails too
-            storage.reading.wait()
-            if _native.checksum(storage.data.data_ptr(), storage.nbytes) != storage.checksum:
-                message = (
-                    f"read of {storage.nbytes} bytes of a saved activation gave other bytes than"
-                    " were written. Look at `dmesg` and the drive's health."
-                )
-                raise DamageError(message)
-            storage.reading = None
-
-    def _wait_written(self, storage: SavedStorage) -> None:
-        if storage.writing is not None:
-            storage.writing.wait()
-            storage.writing = None
-
     def _enter_memory(self, storage: SavedStorage) -> None:
         self._blocks.held += storage.nbytes
         self._list(storage)
@@ -408,6 +390,20 @@ class ActivationPool:
         if device not in self._links:
             self._links[device] = open_link(device)
         return self._links[device]
+
+
+def _wait_for(storage: SavedStorage) -> None:
+    """Return when no write or read is under way; raise DamageError where what was read is wrong."""
+    storage.wait_written()
+    if storage.reading is not None:  # until it is known to be right: a second wait fails too
+        storage.reading.wait()
+        if _native.checksum(storage.data.data_ptr(), storage.nbytes) != storage.checksum:
+            message = (
+                f"read of {storage.nbytes} bytes of a saved activation gave other bytes than"
+                " were written. Look at `dmesg` and the drive's health."
+            )
+            raise DamageError(message)
+        storage.reading = None
 
 
 def check_version(tensor: torch.Tensor, version: int, nbytes: int | None = None) -> None:

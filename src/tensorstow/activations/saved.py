@@ -115,6 +115,12 @@ class SavedStorage:
             for tensor in self.sources
         )
 
+    def wait_written(self) -> None:
+        """Return when no write is under way; raise its error."""
+        if self.writing is not None:
+            self.writing.wait()
+            self.writing = None
+
 
 class StoragesByNumber:
     """Storages in the order of their numbers."""
