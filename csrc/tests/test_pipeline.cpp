@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/pool.h"
-#include "pipeline_rig.h"
+#include "pipeline_cases.h"
 
 namespace stow {
 namespace {
@@ -31,7 +31,7 @@ void test_any_ring_gives_the_same_bits(Make make) {
         for (int number = 1; number <= 8; ++number) {
           if (prefetch) rig.pipeline().prefetch();
           CHECK(rig.step(number, number % 5 == 4 ? number % 3 : -1).error == 0);
-          CHECK(rig.agrees());
+          CHECK(rig.training().agrees());
         }
         check_all(rig);
         CHECK(rig.pipeline().counters().slots_high_water <= slots);
@@ -60,7 +60,7 @@ void test_quiet_between_steps(Make make) {
     rig.pipeline().prefetch();
     if (round % 3 != 0) CHECK(rig.pipeline().quiesce().error == 0);
     if (round % 2 == 0) CHECK(rig.step(round).error == 0);
-    CHECK(rig.agrees());
+    CHECK(rig.training().agrees());
   }
   check_all(rig);
 }
@@ -75,7 +75,7 @@ void test_every_chunk_is_updated_once(Make make) {
         rig.pipeline().prefetch();
         usleep(3000);
         CHECK(rig.step(number, number <= 3 ? 0 : -1).error == 0);
-        CHECK(rig.agrees());
+        CHECK(rig.training().agrees());
       }
       CHECK(rig.pipeline().counters().chunks_updated == 3 * 4 + 3 * 6);
       check_all(rig);
@@ -102,7 +102,7 @@ void test_the_next_step_begins_with_what_the_ring_holds(Make make) {
     for (const bool hasty : {true, false}) {
       Rig rig(make({4, 4096}), with(slots, Order::alternating, {}));
       rig.engine().faults().add({Op::write, 0, -1, 0, 0, 300});
-      const std::int64_t all = rig.stored_bytes();
+      const std::int64_t all = rig.file().stored_bytes();
       for (int number = 1; number <= 5; ++number) {
         CHECK(rig.step(number).error == 0);
         if (!hasty) CHECK(rig.pipeline().progress().wait_written().error == 0);
@@ -152,13 +152,14 @@ void test_wrong_calls_are_refused(Make make) {
   CHECK(throws<std::logic_error>([&] { pipeline.add_gradient(0, nullptr, DType::f32); }));
   CHECK(throws<std::invalid_argument>([&] { pipeline.begin({}, {}, {}, {}); }));
   CHECK(throws<std::invalid_argument>([&] {
-    ChunkSpec spec = rig.spec(0);
-    spec.place = rig.place_in(0, 0);
+    ChunkSpec spec = rig.file().spec(0);
+    spec.place = rig.file().place_in(0, 0);
     pipeline.add_chunk(spec, false, {});  // stored, and nobody says what its checksums are
   }));
-  CHECK(throws<std::invalid_argument>([&] { pipeline.add_chunk(rig.spec(0), true, {1, 2, 3}); }));
-  rig.begin(1, rig.all_but(2), kOpen);
-  CHECK(throws<std::logic_error>([&] { rig.begin(1, rig.all_but(), {}); }));
+  CHECK(throws<std::invalid_argument>(
+      [&] { pipeline.add_chunk(rig.file().spec(0), true, {1, 2, 3}); }));
+  rig.begin(1, rig.training().all_but(2), kOpen);
+  CHECK(throws<std::logic_error>([&] { rig.begin(1, rig.training().all_but(), {}); }));
   rig.add_gradient(0);
   CHECK(throws<std::logic_error>([&] { pipeline.add_gradient(0, nullptr, DType::f32); }));  // twice
   CHECK(throws<std::logic_error>(
@@ -184,20 +185,20 @@ void test_gradients_land_in_any_order(Make make) {
       int number = 0;
       do {
         if (number % 3 == 0) rig.pipeline().prefetch();
-        rig.begin(++number, rig.all_but(), kOpen);
+        rig.begin(++number, rig.training().all_but(), kOpen);
         for (const int p : turn) {
           rig.add_gradient(p);
           if (number % 4 == p) usleep(300);
         }
         rig.pipeline().close();
         CHECK(rig.pipeline().progress().wait_published().error == 0);
-        CHECK(rig.agrees());
+        CHECK(rig.training().agrees());
       } while (std::next_permutation(turn.begin(), turn.end()));
       check_all(rig);
       const PipelineCounters counters = rig.pipeline().counters();
-      CHECK(counters.chunks_updated == 24 * rig.chunks());
+      CHECK(counters.chunks_updated == 24 * rig.file().chunks());
       // Whoever waited in vain for his gradient, and made room, was read once more.
-      CHECK(counters.bytes_read + counters.bytes_spared >= 23 * rig.stored_bytes());
+      CHECK(counters.bytes_read + counters.bytes_spared >= 23 * rig.file().stored_bytes());
     }
   }
 }
@@ -213,12 +214,12 @@ void test_gradients_land_chunk_by_chunk(Make make) {
       for (int number = 1; number <= 6; ++number) {
         const int late = number % 3 == 0 ? 1 : -1;  // one that never comes
         if (spec.capture) {
-          for (int c = 0; c < rig.chunks(); ++c) rig.aim(number % 2, c);
+          for (int c = 0; c < rig.file().chunks(); ++c) rig.aim(number % 2, c);
         }
-        rig.begin(number, rig.all_but(), spec);
-        for (int k = 0; k < rig.chunks(); ++k) {
-          const int c = backwards ? rig.chunks() - 1 - k : k;
-          rig.add_chunk_gradients(c, rig.all_but(late));
+        rig.begin(number, rig.training().all_but(), spec);
+        for (int k = 0; k < rig.file().chunks(); ++k) {
+          const int c = backwards ? rig.file().chunks() - 1 - k : k;
+          rig.add_chunk_gradients(c, rig.training().all_but(late));
           if (number % 2 == 0) {
             CHECK(rig.pipeline().progress().wait_chunk(c).error == 0);
             CHECK(rig.pipeline().progress().is_updated(c));
@@ -227,7 +228,7 @@ void test_gradients_land_chunk_by_chunk(Make make) {
         }
         rig.pipeline().close();
         CHECK(rig.pipeline().progress().wait_published().error == 0);
-        CHECK(rig.agrees());
+        CHECK(rig.training().agrees());
         if (spec.capture) CHECK(rig.pipeline().progress().wait_written().error == 0);
       }
       check_all(rig);
@@ -244,14 +245,15 @@ void test_a_piece_comes_once(Make make) {
     rig.pipeline().add_chunk_gradients(0, {{parameter, &rig, DType::f32}});
   };
   CHECK(throws<std::logic_error>([&] { add(0); }));
-  rig.begin(1, rig.all_but(), kOpen);
-  rig.add_chunk_gradients(0, rig.all_but());
+  rig.begin(1, rig.training().all_but(), kOpen);
+  rig.add_chunk_gradients(0, rig.training().all_but());
   CHECK(throws<std::logic_error>([&] { add(0); }));
   CHECK(throws<std::out_of_range>([&] { add(1); }));
-  for (int c = 1; c < rig.chunks(); ++c) rig.add_chunk_gradients(c, rig.all_but());
+  for (int c = 1; c < rig.file().chunks(); ++c)
+    rig.add_chunk_gradients(c, rig.training().all_but());
   rig.pipeline().close();
   CHECK(rig.pipeline().progress().wait_published().error == 0);
-  CHECK(rig.agrees());
+  CHECK(rig.training().agrees());
 }
 
 // The ring is full of chunks that were read ahead when the last one's gradient comes first.
@@ -262,13 +264,13 @@ void test_a_chunk_makes_room_for_one_that_has_its_gradient(Make make) {
   Rig rig(make({4, 4096}), options);
   CHECK(rig.step(1).error == 0);
   CHECK(rig.pipeline().quiesce().error == 0);
-  rig.begin(2, rig.all_but(), kOpen);
+  rig.begin(2, rig.training().all_but(), kOpen);
   CHECK(soon([&] { return rig.pipeline().ledger().state(1) == ChunkState::ready; }));
   for (const int p : {5, 4, 3, 2, 1, 0}) {
     rig.add_gradient(p);
     CHECK(rig.pipeline().progress().wait_parameters({p}).error == 0);  // before the others come
     CHECK(rig.pipeline().progress().is_published(p));
-    CHECK(rig.weight_agrees(p));
+    CHECK(rig.training().at(p).agrees());
     CHECK(p == 0 || !rig.pipeline().progress().is_published(0));
   }
   rig.pipeline().close();
@@ -295,7 +297,7 @@ void test_whoever_idles_in_the_ring_makes_room(Make make) {
     rig.pipeline().close();
     CHECK(rig.pipeline().progress().wait_published().error == 0);
     check_all(rig);
-    CHECK(rig.captures_agree());
+    CHECK(captures_agree(rig));
   }
   // Read-ahead holds every slot when a resident chunk's turn in a commit comes.
   RigOptions options = durable(2, Order::given, {0});
@@ -303,7 +305,7 @@ void test_whoever_idles_in_the_ring_makes_room(Make make) {
   Rig rig(make({4, 4096}), options);
   CHECK(rig.step(1).error == 0);
   CHECK(rig.pipeline().quiesce().error == 0);
-  rig.begin(2, rig.all_but(), kOpenCapture);
+  rig.begin(2, rig.training().all_but(), kOpenCapture);
   CHECK(soon([&] { return rig.pipeline().ledger().state(2) == ChunkState::ready; }));
   for (const int p : {0, 3, 2, 1}) {
     rig.add_gradient(p);
@@ -312,7 +314,7 @@ void test_whoever_idles_in_the_ring_makes_room(Make make) {
   rig.pipeline().close();
   CHECK(rig.pipeline().progress().wait_written().error == 0);
   check_all(rig);
-  CHECK(rig.all_captured() && rig.captures_agree());
+  CHECK(all_captured(rig) && captures_agree(rig));
 }
 
 void test_expected_gradients_may_stay_out(Make make) {
@@ -322,7 +324,8 @@ void test_expected_gradients_may_stay_out(Make make) {
       for (const bool capture : {false, true}) {
         Rig rig(make({4, 4096}), durable(2, order, {1, 4}));
         for (int number = 1; number <= 4; ++number) {
-          rig.begin(number, rig.all_but(number == 3 ? 1 : -1), capture ? kOpenCapture : kOpen);
+          rig.begin(number, rig.training().all_but(number == 3 ? 1 : -1),
+                    capture ? kOpenCapture : kOpen);
           for (int p = 0; p < 3; ++p) {
             if ((missing >> p & 1) == 0 && !(number == 3 && p == 1)) rig.add_gradient(p);
           }
@@ -333,11 +336,11 @@ void test_expected_gradients_may_stay_out(Make make) {
           }
           CHECK(rig.pipeline().progress().wait_published().error == 0);
           for (int p = 0; p < 3; ++p) CHECK(rig.pipeline().progress().is_published(p));
-          CHECK(rig.agrees());
+          CHECK(rig.training().agrees());
           if (!capture) continue;
           CHECK(rig.pipeline().progress().wait_written().error == 0);
-          CHECK(rig.all_captured());
-          CHECK(rig.captures_agree());
+          CHECK(all_captured(rig));
+          CHECK(captures_agree(rig));
         }
         check_all(rig);
       }
@@ -358,15 +361,15 @@ void test_a_commit_has_states_and_weights(Make make) {
                         {{DType::bf16, StateFormat::int8, false}, 999}};
       options.gap = 64;
       Rig rig(make({4, 4096}), options);
-      CHECK(!rig.all_captured());
+      CHECK(!all_captured(rig));
       for (int number = 1; number <= 6; ++number) {
         // Now and then nobody has a gradient: the commit alone.
-        std::vector<char> due = rig.all_but(number % 4);
+        std::vector<char> due = rig.training().all_but(number % 4);
         if (number == 1 || number == 4) due.assign(due.size(), 0);
         CHECK(rig.step(number, due, kCapture).error == 0);
         CHECK(rig.pipeline().progress().wait_written().error == 0);
-        CHECK(rig.all_captured());
-        CHECK(rig.captures_agree());
+        CHECK(all_captured(rig));
+        CHECK(captures_agree(rig));
         if (number == 3) CHECK(rig.step(103).error == 0);
         if (number == 5) rig.reopen();
       }
@@ -380,7 +383,7 @@ void test_a_commit_writes_what_the_disk_has_not(Make make) {
   RigOptions options = durable(2, Order::given, {3});
   options.shapes.assign(4, Shape{{}, 1024});
   Rig rig(make({4, 4096}), options);
-  const Layout layout(rig.spec(0));
+  const Layout layout(rig.file().spec(0));
   const std::int64_t states = layout.state_bytes();
   const std::int64_t weight = layout.weight().bytes;
   std::int64_t written = 0;
@@ -398,7 +401,7 @@ void test_a_commit_writes_what_the_disk_has_not(Make make) {
   CHECK(newly() == 4 * weight + states);
   CHECK(rig.pipeline().ledger().state(1) == ChunkState::blank);
   CHECK(rig.pipeline().ledger().state(3) == ChunkState::resident);
-  CHECK(rig.all_captured() && rig.captures_agree());
+  CHECK(all_captured(rig) && captures_agree(rig));
   CHECK(rig.pipeline().counters().bytes_read == 0);
   // Nothing has changed: nothing is written.
   CHECK(rig.step(3, none, kCapture).error == 0);
@@ -409,19 +412,19 @@ void test_a_commit_writes_what_the_disk_has_not(Make make) {
   CHECK(!rig.pipeline().ledger().captured(0) && rig.pipeline().ledger().captured(1));
   CHECK(rig.step(4, none, kCapture).error == 0);
   CHECK(newly() == weight);
-  CHECK(rig.all_captured() && rig.captures_agree());
+  CHECK(all_captured(rig) && captures_agree(rig));
   // Chunk 0 goes elsewhere: it is read, checked and written whole; the old place is left alone.
-  const std::vector<char> before = rig.read_area(0);
+  const std::vector<char> before = rig.file().read_area(0);
   for (std::size_t c = 0; c < 4; ++c) rig.aim(1, c);
   rig.rewrite(0, random);
   CHECK(rig.step(5, {0, 1, 0, 1}, kCapture).error == 0);
   CHECK(newly() == 3 * (states + weight));
-  CHECK(rig.read_area(0) == before);
-  CHECK(rig.pipeline().ledger().place(0) == rig.place_in(1, 0));
-  CHECK(rig.pipeline().ledger().place(1) == rig.place_in(1, 1));
-  CHECK(rig.pipeline().ledger().place(2) == rig.place_in(0, 2));  // had nothing new
-  CHECK(rig.pipeline().ledger().place(3) == rig.place_in(1, 3));
-  CHECK(rig.all_captured() && rig.captures_agree());
+  CHECK(rig.file().read_area(0) == before);
+  CHECK(rig.pipeline().ledger().place(0) == rig.file().place_in(1, 0));
+  CHECK(rig.pipeline().ledger().place(1) == rig.file().place_in(1, 1));
+  CHECK(rig.pipeline().ledger().place(2) == rig.file().place_in(0, 2));  // had nothing new
+  CHECK(rig.pipeline().ledger().place(3) == rig.file().place_in(1, 3));
+  CHECK(all_captured(rig) && captures_agree(rig));
   check_all(rig);
 }
 
@@ -431,19 +434,19 @@ void test_a_target_moves_the_next_write_alone(Make make) {
     for (const int slots : {2, 6}) {
       Rig rig(make({4, 4096}), durable(slots, order));
       for (int number = 1; number <= 8; ++number) {
-        const std::vector<char> before = rig.read_area((number + 1) % 2);
-        for (int c = 0; c < rig.chunks(); ++c) {
+        const std::vector<char> before = rig.file().read_area((number + 1) % 2);
+        for (int c = 0; c < rig.file().chunks(); ++c) {
           CHECK(rig.pipeline().progress().wait_written().error == 0);
           rig.aim(number % 2, c);
         }
         if (number % 3 == 0) rig.pipeline().prefetch();  // from the old place
         CHECK(rig.step(number, -1, kCapture).error == 0);
         CHECK(rig.pipeline().progress().wait_written().error == 0);
-        CHECK(rig.read_area((number + 1) % 2) == before);
-        for (int c = 0; c < rig.chunks(); ++c) {
-          CHECK(rig.pipeline().ledger().place(c) == rig.place_in(number % 2, c));
+        CHECK(rig.file().read_area((number + 1) % 2) == before);
+        for (int c = 0; c < rig.file().chunks(); ++c) {
+          CHECK(rig.pipeline().ledger().place(c) == rig.file().place_in(number % 2, c));
         }
-        CHECK(rig.all_captured() && rig.captures_agree());
+        CHECK(all_captured(rig) && captures_agree(rig));
       }
       check_all(rig);
     }
@@ -462,7 +465,7 @@ void test_a_weight_written_behind_a_commit_is_not_captured(Make make) {
   CHECK(rig.pipeline().ledger().captured(2));
   CHECK(rig.step(2, std::vector<char>(3, 0), kCapture).error == 0);
   CHECK(rig.pipeline().progress().wait_written().error == 0);
-  CHECK(rig.all_captured() && rig.captures_agree());
+  CHECK(all_captured(rig) && captures_agree(rig));
 }
 
 void test_another_pipeline_goes_on_where_one_ended(Make make) {
@@ -475,7 +478,8 @@ void test_another_pipeline_goes_on_where_one_ended(Make make) {
       CHECK(rig.step(number, number == 1 ? 2 : -1, is_durable ? kCapture : StepSpec{}).error == 0);
       if (number % 2 == 1) rig.reopen();
       for (int p = 0; p < 3; ++p) {
-        if (rig.is_16_bit(p)) CHECK(rig.unchanged(p) == rig.recorded(p));
+        if (rig.training().at(p).is_16_bit())
+          CHECK(rig.unchanged(p) == rig.training().at(p).recorded);
       }
     }
     check_all(rig);
@@ -493,15 +497,15 @@ void test_nobody_has_to_wait_while_a_step_runs(Make make) {
       StepSpec spec = kBackground;
       spec.resident_first = resident_first;
       for (int number = 1; number <= 12; ++number) {
-        rig.begin(number, rig.all_but(), spec);
+        rig.begin(number, rig.training().all_but(), spec);
         if (number % 4 == 0)
           CHECK(rig.pipeline().progress().wait_parameters({number % 3}).error == 0);
-        if (number % 4 == 0) CHECK(rig.weight_agrees(number % 3));
+        if (number % 4 == 0) CHECK(rig.training().at(number % 3).agrees());
         if (number % 4 == 1) CHECK(rig.pipeline().progress().wait_written().error == 0);
         if (number % 4 == 2) CHECK(rig.pipeline().quiesce().error == 0);
-        if (number % 4 != 0 && number % 4 != 3) CHECK(rig.agrees());
+        if (number % 4 != 0 && number % 4 != 3) CHECK(rig.training().agrees());
         CHECK(rig.pipeline().progress().wait_published().error == 0);
-        CHECK(rig.agrees());
+        CHECK(rig.training().agrees());
       }
       check_all(rig);
     }
@@ -556,7 +560,7 @@ void test_updates_of_acquired_chunks_give_the_same_bits(Make make) {
       for (int number = 1; number <= 8; ++number) {
         if (number % 2 == 0) rig.pipeline().prefetch();
         const bool capture = commits && number % 3 == 0;
-        const std::vector<char> due = rig.all_but(number % 5 == 4 ? number % 3 : -1);
+        const std::vector<char> due = rig.training().all_but(number % 5 == 4 ? number % 3 : -1);
         if (number == 6) rig.rewrite(1, random);
         // The kernel and others take turns over the same states.
         const bool by_caller = number % 4 != 3;
@@ -566,12 +570,13 @@ void test_updates_of_acquired_chunks_give_the_same_bits(Make make) {
                    .caller = by_caller ? Caller::updates : Caller::waits});
         if (by_caller) CHECK(rig.update_acquired(1 + number % 3, random) > 0);
         CHECK(rig.pipeline().progress().wait_published().error == 0);
-        CHECK(rig.agrees());
+        CHECK(rig.training().agrees());
         CHECK(rig.pipeline().progress().wait_written().error == 0);
-        if (capture) CHECK(rig.all_captured());
-        CHECK(rig.captures_agree());
-        for (int p = 0; p < rig.parameters(); ++p) {
-          if (rig.is_16_bit(p)) CHECK(rig.unchanged(p) == rig.recorded(p));
+        if (capture) CHECK(all_captured(rig));
+        CHECK(captures_agree(rig));
+        for (int p = 0; p < rig.training().size(); ++p) {
+          if (rig.training().at(p).is_16_bit())
+            CHECK(rig.unchanged(p) == rig.training().at(p).recorded);
         }
       }
       check_all(rig);
@@ -588,25 +593,26 @@ void test_updates_on_both_sides_give_the_same_bits(Make make) {
     Rig rig(make({4, 4096}), of_all_formats(slots, kOrders[slots % 2], true));
     for (int number = 1; number <= 8; ++number) {
       std::vector<int> chosen;
-      for (int c = 0; c < rig.chunks(); ++c) {
+      for (int c = 0; c < rig.file().chunks(); ++c) {
         if ((c + number) % 3 != 0) chosen.push_back(c);
       }
       if (number == 5) chosen.clear();
       rig.pipeline().set_caller_chunks(chosen);
       const bool capture = number % 3 == 0;
-      rig.begin(number, rig.all_but(),
+      rig.begin(number, rig.training().all_but(),
                 {.open = true,
                  .capture = capture,
                  .resident_first = number % 2 == 0,
                  .caller = Caller::updates});
-      for (int c = 0; c < rig.chunks(); ++c) rig.add_chunk_gradients(c, rig.all_but());
+      for (int c = 0; c < rig.file().chunks(); ++c)
+        rig.add_chunk_gradients(c, rig.training().all_but());
       rig.pipeline().close();
       CHECK(rig.update_acquired(1 + number % 3, random) == static_cast<int>(chosen.size()));
       CHECK(rig.pipeline().progress().wait_published().error == 0);
-      CHECK(rig.agrees());
+      CHECK(rig.training().agrees());
       CHECK(rig.pipeline().progress().wait_written().error == 0);
-      if (capture) CHECK(rig.all_captured());
-      CHECK(rig.captures_agree());
+      if (capture) CHECK(all_captured(rig));
+      CHECK(captures_agree(rig));
     }
     check_all(rig);
   }
@@ -617,11 +623,11 @@ void test_a_run_goes_on_behind_acquired_chunks(Make make) {
   std::mt19937 random(6);
   Rig rig(make({4, 4096}), of_all_formats(2, Order::alternating, true));
   for (int number = 1; number <= 4; ++number) {
-    rig.begin(number, rig.all_but(), kOutsideCapture);
-    CHECK(rig.update_acquired(2, random) == rig.chunks());
+    rig.begin(number, rig.training().all_but(), kOutsideCapture);
+    CHECK(rig.update_acquired(2, random) == rig.file().chunks());
     CHECK(rig.pipeline().progress().wait_published().error == 0);
     CHECK(rig.pipeline().progress().wait_written().error == 0);
-    CHECK(rig.all_captured() && rig.captures_agree());
+    CHECK(all_captured(rig) && captures_agree(rig));
     rig.reopen();  // sums that were taken of what came back are those of what is on disk
   }
   CHECK(rig.step(5).error == 0);
@@ -634,7 +640,7 @@ void test_chunks_are_acquired_in_their_step_alone(Make make) {
   Rig rig(make({4, 4096}), with(2));
   Pipeline& pipeline = rig.pipeline();
   CHECK(pipeline.acquire_chunk(true).chunk == -1);
-  rig.begin(1, rig.all_but(), kOutside);
+  rig.begin(1, rig.training().all_but(), kOutside);
   CHECK(throws<std::logic_error>([&] { pipeline.set_caller_chunks({}); }));
   CHECK(throws<std::logic_error>([&] { pipeline.release_chunk(0); }));
   const AcquiredChunk first = pipeline.acquire_chunk(true);
@@ -646,7 +652,7 @@ void test_chunks_are_acquired_in_their_step_alone(Make make) {
   CHECK(pipeline.acquire_chunk(true).chunk == -1);
   CHECK(pipeline.progress().wait_published().error == 0);
   // A step in which nobody has a gradient is over when it begins.
-  rig.begin(2, std::vector<char>(rig.parameters()), kOutside);
+  rig.begin(2, std::vector<char>(rig.training().size()), kOutside);
   CHECK(rig.update_acquired(2, random) == 0);
   CHECK(pipeline.progress().wait_published().error == 0);
   check_all(rig);

@@ -2,7 +2,7 @@
 #include <cerrno>
 
 #include "base/pool.h"
-#include "pipeline_rig.h"
+#include "pipeline_cases.h"
 
 namespace stow {
 namespace {
@@ -14,7 +14,7 @@ void test_failures_end_the_step(Make make, Op op, int error, const StepSpec& spe
     CHECK(rig.step(1).error == 0);
     CHECK(rig.pipeline().quiesce().error == 0);
     rig.engine().faults().add({op, 1, 1, error, 0, 0});
-    rig.begin(2, rig.all_but(), spec);
+    rig.begin(2, rig.training().all_but(), spec);
     if (spec.open) {
       for (const int p : {2, 0, 1}) rig.add_gradient(p);
       rig.pipeline().close();
@@ -28,7 +28,7 @@ void test_failures_end_the_step(Make make, Op op, int error, const StepSpec& spe
     CHECK(rig.step(3).error == error);  // told again, and nothing is updated
     CHECK(rig.pipeline().progress().wait_parameters({0}).error == error);
     CHECK(rig.pipeline().progress().wait_written().error == error);
-    rig.begin(4, rig.all_but(), kOpen);
+    rig.begin(4, rig.training().all_but(), kOpen);
     rig.add_gradient(0);
     rig.pipeline().close();
     CHECK(rig.pipeline().counters().chunks_updated <= 2 * kChunks);
@@ -42,7 +42,7 @@ void test_failures_in_an_open_step_reach_who_waits_for_one(Make make, Op op) {
     CHECK(rig.step(1).error == 0);
     CHECK(rig.pipeline().quiesce().error == 0);
     rig.engine().faults().add({op, round % 3, 1, EIO, 0, 0});
-    rig.begin(2, rig.all_but(), kOpen);
+    rig.begin(2, rig.training().all_but(), kOpen);
     rig.add_gradient(1);
     const int error = rig.pipeline().progress().wait_parameters({1}).error;
     CHECK(error == 0 || error == EIO);
@@ -50,7 +50,7 @@ void test_failures_in_an_open_step_reach_who_waits_for_one(Make make, Op op) {
     if (round >= 3) rig.add_gradient(2);
     CHECK(rig.pipeline().progress().wait_parameters({0, 1}).error == EIO ||
           rig.pipeline().quiesce().error == EIO);
-    rig.spoil_gradients();
+    rig.training().spoil_gradients();
   }
 }
 
@@ -77,11 +77,11 @@ void test_a_failure_beside_an_update_reaches_who_waits(Make make) {
     CHECK(rig.pipeline().quiesce().error == 0);
     rig.engine().faults().add({Op::read, 0, 1, 0, 0, 100 * round});
     rig.engine().faults().add({Op::read, 0, 1, EIO, 0, 0});
-    rig.begin(2, rig.all_but(), {});
+    rig.begin(2, rig.training().all_but(), {});
     const Failure failure = round % 2 ? rig.pipeline().progress().wait_published()
                                       : rig.pipeline().progress().wait_written();
     CHECK(failure.error == EIO);
-    rig.spoil_gradients();
+    rig.training().spoil_gradients();
   }
 }
 
@@ -93,7 +93,7 @@ void test_after_a_failure_gradients_are_the_callers(Make make) {
       CHECK(rig.step(1).error == 0);
       CHECK(rig.pipeline().quiesce().error == 0);
       rig.engine().faults().add({Op::read, round, 1, EIO, 0, 0});
-      rig.begin(2, rig.all_but(), spec);
+      rig.begin(2, rig.training().all_but(), spec);
       if (spec.open) {
         for (const int p : {0, 1, 2}) rig.add_gradient(p);
         rig.pipeline().close();
@@ -101,7 +101,7 @@ void test_after_a_failure_gradients_are_the_callers(Make make) {
       CHECK((round % 2 ? rig.pipeline().progress().wait_published()
                        : rig.pipeline().progress().wait_written())
                 .error == EIO);
-      rig.spoil_gradients();  // the thread sanitizer sees who still reads them
+      rig.training().spoil_gradients();  // the thread sanitizer sees who still reads them
       CHECK(rig.pipeline().quiesce().error == EIO);
     }
   }
@@ -113,7 +113,7 @@ void test_a_step_that_nobody_waits_for(Make make) {
     Rig rig(make({2, 4096}), with(2));
     CHECK(rig.step(1).error == 0);
     rig.engine().faults().add({Op::write, round, 3, 0, 0, 500});
-    rig.begin(2, rig.all_but());
+    rig.begin(2, rig.training().all_but());
     if (round % 2 == 0) check_all(rig);  // quiesce waits for the step, too
   }  // what is under way ends before its memory does
 }
@@ -129,7 +129,7 @@ void test_what_is_under_way_ends_before_its_memory_does(Make make) {
       rig.engine().faults().add({Op::read, round % 3, 3, 0, 0, 300});
       if (round % 3 == 0) rig.pipeline().quiesce();
       if (round % 3 == 1) rig.pipeline().prefetch();
-      rig.begin(2, rig.all_but(round % 4 - 1), spec);
+      rig.begin(2, rig.training().all_but(round % 4 - 1), spec);
       if (spec.open) {
         for (int p = 2; p > round % 3; --p) {
           if (p != round % 4 - 1) rig.add_gradient(p);
@@ -138,7 +138,7 @@ void test_what_is_under_way_ends_before_its_memory_does(Make make) {
       }
       usleep(static_cast<useconds_t>(100 * round));
       rig.destroy_pipeline();
-      rig.spoil_gradients();
+      rig.training().spoil_gradients();
     }
   }
 }
@@ -154,11 +154,11 @@ void test_failures_end_a_step_with_caller_updates(Make make) {
     const bool damage = round % 2 == 0;
     const int chunk = round % kChunks;
     if (damage) {
-      rig.flip_byte(rig.place_in(0, chunk).offset + 5);
+      rig.file().flip_byte(rig.file().place_in(0, chunk).offset + 5);
     } else {
       rig.engine().faults().add({Op::read, round, 1, EIO, 0, 0});
     }
-    rig.begin(2, rig.all_but(), round < 6 ? kOutside : kOutsideCapture);
+    rig.begin(2, rig.training().all_but(), round < 6 ? kOutside : kOutsideCapture);
     AcquiredChunk given = rig.pipeline().acquire_chunk(true);
     for (; given.chunk >= 0; given = rig.pipeline().acquire_chunk(true)) {
       CHECK(!damage || given.chunk != chunk);
@@ -179,7 +179,7 @@ void test_a_pipeline_may_go_while_a_chunk_is_acquired(Make make) {
   for (int round = 0; round < 6; ++round) {
     Rig rig(make({2, 4096}), durable(2, kOrders[round % 2], {1, 4}));
     CHECK(rig.step(1).error == 0);
-    rig.begin(2, rig.all_but(), round % 3 == 0 ? kOutsideCapture : kOutside);
+    rig.begin(2, rig.training().all_but(), round % 3 == 0 ? kOutsideCapture : kOutside);
     const AcquiredChunk given = rig.pipeline().acquire_chunk(true);
     CHECK(given.chunk >= 0);
     if (round % 2 == 0) rig.update_one(given);
@@ -199,25 +199,25 @@ void test_damage_is_told_with_its_place(Make make) {
     CHECK(rig.step(1).error == 0);
     CHECK(rig.pipeline().quiesce().error == 0);
     const int chunk = round % 3;
-    const Layout layout(rig.spec(chunk));
+    const Layout layout(rig.file().spec(chunk));
     const Layout::Part& part = layout.parts[round / 3 % 2];
     const int block = round % 2;
     const std::int64_t at = part.at(block * kUpdateBlock) + 41 * round;
-    rig.flip_byte(rig.place_in(0, chunk).offset + part.file_at + at);
+    rig.file().flip_byte(rig.file().place_in(0, chunk).offset + part.file_at + at);
     const StepSpec spec = round < 4 ? StepSpec{} : round < 8 ? kOpen : kBackground;
     if (round % 5 == 0) rig.pipeline().prefetch();
-    rig.begin(2, rig.all_but(), spec);
+    rig.begin(2, rig.training().all_but(), spec);
     if (spec.open) {
       for (const int p : {2, 1, 0}) rig.add_gradient(p);
       rig.pipeline().close();
     }
     const Failure failure = rig.pipeline().progress().wait_published();
     CHECK(failure.error == kDamaged && failure.op == Op::read && failure.chunk == chunk);
-    CHECK(failure.file == rig.place_in(0, chunk).file);
+    CHECK(failure.file == rig.file().place_in(0, chunk).file);
     const std::int64_t begin = layout.parts[0].at(block * kUpdateBlock);
-    CHECK(failure.offset == rig.place_in(0, chunk).offset + begin);
+    CHECK(failure.offset == rig.file().place_in(0, chunk).offset + begin);
     CHECK(failure.length == (block == 0 ? 4 * kUpdateBlock : 4 * 2048));
-    rig.spoil_gradients();
+    rig.training().spoil_gradients();
     CHECK(rig.pipeline().quiesce().error == kDamaged);
     CHECK(rig.pipeline().ledger().state(chunk) == ChunkState::failed);
     CHECK(rig.pipeline().counters().slots_in_use == 0);
@@ -235,13 +235,13 @@ void test_padding_and_gaps_are_told_apart(Make make) {
   CHECK(rig.step(1).error == 0);
   CHECK(rig.pipeline().quiesce().error == 0);
   // What pads a stream to whole blocks of the disk nobody reads ...
-  const Layout layout(rig.spec(0));
-  CHECK(layout.parts[0].length(rig.spec(0).elements) < layout.parts[0].bytes);
-  rig.flip_byte(rig.place_in(0, 0).offset + layout.parts[0].bytes - 1);
+  const Layout layout(rig.file().spec(0));
+  CHECK(layout.parts[0].length(rig.file().spec(0).elements) < layout.parts[0].bytes);
+  rig.file().flip_byte(rig.file().place_in(0, 0).offset + layout.parts[0].bytes - 1);
   CHECK(rig.step(2).error == 0);
   check_all(rig);
   // ... but what lies between two parameters is part of the chunk.
-  rig.flip_byte(rig.place_in(0, 0).offset + 4 * 1010);
+  rig.file().flip_byte(rig.file().place_in(0, 0).offset + 4 * 1010);
   CHECK(rig.step(3).error == kDamaged);
 }
 
@@ -250,10 +250,10 @@ void test_a_commit_checks_what_it_carries(Make make) {
   Rig rig(make({4, 4096}), durable(2, Order::given, {}));
   CHECK(rig.step(1, -1, kCapture).error == 0);
   CHECK(rig.pipeline().quiesce().error == 0);
-  const std::vector<char> before = rig.read_area(0);
+  const std::vector<char> before = rig.file().read_area(0);
   std::mt19937 random(3);
   rig.rewrite(1, random);
-  rig.flip_byte(rig.place_in(0, 3).offset + 77);
+  rig.file().flip_byte(rig.file().place_in(0, 3).offset + 77);
   // Nobody looks at states that stay where they are.
   CHECK(rig.step(2, {1, 0, 0}, kCapture).error == 0);
   CHECK(rig.pipeline().quiesce().error == 0);
@@ -274,7 +274,7 @@ void test_a_wrong_checksum_from_before_is_damage(Make make) {
     other.set_ring({reinterpret_cast<char*>(
                         (reinterpret_cast<std::uintptr_t>(memory.data()) + 4095) / 4096 * 4096),
                     1, 1 << 18});
-    ChunkSpec spec = rig.spec(2);
+    ChunkSpec spec = rig.file().spec(2);
     spec.place = rig.pipeline().ledger().place(2);
     std::vector<char> m(4096), v(4096);
     if (resident) spec.resident[0] = m.data();

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "base/pool.h"
-#include "pipeline_rig.h"
+#include "pipeline_cases.h"
 
 namespace stow {
 namespace {
@@ -38,11 +38,11 @@ class Schedule {
     CHECK(rig_.pipeline().counters().slots_high_water <= most_slots_);
     if (chance(2)) {  // and destroy it in the middle of one more
       const StepSpec spec = draw_step();
-      rig_.begin(kSteps + 1, rig_.all_but(), spec);
+      rig_.begin(kSteps + 1, rig_.training().all_but(), spec);
       if (spec.caller == Caller::updates) rig_.update_acquired(1 + draw(4), random_, draw(4));
       usleep(draw(300));
       rig_.destroy_pipeline();
-      rig_.spoil_gradients();
+      rig_.training().spoil_gradients();
     }
   }
 
@@ -68,7 +68,7 @@ class Schedule {
     options.few = 1 + draw(2);
     options.durable = !chance(3);
     if (!chance(3)) {
-      const int chunks = Rig(make_threads_engine({1, 4096}), options).chunks();
+      const int chunks = Rig(make_threads_engine({1, 4096}), options).file().chunks();
       for (int c = 0; c < chunks; ++c) {
         if (chance(3)) options.resident.push_back(c);
       }
@@ -106,17 +106,18 @@ class Schedule {
       }
       if (chance(4)) rig_.reopen();
     }
-    if (chance(6)) rig_.pipeline().set_order(shuffled(rig_.chunks()));
+    if (chance(6)) rig_.pipeline().set_order(shuffled(rig_.file().chunks()));
     if (options_.durable && chance(4)) {
-      const int chunk = draw(rig_.chunks());
+      const int chunk = draw(rig_.file().chunks());
       if (rig_.pipeline().ledger().state(chunk) != ChunkState::writing)
-        rig_.aim(draw(Rig::kAreas), chunk);
+        rig_.aim(draw(ChunkedFile::kAreas), chunk);
     }
-    if (chance(5)) rig_.rewrite(draw(rig_.parameters()), random_);
+    if (chance(5)) rig_.rewrite(draw(rig_.training().size()), random_);
     if (chance(3)) usleep(draw(500));
     if (chance(8)) rig_.pipeline().prefetch();
-    for (int p = 0; p < rig_.parameters(); ++p) {
-      if (rig_.is_16_bit(p)) CHECK(rig_.unchanged(p) == rig_.recorded(p));
+    for (int p = 0; p < rig_.training().size(); ++p) {
+      if (rig_.training().at(p).is_16_bit())
+        CHECK(rig_.unchanged(p) == rig_.training().at(p).recorded);
     }
   }
 
@@ -130,16 +131,16 @@ class Schedule {
   void land_in_any_order(std::vector<char>& due) {
     Pipeline& pipeline = rig_.pipeline();
     std::vector<char> missing = due;
-    for (const int p : shuffled(rig_.parameters())) {
+    for (const int p : shuffled(rig_.training().size())) {
       if (!due[p] || chance(10)) continue;
       CHECK(!pipeline.progress().is_published(p));
       rig_.add_gradient(p);
       missing[p] = 0;
       if (chance(4)) usleep(draw(300));
-      if (chance(3) && !rig_.shares_a_chunk(p, missing)) {
+      if (chance(3) && !rig_.file().shares_a_chunk(p, missing)) {
         CHECK(pipeline.progress().wait_parameters({p}).error == 0);
         CHECK(pipeline.progress().is_published(p));
-        CHECK(rig_.weight_agrees(p));
+        CHECK(rig_.training().at(p).agrees());
       }
     }
     pipeline.close();
@@ -149,33 +150,33 @@ class Schedule {
     Pipeline& pipeline = rig_.pipeline();
     if (chance(3)) pipeline.prefetch();  // does nothing, or begins the next
     if (spec.caller == Caller::computes || chance(3)) {
-      std::vector<int> some = shuffled(rig_.parameters());
-      some.resize(draw(rig_.parameters()) + 1);
+      std::vector<int> some = shuffled(rig_.training().size());
+      some.resize(draw(rig_.training().size()) + 1);
       CHECK(pipeline.progress().wait_parameters(some).error == 0);
       for (const int p : some) {
         CHECK(pipeline.progress().is_published(p));
-        CHECK(rig_.weight_agrees(p));
+        CHECK(rig_.training().at(p).agrees());
       }
     }
     if (chance(6)) CHECK(pipeline.quiesce().error == 0);
     if (chance(6)) CHECK(pipeline.progress().wait_written().error == 0);
     CHECK(pipeline.progress().wait_published().error == 0);
-    CHECK(rig_.agrees());
-    for (int p = 0; p < rig_.parameters(); ++p)
+    CHECK(rig_.training().agrees());
+    for (int p = 0; p < rig_.training().size(); ++p)
       CHECK(pipeline.progress().is_published(p) || !due[p]);
     if (!spec.capture || !chance(2)) return;
     CHECK(pipeline.progress().wait_written().error == 0);
-    CHECK(rig_.all_captured());
-    CHECK(rig_.captures_agree());
+    CHECK(all_captured(rig_));
+    CHECK(captures_agree(rig_));
   }
 
   void look_at_everything() {
     CHECK(rig_.pipeline().quiesce().error == 0);
     const PipelineCounters counters = rig_.pipeline().counters();
     CHECK(counters.slots_in_use == 0);
-    CHECK(rig_.agrees());
-    CHECK(rig_.states_agree());
-    if (options_.durable) CHECK(rig_.captures_agree());
+    CHECK(rig_.training().agrees());
+    CHECK(states_agree(rig_));
+    if (options_.durable) CHECK(captures_agree(rig_));
   }
 
   std::mt19937 random_;
@@ -210,7 +211,7 @@ void run_with_a_failure(Make make, unsigned long seed) {
                         .capture = options.durable && draw(2),
                         .resident_first = draw(2) == 0,
                         .caller = draw(2) == 0 ? Caller::computes : Caller::waits};
-    rig.begin(number, rig.all_but(), spec);
+    rig.begin(number, rig.training().all_but(), spec);
     if (spec.open) {
       const int least = draw(2);
       for (int p = 3; p >= least; --p) rig.add_gradient(p);
@@ -220,8 +221,8 @@ void run_with_a_failure(Make make, unsigned long seed) {
     failure = draw(4) == 0   ? pipeline.progress().wait_written()
               : draw(3) == 0 ? pipeline.quiesce()
                              : pipeline.progress().wait_published();
-    rig.spoil_gradients();
-    if (failure.error == 0) CHECK(rig.agrees());
+    rig.training().spoil_gradients();
+    if (failure.error == 0) CHECK(rig.training().agrees());
   }
   CHECK(failure.error == 0 || failure.error == error);
   if (draw(2)) CHECK(pipeline.quiesce().error == pipeline.progress().failure().error);
