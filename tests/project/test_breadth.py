@@ -13,10 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tensorstow
+from cpp_source import cpp_methods
 from handed import Parallel, modules_handed_a_gradient
 from tensorstow import Plan
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.stowed_adam import StowedAdam
+from tree import ROOT
 
 SOURCE = Path(tensorstow.__file__).parent
 MOST_OF_FSDP = 12
@@ -108,3 +110,39 @@ def test_classes_are_narrow() -> None:
     own = {name: count for name, count in found.items() if name not in OTHERS_INTERFACES}
     assert not {n: c for n, c in own.items() if c > MOST_METHODS}
     assert OTHERS_INTERFACES.keys() <= found.keys()
+
+
+NATIVE = sorted(path for kind in ("*.h", "*.cpp") for path in (ROOT / "csrc").rglob(kind))
+MOST_NATIVE_METHODS = 25
+
+
+def test_native_classes_are_narrow() -> None:
+    found = {
+        f"{path.name}: {name}": len(methods)
+        for path in NATIVE
+        for name, methods in cpp_methods(path.read_text()).items()
+    }
+    assert {"pipeline.h: Pipeline", "engine.h: Engine", "pool.h: Pool"} <= found.keys()
+    assert not {n: c for n, c in found.items() if c > MOST_NATIVE_METHODS}
+
+
+@pytest.mark.parametrize(
+    ("source", "methods"),
+    [
+        ("class A { int b(); int b(int) const; A(int n) : n_(n), m_{f(n)} {} ~A(); };", "b A ~A"),
+        ("struct A final : B { C c = d(); C* e{f()}; void (*g)(int); };", ""),
+        ("class A { public: std::function<void(int)> b; std::vector<C<int>> d() const; };", "d"),
+        ("class A { A(const A&) = delete; bool operator==(A) const = default; };", "operator=="),
+        (
+            "class A { virtual void b() = 0; template <class T> void c(T t) { if (t) d(); } };",
+            "b c",
+        ),
+        ("struct A { struct B { void c(); }; alignas(64) int d; friend void e(A); };", ""),
+        (
+            'class A { // void b();\n const char* c() { return "}"; } void operator()(int); };',
+            "c operator()",
+        ),
+    ],
+)
+def test_native_methods_are_counted(source: str, methods: str) -> None:
+    assert cpp_methods(source)["A"] == set(methods.split())
