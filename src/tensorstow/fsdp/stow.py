@@ -69,7 +69,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
 from tensorstow.planner.placement import Conditions, Item, items_of
 from tensorstow.planner.search import PlanRequest
-from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
+from tensorstow.planner.sizes import Sizes, UnitSizes, bytes_around, least_in_memory, most_in_memory
 from tensorstow.report.run_record import PredictedStep
 
 Path = str | os.PathLike[str] | None
@@ -336,12 +336,13 @@ def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:
     """Allocate disk space for units on DISK, and bound their buffers in host memory."""
     plan = request.plan
     on_disk = [unit for unit in request.units if plan.tier_of(unit.name) == Tier.DISK]
-    sizes = [UnitSizes.of(unit, sharding.ranks).share_bytes for unit in on_disk]
+    units = [UnitSizes.of(unit, sharding.ranks) for unit in on_disk]
+    sizes, around = [unit.share_bytes for unit in units], bytes_around(units)
     if not sizes:
         return None
     total = sum(sizes) + ALIGN * len(sizes)
-    least = least_in_memory(sizes)
-    capacity = int(plan.buffer_pool_bytes or 0) or most_in_memory(sizes, plan.prefetch)
+    least = least_in_memory(sizes, around)
+    capacity = int(plan.buffer_pool_bytes or 0) or most_in_memory(sizes, plan.prefetch, around)
     if capacity < least:
         message = (
             f"buffer_pool_bytes={format_bytes(capacity)} was given for parameters on disk, and"

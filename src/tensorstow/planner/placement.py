@@ -24,7 +24,13 @@ from tensorstow.planner.bounds import (
     UNITS_UNSHARDED,
     upload_buffers,
 )
-from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory, most_in_memory
+from tensorstow.planner.sizes import (
+    Sizes,
+    UnitSizes,
+    bytes_around,
+    least_in_memory,
+    most_in_memory,
+)
 from tensorstow.states.layout import Family
 from tensorstow.states.memory import (
     StateMemory,
@@ -80,10 +86,11 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
         budget: Bytes that each rank may use of each tier.
         conditions: What else decides.
     """
-    on_disk = [unit.share_bytes for unit in units_on(Tier.DISK, plan, sizes)]
+    units = units_on(Tier.DISK, plan, sizes)
+    on_disk, around = [unit.share_bytes for unit in units], bytes_around(units)
     tight = plan
     if on_disk and plan.buffer_pool_bytes is None:
-        tight = plan.but(buffer_pool_bytes=least_in_memory(on_disk))
+        tight = plan.but(buffer_pool_bytes=least_in_memory(on_disk, around))
     needed = bytes_of(tight, sizes, conditions)
     limits = {tier: budget.bytes_of(tier) for tier in Tier}
     short = {t: needed[t] - n for t, n in limits.items() if n is not None and needed[t] > n}
@@ -92,8 +99,8 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
     room = limits[Tier.HOST]
     if tight is plan or room is None:
         return plan
-    wanted = most_in_memory(on_disk, plan.prefetch)
-    least = least_in_memory(on_disk)
+    wanted = most_in_memory(on_disk, plan.prefetch, around)
+    least = least_in_memory(on_disk, around)
     more = min(room - needed[Tier.HOST], wanted - least)
     return plan.but(buffer_pool_bytes=least + more - more % max(on_disk))
 
@@ -190,11 +197,11 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
     """Return parameters where they live, and what they pass through to be computed with."""
     compute = conditions.compute_tier
     by_tier = {tier: units_on(tier, plan, sizes) for tier in Tier}
-    on_disk = [unit.share_bytes for unit in by_tier[Tier.DISK]]
+    on_disk = by_tier[Tier.DISK]
     on_device = _share(by_tier[Tier.DEVICE])
     yield Item(compute, "parameters", on_device)
     yield Item(Tier.HOST, "parameters", _share(by_tier[Tier.HOST]))
-    yield Item(Tier.DISK, "parameters", sum(on_disk))
+    yield Item(Tier.DISK, "parameters", _share(on_disk))
     if on_disk:
         yield Item(Tier.HOST, "parameters from disk, in memory", in_memory_bytes(plan, on_disk))
     whole = is_whole(plan, sizes, conditions)
@@ -215,19 +222,21 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
         largest = max(unit.share_bytes for unit in below)
         yield Item(Tier.DEVICE, "buffers for parameters", buffers * largest)
         if on_disk:
-            yield Item(Tier.HOST, "buffers for parameters", buffers * max(on_disk))
+            most = max(unit.share_bytes for unit in on_disk)
+            yield Item(Tier.HOST, "buffers for parameters", buffers * most)
 
 
-def in_memory_bytes(plan: Plan, on_disk: Sequence[int]) -> int:
+def in_memory_bytes(plan: Plan, on_disk: Sequence[UnitSizes]) -> int:
     """Return the host memory that units on disk have while they are used.
 
     Args:
         plan: The plan.
-        on_disk: The bytes of each unit on disk, of one rank, padded.
+        on_disk: The units on disk.
     """
-    pool = plan.buffer_pool_bytes
-    most = most_in_memory(on_disk, plan.prefetch) if pool is None else int(pool)
-    return min(most, sum(round_up(n, ALIGN) for n in on_disk))
+    pool, shares = plan.buffer_pool_bytes, [unit.share_bytes for unit in on_disk]
+    most = most_in_memory(shares, plan.prefetch, bytes_around(on_disk))
+    most = most if pool is None else int(pool)
+    return min(most, sum(round_up(n, ALIGN) for n in shares))
 
 
 def _unsharded(plan: Plan, sizes: Sizes) -> int:
@@ -236,6 +245,7 @@ def _unsharded(plan: Plan, sizes: Sizes) -> int:
         return sizes.whole_bytes
     kept = sum(unit.whole_bytes for unit in sizes.units if unit.name in plan.unsharded)
     passing = UNITS_UNSHARDED * max((unit.whole_bytes for unit in sizes.units), default=0)
+    passing += sizes.ranks * bytes_around(sizes.units)
     return min(kept + passing, sizes.whole_bytes) if kept else passing
 
 

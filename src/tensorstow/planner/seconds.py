@@ -159,11 +159,12 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
         sizes: The model, as one rank's share.
         conditions: What else decides.
     """
-    on_disk = [unit.share_bytes for unit in units_on(Tier.DISK, plan, sizes)]
+    units = units_on(Tier.DISK, plan, sizes)
+    on_disk = [unit.share_bytes for unit in units]
     below = sum(on_disk) + sum(unit.share_bytes for unit in units_on(Tier.HOST, plan, sizes))
     passes = 2 * plan.accumulation_steps
     # A pass begins with the units that the one before it, in the other direction, ended with.
-    kept = min(in_memory_bytes(plan, on_disk), sum(on_disk)) if on_disk else 0
+    kept = min(in_memory_bytes(plan, units), sum(on_disk)) if on_disk else 0
     updates: dict[str, int] = {}
     moving = plan.states == Tier.DISK or conditions.commits
     for dtype, elements in sizes.trained:

@@ -106,21 +106,39 @@ def padded_bytes(parameter: torch.Tensor, ranks: int) -> int:
     return round_up(elements * parameter.element_size(), SHARD_ALIGN)
 
 
-def least_in_memory(units: Iterable[int]) -> int:
+def bytes_around(units: Sequence[UnitSizes]) -> int:
+    """Return this rank's bytes of the largest unit that others, tiles, are inside of.
+
+    It is in memory while they are used. The root, round all, is counted as one of the units.
+
+    Args:
+        units: Units of a model.
+    """
+    parents = {name[:at] for name in (u.name for u in units) for at in _dots(name)}
+    return max((unit.share_bytes for unit in units if unit.name in parents), default=0)
+
+
+def _dots(name: str) -> list[int]:
+    return [at for at, letter in enumerate(name) if letter == "."]
+
+
+def least_in_memory(units: Iterable[int], around: int = 0) -> int:
     """Return the host memory, in bytes, that units on disk need at least while they are used.
 
     Args:
         units: The bytes of each unit on disk, of one rank, padded.
+        around: The result of ``bytes_around``.
     """
     largest = sorted(units)[-MIN_UNITS_IN_MEMORY:]
-    return sum(largest) + MIN_UNITS_IN_MEMORY * ALIGN
+    return sum(largest) + MIN_UNITS_IN_MEMORY * ALIGN + round_up(around, ALIGN)
 
 
-def most_in_memory(units: Sequence[int], prefetch: int) -> int:
+def most_in_memory(units: Sequence[int], prefetch: int, around: int = 0) -> int:
     """Return the default host memory for buffers of units on disk.
 
     Args:
         units: The bytes of each unit on disk, of one rank, padded.
         prefetch: How many units are read ahead of use.
+        around: The result of ``bytes_around``.
     """
-    return least_in_memory(units) + prefetch * max(units, default=0)
+    return least_in_memory(units, around) + prefetch * max(units, default=0)

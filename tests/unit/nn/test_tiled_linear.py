@@ -11,12 +11,13 @@ from torch.nn import functional
 
 import tensorstow
 from tensorstow import PipelinePolicy, Plan, parameter_bytes
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.deepspeed.runtime.zero import tiling
 from tensorstow.deepspeed.zero import Init
 from tensorstow.deepspeed.zero import TiledLinear as DeepSpeeds
 from tensorstow.fsdp.units import units_of
 from tensorstow.nn import TiledLinear
+from tensorstow.planner.sizes import Sizes, bytes_around, least_in_memory
 
 SPLITS = [(1, 1), (1, 4), (2, 2), (5, 3), (23, 2)]
 """Of inputs, and of outputs."""
@@ -204,10 +205,24 @@ def test_tiles_are_units_before_their_block() -> None:
     assert [u.name for u in units_of(net, [net.blocks])][-6] == "blocks"
 
 
-def trained(plan: Plan, place: Path) -> tuple[list[torch.Tensor], int]:
+class Around(nn.Module):
+    """A block whose own parameters are as large as one of its tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.tiles = TiledLinear(2 * WIDTH, 8 * WIDTH, out_splits=8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.tiles(self.up(x))).unflatten(-1, (8, WIDTH)).sum(-2)
+
+
+def trained(
+    plan: Plan, place: Path, make_net: type[nn.Module] = Net
+) -> tuple[list[torch.Tensor], int]:
     """Return losses and weights after two steps, and the most memory that parameters had."""
     torch.manual_seed(0)
-    net = Net()
+    net = make_net()
     make = partial(tensorstow.AdamW, lr=1e-2, policy=PipelinePolicy(chunk_elements=1024))
     model, optimizer = tensorstow.stow(net, make, plan=plan, dir=place)
     results = []
@@ -226,13 +241,43 @@ def trained(plan: Plan, place: Path) -> tuple[list[torch.Tensor], int]:
 
 
 def test_tiles_on_disk_come_one_at_a_time(tmp_path: Path) -> None:
-    """The pool has room for three tiles; each of the wide layers has four."""
-    size = 3 * (TILE + 4096)
+    """The pool has room for three tiles and a norm; each of the wide layers has four."""
+    size = 3 * (TILE + 4096) + 4096
     plan = Plan(parameters="disk", states="disk", prefetch=1, buffer_pool_bytes=size)
     found, most = trained(plan, tmp_path / "disk")
     assert 0 < most <= size < TILES * TILE
     wanted, _ = trained(Plan(parameters="host", states="host"), tmp_path / "host")
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+class Blocks(nn.Module):
+    """Such blocks, and a root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Around() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_is_in_memory_round_its_tiles(tmp_path: Path) -> None:
+    """Bounds count it beside them: the root, the block, a tile and the next."""
+    sizes = Sizes.of(units_of(Blocks()), 1)
+    shares = [unit.share_bytes for unit in sizes.units]
+    size = least_in_memory(shares, bytes_around(sizes.units))
+    assert size > least_in_memory(shares)
+    plan = Plan(parameters="disk", states="disk", prefetch=1, buffer_pool_bytes=size)
+    found, most = trained(plan, tmp_path / "disk", Blocks)
+    assert least_in_memory(shares) < most <= size
+    wanted, _ = trained(Plan(parameters="host", states="host"), tmp_path / "host", Blocks)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    with pytest.raises(BudgetError, match="give at least that"):
+        trained(plan.but(buffer_pool_bytes=size - 1), tmp_path / "less", Blocks)
 
 
 def test_values_are_copied_to_tiles_that_are_placed(tmp_path: Path) -> None:
