@@ -94,7 +94,7 @@ class Plan:
         if self.overlap == "forward" and Tier.DISK in self._tiers:
             message = (
                 'overlap="forward" was given with parameters on disk: updates beside the next'
-                ' forward would need weights that it has let go of. Use "backward" or "none".'
+                ' forward would need weights that it has released. Use "backward" or "none".'
             )
             raise OptionError(message)
         on_disk = [name for name in self.unsharded if self.tier_of(name) == Tier.DISK]

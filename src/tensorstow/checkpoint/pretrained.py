@@ -122,7 +122,7 @@ def _files_of_index(index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         message = (
-            f"{index} was to say which files the weights are in, and cannot be read ({error!r})."
+            f"{index}, which lists the files of the weights, cannot be read ({error!r})."
             " Take the original."
         )
         raise StoreFormatError(message) from error
@@ -141,8 +141,8 @@ def _open(file: Path) -> Iterator[Any]:
             yield opened
     except (OSError, SafetensorError, ValueError) as error:
         message = (
-            f"{file} was to be read as safetensors: {error}. It is another kind of file, or its"
-            " copy was cut short: take the original."
+            f"{file} cannot be read as safetensors: {error}. It is another kind of file, or an"
+            " incomplete copy: use the original."
         )
         raise StoreFormatError(message) from error
 

@@ -241,5 +241,8 @@ def _raise_on_every_rank(
         raise failure
     for rank, text in enumerate(failures):
         if text is not None:
-            message = f"Rank {rank} could not write the model to {folder}: {text}. See there."
+            message = (
+                f"Rank {rank} could not write the model to {folder}: {text}. That rank has the"
+                " traceback."
+            )
             raise StowError(message)

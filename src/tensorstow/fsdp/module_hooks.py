@@ -238,8 +238,8 @@ def _unshard_for_call(
 
 def _refuse_copy(_: dict[int, Any]) -> NoReturn:
     message = (
-        "A stowed model, or a part of one, was to be copied (by copy.deepcopy, AveragedModel or an"
-        " EMA), and its weights are shards that an optimizer and files belong to. Keep averages of"
+        "A stowed model, or a part of one, cannot be copied (by copy.deepcopy, AveragedModel or an"
+        " EMA): its weights are shards that belong to an optimizer and to files. Keep averages of"
         " p.full_tensor() by name; or copy a model that is not stowed, and load model.state_dict()"
         " into it."
     )
@@ -258,10 +258,10 @@ def _apply_if_unchanged(
         probe = torch.empty((2,) * kind[2], dtype=kind[0], device=kind[1])
         if fn(probe) is not probe or (probe.is_cpu and probe.is_shared()):
             message = (
-                f"The {kind[0]} parameters of a stowed model on {kind[1]} were to be cast, moved,"
-                " shared or laid out anew (by to(), half() or their kin), and the optimizer and the"
-                " engine hold them as they are. Cast before stow(); compute_dtype= computes in"
-                " another dtype."
+                f"The {kind[0]} parameters of a stowed model on {kind[1]} cannot be cast, moved,"
+                " shared or given another memory format (by to(), half() and the like): the"
+                " optimizer and the engine hold references to them. Cast before stow();"
+                " compute_dtype= computes in another dtype."
             )
             raise OptionError(message)
     return type(module)._apply(module, fn, *args)  # noqa: SLF001

@@ -123,5 +123,5 @@ class InPlaceReduceScatter:
             RuntimeError: Always. FSDP2 does not call it over one rank.
         """
         del args, kwargs
-        message = "A reduction over several ranks was asked of one that is over one rank."
+        message = "A reduction over several ranks was requested of a reducer of one rank."
         raise RuntimeError(message)

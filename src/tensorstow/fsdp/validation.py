@@ -184,7 +184,7 @@ def validate_units(plan: Plan, units: Iterable[Unit]) -> None:
     names = [unit.name for unit in units]
     unknown = sorted({*plan.units, *plan.unsharded} - set(names))
     if unknown:
-        message = f"The plan places units that the model has not ({unknown}): it has {names}."
+        message = f"The plan names units that the model does not have ({unknown}): it has {names}."
         raise OptionError(message)
 
 
@@ -385,15 +385,15 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
     try:
         taken = inspect.signature(optimizer).parameters
     except ValueError as error:  # a partial with a keyword that its function does not take
-        message = f"The optimizer cannot be called so: {error.__cause__ or error}."
+        message = f"The optimizer refuses its arguments: {error.__cause__ or error}."
         raise OptionError(message) from error
     if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in taken.values()):
         return
     missing = sorted(name for name in placed if name not in taken)
     if missing:
         message = (
-            f"The optimizer's function does not take {', '.join(missing)}, by which it is told"
-            " where states live. Let it take **placement and pass that on:"
+            f"The optimizer's function does not accept {', '.join(missing)}, which say where states"
+            " are kept. Let it accept **placement and pass that on:"
             " def make(named, **placement): return tensorstow.AdamW(groups, **placement)."
         )
         raise OptionError(message)

@@ -36,8 +36,8 @@ def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
             continue
         if key in _OF_ALL:
             message = (
-                f"{key}={group[key]!r} was given in a parameter group: it is said of the whole"
-                f" optimizer, AdamW(groups, {key}=...). Take it out of the group."
+                f"{key}={group[key]!r} was given in a parameter group: it is an option of the"
+                f" whole optimizer, AdamW(groups, {key}=...). Remove it from the group."
             )
             raise OptionError(message)
         near = get_close_matches(key, taken, 1, _LIKE)

@@ -49,8 +49,8 @@ def placement(
     durable = durability == "commit" or (durability is None and directory is not None)
     if durable and directory is None:
         message = (
-            'durability="commit" was requested without dir=: name a directory, for a run that'
-            " nobody can find cannot be resumed."
+            'durability="commit" was requested without dir=: name the directory from which the'
+            " run is to be resumed."
         )
         raise OptionError(message)
     if fraction == 0.0 and not durable and (directory is not None or ram_budget is not None):

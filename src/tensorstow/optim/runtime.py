@@ -154,8 +154,8 @@ class OptimizerRuntime:
             check_extra(extra)
         elif self._lacks_extra():
             message = (
-                f"{what} was requested without extra, and what is committed got its own by hand,"
-                " which the new place would lack. Give extra=; {} is none."
+                f"{what} was called without extra=, but the last commit has an extra that was"
+                " passed to commit(), which the new commit would lack. Pass extra=; {} means none."
             )
             raise OptionError(message)
 

@@ -278,8 +278,8 @@ class StowedAdam(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Refuse pickle and copy: files, threads and buffers cannot be carried."""
         message = (
-            f"{type(self).__name__} was asked to be pickled or copied: its states are on disk and"
-            " its threads in this process. Save state_dict() instead."
+            f"{type(self).__name__} cannot be pickled or copied: its states are on disk and its"
+            " threads in this process. Save state_dict() instead."
         )
         raise StowError(message)
 

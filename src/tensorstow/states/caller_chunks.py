@@ -6,7 +6,7 @@ from tensorstow.states.native_handle import NativeHandle
 
 
 class CallerChunks:
-    """The chunks that a step leaves to a caller that updates (``StepKind``)."""
+    """The chunks of a step that the caller updates (``StepKind``)."""
 
     def __init__(self, handle: NativeHandle, *, naive: bool) -> None:
         """Use the pipeline of ``handle``; ``naive``: a step ends when its writes have ended."""

@@ -26,7 +26,7 @@ _PAGE = 4096
 
 
 class Allocation(Protocol):
-    """A run of host memory, zero when it is made."""
+    """A contiguous range of host memory, zeroed when it is allocated."""
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D view of ``count`` elements from byte ``offset``."""

@@ -15,7 +15,7 @@ _most_threads = 0
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """The kernel that serves, and what else this CPU runs."""
+    """The kernel that is used, and the others that this CPU can run."""
 
     isa: str
     supported: tuple[str, ...]

@@ -2,7 +2,8 @@
 
 The parameters of one family (same dtype, same state streams) are laid one after the other in two
 flat spaces, one in RAM and one on disk; a space is cut every ``capacity`` elements. So a chunk
-holds several small parameters or a piece of a large one, and moves as one run of bytes.
+holds several small parameters or a piece of a large one. It is read and written as one range of
+bytes.
 """
 
 from collections.abc import Iterator, Sequence

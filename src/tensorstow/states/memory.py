@@ -90,7 +90,7 @@ def plan_staging(elements: Sequence[int]) -> StagingPlan:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """How a RAM budget is spent: a ring, and how many chunks from the first on never move."""
+    """How a RAM budget is spent: on a ring, and on the first chunks, which then stay in RAM."""
 
     ring: RingPlan
     resident: int

@@ -74,8 +74,7 @@ class Placement:
 
 def _no_weights(number: int) -> torch.Tensor:
     message = (
-        f"Nobody said what the weight of parameter {number} is: the states of 16-bit parameters"
-        " need it."
+        f"No weight was given for parameter {number}: the states of 16-bit parameters need it."
     )
     raise OptionError(message)
 

@@ -25,8 +25,8 @@ class StoreStorage:
         """Open the store in ``directories``, or make one; it is locked until ``close``."""
         if not directories:
             message = (
-                'durability="commit" was requested without a directory: name one by dir=, for a run'
-                " that nobody can find cannot be resumed."
+                'durability="commit" was requested without dir=: name the directory from which the'
+                " run is to be resumed."
             )
             raise OptionError(message)
         make_directories(directories)

@@ -1,4 +1,4 @@
-"""One update, or one checksum, over data of no model: for what measures how long it takes."""
+"""Runs one update or one checksum over synthetic data, to be timed."""
 
 from collections.abc import Callable
 

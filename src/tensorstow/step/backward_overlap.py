@@ -340,7 +340,7 @@ class BackwardOverlap(Schedule):
             message = (
                 "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"
                 ' backward and step(), and with overlap="backward" updates have begun by then.'
-                f" Change it back, call step(), and change it behind that. Else {LEAVE}."
+                f" Change it back, call step(), and change it afterwards. Else {LEAVE}."
             )
             raise OptionError(message)
 

@@ -3,7 +3,7 @@
 [Note: Calls] A call of another thread waits until the one under way is over. A call from within
 one, which a signal handler makes, or a function that the optimizer calls (``extra``), cannot wait:
 it is refused by name, before anything is touched. It may come between any two instructions, so
-what is entered is known by locks, which are taken and given back in one, and not by a flag.
+locks, which are acquired and released atomically, record what is under way, and not a flag.
 
 [Note: Hooks] Autograd calls hooks of parameters on an accelerator in that device's thread, and of
 those in host memory in the thread that called backward: two hooks of one optimizer come at once, in

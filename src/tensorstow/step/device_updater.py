@@ -4,16 +4,16 @@
 acquires each chunk whose states are in memory, and the native kernel does not run. Gradients and
 weights stay on the device. Three slots of device memory are enough for any model: one chunk is
 copied to the device while another is updated and a third is copied back. The fused kernel or the
-reference updates ([Note: Two rules]) on a stream of its own, ordered behind the work that made the
+reference ([Note: Two rules]) runs on a stream of its own, ordered behind the work that made the
 gradients, so that the caller's stream goes on with backward. A step ends when the last states are
 back in host memory; all weights are then new for any stream. The kernel on the host updates the
 other chunks of the step, if any ([Note: Both at once]).
 
     acquired -> copied to the device -> updated -> copied to the host -> released
 
-16-bit weights come down too, for whether others wrote them since is found by comparing; those of
-fp32 parameters only for a commit. Otherwise their host weights become stale, as if the user had
-written the parameters.
+16-bit weights are copied to the host too, because writes by others are detected by comparing the
+two copies. Weights of fp32 parameters are copied for a commit only; otherwise their host weights
+become stale, as if the user had written the parameters.
 """
 
 from collections import deque

@@ -37,7 +37,10 @@ _NAP = 2e-4
 
 
 class HybridStepPath(StepPath):
-    """One optimizer's steps on both sides; used by the stepping thread alone."""
+    """``StepPath`` whose updates run on the device, or divided between device and host.
+
+    Used by the stepping thread alone.
+    """
 
     def __init__(
         self,

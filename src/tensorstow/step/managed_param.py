@@ -1,4 +1,4 @@
-"""One parameter whose states are kept, and its part in a step."""
+"""One parameter of an optimizer: its states' number and format, and its part in a step."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -20,7 +20,7 @@ from tensorstow.tensors.dtensor import Order, Pager, in_order, order_of, out_of_
 
 @dataclass(slots=True)
 class ManagedParam:
-    """A parameter whose states are kept here, and its place in the store."""
+    """A parameter whose states an optimizer keeps, and its number in the store."""
 
     owner: torch.Tensor
     """The user's parameter: in groups, in ``optimizer.state``, with ``.grad``."""

@@ -97,7 +97,10 @@ class Unpublished:
         for tensor in found:
             _wait_for(tensor)
         if not found:
-            message = f"{function} was asked of a weight that step() is updating: wait() first."
+            message = (
+                f"{function} was called on a weight that step() is still updating: call"
+                " optimizer.wait() first."
+            )
             raise OptionError(message)
         return function(*args, **given)
 

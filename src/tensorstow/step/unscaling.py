@@ -33,7 +33,7 @@ def is_skipped(found_inf: torch.Tensor, parameters: Sequence[torch.Tensor]) -> b
     if apart:
         message = (
             f"A GradScaler whose scale is on {found_inf.device} was used with a gradient on"
-            f" {apart[0].device}: torch reads what it copies between them before it has come."
+            f" {apart[0].device}: torch reads copies between them before they are complete."
             " Scale a loss that is where all gradients are, or use bfloat16 without a GradScaler."
         )
         raise OptionError(message)

@@ -1,4 +1,4 @@
-"""Chooses what updates chunks on the device: the fused kernel, or torch's operations.
+"""Chooses how chunks are updated on the device: by the fused kernel or by torch's operations.
 
 [Note: Two rules] Both give the same bits as the host, so they differ in time and memory alone: the
 fused kernel is one launch per chunk and makes no temporaries; the reference is twenty launches or

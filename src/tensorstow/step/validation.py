@@ -48,7 +48,7 @@ def refuse_disk(overlap: Overlap) -> None:
     if overlap == "forward":
         message = (
             'overlap="forward" was requested with parameters on disk: updates beside the next'
-            ' forward would need weights that it has let go of. Use "backward" or "none".'
+            ' forward would need weights that it has released. Use "backward" or "none".'
         )
         raise OptionError(message)
 
@@ -84,9 +84,8 @@ def refuse_foreign(module: torch.nn.Module | None, parameters: Sequence[torch.Te
         count = format_count(len(own), "parameter")
         message = (
             f"module= is a {type(module).__name__} with {count}, and none of the"
-            f" optimizer's {len(parameters)} is among them: names, buffers and the places where new"
-            " weights are waited for would be another model's. Pass the model that owns the"
-            " parameters, or leave module out."
+            f" optimizer's {len(parameters)} is among them: names, buffers and hooks would be those"
+            " of another model. Pass the model that owns the parameters, or leave module out."
         )
         raise OptionError(message)
 

@@ -39,7 +39,7 @@ def test_json_goes_there_and_back() -> None:
         ({"accumulation_steps": True}, "at least 1"),
         ({"prefetch": -1}, "at least 0"),
         ({"parameters": "disk", "stage": 2}, "which is stage 3"),
-        ({"parameters": "disk", "overlap": "forward"}, "let go of"),
+        ({"parameters": "disk", "overlap": "forward"}, "has released"),
         ({"states": "device"}, "states live on the host or on disk"),
         ({"update_on": "gpu"}, '"host", "device", "hybrid"'),
         ({"update_on": 1.5}, "the share that the device updates"),

@@ -326,7 +326,7 @@ class Words(nn.Module):
         (lambda model: model.words.half(), "Cast before stow"),
         (lambda model: model.image.to("meta"), "Cast before stow"),
         (lambda model: copy.deepcopy(model.words), "full_tensor"),
-        (lambda model: model.to(memory_format=torch.channels_last), "laid out"),
+        (lambda model: model.to(memory_format=torch.channels_last), "memory format"),
     ],
     ids=range(14),
 )
