@@ -29,9 +29,9 @@ from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import Groups, States, must_seed, name_of, scalar_row, step_of
 from tensorstow.step.unscaling import is_skipped, unscale, unscaled
 from tensorstow.tensors.dtensor import (
+    gradient_and_event,
     gradient_in_order,
     gradient_of,
-    gradient_on_its_way,
     in_order,
     order_of,
     shard_of,
@@ -391,7 +391,7 @@ class StepRunner:
         self._commit_step(commits=commits)
 
     def _check_gradient(self, param: ManagedParam) -> None:
-        if can_update(param.parameter, gradient_on_its_way(param.owner)[0]):
+        if can_update(param.parameter, gradient_and_event(param.owner)[0]):
             return
         for group in self.contents.groups:
             for index, parameter in enumerate(group["params"]):

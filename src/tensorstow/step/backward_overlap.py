@@ -30,7 +30,7 @@ from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copi
 from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import States, record_step, scalars_of
 from tensorstow.step.validation import refuse_scaling
-from tensorstow.tensors.dtensor import gradient_in_order, gradient_on_its_way, order_of, shard_of
+from tensorstow.tensors.dtensor import gradient_and_event, gradient_in_order, order_of, shard_of
 from tensorstow.tensors.placeholder import LEAVE, WAYS_OUT, ConsumedGradient, refuse_used
 
 WINDOW_BYTES = 64 << 20
@@ -121,7 +121,7 @@ class ConsumedGradients:
         use: Callable[[torch.Tensor, DeviceEvent | None], None],
     ) -> None:
         """Replace ``parameter.grad`` by a placeholder and pass the gradient to ``use``."""
-        gradient, copied = gradient_on_its_way(parameter)
+        gradient, copied = gradient_and_event(parameter)
         whole = parameter.grad
         if whole is None or gradient is None:
             return

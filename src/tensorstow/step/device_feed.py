@@ -27,7 +27,7 @@ from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.gradient_feed import GradientFeed
 from tensorstow.step.host_weight import HostWeight
 from tensorstow.step.managed_param import ManagedParam, StepPlan
-from tensorstow.tensors.dtensor import flat, has_left
+from tensorstow.tensors.dtensor import flat, has_offloaded_gradient
 
 
 @dataclass(eq=False, slots=True)
@@ -136,7 +136,7 @@ class DeviceFeed(GradientFeed):
         made = self.link.record_event() if updates else None
         for update in updates:
             if update.gradient is not None:
-                on_host = has_left(update.param.owner)
+                on_host = has_offloaded_gradient(update.param.owner)
                 self._hold(update.param.number, update.gradient, None if on_host else made)
 
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:

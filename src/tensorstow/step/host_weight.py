@@ -41,7 +41,7 @@ class HostWeight:
         """Mark the copy as equal to the parameter, now or when copies in flight are complete."""
         self.stamp = stamp_of(self.parameter, self.owner)
 
-    def leave_behind(self) -> None:
+    def mark_stale(self) -> None:
         """Mark the copy as stale: the parameter was updated on its device."""
         self.stamp = None
 

@@ -112,10 +112,10 @@ class ManagedParam:
         if self.tier is Tier.DEVICE:
             self.on_host.remember()
 
-    def leave_behind(self) -> None:
+    def mark_stale(self) -> None:
         """Mark the host weight as stale if an update on the device did not copy all of it."""
         if self.updates_on_device and self.family.dtype == torch.float32:
-            self.on_host.leave_behind()
+            self.on_host.mark_stale()
 
     @property
     def needs_host_weight(self) -> bool:

@@ -42,7 +42,7 @@ def record_step(
         param.begun = True
         param.remember()
         if not commits:
-            param.leave_behind()
+            param.mark_stale()
 
 
 def step_of(

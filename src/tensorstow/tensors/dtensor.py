@@ -188,7 +188,7 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     parameter.grad = gradient
 
 
-def gradient_on_its_way(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Arrival | None]:
+def gradient_and_event(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Arrival | None]:
     """Return the result of ``gradient_of``, and the event of its copy; None: it is complete."""
     gradient = parameter.grad
     if gradient is not None and is_sharded(gradient):
@@ -203,7 +203,7 @@ def gradient_in_order(shard: torch.Tensor, gradient: torch.Tensor) -> torch.Tens
     return in_order(gradient, order_of(shard)).contiguous()
 
 
-def has_left(parameter: torch.Tensor) -> bool:
+def has_offloaded_gradient(parameter: torch.Tensor) -> bool:
     """Return whether the gradient of ``parameter`` is in host memory, wherever that computes."""
     gradient = parameter.grad
     local = gradient.to_local() if gradient is not None and is_sharded(gradient) else gradient

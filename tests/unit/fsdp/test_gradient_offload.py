@@ -109,7 +109,9 @@ def trained(config: RunConfig, *, stands_in: bool, mesh: bool = False) -> tuple[
                 x = torch.randn(4, WIDTH, generator=generator, dtype=dtype)
                 scaler.scale(model(x).square().mean()).backward()
             if stands_in:
-                assert all(has_left(p) for p in model.parameters() if p.grad is not None)
+                assert all(
+                    has_offloaded_gradient(p) for p in model.parameters() if p.grad is not None
+                )
             if config.get("clip") == "ours":
                 optimizer.clip_grad_norm_(0.05)
             elif config.get("clip") == "torch":
@@ -136,7 +138,7 @@ def sharded_mesh() -> object:
 
 
 @torch.no_grad()
-def has_left(parameter: torch.Tensor) -> bool:
+def has_offloaded_gradient(parameter: torch.Tensor) -> bool:
     gradient = parameter.grad
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return isinstance(local, HostGradient)

@@ -748,7 +748,7 @@ def test_a_gradient_of_another_order_is_waited_for(monkeypatch: pytest.MonkeyPat
 
     parameter.grad = torch.zeros_like(parameter)
     monkeypatch.setattr(
-        "tensorstow.step.backward_overlap.gradient_on_its_way", lambda _: (coming, Arrival())
+        "tensorstow.step.backward_overlap.gradient_and_event", lambda _: (coming, Arrival())
     )
     used: list[tuple[Tensor, object]] = []
     gradients = ConsumedGradients(1, lambda _: False)
