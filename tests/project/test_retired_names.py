@@ -43,6 +43,7 @@ RETIRED_NAMES = {
     "gradient_on_its_way": "gradient_and_event",
     "has_left": "has_offloaded_gradient",
     "is_settled": "is_final",
+    "LEAVE": "ABORT_ADVICE",
     "leave_behind": "mark_stale",
     "OwnParams": "ParamFilter",
     "settle_or_give_up": "wait_idle_or_abandon",
@@ -51,6 +52,7 @@ RETIRED_NAMES = {
     "updated_here": "updates_on_host",
     "updated_there": "updates_on_device",
     "UpdateSides": "UpdateRouter",
+    "WAYS_OUT": "RECOVERY_ADVICE",
     "works_of": "device_param_updates",
 }
 """Retired names whose words are ordinary ones, whole: the name in each one's place."""

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.fsdp.units import Unit
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.tensors.placeholder import LEAVE, ConsumedGradient
+from tensorstow.tensors.placeholder import ABORT_ADVICE, ConsumedGradient
 
 _INCOMPLETE = (
     "behind a backward that did not end: some parameters have their gradients and others lost them."
@@ -228,5 +228,5 @@ class MicroBatches:
 
 def _advice(gradients: Iterable[torch.Tensor | None]) -> str:
     if any(isinstance(gradient, ConsumedGradient) for gradient in gradients):
-        return f'With overlap="backward" updates by some have begun: {LEAVE}.'
+        return f'With overlap="backward" updates by some have begun: {ABORT_ADVICE}.'
     return "Call zero_grad() and go on with the next batch."

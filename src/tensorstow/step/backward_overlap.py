@@ -31,7 +31,12 @@ from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import States, record_step, scalars_of
 from tensorstow.step.validation import refuse_scaling
 from tensorstow.tensors.dtensor import gradient_and_event, gradient_in_order, order_of, shard_of
-from tensorstow.tensors.placeholder import LEAVE, WAYS_OUT, ConsumedGradient, refuse_used
+from tensorstow.tensors.placeholder import (
+    ABORT_ADVICE,
+    RECOVERY_ADVICE,
+    ConsumedGradient,
+    refuse_used,
+)
 
 WINDOW_BYTES = 64 << 20
 """The most bytes of gradients that wait for their update."""
@@ -109,7 +114,7 @@ class ConsumedGradients:
                 ' begun. With overlap="backward" say accumulation_steps=, or run all but the last'
                 " backward under `with optimizer.accumulate():`. Checkpointing with"
                 " use_reentrant=True runs passes of its own: use use_reentrant=False, or"
-                f' overlap="forward". {WAYS_OUT}'
+                f' overlap="forward". {RECOVERY_ADVICE}'
             )
             raise OptionError(message)
         return True
@@ -340,7 +345,7 @@ class BackwardOverlap(Schedule):
             message = (
                 "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"
                 ' backward and step(), and with overlap="backward" updates have begun by then.'
-                f" Change it back, call step(), and change it afterwards. Else {LEAVE}."
+                f" Change it back, call step(), and change it afterwards. Else {ABORT_ADVICE}."
             )
             raise OptionError(message)
 

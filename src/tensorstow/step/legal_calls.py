@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NoReturn, Protocol
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.placeholder import LEAVE
+from tensorstow.tensors.placeholder import ABORT_ADVICE
 
 
 class Phase(Enum):
@@ -52,9 +52,9 @@ _WAYS: dict[Phase, str] = {
     Phase.OPEN: (
         "Call step() first, which ends the step. Several backward passes per step need"
         " accumulation_steps=, or all but the last under `with optimizer.accumulate():`. To give"
-        f" the step up instead: {LEAVE}."
+        f" the step up instead: {ABORT_ADVICE}."
     ),
-    Phase.BROKEN: f"Half of a step can be neither ended nor taken back: {LEAVE}.",
+    Phase.BROKEN: f"Half of a step can be neither ended nor taken back: {ABORT_ADVICE}.",
 }
 
 

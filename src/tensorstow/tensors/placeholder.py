@@ -55,14 +55,14 @@ class Placeholder(torch.Tensor):
         return cls(args[0])
 
 
-LEAVE = (
-    "resume() drops what has come and goes back to the last commit of a run that has dir=; without"
+ABORT_ADVICE = (
+    "resume() drops the step and goes back to the last commit of a run that has dir=; without"
     " one, close() this optimizer and load a checkpoint into the model and a new one"
 )
 """How a step beside backward is given up."""
-WAYS_OUT = (
-    "Behind a backward that has ended step() is next, and zero_grad() behind that. Where it did not"
-    f" end, {LEAVE}."
+RECOVERY_ADVICE = (
+    "After a backward that has ended call step(), then zero_grad(). If it did not end,"
+    f" {ABORT_ADVICE}."
 )
 """What to do about consumed gradients, if the optimizer's phase is not known."""
 
@@ -70,10 +70,11 @@ WAYS_OUT = (
 def _refuse_gradient(operation: str) -> NoReturn:
     """Raise OptionError: ``operation`` needs a gradient that an update has consumed."""
     message = (
-        f"{operation} was asked of a gradient that its update has used already: with"
+        f"{operation} was called on a gradient that its update has used already: with"
         ' overlap="backward" a gradient is gone as soon as it is final. A second backward before'
         " step() needs accumulation_steps= or `with optimizer.accumulate():`; clipping, unscaling"
-        f' and whatever else looks at gradients needs overlap="forward" or "none". {WAYS_OUT}'
+        ' and whatever else looks at gradients needs overlap="forward" or "none".'
+        f" {RECOVERY_ADVICE}"
     )
     raise OptionError(message)
 

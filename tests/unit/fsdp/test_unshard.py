@@ -14,7 +14,7 @@ from ranks.stowed import incomplete, loss_of, model_of
 from ranks.twin import Twins
 from tensorstow import AdamW, Plan, stow
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.placeholder import LEAVE
+from tensorstow.tensors.placeholder import ABORT_ADVICE
 
 Pool = Callable[[int], Ranks]
 
@@ -119,7 +119,7 @@ def test_half_a_backward_stays_no_step(overlap: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # its own
         model(torch.ones(2, 4)).sum().backward()
     hook.remove()
-    way_out = LEAVE if overlap == "backward" else "call zero_grad()"
+    way_out = ABORT_ADVICE if overlap == "backward" else "call zero_grad()"
     for _ in range(2):  # neither of two calls sends to the other
         with pytest.raises(OptionError) as caught:
             optimizer.step()

@@ -59,5 +59,5 @@ def test_what_torch_itself_refuses() -> None:
 
 
 def test_a_refusal_names_the_operation() -> None:
-    with pytest.raises(OptionError, match=r"^norm was asked"):
+    with pytest.raises(OptionError, match=r"^norm was called on"):
         ConsumedGradient.refuse("norm")
