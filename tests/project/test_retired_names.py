@@ -33,6 +33,8 @@ RETIRED = {
 """Retired word: the word in its place. A plural counts as the word."""
 RETIRED_NAMES = {
     "_core": "_runtime",
+    "_grant": "_pin_chunk",
+    "_Granted": "_PinnedChunk",
     "a_call": "exclusive_call",
     "Beside": "OverlapWith",
     "Calls": "CallLock",

@@ -51,7 +51,9 @@ class _Pin:
 
 
 @dataclass(eq=False, slots=True)
-class _Granted:
+class _PinnedChunk:
+    """A chunk in flight whose weights are pinned."""
+
     part: _DiskChunk
     pagers: frozenset[int]
 
@@ -77,7 +79,7 @@ class DiskFeed(GradientFeed):
         self._parts_of: dict[int, list[_DiskChunk]] = {}
         self._left: dict[int, int] = {}
         """By pager: chunks that are not updated yet."""
-        self._granted: list[_Granted] = []
+        self._pinned_chunks: list[_PinnedChunk] = []
         self._pins: dict[int, _Pin] = {}
 
     # --- a step ---
@@ -98,7 +100,7 @@ class DiskFeed(GradientFeed):
         self._parts.clear()
         self._parts_of.clear()
         self._left.clear()
-        self._granted.clear()
+        self._pinned_chunks.clear()
         expected = self._pagers.keys() if self._captures else self._due
         for chunk in self._chunks:
             runs = tuple(run for run in chunk.plan.runs if run.parameter in expected)
@@ -123,20 +125,20 @@ class DiskFeed(GradientFeed):
     def send(self, chunk: int) -> None:
         """Pin the weights of a chunk that awaits no more gradients, and hand those over."""
         if chunk in self._parts:
-            self._grant(self._parts[chunk])
+            self._pin_chunk(self._parts[chunk])
 
     def move_on(self) -> None:
         """End the pins of chunks that the step is done with."""
         under_way = []
-        for granted in self._granted:
-            if not self._pipeline.is_updated(granted.part.chunk.number):
-                under_way.append(granted)
+        for pinned in self._pinned_chunks:
+            if not self._pipeline.is_updated(pinned.part.chunk.number):
+                under_way.append(pinned)
                 continue
-            for key in granted.pagers:
+            for key in pinned.pagers:
                 self._pins[key].users -= 1
-            for key in self._keys(granted.part.owners):
+            for key in self._keys(pinned.part.owners):
                 self._left[key] -= 1
-        self._granted = under_way
+        self._pinned_chunks = under_way
         for key, pin in list(self._pins.items()):
             if not pin.users and not self._left[key]:
                 self._unpin(key)
@@ -145,7 +147,7 @@ class DiskFeed(GradientFeed):
         """Pass on the rest, chunk by chunk: no more gradients come."""
         numbers = self._pipeline.order_now()
         for part in self._by_pager([self._parts[n] for n in numbers if n in self._parts]):
-            self._grant(part)
+            self._pin_chunk(part)
         sent()
 
     def end(self) -> None:
@@ -168,7 +170,7 @@ class DiskFeed(GradientFeed):
             ranks[part] = min(found, default=index)
         return sorted(parts, key=lambda part: ranks[part])
 
-    def _grant(self, part: _DiskChunk) -> None:
+    def _pin_chunk(self, part: _DiskChunk) -> None:
         """Pin the weights of a chunk, and pass on its gradients."""
         del self._parts[part.chunk.number]
         pieces: list[tuple[int, torch.Tensor | None]] = []
@@ -190,7 +192,7 @@ class DiskFeed(GradientFeed):
             pin = self._pins.get(key) or self._pin(key, pager)
             pin.users += 1
             pin.changed |= key in written
-        self._granted.append(_Granted(part, frozenset(needed)))
+        self._pinned_chunks.append(_PinnedChunk(part, frozenset(needed)))
         self._pipeline.add_chunk_gradients(part.chunk.number, pieces)
 
     def _touched(self, part: _DiskChunk, changed: set[int]) -> Collection[int]:
@@ -212,7 +214,9 @@ class DiskFeed(GradientFeed):
                 self._unpin(key)
                 continue
             # A chunk that awaits a copy from a device may take as long as the step.
-            others = (g for g in self._granted if g.pagers - needed.keys() and not g.part.crosses)
+            others = (
+                g for g in self._pinned_chunks if g.pagers - needed.keys() and not g.part.crosses
+            )
             first = next(others, None)
             if first is None:
                 return
