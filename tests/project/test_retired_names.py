@@ -32,6 +32,7 @@ RETIRED = {
 }
 """Retired word: the word in its place. A plural counts as the word."""
 RETIRED_NAMES = {
+    "_bought": "_budget_used",
     "_core": "_runtime",
     "_grant": "_pin_chunk",
     "_Granted": "_PinnedChunk",

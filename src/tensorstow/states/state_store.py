@@ -108,13 +108,13 @@ class StateStore:
             placement.directories, policy, moving=placement.disk_fraction > 0
         )
         self.chunks: list[Chunk] = []
-        """In the order of the parameters that they begin with; those that are apart, apart."""
+        """In the order of the parameters that they begin with; those of one group together."""
         self.sizes: list[int] = []
         self.families: list[Family] = []
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._ring = ChunkRing(RingPlan(0, 0))
         self._allocate = allocate
-        self._bought = 0
+        self._budget_used = 0
         """Bytes of the RAM budget that are spent on states which stay."""
         self._transfers = ChunkTransfers(self.pipeline.stored, self.storage)
         resources = self.pipeline.handle.resources
@@ -136,19 +136,21 @@ class StateStore:
         sizes: Sequence[int],
         families: Sequence[Family],
         capacity: int = RESIDENT_CAPACITY,
-        apart: Sequence[Hashable] = (),
+        chunk_groups: Sequence[Hashable] = (),
     ) -> range:
         """Add parameters of ``sizes`` elements, their states all zero; return their numbers.
 
-        States in RAM are cut every ``capacity`` elements. ``apart``: parameters that have not the
-        same here share no chunk; empty: all may.
+        States in RAM are cut every ``capacity`` elements. ``chunk_groups``: the group of
+        each parameter; those of different groups share no chunk; empty: all are of one group.
         Raises BudgetError, DirectoryError or OptionError before anything that already exists is
         touched.
         """
         with self.pipeline.lock:
             self.pipeline.wait_idle()
             first = len(self.sizes)
-            chunks, views = self._cut(sizes, families, capacity, apart or [None] * len(sizes))
+            chunks, views = self._cut(
+                sizes, families, capacity, chunk_groups or [None] * len(sizes)
+            )
             self._connect(chunks, self._plan_ring(chunks))
             self.sizes += sizes
             self.families += families
@@ -182,7 +184,7 @@ class StateStore:
         sizes: Sequence[int],
         families: Sequence[Family],
         capacity: int,
-        apart: Sequence[Hashable],
+        chunk_groups: Sequence[Hashable],
     ) -> tuple[list[Chunk], dict[int, tuple[torch.Tensor, ...]]]:
         first = len(self.sizes)
         # A commit takes chunks out of RAM too, so under commits all are of one size.
@@ -193,13 +195,13 @@ class StateStore:
             numbers = [i for i, f in enumerate(families) if f == family]
             group = max(spec.per for spec in family.specs)
             shares = split([sizes[i] for i in numbers], fraction, group=group)
-            for unit in dict.fromkeys(apart[i] for i in numbers):
+            for unit in dict.fromkeys(chunk_groups[i] for i in numbers):
                 in_ram, on_disk = (
                     lay_out(
                         [
                             ElementRange(first + numbers[s.parameter], s.start, s.stop)
                             for s in spans
-                            if apart[numbers[s.parameter]] == unit
+                            if chunk_groups[numbers[s.parameter]] == unit
                         ]
                     )
                     for spans in shares
@@ -211,11 +213,11 @@ class StateStore:
                 views |= {p: streams for p, streams in where.items() if p in whole}
                 chunks += placed
                 chunks += [Chunk(plan, family) for plan in cut(on_disk, self.policy.chunk_elements)]
-        place = {unit: index for index, unit in enumerate(dict.fromkeys(apart))}
+        place = {unit: index for index, unit in enumerate(dict.fromkeys(chunk_groups))}
 
         def rank(chunk: Chunk) -> tuple[int, int]:
             number = next(chunk.owners)
-            return place[apart[number - first]], number
+            return place[chunk_groups[number - first]], number
 
         return sorted(chunks, key=rank), views
 
@@ -229,14 +231,14 @@ class StateStore:
         budget = self.placement.ram_budget
         plan = plan_host(
             [(c.family, c.plan, 1) for c in (*placed, *movable)],
-            budget=None if budget is None else budget - self._bought,
+            budget=None if budget is None else budget - self._budget_used,
             slots=self.policy.most_slots,
             with_weights=durable,
             at_home=len(placed),
         )
         bought = movable[: plan.resident]
         allocate_resident([*share, *bought], kept_by(self._allocate, self.pipeline.memory))
-        self._bought += sum(c.family.state_bytes(c.plan.elements) for c in bought)
+        self._budget_used += sum(c.family.state_bytes(c.plan.elements) for c in bought)
         return self._ring if plan.ring == self._ring.plan else ChunkRing(plan.ring, self._allocate)
 
     def streams_at(self, chunk: Chunk, slot: int) -> Sequence[torch.Tensor]:

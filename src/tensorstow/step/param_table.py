@@ -159,8 +159,8 @@ class ParamTable:
         capacity = offload_policy.policy.chunk_elements if is_fine else RESIDENT_CAPACITY
         sizes = [s.numel() for s in shards]
         # What shares a chunk is in memory at once, so those whose weights come and go apart do not.
-        apart = [id(pager_of(p)) for p in new]
-        numbers = self.store.extend(sizes, families, capacity, apart)
+        chunk_groups = [id(pager_of(p)) for p in new]
+        numbers = self.store.extend(sizes, families, capacity, chunk_groups)
         for parameter, shard, number, family in zip(new, shards, numbers, families, strict=True):
             states = self.store.views(number)
             self._add(parameter, number, family, in_shape_of(shard, states))

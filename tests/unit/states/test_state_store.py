@@ -273,10 +273,10 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 0.6, 1.0])
 def test_parameters_that_are_to_be_apart_share_no_chunk(tmp_path: Path, fraction: float) -> None:
-    apart = ["a", "b", "a", "a", "b"]
+    chunk_groups = ["a", "b", "a", "a", "b"]
     store = store_at(tmp_path, fraction)
-    store.extend(SIZES, [FP32] * len(SIZES), apart=apart)
-    units = [{apart[n] for n in chunk.owners} for chunk in store.chunks]
+    store.extend(SIZES, [FP32] * len(SIZES), chunk_groups=chunk_groups)
+    units = [{chunk_groups[n] for n in chunk.owners} for chunk in store.chunks]
     assert all(len(unit) == 1 for unit in units)
     names = [unit.pop() for unit in units]
     assert names == sorted(names)
