@@ -65,3 +65,25 @@ def test_a_gradient_crosses_few_modules_without_stow(
     crossed = modules_handed_a_gradient(make, device, partial(settle, device))
     assert {"states/native_pipeline"} <= crossed
     assert len(crossed) <= most, sorted(crossed)
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_a_gradient_that_both_sides_use_goes_their_two_ways(
+    overlap: str, device: torch.device
+) -> None:
+    """Two chunks for each weight: one piece goes to the host, one to the device's rule.
+
+    What both ways have in common is met once, and each of them is as short as those above.
+    """
+
+    def make() -> tuple[nn.Module, StowedAdam]:
+        model = Parallel().to(device)
+        policy = PipelinePolicy(chunk_elements=WIDTH * WIDTH // 2)
+        named = {"states": "disk", "module": model, "policy": policy, "overlap": overlap}
+        return model, AdamW(model.parameters(), lr=1e-3, update_on=0.5, **named)
+
+    crossed = modules_handed_a_gradient(make, device, partial(settle, device))
+    host, there = {"io/device_link", "step/device_feed"}, {"step/device_updater"}
+    assert host | there <= crossed
+    assert len(crossed - host) <= 8, sorted(crossed)
+    assert len(crossed) <= 10, sorted(crossed)
