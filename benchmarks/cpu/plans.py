@@ -250,13 +250,13 @@ def _run_traced(case: Case, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _choices(asked: PlanRequest) -> dict[str, tuple[str, list[str]]]:
+def _choices(request: PlanRequest) -> dict[str, tuple[str, list[str]]]:
     """Return the plan that is chosen for each of three budgets, and those that fit it.
 
     One that is none of ``_PLANS`` is told by its JSON. A budget that nothing fits is left out.
     """
     host = {
-        name: bytes_of(plan, asked.sizes, asked.conditions)[Tier.HOST]
+        name: bytes_of(plan, request.sizes, request.conditions)[Tier.HOST]
         for name, plan in _PLANS.items()
     }
     found = {}
@@ -265,7 +265,7 @@ def _choices(asked: PlanRequest) -> dict[str, tuple[str, list[str]]]:
         ("less than RAM", host["RAM"] - 1),
         ("less than with states on DISK", host["states on DISK"] - 1),
     ):
-        within = replace(asked, budget=Budget(host=most), spend=False)
+        within = replace(request, budget=Budget(host=most), spend=False)
         try:
             plan = search(within).chosen.plan
         except BudgetError:

@@ -28,7 +28,7 @@ from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.models import KNOWN, NamedModel, build_model
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
-from tensorstow.planner.search import Alternative, Found, PlanRequest, Split, search
+from tensorstow.planner.search import Alternative, MicroBatching, PlanRequest, SearchResult, search
 from tensorstow.planner.seconds import (
     MachineRates,
     MicroBatch,
@@ -149,20 +149,20 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
         held = traced.beside_gradients if here else traced.peak_bytes
         conditions = replace(conditions, activation_bytes=max(held, 0))
     base = Plan(accumulation_steps=given.accumulation_steps or 1)
-    asked = PlanRequest(
+    request = PlanRequest(
         sizes,
         budget,
         conditions,
         base,
         batch=_batch(model, traced, given),
         formats=(StateFormat.BF16, StateFormat.INT8) if given.allow_inexact else (),
-        splits=_splits(model, traced, given, here=here),
+        micro_batchings=_micro_batchings(model, traced, given, here=here),
         on_device=True,
     )
-    found, machine, unknown = _search(asked, given)
+    found, machine, unknown = _search(request, given)
     chosen, plan = found.chosen, found.chosen.plan
     conditions, kept_as = chosen.conditions, chosen.conditions.state_format
-    asked = replace(asked, conditions=conditions, batch=chosen.batch)
+    request = replace(request, conditions=conditions, batch=chosen.batch)
     batch = (given.batch or 1) * base.accumulation_steps // plan.accumulation_steps
     dtype = sizes.trained[0][0] if sizes.trained else torch.float32
     recipe = Recipe(
@@ -195,9 +195,9 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
         },
         "tried": [_told(each, found) for each in found.tried],
         "step": None if traced is None else _step(chosen, sizes),
-        "break_even": _break_even(plan, asked, machine),
+        "break_even": _break_even(plan, request, machine),
         "seconds_unknown": unknown,
-        "disk": _wear(plan, asked, given.tbw),
+        "disk": _wear(plan, request, given.tbw),
         "code": code_of(recipe),
         "deepspeed": configuration,
         "deepspeed_lacks": deepspeed_lacks(recipe, configuration, given.world_size, here=here),
@@ -250,15 +250,15 @@ def _batch(
     return traced.micro_batch(given.batch * given.seq)
 
 
-def _splits(
+def _micro_batchings(
     model: NamedModel, traced: "Activations | None", given: argparse.Namespace, *, here: bool
-) -> tuple[Split, ...]:
+) -> tuple[MicroBatching, ...]:
     """Return the micro-batches that --batch may be cut into, from fewest to most."""
     if given.accumulation_steps is not None or traced is None or given.batch == 1:
         return ()
     from tensorstow.measure.activations import between, trace  # noqa: PLC0415  # as in _traced
 
-    one, splits = trace(model, 1, given.seq), []
+    one, micro_batchings = trace(model, 1, given.seq), []
     for times in range(2, given.batch + 1):
         part, rest = divmod(given.batch, times)
         if rest:
@@ -266,31 +266,31 @@ def _splits(
         each = between(one, traced, given.batch, part)
         batch = each.micro_batch(part * given.seq)
         held = each.beside_gradients if here else each.peak_bytes
-        splits.append(Split(times, batch, max(held, 0)))
-    return tuple(splits)
+        micro_batchings.append(MicroBatching(times, batch, max(held, 0)))
+    return tuple(micro_batchings)
 
 
 def _search(
-    asked: PlanRequest, given: argparse.Namespace
-) -> tuple[Found, MachineRates | None, str | None]:
+    request: PlanRequest, given: argparse.Namespace
+) -> tuple[SearchResult, MachineRates | None, str | None]:
     """Return what was found, by rates where they are known, the rates, and why there are none."""
     profile = read_profile(given.profile)
     if profile is None:
         why = "no profile of this machine: `tensorstow calibrate` makes one"
-        return search(asked), None, why
-    machine = _machine(profile, asked, given.directory)
+        return search(request), None, why
+    machine = _machine(profile, request, given.directory)
     try:
-        found = search(replace(asked, machine=machine))
+        found = search(replace(request, machine=machine))
     except OptionError as error:
         if given.profile is not None:
             raise
-        return search(asked), None, str(error)
+        return search(request), None, str(error)
     if found.chosen.step is None:
         return found, None, "no directory was measured: `tensorstow calibrate DIR` does"
     return found, machine, None
 
 
-def _machine(profile: Profile, asked: PlanRequest, directory: Path | None) -> MachineRates:
+def _machine(profile: Profile, request: PlanRequest, directory: Path | None) -> MachineRates:
     away = next((kind for kind in profile.compute if kind != "cpu"), "an accelerator")
     disk = profile.rates_of(directory)
     if directory is not None and disk is None:
@@ -299,7 +299,7 @@ def _machine(profile: Profile, asked: PlanRequest, directory: Path | None) -> Ma
             f" {directory}`."
         )
         raise OptionError(message)
-    return MachineRates(profile, "cpu" if asked.conditions.device_is_host else away, disk)
+    return MachineRates(profile, "cpu" if request.conditions.device_is_host else away, disk)
 
 
 def _step(chosen: Alternative, sizes: Sizes) -> dict[str, Any] | None:
@@ -323,25 +323,25 @@ def _step(chosen: Alternative, sizes: Sizes) -> dict[str, Any] | None:
 
 
 def _break_even(
-    plan: Plan, asked: PlanRequest, machine: MachineRates | None
+    plan: Plan, request: PlanRequest, machine: MachineRates | None
 ) -> dict[str, Any] | None:
     """Return the tokens of all ranks from which on computing takes longer than any transfer."""
-    batch = asked.batch
+    batch = request.batch
     if machine is None or batch is None:
         return None
-    step = time_of(plan, asked.sizes, asked.conditions, batch, machine)
+    step = time_of(plan, request.sizes, request.conditions, batch, machine)
     tokens = batch.tokens * plan.accumulation_steps
     least = break_even_tokens(step, tokens)
     if least is None:
         return None
     compute = step.compute * least / tokens
-    ranks = asked.sizes.ranks
+    ranks = request.sizes.ranks
     return {"tokens": ranks * least, "tokens_per_second": ranks * least / (compute + step.update)}
 
 
-def _wear(plan: Plan, asked: PlanRequest, tbw: str | None) -> dict[str, Any]:
+def _wear(plan: Plan, request: PlanRequest, tbw: str | None) -> dict[str, Any]:
     """Return what a step reads and writes of the disk, and how many steps a drive lasts."""
-    work = work_of(plan, asked.sizes, asked.conditions)
+    work = work_of(plan, request.sizes, request.conditions)
     limit = None if tbw is None else parse_size(tbw, "--tbw")
     worn = limit // work.written if limit is not None and work.written else None
     return {
@@ -352,7 +352,7 @@ def _wear(plan: Plan, asked: PlanRequest, tbw: str | None) -> dict[str, Any]:
     }
 
 
-def _told(each: Alternative, found: Found) -> dict[str, Any]:
+def _told(each: Alternative, found: SearchResult) -> dict[str, Any]:
     return {
         "plan": fields_of(each.plan),
         "state_format": None

@@ -22,7 +22,7 @@ from tensorstow.fsdp.units import Unit
 from tensorstow.io.device_link import is_remote
 from tensorstow.io.local_ranks import local_ranks
 from tensorstow.planner.placement import bytes_of
-from tensorstow.planner.search import Found, PlanRequest, search
+from tensorstow.planner.search import PlanRequest, SearchResult, search
 from tensorstow.planner.seconds import MachineRates, MicroBatch
 from tensorstow.report.run_record import PredictedStep
 
@@ -51,7 +51,7 @@ class _Known:
 
 
 def choose_plan(
-    asked: PlanRequest,
+    request: PlanRequest,
     units: Sequence[Unit],
     budget: Budget | None,
     device: torch.device,
@@ -65,7 +65,7 @@ def choose_plan(
     Ranks agree: each tier has what the rank with least of it has, and rates are rank 0's.
 
     Args:
-        asked: The model and what the user said, without budget and rates.
+        request: The model and what the user said, without budget and rates.
         units: The model's.
         budget: What the user gave; None: the machine is the budget.
         device: What computes.
@@ -78,11 +78,11 @@ def choose_plan(
     own = machine_budget(units, device, directory) if budget is None else budget
     limit = _device_limit(device) if budget is None else own.bytes_of(Tier.DEVICE)
     known = _agree(_Known(own, read_profile(), limit), device)
-    parameters = sum(n for _, n in asked.sizes.trained) * asked.sizes.ranks
+    parameters = sum(n for _, n in request.sizes.trained) * request.sizes.ranks
     batch = MicroBatch.estimate(parameters, tokens or _TOKENS)
-    asked = replace(asked, budget=known.budget, batch=batch)
-    found = _search(asked, known.profile, device, directory)
-    _log(found, asked, told="given" if budget is not None else "of this machine")
+    request = replace(request, budget=known.budget, batch=batch)
+    found = _search(request, known.profile, device, directory)
+    _log(found, request, told="given" if budget is not None else "of this machine")
     plan, timed = found.chosen.plan, found.chosen.step
     step = None
     if timed is not None and tokens is not None:
@@ -162,34 +162,34 @@ def _agree(own: _Known, device: torch.device) -> _Known:
 
 
 def _search(
-    asked: PlanRequest,
+    request: PlanRequest,
     profile: Profile | None,
     device: torch.device,
     directory: str | os.PathLike[str] | None,
-) -> Found:
+) -> SearchResult:
     if profile is None:
         logger.info("no rates of this machine are known: `tensorstow calibrate` measures them")
-        return search(asked)
+        return search(request)
     disk = profile.rates_of(None if directory is None else Path(directory))
     machine = MachineRates(profile, device.type, disk)
     try:
-        return search(replace(asked, machine=machine))
+        return search(replace(request, machine=machine))
     except OptionError as error:
         logger.info('plan="auto" looks at bytes only: %s', error)
-        return search(asked)
+        return search(request)
 
 
-def _log(found: Found, asked: PlanRequest, *, told: str) -> None:
+def _log(found: SearchResult, request: PlanRequest, *, told: str) -> None:
     """Log one table: what was chosen, what it holds, and why the others were not."""
     plan = found.chosen.plan
     lines = [f'plan="auto" chose {_name(plan)}, within the memory {told}:']
-    for tier, nbytes in bytes_of(plan, asked.sizes, asked.conditions).items():
-        limit = asked.budget.bytes_of(tier)
+    for tier, nbytes in bytes_of(plan, request.sizes, request.conditions).items():
+        limit = request.budget.bytes_of(tier)
         most = "no limit" if limit is None else format_bytes(limit)
         lines.append(f"  {tier:<8}{format_bytes(nbytes):>12} of {most}")
-    if not asked.conditions.activation_bytes:
+    if not request.conditions.activation_bytes:
         room = "let budget= leave room for them" if told == "given" else "they have the other half"
-        lines.append(f"  activations on {asked.conditions.compute_tier} are not counted: {room}")
+        lines.append(f"  activations on {request.conditions.compute_tier} are not counted: {room}")
     lines += [
         f"  not {_name(each.plan)}: {found.reason(each)}"
         for each in found.tried

@@ -175,8 +175,8 @@ def stow(  # noqa: PLR0913  # the one door to everything
     is_chosen = plan == "auto"
     chosen = units_of(model, units)
     if plan == "auto":
-        asked = _asked(chosen, device, mesh, optimizer, dir)
-        plan, step = choose_plan(asked, chosen, budget, device, dir, tokens)
+        plan_request = _plan_request(chosen, device, mesh, optimizer, dir)
+        plan, step = choose_plan(plan_request, chosen, budget, device, dir, tokens)
     elif tokens is not None:
         message = 'tokens= only applies to plan="auto".'
         raise OptionError(message)
@@ -359,7 +359,7 @@ def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:
     return DiskPool(BufferPool(place, total, capacity), Prefetcher(plan.prefetch))
 
 
-def _asked(
+def _plan_request(
     units: Sequence[Unit],
     device: torch.device,
     mesh: DeviceMesh | None,

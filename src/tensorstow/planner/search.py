@@ -36,7 +36,7 @@ _GRID = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class MicroBatching:
     """The batch of a step, in so many micro-batches."""
 
     times: int
@@ -62,7 +62,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The plans that were tried, and the one that was chosen."""
 
     chosen: Alternative
@@ -104,7 +104,7 @@ class PlanRequest:
     """None: no rates are known, and the first placement that fits is chosen."""
     formats: tuple[StateFormat, ...] = ()
     """Formats of states that may be taken beside the one of ``conditions``."""
-    splits: tuple[Split, ...] = ()
+    micro_batchings: tuple[MicroBatching, ...] = ()
     """More micro-batches that may be taken, from fewest to most."""
     on_device: bool = False
     """Whether updates may run on an accelerator: the optimizer takes ``update_on``."""
@@ -114,25 +114,25 @@ class PlanRequest:
     """Whether parameters may be on disk while states are in host memory: for little disk space."""
 
 
-def search(asked: PlanRequest) -> Found:
+def search(request: PlanRequest) -> SearchResult:
     """Return the fastest plan that fits, of those that refuse nothing; without rates the first.
 
     ``overlap="backward"`` refuses clipping and loss scaling: it is chosen only where nothing else
     fits. Of plans that are as fast, the one that holds most in the highest tiers is first.
 
     Args:
-        asked: The model, the budget and what is known of the machine.
+        request: The model, the budget and what is known of the machine.
 
     Raises:
         BudgetError: None fits; it says what is short, and the smallest change that fits.
         OptionError: The profile lacks a rate.
     """
-    tried = list(_try_all(asked))
+    tried = list(_try_all(request))
     if not any(not each.short and each.plan.overlap != "backward" for each in tried):
-        tried += _try_what_is_left(asked)
+        tried += _try_what_is_left(request)
     fitting = [each for each in tried if not each.short]
     if not fitting:
-        raise BudgetError(_what_is_short(tried, asked.budget))
+        raise BudgetError(_what_is_short(tried, request.budget))
     free = [each for each in fitting if each.plan.overlap != "backward"] or fitting
     chosen = free[0]
     for each in free[1:]:
@@ -140,7 +140,7 @@ def search(asked: PlanRequest) -> Found:
             continue
         if each.step.seconds < (1 - _GAIN) * chosen.step.seconds:
             chosen = each
-    return Found(chosen, tuple(_told(tried)))
+    return SearchResult(chosen, tuple(_told(tried)))
 
 
 def _told(tried: Sequence[Alternative]) -> list[Alternative]:
@@ -167,7 +167,7 @@ def auto_plan(sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan:
     return search(PlanRequest(sizes, budget, conditions)).chosen.plan
 
 
-def candidates(asked: PlanRequest) -> list[Plan]:
+def candidates(request: PlanRequest) -> list[Plan]:
     """Return the placements that are tried, from the one that holds most to the one that least.
 
     1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
@@ -177,40 +177,40 @@ def candidates(asked: PlanRequest) -> list[Plan]:
        fetched ahead where there is room (``buffer_pool_bytes``);
     6. the same with overlap="backward", where no more than a window of 64 MiB and one unit of
        gradients wait for their update;
-    7. ``asked.widely``: parameters on DISK, states on HOST.
+    7. ``request.widely``: parameters on DISK, states on HOST.
 
     Args:
-        asked: The model, the budget and what is known of the machine.
+        request: The model, the budget and what is known of the machine.
     """
-    away = not asked.conditions.device_is_host
+    away = not request.conditions.device_is_host
     above = (Tier.DEVICE, Tier.HOST) if away else (Tier.HOST,)
     pairs = [(t, s) for t in above for s in (Tier.HOST, Tier.DISK)] + [(Tier.DISK, Tier.DISK)]
-    if asked.widely:
+    if request.widely:
         pairs.append((Tier.DISK, Tier.HOST))
     plans = []
     for parameters, states in pairs:
-        if asked.conditions.states not in {None, states}:
+        if request.conditions.states not in {None, states}:
             continue
         free: tuple[Overlap, ...] = ("none", "backward") if parameters == Tier.DISK else ("none",)
-        for overlap in free if asked.overlap is None else (asked.overlap,):
-            there = reaches_device(asked.update_on)
+        for overlap in free if request.overlap is None else (request.overlap,):
+            there = reaches_device(request.update_on)
             if overlap == "forward" and (there or parameters == Tier.DISK):
                 continue  # a plan refuses it
             if there and parameters != Tier.DEVICE:
                 continue
-            plan = asked.base.but(parameters=parameters, states=states, overlap=overlap)
-            plans.append(plan.but(update_on=asked.update_on))
+            plan = request.base.but(parameters=parameters, states=states, overlap=overlap)
+            plans.append(plan.but(update_on=request.update_on))
     return plans
 
 
-def _try_all(asked: PlanRequest) -> Iterator[Alternative]:
+def _try_all(request: PlanRequest) -> Iterator[Alternative]:
     """Yield every placement in every variant that is allowed; [Note: What is tried]."""
     fitting: set[tuple[StateFormat | None, Tier, Tier]] = set()
     """Formats and placements that need no more micro-batches."""
-    for variant in _variants(asked):
+    for variant in _variants(request):
         kept_as = variant.conditions.state_format
         known = {(p, s) for each, p, s in fitting if each == kept_as}
-        if asked.machine is None and fitting:
+        if request.machine is None and fitting:
             return  # nothing says that less of it would be faster
         for plan in candidates(variant):
             if (plan.parameters, plan.states) in known:
@@ -222,43 +222,43 @@ def _try_all(asked: PlanRequest) -> Iterator[Alternative]:
                 yield from _try_times(found, variant)
 
 
-def _variants(asked: PlanRequest) -> Iterator[PlanRequest]:
+def _variants(request: PlanRequest) -> Iterator[PlanRequest]:
     """Yield what was requested, then with other formats, then with more micro-batches."""
-    formats = (asked.conditions.state_format, *asked.formats)
-    for split in (None, *asked.splits):
+    formats = (request.conditions.state_format, *request.formats)
+    for batching in (None, *request.micro_batchings):
         for kept_as in formats:
-            conditions, base, batch = asked.conditions, asked.base, asked.batch
-            if split is not None:
-                conditions = replace(conditions, activation_bytes=split.activation_bytes)
-                base = base.but(accumulation_steps=split.times * base.accumulation_steps)
-                batch = split.batch
+            conditions, base, batch = request.conditions, request.base, request.batch
+            if batching is not None:
+                conditions = replace(conditions, activation_bytes=batching.activation_bytes)
+                base = base.but(accumulation_steps=batching.times * base.accumulation_steps)
+                batch = batching.batch
             conditions = replace(conditions, state_format=kept_as)
-            yield replace(asked, conditions=conditions, base=base, batch=batch)
+            yield replace(request, conditions=conditions, base=base, batch=batch)
 
 
-def _try_what_is_left(asked: PlanRequest) -> Iterator[Alternative]:
+def _try_what_is_left(request: PlanRequest) -> Iterator[Alternative]:
     """Yield what is worth it only where nothing else fits; [Note: What is tried]."""
     overlaps: tuple[Overlap | None, ...] = (None, "backward")
-    for overlap in overlaps if asked.overlap is None else (asked.overlap,):
-        yield from _try_all(replace(asked, overlap=overlap, widely=True))
+    for overlap in overlaps if request.overlap is None else (request.overlap,):
+        yield from _try_all(replace(request, overlap=overlap, widely=True))
 
 
-def _try_with_units(plan: Plan, asked: PlanRequest) -> Iterator[Alternative]:
+def _try_with_units(plan: Plan, request: PlanRequest) -> Iterator[Alternative]:
     """Yield a placement; where it does not fit, the best with units on each tier below, too."""
-    found = _try(plan, asked)
+    found = _try(plan, request)
     yield found
     if not found.short or reaches_device(plan.update_on):
         return
     for lower in (Tier.HOST, Tier.DISK):
         if not _is_below(lower, plan.parameters):
             continue
-        if lower == Tier.DISK and not _takes_disk(plan, asked):
+        if lower == Tier.DISK and not _takes_disk(plan, request):
             continue
-        mixed = _best_units(plan, lower, asked)
+        mixed = _best_units(plan, lower, request)
         if mixed is None:
             continue
         yield mixed
-        if not mixed.short and asked.machine is None:
+        if not mixed.short and request.machine is None:
             return
 
 
@@ -267,26 +267,26 @@ def _is_below(lower: Tier, upper: Tier) -> bool:
     return order.index(lower) > order.index(upper)
 
 
-def _takes_disk(plan: Plan, asked: PlanRequest) -> bool:
+def _takes_disk(plan: Plan, request: PlanRequest) -> bool:
     """Return whether units of a plan may be on disk: states are, and stage and overlap allow it."""
-    there = plan.states == Tier.DISK or asked.widely
+    there = plan.states == Tier.DISK or request.widely
     return there and plan.stage == 3 and plan.overlap != "forward"
 
 
-def _best_units(plan: Plan, lower: Tier, asked: PlanRequest) -> Alternative | None:
+def _best_units(plan: Plan, lower: Tier, request: PlanRequest) -> Alternative | None:
     """Return the best plan with some units where ``plan`` has all, the rest on ``lower``.
 
     The fastest that fits; without rates the one with most units above; where none fits, the one
     that the least is short of. None: the model has no two units. [Note: How many units]
     """
     units = sorted(
-        (unit for unit in asked.sizes.units if unit.share_bytes),
+        (unit for unit in request.sizes.units if unit.share_bytes),
         key=lambda unit: -unit.share_bytes,
     )
     orders = [units]
     if len({unit.share_bytes for unit in units}) > 1:
         orders.append(sorted(units, key=lambda unit: unit.share_bytes))
-    found = [_best_of_order(plan, lower, order, asked) for order in orders if len(order) > 1]
+    found = [_best_of_order(plan, lower, order, request) for order in orders if len(order) > 1]
     return min(found, key=_rank_of)[-1] if found else None
 
 
@@ -299,7 +299,7 @@ def _rank_of(each: _Ranked) -> tuple[bool, int, float, int]:
 
 
 def _best_of_order(
-    plan: Plan, lower: Tier, units: Sequence[UnitSizes], asked: PlanRequest
+    plan: Plan, lower: Tier, units: Sequence[UnitSizes], request: PlanRequest
 ) -> _Ranked:
     """Return the best plan with the first of ``units`` where ``plan`` has all."""
     tried: dict[int, _Ranked] = {}
@@ -307,7 +307,7 @@ def _best_of_order(
     def try_count(count: int) -> None:
         if count in tried:
             return
-        found = _try(_with_units(plan, lower, units, count), asked)
+        found = _try(_with_units(plan, lower, units, count), request)
         seconds = 0.0 if found.step is None else found.step.seconds
         above = sum(unit.share_bytes for unit in units[:count])
         tried[count] = (bool(found.short), sum(found.short.values()), seconds, -above, found)
@@ -334,61 +334,68 @@ def _with_units(plan: Plan, lower: Tier, units: Sequence[UnitSizes], count: int)
     return plan.but(units={u.name: lower for u in down})
 
 
-def _try_times(found: Alternative, asked: PlanRequest) -> Iterator[Alternative]:
+def _try_times(found: Alternative, request: PlanRequest) -> Iterator[Alternative]:
     """Yield what other times and places of updates make of a plan that fits."""
     if found.step is None:
         return
     plan, on_disk = found.plan, Tier.DISK in {found.plan.parameters, *found.plan.units.values()}
-    spent = _spend(plan, asked)
+    spent = _spend(plan, request)
     if spent is not None:
-        yield _try(spent, asked)
+        yield _try(spent, request)
     free = spent or plan
-    if asked.overlap is None:
+    if request.overlap is None:
         late = on_disk or reaches_device(plan.update_on)
         overlaps: tuple[Overlap, ...] = ("backward",) if late else ("forward", "backward")
         if not on_disk or plan.units:
             for overlap in overlaps:
-                yield _try(free.but(overlap=overlap), asked)
-    if not (asked.on_device and _may_update_there(plan, asked)):
+                yield _try(free.but(overlap=overlap), request)
+    if not (request.on_device and _may_update_there(plan, request)):
         return
-    own: tuple[Overlap, ...] = ("none", "backward") if asked.overlap is None else (asked.overlap,)
+    own: tuple[Overlap, ...] = (
+        ("none", "backward") if request.overlap is None else (request.overlap,)
+    )
     for where in ("device", "hybrid"):
         for overlap in own:
-            yield _try(free.but(update_on=where, overlap=overlap), asked)
+            yield _try(free.but(update_on=where, overlap=overlap), request)
 
 
-def _may_update_there(plan: Plan, asked: PlanRequest) -> bool:
+def _may_update_there(plan: Plan, request: PlanRequest) -> bool:
     """Return whether updates of a plan may run on the accelerator, at a rate that is known."""
-    if asked.conditions.device_is_host or plan.update_on is not None or asked.machine is None:
+    if request.conditions.device_is_host or plan.update_on is not None or request.machine is None:
         return False
-    if {plan.parameters, *plan.units.values()} != {Tier.DEVICE} or asked.overlap == "forward":
+    if {plan.parameters, *plan.units.values()} != {Tier.DEVICE} or request.overlap == "forward":
         return False
-    work = work_of(plan, asked.sizes, asked.conditions)
-    return work.updates.keys() <= asked.machine.profile.device_update.keys()
+    work = work_of(plan, request.sizes, request.conditions)
+    return work.updates.keys() <= request.machine.profile.device_update.keys()
 
 
-def _spend(plan: Plan, asked: PlanRequest) -> Plan | None:
+def _spend(plan: Plan, request: PlanRequest) -> Plan | None:
     """Return a plan whose states on disk have what the budget leaves of HOST; None: nothing."""
-    limit = asked.budget.bytes_of(Tier.HOST)
-    if not asked.spend or limit is None or plan.states != Tier.DISK or plan.ram_budget is not None:
+    limit = request.budget.bytes_of(Tier.HOST)
+    if (
+        not request.spend
+        or limit is None
+        or plan.states != Tier.DISK
+        or plan.ram_budget is not None
+    ):
         return None
-    held = states_of(plan, asked.sizes, asked.conditions)
-    left = limit - bytes_of(plan, asked.sizes, asked.conditions)[Tier.HOST]
+    held = states_of(plan, request.sizes, request.conditions)
+    left = limit - bytes_of(plan, request.sizes, request.conditions)[Tier.HOST]
     least = max(DEFAULT_RING_BYTES, held.ring_bytes)
     if left < DEFAULT_RING_BYTES:
         return None
     return plan.but(ram_budget=least + min(left - (least - held.ring_bytes), held.logical_bytes))
 
 
-def _try(plan: Plan, asked: PlanRequest) -> Alternative:
-    conditions, machine, batch = asked.conditions, asked.machine, asked.batch
-    found = fit(plan, asked.sizes, asked.budget, conditions)
+def _try(plan: Plan, request: PlanRequest) -> Alternative:
+    conditions, machine, batch = request.conditions, request.machine, request.batch
+    found = fit(plan, request.sizes, request.budget, conditions)
     if not isinstance(found, Plan):
         return Alternative(plan, found, None, conditions, batch)
     step = None
     known = machine is not None and (machine.disk is not None or not uses_disk(found))
     if machine is not None and batch is not None and known:
-        step = time_of(found, asked.sizes, conditions, batch, machine)
+        step = time_of(found, request.sizes, conditions, batch, machine)
     return Alternative(found, {}, step, conditions, batch)
 
 

@@ -317,9 +317,9 @@ def test_what_is_short_is_said() -> None:
         auto_plan(sizes(4), Budget(device=0), AWAY)
     with pytest.raises(BudgetError, match=r"11\.0 GiB of HOST.*with overlap=\"backward\""):
         auto_plan(sizes(1), Budget(disk=0, host=LESS - 1), HERE)
-    asked = PlanRequest(sizes(1), Budget(disk=0, host=LESS - 1), HERE, overlap="none")
+    request = PlanRequest(sizes(1), Budget(disk=0, host=LESS - 1), HERE, overlap="none")
     with pytest.raises(BudgetError, match=r"20\.0 GiB of HOST"):
-        search(asked)
+        search(request)
 
 
 def test_sizes_are_a_ranks_share() -> None:

@@ -15,7 +15,7 @@ from tensorstow.base.profile import DirectoryRates
 from tensorstow.base.update_on import Overlap
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import Conditions, bytes_of, fit
-from tensorstow.planner.search import PlanRequest, Split, candidates, search, uses_disk
+from tensorstow.planner.search import MicroBatching, PlanRequest, candidates, search, uses_disk
 from tensorstow.planner.seconds import MicroBatch, time_of
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 
@@ -31,9 +31,9 @@ def test_without_rates_the_first_that_fits_is_chosen() -> None:
 
 
 def test_rates_choose_when_updates_run() -> None:
-    asked = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, spend=False)
+    request = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, spend=False)
     slow = replace(CPU, disk=replace(DISK, mixed=G, write=G))
-    found = search(replace(asked, machine=slow))
+    found = search(replace(request, machine=slow))
     assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "forward")
     assert found.chosen.step is not None
     times = {
@@ -53,13 +53,13 @@ def test_memory_that_is_left_holds_states() -> None:
     for machine, conditions in ((CPU, HERE), (CUDA, AWAY)):
         slow = replace(machine, disk=replace(DISK, mixed=G / 4, write=G / 4))
         budget = Budget(device=0 if machine is CPU else None, host=host)
-        asked = PlanRequest(SIZES, budget, conditions, batch=BATCH, machine=slow)
-        found = search(asked)
+        request = PlanRequest(SIZES, budget, conditions, batch=BATCH, machine=slow)
+        found = search(request)
         plan = found.chosen.plan
         assert plan.states == Tier.DISK
         held = bytes_of(plan, SIZES, conditions)[Tier.HOST]
         assert host - (64 << 20) < held <= host  # whole chunks
-        alone = search(replace(asked, spend=False)).chosen
+        alone = search(replace(request, spend=False)).chosen
         assert alone.plan.ram_budget is None
         assert found.chosen.step is not None
         assert alone.step is not None
@@ -78,17 +78,17 @@ def test_an_accelerator_has_updates_beside_its_forward() -> None:
 
 
 def test_the_device_updates_where_that_is_faster() -> None:
-    asked = PlanRequest(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA, on_device=True)
-    found = search(asked)
+    request = PlanRequest(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA, on_device=True)
+    found = search(request)
     assert (found.chosen.plan.update_on, found.chosen.plan.overlap) == ("hybrid", "none")
     tried = {(e.plan.update_on, e.plan.overlap) for e in found.tried}
     assert tried >= {("device", "none"), ("device", "backward"), ("hybrid", "backward")}
     assert {e.plan.parameters for e in found.tried if e.plan.update_on} == {Tier.DEVICE}
-    assert not any(e.plan.update_on for e in search(replace(asked, on_device=False)).tried)
+    assert not any(e.plan.update_on for e in search(replace(request, on_device=False)).tried)
     unknown = replace(CUDA, profile=PROFILE.but(device_update={}))
-    assert not any(e.plan.update_on for e in search(replace(asked, machine=unknown)).tried)
-    assert {e.plan.update_on for e in search(replace(asked, update_on="host")).tried} == {"host"}
-    there = search(replace(asked, update_on="device", budget=Budget(device=4 * UNITS * G)))
+    assert not any(e.plan.update_on for e in search(replace(request, machine=unknown)).tried)
+    assert {e.plan.update_on for e in search(replace(request, update_on="host")).tried} == {"host"}
+    there = search(replace(request, update_on="device", budget=Budget(device=4 * UNITS * G)))
     assert {(e.plan.parameters, e.plan.update_on) for e in there.tried} == {(Tier.DEVICE, "device")}
     assert {e.plan.overlap for e in there.tried} == {"none", "backward"}
 
@@ -100,9 +100,9 @@ def units_above(plan: Plan) -> int:
 def test_as_many_units_as_fit_are_above_the_disk() -> None:
     last = -1
     for host in range(9 * G, 20 * G, G):
-        asked = PlanRequest(SIZES, Budget(host=host), HERE, Plan(states=Tier.DISK))
-        asked = replace(asked, conditions=replace(HERE, states=Tier.DISK), overlap="backward")
-        plan = search(asked).chosen.plan
+        request = PlanRequest(SIZES, Budget(host=host), HERE, Plan(states=Tier.DISK))
+        request = replace(request, conditions=replace(HERE, states=Tier.DISK), overlap="backward")
+        plan = search(request).chosen.plan
         assert bytes_of(plan, SIZES, HERE)[Tier.HOST] <= host
         count = units_above(plan)
         assert count >= last
@@ -131,32 +131,32 @@ def test_units_are_between_device_and_host() -> None:
 
 
 def test_formats_that_round_are_taken_where_they_are_allowed_alone() -> None:
-    asked = PlanRequest(SIZES, Budget(host=2 * UNITS * G + 6 * G, disk=0), HERE)
+    request = PlanRequest(SIZES, Budget(host=2 * UNITS * G + 6 * G, disk=0), HERE)
     with pytest.raises(BudgetError):
-        search(asked)
-    found = search(replace(asked, formats=(StateFormat.BF16, StateFormat.INT8)))
+        search(request)
+    found = search(replace(request, formats=(StateFormat.BF16, StateFormat.INT8)))
     assert found.chosen.conditions.state_format == StateFormat.INT8
     assert bytes_of(found.chosen.plan, SIZES, found.chosen.conditions)[Tier.HOST] <= 26 * G
     assert {e.conditions.state_format for e in found.tried} == {None, "bf16", "int8"}
-    roomy = search(replace(asked, budget=Budget(), formats=(StateFormat.INT8,)))
+    roomy = search(replace(request, budget=Budget(), formats=(StateFormat.INT8,)))
     assert roomy.chosen.conditions.state_format is None
 
 
 def test_a_batch_is_cut_where_its_activations_do_not_fit() -> None:
     held = replace(HERE, activation_bytes=8 * G)
     halves = MicroBatch(BATCH.tokens // 2, BATCH.flops // 2)
-    split = Split(2, halves, 4 * G)
-    asked = PlanRequest(
+    split = MicroBatching(2, halves, 4 * G)
+    request = PlanRequest(
         SIZES, Budget(host=HOST_BYTES + 4 * G, disk=0), held, batch=BATCH, machine=CPU
     )
     with pytest.raises(BudgetError):
-        search(replace(asked, overlap="none"))
-    found = search(replace(asked, splits=(split,)))
+        search(replace(request, overlap="none"))
+    found = search(replace(request, micro_batchings=(split,)))
     assert found.chosen.plan == Plan(Tier.HOST, Tier.HOST, accumulation_steps=2)
     assert found.chosen.batch == halves
     assert found.chosen.step is not None
     assert found.chosen.step.compute == pytest.approx(30)
-    both = search(replace(asked, budget=Budget(), splits=(split,)))
+    both = search(replace(request, budget=Budget(), micro_batchings=(split,)))
     again = [e.plan for e in both.tried if e.plan.accumulation_steps == 2]
     assert again == []  # everything fits without
 
@@ -207,24 +207,24 @@ def test_a_search_finds_what_trying_everything_finds(
             seconds = time_of(fitted, BLOCKS, conditions, BATCH, machine).seconds
             beside = plan.overlap == "backward"
             best[beside] = min(best.get(beside, seconds), seconds)
-    asked = PlanRequest(BLOCKS, budget, conditions, batch=BATCH, machine=machine, spend=False)
+    request = PlanRequest(BLOCKS, budget, conditions, batch=BATCH, machine=machine, spend=False)
     if not best:
         with pytest.raises(BudgetError):
-            search(asked)
+            search(request)
         return
-    chosen = search(asked).chosen
+    chosen = search(request).chosen
     assert isinstance(fit(chosen.plan, BLOCKS, budget, conditions), Plan)
     assert chosen.step is not None
     assert (chosen.plan.overlap == "backward") == (False not in best)
     assert 0.98 * chosen.step.seconds <= best[min(best)]  # beside backward if nothing else fits
-    search(replace(asked, machine=None))
+    search(replace(request, machine=None))
 
 
 def test_a_chosen_plan_is_never_over_budget_and_nothing_faster_was_free() -> None:
     for part in range(1, 9):
         budget = Budget(host=part * HOST_BYTES // 8)
-        asked = PlanRequest(SIZES, budget, HERE, batch=BATCH, machine=CPU)
-        found = search(asked)
+        request = PlanRequest(SIZES, budget, HERE, batch=BATCH, machine=CPU)
+        found = search(request)
         chosen = found.chosen
         assert bytes_of(chosen.plan, SIZES, HERE)[Tier.HOST] <= part * HOST_BYTES // 8
         rest = [e for e in found.tried if e.step is not None and e.plan.overlap != "backward"]
@@ -236,31 +236,31 @@ def test_a_chosen_plan_is_never_over_budget_and_nothing_faster_was_free() -> Non
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_what_the_user_says_stays(overlap: Overlap) -> None:
     base = Plan(accumulation_steps=4, stage=3, replicas=2)
-    asked = PlanRequest(SIZES, Budget(), HERE, base, overlap, BATCH, CPU)
-    for plan in candidates(asked):
+    request = PlanRequest(SIZES, Budget(), HERE, base, overlap, BATCH, CPU)
+    for plan in candidates(request):
         assert plan.overlap == overlap
         assert (plan.accumulation_steps, plan.replicas) == (4, 2)
-    assert {each.plan.overlap for each in search(asked).tried} == {overlap}
+    assert {each.plan.overlap for each in search(request).tried} == {overlap}
 
 
 def test_a_disk_that_was_not_measured_leaves_seconds_out() -> None:
-    asked = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH)
-    found = search(replace(asked, machine=replace(CPU, disk=None)))
+    request = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH)
+    found = search(replace(request, machine=replace(CPU, disk=None)))
     assert found.chosen.plan.states == Tier.DISK
     assert found.chosen.step is None
 
 
 def test_the_smallest_change_fits_and_nothing_less() -> None:
-    asked = PlanRequest(SIZES, Budget(host=HOST_BYTES // 2, disk=0), HERE)
+    request = PlanRequest(SIZES, Budget(host=HOST_BYTES // 2, disk=0), HERE)
     with pytest.raises(BudgetError, match="smallest change") as caught:
-        search(asked)
+        search(request)
     named = str(caught.value).split("in bytes: ")[1].split(";")[0].split(" and ")
     least = {tier: int(n) for tier, n in (each.split("=") for each in named)}
     raised = {"host": HOST_BYTES // 2, "disk": 0} | least
-    search(replace(asked, budget=Budget(**raised)))
+    search(replace(request, budget=Budget(**raised)))
     for tier in least:
         with pytest.raises(BudgetError):
-            search(replace(asked, budget=Budget(**{**raised, tier: raised[tier] - 1})))
+            search(replace(request, budget=Budget(**{**raised, tier: raised[tier] - 1})))
 
 
 def test_which_plans_use_the_disk() -> None:
@@ -273,10 +273,10 @@ def test_a_faster_disk_is_never_slower() -> None:
     last = float("inf")
     for factor in (1, 2, 4, 8, 16):
         disk = DirectoryRates(DISK.read * factor, DISK.write * factor, DISK.mixed * factor, 1, 1)
-        asked = PlanRequest(
+        request = PlanRequest(
             SIZES, Budget(host=8 * G), HERE, batch=BATCH, machine=replace(CPU, disk=disk)
         )
-        found = search(asked).chosen
+        found = search(request).chosen
         assert found.step is not None
         assert found.step.seconds <= last
         last = found.step.seconds
