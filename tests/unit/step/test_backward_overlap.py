@@ -188,7 +188,7 @@ def test_div_scale_has_no_keyword_here_and_several_ranks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(OptionError, match="div_scale"):
-        validation.refuse_scaling(None, 0.5)
+        validation.refuse_scaling(0.5, may_skip=False)
     model = blocks()
     optimizer = optimizer_for(model, tmp_path, "backward")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
