@@ -26,7 +26,7 @@ from tensorstow.cli.plan_recipes import (
 )
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.units import units_of
-from tensorstow.measure.models import KNOWN, NamedModel, build_model
+from tensorstow.measure.models import KNOWN, NamedModel, build_model, is_causal
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
 from tensorstow.planner.search import Alternative, MicroBatching, PlanRequest, SearchResult, search
 from tensorstow.planner.seconds import (
@@ -51,8 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a configuration of transformers (file or folder), module:function that builds a"
-        f" module, or one of {', '.join(KNOWN)}",
+        help="a configuration of transformers (file or folder), module:function that"
+        " returns a module, or a module and the arguments of its forward, or one of"
+        f" {', '.join(KNOWN)}",
     )
     for tier, what in (
         ("device", "an accelerator's memory for each rank; 0: the CPU computes (default: 0)"),
@@ -106,7 +107,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _steps(text: str) -> int | None:
     """Return a number of micro-batches; None: it is searched."""
-    return None if text == "auto" else int(text)
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        message = f"{text!r} was given: it is a number, at least 1, or auto"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def run(given: argparse.Namespace) -> int:
@@ -175,10 +182,11 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
     configuration = deepspeed_of(recipe, batch, given.world_size)
     return {
         "model": _describe(model, sizes),
+        "counted_in": "tokens" if model.inputs is None else _count_of(model)[0],
         "activations": None
         if traced is None
         else {
-            "batch": batch,
+            "batch": None if given.batch is None else batch,
             "sequence": given.seq,
             "bytes": conditions.activation_bytes,
             "operations": traced.operations,
@@ -226,18 +234,31 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _traced(model: NamedModel, given: argparse.Namespace) -> "Activations | None":
-    if given.batch is None:
+    if given.batch is None and model.inputs is None:
         return None
-    if model.config is None:
+    if given.batch is not None and (model.config is None or not is_causal(model.config)):
         message = (
-            f"--batch and --seq were given for {model.name}, a module whose inputs are not known:"
-            " they are for models of transformers. Leave them out; activations then do not count."
+            f"--batch and --seq were given for {model.name}, whose inputs are not known: they are"
+            " for language models of transformers. Leave them out; activations count where a"
+            " module:function returns the model and the arguments of its forward."
         )
         raise OptionError(message)
     # Torch's memory tracker brings FSDP2, which takes a second that other commands need not wait.
-    from tensorstow.measure.activations import trace  # noqa: PLC0415
+    from tensorstow.measure.activations import trace, trace_function  # noqa: PLC0415
 
+    if model.inputs is not None:
+        return trace_function(model)
     return trace(model, given.batch, given.seq)
+
+
+def _count_of(model: NamedModel) -> tuple[str, int]:
+    """Return what a batch of a function's inputs is counted in, and how many it has."""
+    given, named = model.inputs or ((), {})
+    tensors = [each for each in (*given, *named.values()) if isinstance(each, torch.Tensor)]
+    for each in tensors:
+        if not each.is_floating_point():
+            return "tokens", each.numel()
+    return "samples", next((len(each) for each in tensors if each.ndim), 1)
 
 
 def _batch(
@@ -247,14 +268,15 @@ def _batch(
     if traced is None:
         parameters = sum(p.numel() for p in model.module.parameters())
         return MicroBatch.estimate(parameters, _ANY_TOKENS)
-    return traced.micro_batch(given.batch * given.seq)
+    tokens = _count_of(model)[1] if model.inputs is not None else given.batch * given.seq
+    return traced.micro_batch(tokens)
 
 
 def _micro_batchings(
     model: NamedModel, traced: "Activations | None", given: argparse.Namespace, *, here: bool
 ) -> tuple[MicroBatching, ...]:
     """Return the micro-batches that --batch may be cut into, from fewest to most."""
-    if given.accumulation_steps is not None or traced is None or given.batch == 1:
+    if given.accumulation_steps is not None or traced is None or given.batch in {None, 1}:
         return ()
     from tensorstow.measure.activations import between, trace  # noqa: PLC0415  # as in _traced
 

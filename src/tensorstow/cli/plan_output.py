@@ -74,7 +74,7 @@ def _model(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _time(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    step, even = facts["step"], facts["break_even"]
+    step, even, counted_in = facts["step"], facts["break_even"], facts["counted_in"]
     if facts["seconds_unknown"]:
         yield "seconds", f"not predicted: {facts['seconds_unknown']}"
         return
@@ -87,13 +87,13 @@ def _time(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "step", f"{show_seconds(step['seconds'])}: {phases}"
         busy = ", ".join(f"{name} {show_seconds(each)}" for name, each in step["busy"].items())
         yield "bound by", f"{step['binding']} (at work in a step: {busy})"
-        rate = f"{step['tokens_per_second']:,.0f} tokens/s"
-        yield "tokens", f"{step['tokens']:,} per step, {rate}"
+        rate = f"{step['tokens_per_second']:,.0f} {counted_in}/s"
+        yield counted_in, f"{step['tokens']:,} per step, {rate}"
     if even is None:
         yield "break-even", "nothing is moved"
     else:
-        rate = f"{even['tokens_per_second']:,.0f} tokens/s"
-        least = f"{even['tokens']:,} tokens per step, {rate}"
+        rate = f"{even['tokens_per_second']:,.0f} {counted_in}/s"
+        least = f"{even['tokens']:,} {counted_in} per step, {rate}"
         yield "break-even", f"{least}: with more, computing takes longer than any transfer"
 
 
@@ -122,10 +122,10 @@ def show_seconds(seconds: float) -> str:
 def _activations(traced: dict[str, Any] | None) -> str:
     if traced is None:
         return "not counted: say --batch and --seq"
-    return (
-        f"{format_bytes(traced['bytes'])} beside all gradients, for {traced['batch']} x"
-        f" {traced['sequence']} tokens"
-    )
+    held = f"{format_bytes(traced['bytes'])} beside all gradients"
+    if traced["batch"] is None:
+        return f"{held}, for the arguments that the function returned"
+    return f"{held}, for {traced['batch']} x {traced['sequence']} tokens"
 
 
 def placement_of(found: dict[str, Any]) -> str:

@@ -6,18 +6,16 @@ is traced with two layers and with three; what a layer adds is added for each.
 """
 
 import copy
+import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -25,7 +23,14 @@ from torch.utils.flop_counter import flop_registry
 from tensorstow.base.allocator import LARGE_BLOCK
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.units import units_of
-from tensorstow.measure.models import NamedModel, from_config
+from tensorstow.measure.models import (
+    NamedModel,
+    call_function,
+    first_line,
+    from_config,
+    loss_of,
+    moved_to,
+)
 from tensorstow.planner.seconds import MicroBatch
 
 _UNWRITTEN = frozenset({torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty})
@@ -83,19 +88,63 @@ def trace(model: NamedModel, batch: int, sequence: int) -> Activations:
         OptionError: It cannot be traced: what it does depends on values, say.
     """
     layers = getattr(model.config, "num_hidden_layers", 0)
-    try:
+    with _refusing(model, "Leave --batch and --seq out: activations then do not count."):
         if layers <= _WHOLE_LAYERS or getattr(model.config, "layer_types", None):
             found = _trace(model.config, batch, sequence)
         else:
             two, three = (_trace(_with_layers(model.config, n), batch, sequence) for n in (2, 3))
             found = two.extended(three, layers - 2)
-    except (
-        UnsupportedFakeTensorException,
-        DynamicOutputShapeException,
-        DataDependentOutputException,
-    ) as error:
-        message = f"{model.name} cannot be traced without values: {error}"
+    return _activations(model, found)
+
+
+def trace_function(model: NamedModel) -> Activations:
+    """Return the same of a model whose function returned the arguments of its forward, too.
+
+    Args:
+        model: A model with ``inputs``. Its function is called once more.
+
+    Raises:
+        OptionError: It cannot be traced: what it does depends on values, say.
+    """
+    advice = "Let the function return the module alone: activations then do not count."
+    with _refusing(model, advice), FakeTensorMode():
+        module, inputs = call_function(model.name)
+        _cast(module.train(), model.dtype)
+        first = next(module.parameters())
+        given, named = moved_to(inputs or ((), {}), first.device, first.dtype)
+        peaks = Peaks(module)
+        with peaks:
+            torch.autograd.backward(loss_of(module(*given, **named)))
+    return _activations(model, peaks.traced())
+
+
+def _cast(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast floating point parameters; ``Module.to`` cannot exchange fake ones."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules() if dtype is not None else ():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_floating_point() and parameter not in made:
+                made[parameter] = nn.Parameter(parameter.to(dtype), parameter.requires_grad)
+            setattr(part, name, made.get(parameter, parameter))
+
+
+@contextmanager
+def _refusing(model: NamedModel, advice: str) -> Iterator[None]:
+    """Turn what a model raises without values into an OptionError."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True  # the error says it, in one line
+    try:
+        yield
+    except OptionError:
+        raise
+    except Exception as error:  # any that a model's own code raises
+        message = f"{model.name} cannot be traced without values: {first_line(error)}. {advice}"
         raise OptionError(message) from error
+    finally:
+        log.disabled = before
+
+
+def _activations(model: NamedModel, found: "_Traced") -> Activations:
     trained = sum(p.nbytes for p in model.module.parameters() if p.requires_grad)
     return Activations(
         max(found.early, found.late),
@@ -171,9 +220,7 @@ def _trace(config: Any, batch: int, sequence: int) -> _Traced:  # noqa: ANN401
         peaks = Peaks(module)
         with peaks:
             module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    done = (peaks.operations, peaks.tensor_bytes, peaks.calls)
-    more = (peaks.random_elements, peaks.large_bytes)
-    return _Traced(peaks.early, peaks.late, peaks.together, *done, *more)
+    return peaks.traced()
 
 
 class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is untyped here
@@ -195,6 +242,12 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         self.early = self.late = self.together = 0
         self.operations = self.tensor_bytes = self.calls = 0
         self.random_elements = self.large_bytes = 0
+
+    def traced(self) -> _Traced:
+        """Return what was seen."""
+        done = (self.operations, self.tensor_bytes, self.calls)
+        more = (self.random_elements, self.large_bytes)
+        return _Traced(self.early, self.late, self.together, *done, *more)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,9 +1,9 @@
 """Builds the model that a command line names, on the meta device."""
 
 import importlib
-import inspect
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,10 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
 """Configurations as transformers reads them, by the names that people use."""
 
 
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and keyword arguments of a forward."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class NamedModel:
     """A model on the meta device, with its name."""
@@ -76,6 +80,10 @@ class NamedModel:
     module: nn.Module
     config: Any = None
     """Transformers' configuration; None: a function built the model."""
+    inputs: Inputs | None = None
+    """What its function returned beside it; None: nothing."""
+    dtype: torch.dtype | None = None
+    """That its parameters were cast to; None: they are as they were made."""
 
 
 def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
@@ -83,7 +91,9 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
 
     Args:
         name: A name of KNOWN; a configuration of transformers, as a file or the folder of a
-            ``config.json``; or ``module:function``, which is called without arguments.
+            ``config.json``; or ``module:function``, which is called without arguments, and returns
+            a module, or a module and the arguments of its forward as a tuple or a dict. Modules
+            are looked for in the working directory too.
         dtype: Of floating point parameters; None: as the configuration or the function has it.
 
     Raises:
@@ -95,7 +105,9 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
     elif path.is_dir() or path.is_file():
         found = _from_config(name, _read(path), dtype)
     elif ":" in name:
-        found = NamedModel(name, _call(name))
+        with torch.device("meta"):
+            module, inputs = call_function(name)
+        found = NamedModel(name, module, None, inputs, dtype)
     else:
         message = (
             f"MODEL={name!r} was given: it is none of {', '.join(KNOWN)}, no file or folder that"
@@ -111,7 +123,7 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
 
 
 def from_config(config: Any, device: str = "meta") -> nn.Module:  # noqa: ANN401
-    """Return a causal language model of transformers.
+    """Return a model of transformers: a causal language model where there is one of its kind.
 
     Args:
         config: A configuration of transformers.
@@ -120,16 +132,37 @@ def from_config(config: Any, device: str = "meta") -> nn.Module:  # noqa: ANN401
     Raises:
         OptionError: transformers cannot build it.
     """
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  # optional
+    from transformers import AutoModel, AutoModelForCausalLM  # noqa: PLC0415  # optional
 
+    kind: Any = AutoModelForCausalLM if is_causal(config) else AutoModel
     try:
         with torch.device(device):
-            build: Any = AutoModelForCausalLM.from_config
-            model: nn.Module = build(config)
-    except (ValueError, TypeError, AttributeError) as error:
-        message = f"No model could be made of the configuration: {error}"
+            model: nn.Module = kind.from_config(config)
+    except Exception as error:  # any that a model's own code raises
+        message = f"No model could be made of the configuration: {first_line(error)}"
         raise OptionError(message) from error
     return model
+
+
+def is_causal(config: Any) -> bool:  # noqa: ANN401  # transformers' own
+    """Return whether transformers has a causal language model of a configuration's kind.
+
+    Args:
+        config: A configuration of transformers.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415  # optional
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says in one line, with its class.
+
+    Args:
+        error: Any.
+    """
+    said = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _from_config(name: str, given: dict[str, Any], dtype: torch.dtype | None) -> NamedModel:
@@ -148,7 +181,7 @@ def _from_config(name: str, given: dict[str, Any], dtype: torch.dtype | None) ->
     try:
         config = AutoConfig.for_model(kind, **given)
     except (ValueError, TypeError, KeyError) as error:
-        message = f"MODEL={name!r} was given: transformers does not take it: {error}"
+        message = f"MODEL={name!r} was given: transformers does not take it: {first_line(error)}"
         raise OptionError(message) from error
     if dtype is not None:
         config.dtype = dtype
@@ -168,16 +201,89 @@ def _read(path: Path) -> dict[str, Any]:
     return given
 
 
-def _call(name: str) -> nn.Module:
+def call_function(name: str, option: str = "MODEL") -> tuple[nn.Module, Inputs | None]:
+    """Call a user's function that builds a model.
+
+    Args:
+        name: ``module:function``; the module may be in the working directory.
+        option: How errors call what the user has given.
+
+    Returns:
+        The module, and the arguments of its forward; None: it returned none.
+
+    Raises:
+        OptionError: It is not there, it raised, or it returned no module.
+    """
     where, _, function = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # behind all others, whose modules it must not hide
     try:
-        build = getattr(importlib.import_module(where), function)
+        build: Callable[[], object] = getattr(importlib.import_module(where), function)
     except (ImportError, AttributeError) as error:
-        message = f"MODEL={name!r} was given: {error}."
+        message = f"{option}={name!r} was given: {error}."
         raise OptionError(message) from error
-    with torch.device("meta"):
-        model = build()
-    if inspect.isclass(model) or not isinstance(model, nn.Module):
-        message = f"MODEL={name!r} was given: it returned {type(model).__name__}, no nn.Module."
+    except Exception as error:  # any that the user's module raises
+        message = f"{option}={name!r} was given, and importing {where} raised {first_line(error)}"
+        raise OptionError(message) from error
+    try:
+        made = build()
+    except Exception as error:  # any that the user's function raises
+        message = f"{option}={name!r} was given, and it raised {first_line(error)}"
+        if torch.get_default_device().type == "meta":
+            message += (
+                ". It is called under torch.device('meta'), where tensors have no values: let it"
+                " take no argument and read none (.item(), .numpy())."
+            )
+        raise OptionError(message) from error
+    given = None
+    if isinstance(made, tuple) and len(made) == 2:
+        made, given = made
+    if not isinstance(made, nn.Module):
+        message = f"{option}={name!r} was given: it returned {type(made).__name__}, no nn.Module."
         raise OptionError(message)
-    return model
+    return made, None if given is None else _arguments(given)
+
+
+def _arguments(given: object) -> Inputs:
+    if isinstance(given, Mapping):
+        return (), given
+    return (given if isinstance(given, tuple) else (given,)), {}
+
+
+def moved_to(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Return the arguments of a forward on another device; floating point ones in another dtype.
+
+    Args:
+        inputs: The arguments.
+        device: Where the model's parameters are.
+        dtype: Of the model's parameters.
+    """
+
+    def moved(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
+
+    given, named = inputs
+    return tuple(moved(each) for each in given), {k: moved(v) for k, v in named.items()}
+
+
+def loss_of(found: Any) -> torch.Tensor:  # noqa: ANN401  # any output of a model
+    """Return the loss that a model returned, or the mean square of its first output.
+
+    Args:
+        found: What its forward returned.
+
+    Raises:
+        OptionError: There is no tensor first in it.
+    """
+    loss = getattr(found, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    while isinstance(found, tuple | list) or hasattr(found, "logits"):
+        found = found.logits if hasattr(found, "logits") else found[0]
+    if not isinstance(found, torch.Tensor):
+        message = f"The model returned {type(found).__name__}: a loss, or a tensor, is needed."
+        raise OptionError(message)
+    return found if found.ndim == 0 else found.float().square().mean()

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from tensorstow.base.errors import OptionError
 from tensorstow.measure import activations
-from tensorstow.measure.activations import trace
+from tensorstow.measure.activations import trace, trace_function
 from tensorstow.measure.models import NamedModel, build_model, from_config
 
 pytest.importorskip("transformers")
@@ -88,3 +90,36 @@ def test_what_is_held_is_what_torchs_memory_tracker_says(tmp_path: Path) -> None
             assert after_forward == held()
             loss.backward()
             assert seen.held == held() != after_forward
+
+
+class Squares(nn.Module):
+    """Whose activations are known: one squared, of which the input is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1 << 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).square()
+
+
+def squares() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Squares(), (torch.ones(64, 1 << 10),)
+
+
+def needs_a_value() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    class Reads(Squares):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum().item() > 0 else x
+
+    return Reads(), (torch.ones(64, 1 << 10),)
+
+
+def test_a_function_s_own_inputs_are_traced() -> None:
+    one = 64 * (1 << 10) * 4
+    whole = trace_function(build_model(f"{__name__}:squares"))
+    assert 3 * one <= whole.peak_bytes <= 6 * one + 64  # three powers are saved, and gradients
+    half = trace_function(build_model(f"{__name__}:squares", torch.bfloat16))
+    assert half.peak_bytes < whole.peak_bytes
+    with pytest.raises(OptionError, match=r"needs_a_value cannot be traced.* module alone"):
+        trace_function(build_model(f"{__name__}:needs_a_value"))

@@ -1,6 +1,7 @@
 """Models by name: on the meta device, with the parameters that the real ones have."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.units import aliases_of
-from tensorstow.measure.models import build_model
+from tensorstow.measure.models import build_model, is_causal
 
 pytest.importorskip("transformers")
 
@@ -57,6 +58,67 @@ def test_a_function_builds_any_module() -> None:
     model = build_model(f"{__name__}:build").module
     assert [tuple(p.shape) for p in model.parameters()] == [(4, 3), (4,), (5, 4), (5,)]
     assert all(p.is_meta for p in model.parameters())
+
+
+def with_arguments() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return build(), (torch.ones(2, 3),)
+
+
+def with_keywords() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return build(), {"input": torch.ones(2, 3)}
+
+
+def test_a_function_may_return_the_arguments_of_forward() -> None:
+    found = build_model(f"{__name__}:with_arguments").inputs
+    assert found is not None
+    (positional,), named = found
+    assert (positional.shape, named) == ((2, 3), {})
+    found = build_model(f"{__name__}:with_keywords").inputs
+    assert found is not None
+    assert (found[0], list(found[1])) == ((), ["input"])
+    assert build_model(f"{__name__}:build").inputs is None
+
+
+def test_a_function_is_found_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from torch import nn\ndef make(): return nn.Linear(2, 2)\n"
+    (tmp_path / "a_module_of_a_user.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(build_model("a_module_of_a_user:make").module, nn.Linear)
+    (tmp_path / "a_broken_one.py").write_text("1 / 0", encoding="utf-8")
+    with pytest.raises(OptionError, match=r"importing a_broken_one raised ZeroDivisionError"):
+        build_model("a_broken_one:make")
+
+
+def raises() -> nn.Module:
+    message = "first\nsecond"
+    raise KeyError(message)
+
+
+def reads_a_value() -> nn.Module:
+    return nn.Linear(int(torch.ones(()).item()), 2)
+
+
+def test_what_a_function_raises_is_one_line_with_advice() -> None:
+    with pytest.raises(OptionError, match="raised KeyError") as caught:
+        build_model(f"{__name__}:raises")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(OptionError, match=r"meta.*where tensors have no values.*\.item\(\)"):
+        build_model(f"{__name__}:reads_a_value")
+
+
+@pytest.mark.parametrize("kind", ["vit", "t5"])
+def test_a_configuration_without_a_causal_model_is_taken(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    given = {"vit": {"hidden_size": 16, "intermediate_size": 32}, "t5": {"d_model": 16, "d_ff": 32}}
+    layers = {"num_hidden_layers": 1, "num_layers": 1, "num_attention_heads": 2, "num_heads": 2}
+    text = {"model_type": kind, **given[kind], **layers, "vocab_size": 8}
+    file.write_text(json.dumps(text), encoding="utf-8")
+    model = build_model(str(file))
+    assert not is_causal(model.config)
+    assert sum(p.numel() for p in model.module.parameters()) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,29 @@
 """The model that is verified: a small one, one by name that is cut, or a user's own."""
 
-import importlib
 import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.measure.models import build_model, from_config
+from tensorstow.measure.models import (
+    Inputs,
+    build_model,
+    call_function,
+    from_config,
+    is_causal,
+    loss_of,
+    moved_to,
+)
 
 _BATCH, _SEQUENCE = 2, 32
 _WIDTH = 256
 _LAYERS = 2
 _VOCABULARY = 2048
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""Positional and keyword arguments of a forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,9 @@ class Subject:
         """Return the loss of a step; batch and dropout are drawn from the step's own seed."""
         torch.manual_seed(1_000 + step)
         parameter = next(module.parameters())
-        given, named = _moved(self.inputs(module), parameter.device, parameter.dtype)
+        given, named = moved_to(self.inputs(module), parameter.device, parameter.dtype)
         found = module(*given, **named)
-        return _as_loss(found)
+        return loss_of(found)
 
 
 class SmallTransformer(nn.Module):
@@ -98,6 +101,13 @@ def subject_of(name: str | None) -> Subject:
     named = None if _is_function(name) else build_model(name)
     if named is None or named.config is None:
         return _of_function(name)
+    if not is_causal(named.config):
+        message = (
+            f"--model {name} was given, which is no causal language model, so that its batches are"
+            " not known: name a module:function that returns the model and the arguments of its"
+            " forward."
+        )
+        raise OptionError(message)
     config, note = _cut(named.config)
 
     def inputs(_: nn.Module) -> Inputs:
@@ -116,19 +126,7 @@ def _is_function(name: str) -> bool:
 
 
 def _of_function(name: str) -> Subject:
-    where, _, function = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # behind all others, whose modules it must not hide
-    try:
-        make = getattr(importlib.import_module(where), function)
-    except (ImportError, AttributeError) as error:
-        message = f"--model {name} was given: {error}."
-        raise OptionError(message) from error
-    module, given = _parted(make())
-    if not isinstance(module, nn.Module):
-        message = f"--model {name} was given: it returned {type(module).__name__}, no nn.Module."
-        raise OptionError(message)
+    module, given = call_function(name, "--model")
     dtype = next((p.dtype for p in module.parameters()), None)
     names = tuple(label for label, each in _DTYPES.items() if each == dtype)
     if not names:
@@ -136,20 +134,8 @@ def _of_function(name: str) -> Subject:
             f"--model {name} was given, whose parameters are {dtype}: fp32 and bf16 are verified."
         )
         raise OptionError(message)
-    inputs = _guessed(module, name) if given is None else lambda _: _arguments(given)
-    return Subject(name, "", names, lambda: _parted(make())[0], inputs)
-
-
-def _parted(made: object) -> tuple[Any, Any]:
-    if isinstance(made, tuple) and len(made) == 2:
-        return made
-    return made, None
-
-
-def _arguments(given: object) -> Inputs:
-    if isinstance(given, Mapping):
-        return (), given
-    return (given if isinstance(given, tuple) else (given,)), {}
+    inputs = _guessed(module, name) if given is None else lambda _: given
+    return Subject(name, "", names, lambda: call_function(name, "--model")[0], inputs)
 
 
 def _guessed(module: nn.Module, name: str) -> Callable[[nn.Module], Inputs]:
@@ -169,29 +155,6 @@ def _guessed(module: nn.Module, name: str) -> Callable[[nn.Module], Inputs]:
         " module and the arguments of its forward, `return model, (batch,)`."
     )
     raise OptionError(message)
-
-
-def _moved(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
-    def moved(value: object) -> object:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
-
-    given, named = inputs
-    return tuple(moved(each) for each in given), {k: moved(v) for k, v in named.items()}
-
-
-def _as_loss(found: Any) -> torch.Tensor:  # noqa: ANN401  # any output of a model
-    """Return the loss that a model returned, or the mean square of its first output."""
-    loss = getattr(found, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    while isinstance(found, tuple | list) or hasattr(found, "logits"):
-        found = found.logits if hasattr(found, "logits") else found[0]
-    if not isinstance(found, torch.Tensor):
-        message = f"The model returned {type(found).__name__}: a loss, or a tensor, is needed."
-        raise OptionError(message)
-    return found if found.ndim == 0 else found.float().square().mean()
 
 
 def _cut(config: Any) -> tuple[Any, str]:  # noqa: ANN401  # transformers' own
