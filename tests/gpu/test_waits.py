@@ -519,7 +519,7 @@ def units(
     for number in range(4):
         block = PinnedBlock(4 * COUNT, link.device, link.synchronize)
         shards.append(HostShard(block.tensor(0, COUNT, torch.float32), COUNT, block))
-        shards[-1].home.fill_(number)
+        shards[-1].local_shard.fill_(number)
         prefetcher.add_unit(shards[-1:], [dtype_of(cast=cast)], None)
     return prefetcher, shards
 
@@ -581,7 +581,7 @@ def test_copies_that_stay_are_waited_for_and_filled_again_behind_their_readers(
             assert gathered(prefetcher, shards[number], late=LATE / 8).eq(number + step).all()
         prefetcher.discard()
         for shard in shards:
-            shard.home.add_(1)
+            shard.local_shard.add_(1)
     prefetcher.cache.assume(1 << 20)
     prefetcher.buffers.free_own(list(prefetcher._units.values()))
     assert gathered(prefetcher, shards[0]).eq(3).all()
@@ -606,7 +606,7 @@ def test_host_memory_that_is_uploaded_changes_behind_that(way: str, link: Stream
         prefetcher.discard()
     else:
         shards[1].discard_copies()
-    shards[1].home.fill_(9)
+    shards[1].local_shard.fill_(9)
     assert weight.clone().eq(1).all()
 
 

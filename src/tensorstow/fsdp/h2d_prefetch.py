@@ -521,7 +521,7 @@ class H2DPrefetcher:
 
 
 def _versions_of(unit: _Unit) -> list[int]:
-    return [shard.padded._version for shard in unit.shards]  # noqa: SLF001  # as of `home`
+    return [shard.padded._version for shard in unit.shards]  # noqa: SLF001  # as of `local_shard`
 
 
 def _copy_and_wait(shard: ShardStorage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

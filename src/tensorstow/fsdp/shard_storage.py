@@ -40,7 +40,7 @@ class ShardStorage(ABC):
             rows: How many of its rows are this rank's own; the rest is padding.
         """
         self.padded = padded
-        self.home = padded.narrow(0, 0, rows)
+        self.local_shard = padded.narrow(0, 0, rows)
         """This rank's elements without padding: what the optimizer updates."""
         self.is_sharded = False
         """Whether FSDP2 has sharded the parameter; before that the bytes must not be used."""
@@ -83,7 +83,7 @@ class ShardStorage(ABC):
 
     @abstractmethod
     def access(self, *, write: bool) -> AbstractContextManager[None]:
-        """Keep ``home`` and ``padded`` in memory and up to date inside.
+        """Keep ``local_shard`` and ``padded`` in memory and up to date inside.
 
         Args:
             write: Whether they are changed inside.
@@ -126,7 +126,7 @@ class HostShard(ShardStorage):
 
     @contextmanager
     def access(self, *, write: bool) -> Iterator[None]:
-        """Keep ``home`` and ``padded`` up to date inside; ``write``: they are changed."""
+        """Keep ``local_shard`` and ``padded`` up to date inside; ``write``: they are changed."""
         self.before_read()
         if not write:
             yield
@@ -185,7 +185,7 @@ class DiskShard(ShardStorage):
 
     @contextmanager
     def access(self, *, write: bool) -> Iterator[None]:
-        """Keep ``home`` and ``padded`` in memory and up to date inside; ``write``: to change."""
+        """Keep ``local_shard`` and ``padded`` in memory inside; ``write``: to change them."""
         self.before_read()
         if write:
             self.discard_copies()

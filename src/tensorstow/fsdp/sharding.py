@@ -273,7 +273,7 @@ def _read_values(
         for name, parameter in unit.parameters.items():
             start, stop, _ = sharding.rows(parameter.shape)
             if stop > start:
-                storages[name].home.copy_(values[name](start, stop))
+                storages[name].local_shard.copy_(values[name](start, stop))
 
 
 def _place_on_device(unit: Unit, device: torch.device, values: Mapping[str, RowReader]) -> None:

@@ -132,7 +132,11 @@ def to_savable(value: DTensor) -> torch.Tensor:
     if isinstance(local, StowedParameter):
         storage = local.source.storage
         with storage.access(write=False):
-            local = storage.home if storage.pager is None else _copy(storage.home, storage.pager)
+            local = (
+                storage.local_shard
+                if storage.pager is None
+                else _copy(storage.local_shard, storage.pager)
+            )
     if value.device_mesh.size() == 1:
         return local
     made: DTensor = SavedShard(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001

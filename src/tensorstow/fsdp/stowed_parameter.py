@@ -64,13 +64,13 @@ class StowedParameter(OffloadedWeight):
         return f"StowedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
-    def home(self) -> torch.Tensor:
+    def local_shard(self) -> torch.Tensor:
         """This rank's elements in host memory, without padding."""
-        return self.source.storage.home
+        return self.source.storage.local_shard
 
     @property
     def pager(self) -> PooledBuffer | None:
-        """The disk-backed buffer that ``home`` is in; None: it stays in host memory."""
+        """The disk-backed buffer that ``local_shard`` is in; None: it stays in host memory."""
         return self.source.storage.pager
 
     def fsdp_pre_all_gather(
@@ -169,7 +169,7 @@ def _bytes_of(parameter: StowedParameter) -> torch.Tensor:
         parent, view = parameter.view_of
         return view(_bytes_of(parent))
     storage = parameter.source.storage
-    whole = storage.padded if parameter.shape == storage.padded.shape else storage.home
+    whole = storage.padded if parameter.shape == storage.padded.shape else storage.local_shard
     return whole.view(parameter.shape)
 
 
@@ -200,7 +200,7 @@ def _is_padding_by_fsdp(parameter: StowedParameter, func: Any, args: Sequence[An
     if parameter.view_of is not None:
         return False
     storage = parameter.source.storage
-    whole = {storage.padded.shape, storage.home.shape}
+    whole = {storage.padded.shape, storage.local_shard.shape}
     if func == torch.ops.aten.copy_.default:
         return isinstance(args[1], StowedParameter) and args[1].source.storage is storage
     if func not in _PADDING or parameter.shape not in whole:
@@ -263,7 +263,7 @@ def _run_on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             accessed.enter_context(storage.access(write=key in mutated))
         out = func(*given, **named)
         for parameter in mutated.values():  # what runs in here does not count as a version
-            torch.autograd.graph.increment_version(parameter.home)
+            torch.autograd.graph.increment_version(parameter.local_shard)
         memory = {s.padded.untyped_storage().data_ptr() for s in storages.values()}
 
         def own(value: Any) -> Any:  # noqa: ANN401

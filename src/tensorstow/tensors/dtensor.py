@@ -55,13 +55,13 @@ class OffloadedWeight(torch.Tensor):
     """A shard of a parameter whose bytes are in another tensor, in host memory or on disk."""
 
     @property
-    def home(self) -> torch.Tensor:
+    def local_shard(self) -> torch.Tensor:
         """This rank's elements in host memory, without padding; those on disk while pinned."""
         raise NotImplementedError
 
     @property
     def pager(self) -> Pager | None:
-        """The disk-backed buffer that ``home`` is in; None: it stays in host memory."""
+        """The disk-backed buffer that ``local_shard`` is in; None: it stays in host memory."""
         raise NotImplementedError
 
 
@@ -100,7 +100,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds this rank's elements of ``parameter``; itself for most."""
     local = _local(parameter)
-    return local.home if isinstance(local, OffloadedWeight) else local
+    return local.local_shard if isinstance(local, OffloadedWeight) else local
 
 
 Order = tuple[int, ...]

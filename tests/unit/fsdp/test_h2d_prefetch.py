@@ -58,7 +58,7 @@ def made(
     for number in range(count):
         block = PinnedBlock(4 * ROWS, CPU, link.synchronize)
         shards.append(HostShard(block.tensor(0, ROWS, torch.float32).data, ROWS, block))
-        shards[-1].home.fill_(number)
+        shards[-1].local_shard.fill_(number)
         prefetcher.add_unit(shards[-1:], [torch.float32], None)
     if prefetcher.cache is not None:
         prefetcher.cache.assume(0)
@@ -77,7 +77,7 @@ def test_what_comes_next_is_copied_ahead() -> None:
     prefetcher, shards = made(4, link=link)
     for _ in range(2):
         for shard in shards:
-            assert gather(prefetcher, shard).eq(shard.home).all()
+            assert gather(prefetcher, shard).eq(shard.local_shard).all()
     # The last of the second round is followed by the first, as that of the first was.
     assert link.copied == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     prefetcher.all_gather_input(shards[0], torch.float32)
@@ -131,7 +131,7 @@ def test_a_unit_whose_copy_stays_is_copied_once_in_a_step(stay: int) -> None:
         assert min(counts[stay:]) >= 2
         prefetcher.discard()
         for shard in shards:
-            shard.home.add_(1)
+            shard.local_shard.add_(1)
     assert prefetcher.buffers.own_bytes == 128 * stay
     prefetcher.buffers.free_own(list(prefetcher._units.values()))
     assert prefetcher.buffers.own_bytes == 0
@@ -142,7 +142,7 @@ def test_a_copy_that_stays_is_old_when_its_weight_is_written() -> None:
     for shard in shards:
         gather(prefetcher, shard)
     with shards[0].access(write=True):
-        shards[0].home.fill_(7)
+        shards[0].local_shard.fill_(7)
     assert gather(prefetcher, shards[0]).eq(7).all()
 
 
@@ -155,7 +155,7 @@ def test_a_copy_is_old_when_what_state_dict_returns_is_written(stay: int) -> Non
             gather(prefetcher, shard)
     prefetcher.prefetch()
     for shard in shards:
-        shard.home.detach().view(-1).mul_(0).add_(7)
+        shard.local_shard.detach().view(-1).mul_(0).add_(7)
     for shard in shards:
         assert gather(prefetcher, shard).eq(7).all()
 
@@ -193,7 +193,7 @@ def test_more_gathers_than_buffers_are_copied_at_once() -> None:
 def test_a_gather_that_did_not_end_is_begun_again() -> None:
     prefetcher, shards = made(2, link=PlainLink())
     prefetcher.all_gather_input(shards[0], torch.float32)
-    shards[0].home.fill_(9)
+    shards[0].local_shard.fill_(9)
     assert gather(prefetcher, shards[0]).eq(9).all()
 
 
@@ -206,11 +206,11 @@ def test_what_was_copied_ahead_of_a_change_is_forgotten(how: str) -> None:
     assert link.copied[-1] == 1  # ahead
     if how == "step":
         prefetcher.discard()
-        shards[1].home.fill_(5)
+        shards[1].local_shard.fill_(5)
         prefetcher.prefetch()
     else:
         with shards[1].access(write=True):
-            shards[1].home.fill_(5)
+            shards[1].local_shard.fill_(5)
     assert gather(prefetcher, shards[1]).eq(5).all()
 
 
@@ -342,7 +342,7 @@ def test_a_buffer_is_pinned_for_the_copy_alone(tmp_path: Path) -> None:
         buffer = pool.add(4096)
         shards.append(DiskShard(buffer.tensor(0, (ROWS,), torch.float32), ROWS, buffer, disk))
         with shards[-1].access(write=True):
-            shards[-1].home.fill_(number)
+            shards[-1].local_shard.fill_(number)
         prefetcher.add_unit(shards[-1:], [torch.bfloat16], disk)
     for _ in range(2):
         for number, shard in enumerate(shards):
@@ -410,7 +410,7 @@ def test_resume_waits_for_a_gather_that_has_begun() -> None:
     def resume() -> None:
         optimizer.hooks["resume"]()
         for shard in shards:
-            shard.home.fill_(9)
+            shard.local_shard.fill_(9)
 
     late.start()
     assert inside.wait(30)
@@ -429,7 +429,7 @@ def test_what_is_gathered_between_the_hooks_of_a_step_is_not_kept() -> None:
     prefetcher._order.last = (prefetcher._units[id(shards[1])], prefetcher._units[id(shards[2])])
     gather(prefetcher, shards[0])  # and the next one ahead
     for shard in shards:
-        shard.home.fill_(9)
+        shard.local_shard.fill_(9)
     optimizer.hooks["behind step"]()
     for shard in shards:
         assert gather(prefetcher, shard).eq(9).all()
@@ -440,6 +440,6 @@ def test_what_is_gathered_while_a_weight_is_written_is_not_kept() -> None:
     prefetcher, shards, _, model = watched(PlainLink())
     with shards[1].access(write=True):
         gather(prefetcher, shards[0])  # and the next one ahead
-        shards[1].home.fill_(9)
+        shards[1].local_shard.fill_(9)
     assert gather(prefetcher, shards[1]).eq(9).all()
     del model

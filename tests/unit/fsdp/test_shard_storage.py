@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 def test_home_is_without_the_padding() -> None:
     shard = HostShard(torch.arange(6.0).view(3, 2), 2)
-    assert shard.home.tolist() == [[0, 1], [2, 3]]
+    assert shard.local_shard.tolist() == [[0, 1], [2, 3]]
     assert shard.pin() is shard.padded
     assert shard.pager is None
 
@@ -33,7 +33,7 @@ def test_a_shard_on_disk_is_read_when_pinned_and_written_when_dirty(tmp_path: Pa
     buffer, other = pool.add(MIB), pool.add(MIB)
     shard = DiskShard(buffer.tensor(0, (4, 2), torch.float32), 3, buffer, Prefetcher(0))
     with shard.access(write=True):
-        shard.home.fill_(5.0)
+        shard.local_shard.fill_(5.0)
     with torch.no_grad():
         other.pin()  # takes the memory
         assert not buffer.present

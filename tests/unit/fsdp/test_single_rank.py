@@ -107,7 +107,7 @@ def stowed(directory: Path, overlap: str) -> tuple[nn.Module, AdamW]:
 
 def test_weights_are_computed_with_where_they_live(tmp_path: Path) -> None:
     model, optimizer = stowed(tmp_path, "backward")
-    homes = {id(m): p.to_local().home.data_ptr() for m in model for p in m.parameters()}
+    homes = {id(m): p.to_local().local_shard.data_ptr() for m in model for p in m.parameters()}
     used = {}
 
     def look(module: nn.Module, _: object) -> None:

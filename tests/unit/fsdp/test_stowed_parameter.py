@@ -65,16 +65,16 @@ def test_reading_accesses_the_storage_and_gives_memory_of_its_own() -> None:
     assert (type(read), type(total)) == (torch.Tensor, torch.Tensor)
     assert total.tolist() == [[1, 2], [3, 4], [5, 6]]
     read.zero_()
-    assert parameter.home.sum() == 15.0
+    assert parameter.local_shard.sum() == 15.0
 
 
 def test_writing_accesses_it_to_write_and_counts_as_a_version() -> None:
     parameter = stowed(torch.zeros(4, 2), 3)
-    version = parameter.home._version
+    version = parameter.local_shard._version
     with counted(parameter.source.storage) as noted:
         assert parameter.add_(2.0) is parameter
     assert noted == [True]
-    assert parameter.home._version > version
+    assert parameter.local_shard._version > version
     assert parameter.source.storage.padded.tolist() == [[2, 2], [2, 2], [2, 2], [0, 0]]
 
 
@@ -83,20 +83,20 @@ def test_two_parameters_are_accessed_both_and_one_to_write() -> None:
     with counted(ours.source.storage) as written, counted(theirs.source.storage) as read:
         ours.copy_(theirs)
     assert (written, read) == ([True], [False])
-    assert ours.home.tolist() == [[3, 3], [3, 3]]
+    assert ours.local_shard.tolist() == [[3, 3], [3, 3]]
 
 
 def test_a_write_of_a_view_reaches_the_bytes() -> None:
     """``detach`` is the parameter again, so writes by ``.data`` or ``detach`` reach it."""
     parameter = stowed(torch.zeros(3, 2), 2)
     parameter.detach().fill_(1.0)
-    assert parameter.home.eq(1.0).all()
-    version = parameter.home._version
+    assert parameter.local_shard.eq(1.0).all()
+    version = parameter.local_shard._version
     with counted(parameter.source.storage) as noted:
         row = parameter.view(-1)[2:]
         row.fill_(2.0)
     assert noted == [True]
-    assert parameter.home._version > version
+    assert parameter.local_shard._version > version
     assert parameter.source.storage.padded.tolist() == [[1, 1], [2, 2], [0, 0]]
 
 
