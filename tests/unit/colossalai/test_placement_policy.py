@@ -1,3 +1,5 @@
+from itertools import combinations
+
 import pytest
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ def units(*sizes: int) -> list[UnitSizes]:
         ((10, 10, 10, 10), 0.0, set()),
         ((10, 10, 10, 10), 0.5, {"0", "1"}),
         ((10, 10, 10, 10), 0.6, {"0", "1"}),
-        ((10, 10, 10, 10), 0.7, {"0", "1", "3"}),
+        ((10, 10, 10, 10), 0.7, {"0", "1", "2"}),
         ((10, 10, 10, 10), 1.0, {"0", "1", "2", "3"}),
         ((1, 100, 50, 49), 0.5, {"1"}),
         ((1, 100, 50, 49), 0.255, {"2", "0"}),
@@ -139,3 +141,19 @@ def test_fractions_of_states_are_of_what_is_trained(
     each = units_of(model, list(model))
     made = Plan(parameters=Tier.DEVICE, units=dict.fromkeys(below, Tier.HOST))
     assert states_off_device(PlacementPolicy(offload_optim=fraction), each, made) == chosen
+
+
+def test_what_is_nearest_is_found_where_taking_the_largest_first_misses_it() -> None:
+    assert nearest({"a": 6, "b": 5, "c": 5}, 10) == {"b", "c"}
+    sizes = {"a": 97, "b": 61, "c": 43, "d": 23, "e": 11, "f": 0}
+    sums = [sum(each) for n in range(6) for each in combinations(sizes.values(), n)]
+    for wanted in range(-1, 250, 7):
+        found = sum(sizes[name] for name in nearest(sizes, wanted))
+        assert abs(found - wanted) == min(abs(each - wanted) for each in sums)
+
+
+def test_units_ahead_are_as_many_as_were_asked_for() -> None:
+    sizes = Sizes((UnitSizes("a", 8, 8, ()), UnitSizes("b", 8, 8, ()), UnitSizes("c", 8, 8, ())))
+    told = {"device_is_host": False, "states_on_disk": False, "replicas": 1}
+    plans = [plan_of(PlacementPolicy("const"), sizes, prefetch=n, **told) for n in (0, 1)]
+    assert [plan.prefetch for plan in plans] == [3, 1]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
@@ -89,7 +90,8 @@ def plan_of(
         device_is_host: Whether the CPU computes: then the device's memory is the host's.
         states_on_disk: Whether the optimizer keeps states on disk.
         replicas: Groups of ranks that each hold a full copy (``extra_dp_size``).
-        prefetch: Units that are copied to the device ahead (``max_prefetch``).
+        prefetch: Units that are copied to the device ahead (``max_prefetch``); 0: none, and under
+            "const" as many as ``CONST_BYTES`` hold.
         device_limit: Under "auto" the bytes of the device within which copies of parameters stay.
 
     Returns:
@@ -110,7 +112,7 @@ def plan_of(
         stage=3 if shard else 2,
         unsharded=sorted(nearest(whole, (1 - shard) * sum(whole.values()))) if shard else (),
         replicas=replicas,
-        prefetch=_const_prefetch(sizes.units) if policy.name == "const" else prefetch,
+        prefetch=prefetch or (_const_prefetch(sizes.units) if policy.name == "const" else 0),
         device_limit=device_limit if policy.name == "auto" and not device_is_host else None,
     )
 
@@ -133,6 +135,10 @@ def fitting(sizes: Mapping[str, int], room: int) -> set[str]:
     return chosen
 
 
+_SUMS = 100_000
+"""Sums that are told apart."""
+
+
 def nearest(sizes: Mapping[str, int], wanted: float) -> set[str]:
     """Return the names whose sizes are together nearest to what is wanted.
 
@@ -141,15 +147,34 @@ def nearest(sizes: Mapping[str, int], wanted: float) -> set[str]:
         wanted: A sum of some of them, about.
 
     Returns:
-        The largest ones that fit, one after the other, and one more where that is nearer.
+        The names; of equally near sums the lower one's, with the largest that may be in it. Sizes
+        are rounded to a part in 100,000 of all where they have no common divisor that is larger.
     """
-    chosen = fitting(sizes, int(wanted))
-    wanted -= sum(sizes[name] for name in chosen)
-    by_size = sorted(sizes, key=lambda name: (-sizes[name], name))
-    left = [name for name in by_size if name not in chosen and sizes[name]]
-    if left and sizes[left[-1]] - wanted < wanted:
-        chosen.add(left[-1])
+    names = sorted((name for name in sizes if sizes[name]), reverse=True)
+    names.sort(key=lambda name: sizes[name])  # what comes last is taken first
+    total = sum(sizes.values())
+    step = max(gcd(*sizes.values()), -(-total // _SUMS), 1)
+    steps = [round(sizes[name] / step) for name in names]
+    sums = [1]  # bit n: n steps are the sum of some of the names before
+    for each in steps:
+        sums.append(sums[-1] | sums[-1] << each)
+    aim = min(max(wanted / step, 0), sum(steps))
+    at = min(_bits_beside(sums[-1], int(aim)), key=lambda n: (abs(n - aim), n))
+    chosen = set()
+    for number in reversed(range(len(names))):
+        if at >= steps[number] and sums[number] >> (at - steps[number]) & 1:
+            chosen.add(names[number])
+            at -= steps[number]
     return chosen
+
+
+def _bits_beside(bits: int, place: int) -> list[int]:
+    """Return the place of the last bit that is set up to ``place``, and of the first behind it."""
+    found = [(bits & ((2 << place) - 1)).bit_length() - 1]
+    behind = bits >> (place + 1)
+    if behind:
+        found.append(place + (behind & -behind).bit_length())
+    return found
 
 
 def states_off_device(policy: PlacementPolicy, units: Sequence[Unit], plan: Plan) -> set[str]:
