@@ -26,9 +26,17 @@ _LABEL_COLUMNS = 16
 _BUSY = 0.5
 """Of the cores: where others use more of them, what is measured is less than the machine has."""
 
+EXAMPLES = """\
+examples:
+  tensorstow calibrate /nvme           memory, cores, an accelerator, and this directory's disk
+  tensorstow calibrate /nvme --json    the profile, for `tensorstow plan --profile`
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "directories",
         metavar="DIR",

@@ -55,8 +55,18 @@ class DirectoryReport:
     """Whether it is worth offloading to."""
 
 
+EXAMPLES = """\
+examples:
+  tensorstow doctor                    the kernel, and where states may go
+  tensorstow doctor --directory /nvme  this directory too
+  tensorstow doctor --json             for a bug report
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--directory",
         metavar="DIR",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -73,8 +74,11 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
 
 
 def print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; if it is too wide, its rows one after the other, labelled with the heads."""
-    table = Table(*heads)
+    """Print a table; if it is too wide, its rows one after the other, labelled with the heads.
+
+    Lines are drawn on a terminal alone: elsewhere they would be in the way of awk and grep.
+    """
+    table = Table(*heads, box=box.HEAVY_HEAD if console.is_terminal else None)
     for column in table.columns:
         column.no_wrap = True
     for row in rows:

@@ -45,9 +45,20 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ANY_TOKENS = 2048
 """Of an estimate whose ratios alone count."""
 
+EXAMPLES = """\
+examples:
+  tensorstow plan llama-3-8b --device 24GiB --host 64GiB --disk 1TiB   bytes by tier
+  tensorstow plan llama-3-8b --host 64GiB --batch 1 --seq 2048         activations and seconds too
+  tensorstow plan mine:make_model --host 16GiB                         your own: returns a module,
+                                                                       or (module, (batch,))
+  tensorstow plan gpt2 --json | jq .plan                               for a script
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "model",
         metavar="MODEL",

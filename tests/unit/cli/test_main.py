@@ -150,3 +150,15 @@ def test_exit_statuses(error: BaseException, status: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(doctor, "run", fail)
     assert main(["doctor"]) == status
+
+
+@pytest.mark.parametrize("command", ["plan", "calibrate", "doctor", "demo", "verify"])
+def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    told = capsys.readouterr().out.split("examples:\n", 1)[1]
+    shown = [line.strip() for line in told.splitlines() if line.startswith("  tensorstow ")]
+    assert shown
+    for line in shown:
+        words = line.split("  ")[0].split("|")[0].split()
+        assert make_parser().parse_args(words[1:]).parser.prog.endswith(command)

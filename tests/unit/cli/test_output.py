@@ -62,3 +62,11 @@ def test_json_is_a_list_where_there_are_ranks(capsys: pytest.CaptureFixture[str]
 def test_one_and_many() -> None:
     counts = [format_count(count, "file") for count in (0, 1, 2, 9000)]
     assert counts == ["0 files", "1 file", "2 files", "9,000 files"]
+
+
+def test_a_table_has_lines_on_a_terminal_alone() -> None:
+    for terminal in (True, False):
+        by = console(80, terminal=terminal)
+        print_table(by, ["tier", "bytes"], [["host", "5"], ["disk", "7"]])
+        assert said(by).isascii() == (not terminal)
+        assert ["host", "5"] in [line.split() for line in said(by).splitlines()] or terminal

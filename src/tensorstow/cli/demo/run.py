@@ -47,9 +47,18 @@ from tensorstow.colossalai import HybridAdam
 optimizer = HybridAdam(model.parameters(), nvme_offload_fraction=1.0, nvme_offload_dir="/nvme/run")
 """
 
+EXAMPLES = """\
+examples:
+  tensorstow demo                a minute: GPT-2 in memory, and with its states on disk
+  tensorstow demo --gemini       the table of ColossalAI's Gemini example
+  tensorstow demo --out figures  report, timeline and memory go there
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--directory",
         metavar="DIR",
@@ -144,6 +153,8 @@ def _check(given: argparse.Namespace) -> None:
             ' pip install "tensorstow[demo]"'
         )
         raise StowError(message)
+    if given.gemini:
+        return  # it writes no files
     try:
         given.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=given.out):

@@ -80,3 +80,16 @@ def test_json_is_all_that_is_printed(
     }  # fmt: skip
     assert all(Path(path).stat().st_size > 1000 for path in facts["files"].values())
     assert len(facts["sentences"]) == 5
+
+
+def test_gemini_s_table_makes_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class BeganError(Exception):
+        pass
+
+    def begin(*_: object) -> None:
+        raise BeganError
+
+    monkeypatch.setattr(run, "_directory", begin)
+    with pytest.raises(BeganError):
+        run.run(options(tmp_path / "out", gemini=True))
+    assert not (tmp_path / "out").exists()
