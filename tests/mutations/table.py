@@ -701,6 +701,12 @@ MUTATIONS = (
     ),
     Mutation(
         _SAVED,
+        "copied.synchronize()\n            if self._scratch",
+        "pass\n            if self._scratch",
+        f"{_ACTIVATIONS}::test_a_tensor_that_a_late_copy_reads_outlives_the_offload",
+    ),
+    Mutation(
+        _SAVED,
         "if self._blocks.held + nbytes <= self._budget:\n                    break",
         "if False:\n                    break",
         f"{_ACTIVATIONS}::test_forward_to_disk_does_not_wait_for_the_link_while_there_is_room",

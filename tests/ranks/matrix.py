@@ -20,6 +20,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "compute": ("same", "bfloat16"),
     "frozen": (False, True),
     "resume": ("none", "asked", "due"),
+    "activations": ("kept", "disk"),
     "world": (1, 2, 4),
 }
 ON_DEVICE: dict[str, tuple[Value, ...]] = {
@@ -28,6 +29,7 @@ ON_DEVICE: dict[str, tuple[Value, ...]] = {
     "update_on": ("host", "device", 0.4, "hybrid", "auto"),
     "replicas": (1, 2),
     "stay": (False, True),
+    "activations": ("kept", "host", "disk"),
 }
 """Where ranks have an accelerator."""
 GEMINI: dict[str, tuple[Value, ...]] = {
@@ -105,6 +107,7 @@ def _config(row: Row) -> RunConfig:
         torch_clips=row["clip"] == "torch",
         frozen=bool(row["frozen"]),
         resume=row["resume"],
+        activations=row["activations"],
         whole=row["world"] == 4,
     )
 

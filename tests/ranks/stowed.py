@@ -1,9 +1,12 @@
 """Training a model through ``stow``, and the same in one process with everything in RAM."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,9 @@ from torch.nn import functional
 
 import tensorstow
 from ranks.twin import mesh_here
-from tensorstow import Plan
+from tensorstow import Plan, offload_activations
+from tensorstow.activations import offload as saved_tensors
+from tensorstow.activations.offload import ActivationOffload
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.sharding import current_device
@@ -44,6 +49,8 @@ class RunConfig:
     resume: Resume = "none"
     """The run ends and goes on from a commit: one asked for, with a step behind it that is lost, or
     one that was due."""
+    activations: Literal["kept", "host", "disk"] = "kept"
+    """Where what forward saves goes."""
     whole: bool = False
     """Gradients are whole numbers, the same in any order of summation: for more than two ranks."""
 
@@ -59,6 +66,7 @@ class RunConfig:
             "frozen" * self.frozen,
             "untied" * (not self.tied),
             self.resume.removeprefix("none"),
+            f"saved-{self.activations}" * (self.activations != "kept"),
             "whole" * self.whole,
         ]
         return "-".join(p for p in parts if p)
@@ -184,6 +192,27 @@ class Life:
 
     def train(self, *steps: int) -> None:
         """Take these steps."""
+        with self._offloading() as offload:
+            self._train(*steps)
+            if offload is not None:
+                moved = offload.nbytes()
+                assert moved.bytes_down or current_device().type == "cpu"
+                assert moved.bytes_written or self.config.activations == "host"
+
+    @contextmanager
+    def _offloading(self) -> Iterator[ActivationOffload | None]:
+        """Offload what forward saves, if the config says so; of this model it is all small."""
+        if self.config.activations == "kept":
+            yield None
+            return
+        to_disk = {"ram_budget": 0} if self.config.activations == "disk" else {}
+        with (
+            patch.object(saved_tensors, "_LEAST_BYTES", 0),
+            offload_activations(self.model, to=self.config.activations, **to_disk) as offload,
+        ):
+            yield offload
+
+    def _train(self, *steps: int) -> None:
         config, model, optimizer = self.config, self.model, self.optimizer
         for step in steps:
             for micro in range(config.plan.accumulation_steps):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -109,8 +110,7 @@ class ActivationOffload:
                 module.register_forward_hook(self._leave, always_call=True),
             ]
             for part in module.modules():
-                if next(part.parameters(recurse=False), None) is not None:
-                    self._handles.append(part.register_forward_pre_hook(self._note_parameters))
+                self._handles.append(part.register_forward_pre_hook(self._note_parameters))
 
     def nbytes(self) -> ActivationBytes:
         """Return what saved tensors hold now, and what was moved so far."""
@@ -200,7 +200,9 @@ class ActivationOffload:
     def _note_parameters(self, module: nn.Module, _: object) -> None:
         if self._is_closed:
             return
-        for parameter in module.parameters(recurse=False):
+        # A unit of FSDP2 has gathered its parameters by now, and its forward may use those of
+        # parts that it does not call.
+        for parameter in module.parameters(recurse=_is_fsdp_unit(module)):
             storage = parameter.untyped_storage()
             if address_of(storage) not in self._parameters:
                 self._parameters[address_of(storage)] = StorageIdentity(storage)
@@ -287,6 +289,11 @@ def _hooks_in_force() -> tuple[Any, Any] | None:
     found: tuple[Any, Any] | None
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001
     return found
+
+
+def _is_fsdp_unit(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever shards has imported it
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _has_no_memory(tensor: torch.Tensor) -> bool:

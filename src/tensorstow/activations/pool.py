@@ -295,8 +295,12 @@ class ActivationPool:
             )
 
     def close(self) -> None:
-        """Wait for reads and writes and let memory and files go. Idempotent."""
+        """Wait for copies, reads and writes, and let memory and files go. Idempotent."""
         with self._lock:
+            while self._copying:  # their sources are used until then
+                copied = self._copying.popleft().copied
+                if copied is not None:
+                    copied.synchronize()
             if self._scratch is not None:
                 self._scratch.close()
             self._blocks.clear()
