@@ -1,4 +1,4 @@
-"""A process that has torch loaded and makes one child for each life of a run that it is told of.
+"""A process that has torch loaded and makes one child for each attempt of a run that it is told of.
 
 Loading torch takes longer than the run, and a fork of a process with one thread is as good as new.
 """
@@ -28,8 +28,8 @@ def live(job: dict[str, Any]) -> None:
         engine = world.optimizer._states().engine
         assert engine is not None
         engine.inject_fault("write", times=-1, delay_us=job["slow_us"])
-    torch.manual_seed(job["life"])  # what is not resumed shall differ
-    random.seed(job["life"])
+    torch.manual_seed(job["attempt"])  # what is not resumed shall differ
+    random.seed(job["attempt"])
     start = world.resume()
     if start is None:
         world.start_afresh()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from crash.attempts import fork_server, random_kill_points, run_killed
 from crash.cases import CASES
-from crash.lives import nursery, random_deaths, tell_story
 
 
 def main() -> None:
@@ -22,17 +22,17 @@ def main() -> None:
     torch.set_num_threads(1)
     kills = story_number = 0
     print(f"seed {asked.seed}", flush=True)  # noqa: T201
-    with nursery() as children:
+    with fork_server() as children:
         while kills < asked.kills:
             case = CASES[story_number % len(CASES)]
             directory = Path(tempfile.mkdtemp(prefix="tensorstow-soak-", dir=Path.cwd()))
             seed = asked.seed + story_number
-            story = tell_story(children, case, random_deaths(seed, 6), directory)
-            kills += story.kills
+            history = run_killed(children, case, random_kill_points(seed, 6), directory)
+            kills += history.kills
             story_number += 1
-            print(f"{kills} kills; resumed at {story.resumed}", flush=True)  # noqa: T201
-            if story.wrong:
-                sys.exit(f"{case}, seed {seed}, in {directory}: {story.wrong}")
+            print(f"{kills} kills; resumed at {history.resumed}", flush=True)  # noqa: T201
+            if history.wrong:
+                sys.exit(f"{case}, seed {seed}, in {directory}: {history.wrong}")
             shutil.rmtree(directory)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks.deaths import RANK_MOMENTS, WORLD, Case, Death, jobs_of
+from ranks.kill_points import RANK_MOMENTS, WORLD, Case, KillPoint, jobs_of
 from tree import TESTS
 
 KILLED = -9
@@ -27,23 +27,23 @@ COUNTS = {
 RESUMING = {"weights half loaded"}
 
 
-class Nursery:
-    """The process that makes the ranks' lives."""
+class ForkServer:
+    """A process that has torch loaded, and forks a child for each rank."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ranks.deaths"],
+            [sys.executable, "-m", "ranks.kill_points"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
         )
 
-    def live(self, case: Case, death: Death, directory: Path, life: int) -> list[int]:
+    def run(self, case: Case, kill_point: KillPoint, directory: Path, attempt: int) -> list[int]:
         """Return how each rank ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(jobs_of(case, death, directory, life)) + "\n")
+        self._process.stdin.write(json.dumps(jobs_of(case, kill_point, directory, attempt)) + "\n")
         self._process.stdin.flush()
         found: list[int] = json.loads(self._process.stdout.readline())
         return found
@@ -53,8 +53,8 @@ class Nursery:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    process = Nursery()
+def fork_server() -> Iterator[ForkServer]:
+    process = ForkServer()
     yield process
     process.close()
 
@@ -63,13 +63,13 @@ Wanted = Callable[[int], list[dict[str, str]]]
 
 
 @pytest.fixture(scope="module")
-def wanted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+def wanted(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
     """Return what each rank has behind so many steps in RAM that nothing happens to."""
 
     @cache
     def get(steps: int) -> list[dict[str, str]]:
         directory = tmp_path_factory.mktemp("undisturbed")
-        assert nursery.live(Case(steps=steps), Death(), directory, -1) == [0, 0]
+        assert fork_server.run(Case(steps=steps), KillPoint(), directory, -1) == [0, 0]
         return facts_in(directory)
 
     return get
@@ -82,13 +82,17 @@ def facts_in(directory: Path) -> list[dict[str, str]]:
     ]
 
 
-def kill(nursery: Nursery, case: Case, deaths: Sequence[Death], directory: Path) -> int:
+def kill(
+    fork_server: ForkServer, case: Case, kill_points: Sequence[KillPoint], directory: Path
+) -> int:
     """Let ranks die, then live to the end; return how many were killed."""
     kills, durable = 0, 0
-    for life, death in enumerate([*deaths, Death()]):
-        statuses = nursery.live(case, death, directory, life)
+    for attempt, kill_point in enumerate([*kill_points, KillPoint()]):
+        statuses = fork_server.run(case, kill_point, directory, attempt)
         kills += KILLED in statuses
-        assert KILLED in statuses or statuses == [0, 0], f"life {life}, {death}: {statuses}"
+        assert KILLED in statuses or statuses == [0, 0], (
+            f"attempt {attempt}, {kill_point}: {statuses}"
+        )
         durable = check_told(directory, case, durable)
     return kills
 
@@ -116,23 +120,27 @@ def check_told(directory: Path, case: Case, durable: int) -> int:
     ("number", "moment"), list(enumerate(RANK_MOMENTS)), ids=list(RANK_MOMENTS)
 )
 def test_killed_at(
-    number: int, moment: str, tmp_path: Path, nursery: Nursery, wanted: Wanted
+    number: int, moment: str, tmp_path: Path, fork_server: ForkServer, wanted: Wanted
 ) -> None:
     case = Case(1 + number % 2, ("none", "forward")[number // 2 % 2], pin_every=4)
     grace = (0.0, 0.05)[number // 4 % 2]
-    death = Death(number % WORLD, moment=moment, count=COUNTS.get(moment, 4), grace=grace)
-    before = [Death(moment="behind the transaction", count=5)] if moment in RESUMING else []
-    assert kill(nursery, case, [*before, death], tmp_path) == len(before) + 1
+    kill_point = KillPoint(number % WORLD, moment=moment, count=COUNTS.get(moment, 4), grace=grace)
+    before = [KillPoint(moment="behind the transaction", count=5)] if moment in RESUMING else []
+    assert kill(fork_server, case, [*before, kill_point], tmp_path) == len(before) + 1
     assert facts_in(tmp_path) == wanted(case.steps)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_killed_at_random(seed: int, tmp_path: Path, nursery: Nursery, wanted: Wanted) -> None:
+def test_killed_at_random(
+    seed: int, tmp_path: Path, fork_server: ForkServer, wanted: Wanted
+) -> None:
     dice = random.Random(seed)  # noqa: S311
-    deaths = [
-        Death(dice.randrange(WORLD), delay=dice.uniform(0.0, 0.15), grace=dice.uniform(0.0, 0.1))
+    kill_points = [
+        KillPoint(
+            dice.randrange(WORLD), delay=dice.uniform(0.0, 0.15), grace=dice.uniform(0.0, 0.1)
+        )
         for _ in range(4)
     ]
     case = Case(1 + seed, "backward", pin_every=2 * seed, steps=60)
-    assert kill(nursery, case, deaths, tmp_path) > 0
+    assert kill(fork_server, case, kill_points, tmp_path) > 0
     assert facts_in(tmp_path) == wanted(case.steps)

@@ -32,6 +32,10 @@ RETIRED = {
 }
 """Retired word: the word in its place. A plural counts as the word."""
 RETIRED_NAMES = {
+    "BoostedLife": "BoostedRun",
+    "Draws": "RandomBits",
+    "Nursery": "ForkServer",
+    "tell_story": "run_killed",
     "_bought": "_budget_used",
     "_core": "_runtime",
     "_grant": "_pin_chunk",

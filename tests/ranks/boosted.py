@@ -135,7 +135,7 @@ def report(plugin: type[Plugin], given: dict[str, Any]) -> str:
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-class BoostedLife:
+class BoostedRun:
     """A config through Gemini's plugin, with an optimizer that was made before."""
 
     def __init__(self, config: RunConfig, given: dict[str, Any]) -> None:
@@ -171,23 +171,23 @@ def boosted(
     ``saved``: "no", or how a run is saved after its first step, in "one" file or in "many", to go
     on in another model. The step behind that is lost.
     """
-    life, begin = BoostedLife(config, given), 0
+    run, begin = BoostedRun(config, given), 0
     if saved != "no":
         assert folder is not None
-        life.train(0)
+        run.train(0)
         many = saved == "many"
-        life.booster.save_model(life.model, folder / "m", shard=many)
-        life.booster.save_optimizer(life.optimizer, folder / "o", shard=many)
-        life.train(1)
-        life.optimizer.unwrap().close()
-        life, begin = BoostedLife(config, given), 1
+        run.booster.save_model(run.model, folder / "m", shard=many)
+        run.booster.save_optimizer(run.optimizer, folder / "o", shard=many)
+        run.train(1)
+        run.optimizer.unwrap().close()
+        run, begin = BoostedRun(config, given), 1
         with torch.no_grad():
-            for parameter in life.model.parameters():
+            for parameter in run.model.parameters():
                 parameter.zero_()  # what is right from now on comes from the files
-        life.booster.load_model(life.model, folder / "m")
-        life.booster.load_optimizer(life.optimizer, folder / "o")
-    life.train(*range(begin, STEPS))
-    return finish(life.model, life.optimizer)
+        run.booster.load_model(run.model, folder / "m")
+        run.booster.load_optimizer(run.optimizer, folder / "o")
+    run.train(*range(begin, STEPS))
+    return finish(run.model, run.optimizer)
 
 
 def samples(plugin: type[Plugin]) -> list[int]:

@@ -41,7 +41,7 @@ def make_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return model
 
 
-class Life:
+class DurableRun:
     """A process's part of the run."""
 
     def __init__(self, directory: Path | None, **given: object) -> None:
@@ -92,24 +92,24 @@ def digest(tensor: torch.Tensor) -> str:
 
 def undisturbed(steps: int, **given: object) -> dict[str, str]:
     """Train in RAM."""
-    life = Life(None, **given)
-    life.train(steps)
-    return life.facts()
+    run = DurableRun(None, **given)
+    run.train(steps)
+    return run.facts()
 
 
 def in_two_lives(
     directory: Path, first: int, then: int, **given: object
 ) -> tuple[int | None, dict[str, str]]:
     """Train, end in the middle of it, go on; return where, and what it came to."""
-    life = Life(directory, **given)
-    assert life.resume() is None
-    life.train(first)
-    life.stop()
-    life = Life(directory, **given)
-    found = life.resume()
-    life.train(then)
-    facts = life.facts()
-    life.stop()
+    run = DurableRun(directory, **given)
+    assert run.resume() is None
+    run.train(first)
+    run.stop()
+    run = DurableRun(directory, **given)
+    found = run.resume()
+    run.train(then)
+    facts = run.facts()
+    run.stop()
     return found, facts
 
 
@@ -148,20 +148,20 @@ def steps_committed(directory: Path, steps: int) -> list[int]:
         return commit(store, content, keep=keep)
 
     clock = random.Random(dist.get_rank())  # noqa: S311
-    life = Life(directory, commit_every="10min")
+    run = DurableRun(directory, commit_every="10min")
     with (
         patched(Store, "commit", noting),
         patched(Commits, "_is_time", lambda _: clock.random() < 0.4),
     ):
-        life.train(steps)
-        life.stop()
+        run.train(steps)
+        run.stop()
     return committed
 
 
 def with_a_failing_rank(directory: Path, where: str, steps: int) -> tuple[str, str, int | None]:
     """Train until rank 1 cannot commit step 4; return what is raised, and where all go on."""
-    life = Life(directory, commit_every=2, extra=dict)
-    life.train(3)
+    run = DurableRun(directory, commit_every=2, extra=dict)
+    run.train(3)
 
     def full(*_: object, **__: object) -> None:
         message = "no room"
@@ -170,50 +170,50 @@ def with_a_failing_rank(directory: Path, where: str, steps: int) -> tuple[str, s
     owners: dict[str, Any] = {
         "commit": Store,
         "write_tensor": Store,
-        "extra_now": life.optimizer._runtime.commits,
-        "step": life.optimizer._states().pipeline,
+        "extra_now": run.optimizer._runtime.commits,
+        "step": run.optimizer._states().pipeline,
     }
     owner = owners[where]
     try:
         with patched(owner, where, full if dist.get_rank() == 1 else getattr(owner, where)):
-            life.train(4)
-            life.optimizer.synchronize()
+            run.train(4)
+            run.optimizer.synchronize()
     except (CommitError, RankError) as error:
         raised = error
     names = (type(raised).__name__, str(raised))
-    life.optimizer.zero_grad()
+    run.optimizer.zero_grad()
     dist.barrier()
-    found = life.resume()
-    life.train(steps)
-    facts = life.facts()
+    found = run.resume()
+    run.train(steps)
+    facts = run.facts()
     assert facts == undisturbed(steps), "not the run that nothing happened to"
-    life.stop()
+    run.stop()
     return (*names, found)
 
 
 def with_snapshots(directory: Path) -> list[Any]:
     """Keep two steps, go back to the first."""
-    life = Life(directory, commit_every=None)
-    life.train(2)
-    life.optimizer.snapshot("two")
-    wanted = life.facts()
-    life.train(4)
-    life.optimizer.snapshot("four")
-    names = [summary.names for summary in life.optimizer.snapshots()]
-    life.train(5)
-    back = life.resume("two")
-    same = life.facts() == wanted
-    life.optimizer.drop("four")
-    left = [summary.names for summary in life.optimizer.snapshots()]
-    life.stop()
+    run = DurableRun(directory, commit_every=None)
+    run.train(2)
+    run.optimizer.snapshot("two")
+    wanted = run.facts()
+    run.train(4)
+    run.optimizer.snapshot("four")
+    names = [summary.names for summary in run.optimizer.snapshots()]
+    run.train(5)
+    back = run.resume("two")
+    same = run.facts() == wanted
+    run.optimizer.drop("four")
+    left = [summary.names for summary in run.optimizer.snapshots()]
+    run.stop()
     return [names, back, same, left]
 
 
 def refused(directory: Path, act: str) -> str:
     """Return what a rank is told."""
     try:
-        life = Life(directory)
-        getattr(life.optimizer, act)(directory / "states")
+        run = DurableRun(directory)
+        getattr(run.optimizer, act)(directory / "states")
     except tensorstow.StowError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
@@ -241,21 +241,21 @@ def ended(directory: Path, way: str) -> tuple[str, int | None]:
 
     Return what was raised and where all go on.
     """
-    life = Life(directory)
-    life.train(3)
+    run = DurableRun(directory)
+    run.train(3)
     raised = ""
     if way == "close":
-        life.optimizer.close()
+        run.optimizer.close()
     elif way == "drop":
-        del life.optimizer
+        del run.optimizer
     else:
         try:
-            with life.optimizer:
+            with run.optimizer:
                 _fail_in(rank=1)
         except (RankError, ValueError) as error:
             raised = type(error).__name__
     dist.barrier()
-    after = Life(directory)
+    after = DurableRun(directory)
     found = after.resume()
     after.stop()
     return raised, found
@@ -265,44 +265,44 @@ def lost_and_gone_on(
     directory: Path, other: Path, lost: list[int]
 ) -> tuple[list[str], int | None, dict[str, str]]:
     """Lose the directories of some ranks, go on elsewhere; return what was said, and the end."""
-    life = Life(directory)
-    life.resume()
-    life.train(2)
-    life.optimizer.commit()
-    life.train(3)
-    life.optimizer.synchronize()
+    run = DurableRun(directory)
+    run.resume()
+    run.train(2)
+    run.optimizer.commit()
+    run.train(3)
+    run.optimizer.synchronize()
     rank = dist.get_rank()
     if rank in lost:
-        mine = Path(life.optimizer._params().store.storage.directories[0])
+        mine = Path(run.optimizer._params().store.storage.directories[0])
         mine.rename(mine.with_name(f"gone-{rank}"))
     dist.barrier()
     said: list[str] = []
     try:
-        life.optimizer.commit()
+        run.optimizer.commit()
     except StowError as error:
         said.append(f"{type(error).__name__}: {error}")
     dist.barrier()
     try:
-        life.optimizer.commit_to(other)
+        run.optimizer.commit_to(other)
     except StowError as error:
         said.append(f"{type(error).__name__}: {error}")
-        life.stop()
+        run.stop()
         return said, None, {}
-    life.train(4)
-    life.optimizer.commit()
-    life.stop()
-    life = Life(other)
-    found = life.resume()
-    life.train(5)
-    facts = life.facts()
-    life.stop()
+    run.train(4)
+    run.optimizer.commit()
+    run.stop()
+    run = DurableRun(other)
+    found = run.resume()
+    run.train(5)
+    facts = run.facts()
+    run.stop()
     return said, found, facts
 
 
 def resumed(directory: Path) -> tuple[int | None, dict[str, str]]:
     """Go on, and return where and with what."""
-    life = Life(directory)
-    found = life.resume()
-    facts = life.facts()
-    life.stop()
+    run = DurableRun(directory)
+    found = run.resume()
+    facts = run.facts()
+    run.stop()
     return found, facts

@@ -171,7 +171,7 @@ def groups_of(named: list[tuple[str, torch.Tensor]], **placement: object) -> ten
     return tensorstow.AdamW(groups, lr=1e-2, **placement)
 
 
-class Life:
+class StowedRun:
     """A process's part of a config, until it ends."""
 
     def __init__(self, config: RunConfig, directory: Path | None = None) -> None:
@@ -230,29 +230,29 @@ class Life:
 def stowed(config: RunConfig, directory: Path | None = None) -> list[torch.Tensor]:
     """Train through ``stow``; return whole weights. A config that resumes takes a ``directory``."""
     if config.resume == "none":
-        life, begin = Life(config), 0
+        run, begin = StowedRun(config), 0
     else:
         assert directory is not None
-        life, begin = resumed(config, directory)
-    life.train(*range(begin, STEPS))
-    return finish(life.model, life.optimizer)
+        run, begin = resumed(config, directory)
+    run.train(*range(begin, STEPS))
+    return finish(run.model, run.optimizer)
 
 
-def resumed(config: RunConfig, directory: Path) -> tuple[Life, int]:
+def resumed(config: RunConfig, directory: Path) -> tuple[StowedRun, int]:
     """Train until there is a commit, and throw everything away; return who goes on, and where."""
-    life = Life(config, directory)
-    life.train(0)
+    run = StowedRun(config, directory)
+    run.train(0)
     if config.resume == "asked":
-        life.optimizer.commit()
-    life.train(1)  # one that asks for its commit loses this
-    life.optimizer.close()
-    life = Life(config, directory)
+        run.optimizer.commit()
+    run.train(1)  # one that asks for its commit loses this
+    run.optimizer.close()
+    run = StowedRun(config, directory)
     with torch.no_grad():
-        for parameter in life.model.parameters():
+        for parameter in run.model.parameters():
             parameter.zero_()  # what is right from now on comes from the commit
-    begin = life.optimizer.resume()
+    begin = run.optimizer.resume()
     assert begin == (1 if config.resume == "asked" else 2)
-    return life, begin
+    return run, begin
 
 
 def finish(model: nn.Module, optimizer: tensorstow.AdamW) -> list[torch.Tensor]:

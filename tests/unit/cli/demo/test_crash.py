@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from crash.aims import MOMENTS
+from crash.attempts import ForkServer, KillPoint, fork_server, random_kill_points, run_killed
 from crash.cases import CASES
-from crash.lives import Death, Nursery, nursery, random_deaths, tell_story
 from crash.world import Case
 from tensorstow.base.update_on import Overlap
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Nursery]:
+def children() -> Iterator[ForkServer]:
     torch.set_num_threads(1)
-    with nursery() as process:
+    with fork_server() as process:
         yield process
 
 
@@ -26,25 +26,25 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.parametrize(("seed", "case"), list(enumerate(CASES)), ids=list(map(name_of, CASES)))
-def test_killed_at_random(seed: int, case: Case, tmp_path: Path, children: Nursery) -> None:
-    story = tell_story(children, case, random_deaths(seed, 4), tmp_path)
-    assert story.wrong == []
+def test_killed_at_random(seed: int, case: Case, tmp_path: Path, children: ForkServer) -> None:
+    history = run_killed(children, case, random_kill_points(seed, 4), tmp_path)
+    assert history.wrong == []
 
 
 @pytest.mark.parametrize(("number", "moment"), list(enumerate(MOMENTS)), ids=list(MOMENTS))
-def test_killed_at(number: int, moment: str, tmp_path: Path, children: Nursery) -> None:
-    """At the first and at a later time, and again in the life after that."""
+def test_killed_at(number: int, moment: str, tmp_path: Path, children: ForkServer) -> None:
+    """At the first and at a later time, and again in the attempt after that."""
     kills = 0
     for count in (1, 3):
         overlap: Overlap = ("none", "forward", "backward")[(number + count) % 3]
         case = Case(overlap, commit_every=2, pin_every=2, ram_budget="1100KiB", steps=14)
-        begun = Death(moment="behind the transaction", count=4)
-        aimed = Death(moment=moment, count=count)
+        begun = KillPoint(moment="behind the transaction", count=4)
+        aimed = KillPoint(moment=moment, count=count)
         is_beginning = "new" in moment.split() or moment == "room for states"
-        deaths = [aimed, aimed] if is_beginning else [begun, aimed, aimed]
+        kill_points = [aimed, aimed] if is_beginning else [begun, aimed, aimed]
         directory = tmp_path / str(count)
         directory.mkdir()
-        story = tell_story(children, case, deaths, directory)
-        assert story.wrong == []
-        kills += story.kills - (not is_beginning)
+        history = run_killed(children, case, kill_points, directory)
+        assert history.wrong == []
+        kills += history.kills - (not is_beginning)
     assert kills > 0

@@ -1,6 +1,6 @@
-"""A run of two ranks, one of which is killed: a process that has torch loaded makes their lives.
+"""A run of two ranks, one of which is killed: a process that has torch loaded forks both.
 
-It takes lives as lines: a job for each rank. It forks a child for each, kills one where a delay
+It takes attempts as lines: a job for each rank. It forks a child for each, kills one where a delay
 says so, ends the others when one has died, and answers with how each ended.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from crash.aims import MOMENTS, arm_at
-from ranks.durable import Life
+from ranks.durable import DurableRun
 from tensorstow.checkpoint import agreement
 from tensorstow.checkpoint.coordinator import Coordinator
 from tensorstow.store.store import Store
@@ -51,8 +51,8 @@ RANK_MOMENTS: dict[str, tuple[Any, str, str]] = {
 
 
 @dataclass(frozen=True)
-class Death:
-    """How a rank ends, if the run does not come to its end before."""
+class KillPoint:
+    """When a rank is killed, if the run has not come to its end before."""
 
     rank: int = 0
     delay: float | None = None
@@ -74,7 +74,7 @@ class Case:
     steps: int = 9
 
 
-def live(job: dict[str, Any]) -> None:
+def train_rank(job: dict[str, Any]) -> None:
     """Be a rank: resume and train to the end, or until killed; leave what the run is then."""
     torch.set_num_threads(1)
     rank, directory = job["rank"], Path(job["directory"])
@@ -84,26 +84,26 @@ def live(job: dict[str, Any]) -> None:
         arm_at(RANK_MOMENTS[job["moment"]], job["count"])
     case = Case(**job["case"])
     place = directory / "run" if job["durable"] else None
-    life = Life(place, commit_every=case.commit_every, overlap=case.overlap)
+    run = DurableRun(place, commit_every=case.commit_every, overlap=case.overlap)
     with (directory / f"told-{rank}").open("a", encoding="ascii") as told:
         if place is not None:
-            print("resumed", life.resume(), file=told, flush=True)
-        while life.step < case.steps:
-            life.train(life.step + 1)
-            print("step", life.step, file=told, flush=True)
-            if case.pin_every and place is not None and life.step % case.pin_every == 0:
-                _pin(life)
-    facts = life.facts()
-    life.optimizer.close()
+            print("resumed", run.resume(), file=told, flush=True)
+        while run.step < case.steps:
+            run.train(run.step + 1)
+            print("step", run.step, file=told, flush=True)
+            if case.pin_every and place is not None and run.step % case.pin_every == 0:
+                _pin(run)
+    facts = run.facts()
+    run.optimizer.close()
     (directory / f"facts-{rank}").write_text(json.dumps(facts), encoding="ascii")
     dist.destroy_process_group()
 
 
-def _pin(life: Life) -> None:
+def _pin(run: DurableRun) -> None:
     """Keep this step, and no longer the one before."""
-    if life.optimizer.snapshots():
-        life.optimizer.drop("last")
-    life.optimizer.snapshot("last")
+    if run.optimizer.snapshots():
+        run.optimizer.drop("last")
+    run.optimizer.snapshot("last")
 
 
 def attend(jobs: list[dict[str, Any]]) -> list[int]:
@@ -139,7 +139,7 @@ def _born(job: dict[str, Any]) -> int:
     if child == 0:
         status = 1
         try:
-            live(job)
+            train_rank(job)
             status = 0
         except BaseException:  # noqa: BLE001  # the parent shows it
             traceback.print_exc()
@@ -149,25 +149,27 @@ def _born(job: dict[str, Any]) -> int:
     return child
 
 
-def jobs_of(case: Case, death: Death, directory: Path, life: int) -> list[dict[str, Any]]:
-    """Return what each rank is to do; without a directory's ``run`` for life -1."""
+def jobs_of(
+    case: Case, kill_point: KillPoint, directory: Path, attempt: int
+) -> list[dict[str, Any]]:
+    """Return what each rank is to do; without a directory's ``run`` for attempt -1."""
     common = {
         "case": asdict(case),
         "directory": str(directory),
-        "meeting": str(directory / f"meeting-{life}"),
-        "durable": life >= 0,
-        "grace": death.grace,
+        "meeting": str(directory / f"meeting-{attempt}"),
+        "durable": attempt >= 0,
+        "grace": kill_point.grace,
     }
     nothing = {"moment": "", "count": 0, "delay": None}
-    own = {"moment": death.moment, "count": death.count, "delay": death.delay}
+    own = {"moment": kill_point.moment, "count": kill_point.count, "delay": kill_point.delay}
     return [
-        {**common, "rank": rank, **(own if rank == death.rank else nothing)}
+        {**common, "rank": rank, **(own if rank == kill_point.rank else nothing)}
         for rank in range(WORLD)
     ]
 
 
 def main() -> None:
-    """Take lives as lines."""
+    """Take attempts as lines."""
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch's compiler
     for line in sys.stdin:
         print(json.dumps(attend(json.loads(line))), flush=True)  # noqa: T201

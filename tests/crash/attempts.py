@@ -19,8 +19,8 @@ KILLED = -int(signal.SIGKILL)
 
 
 @dataclass(frozen=True)
-class Death:
-    """How one life of a run ends, if it does not come to the run's end before."""
+class KillPoint:
+    """When an attempt of a run is killed, if it has not come to its end before."""
 
     delay: float | None = None
     """Seconds after its start."""
@@ -28,11 +28,11 @@ class Death:
     """One of aims.MOMENTS, the ``count``-th time."""
     count: int = 1
     slow_us: int = 0
-    """What each write waits, so that writes are under way when it dies."""
+    """What each write waits, so that writes are under way when it is killed."""
 
 
 @dataclass
-class Story:
+class RunHistory:
     """What happened to a run."""
 
     kills: int = 0
@@ -40,8 +40,8 @@ class Story:
     wrong: list[str] = field(default_factory=list)
 
 
-class Nursery:
-    """The process that makes the children."""
+class ForkServer:
+    """A process that has torch loaded, and forks a child for each attempt."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
@@ -53,7 +53,7 @@ class Nursery:
             env=environment,
         )
 
-    def live(self, job: dict[str, object], delay: float | None) -> int:
+    def run(self, job: dict[str, object], delay: float | None) -> int:
         """Return the exit status of a child that does ``job`` and is killed after ``delay``."""
         child = int(self._say(json.dumps(job)))
         timer = threading.Timer(delay if delay is not None else 60.0, _kill, (child,))
@@ -79,8 +79,8 @@ class Nursery:
 
 
 @contextmanager
-def nursery() -> Iterator[Nursery]:
-    process = Nursery()
+def fork_server() -> Iterator[ForkServer]:
+    process = ForkServer()
     try:
         yield process
     finally:
@@ -92,41 +92,43 @@ def _kill(child: int) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def random_deaths(seed: int, count: int) -> list[Death]:
-    """Return deaths at any moment of a life, while writes take a little or no time."""
+def random_kill_points(seed: int, count: int) -> list[KillPoint]:
+    """Return kills at any moment of an attempt, while writes take a little or no time."""
     dice = random.Random(seed)  # noqa: S311
     return [
-        Death(delay=dice.uniform(0.0, 0.35), slow_us=dice.choice((0, 0, 300, 2000)))
+        KillPoint(delay=dice.uniform(0.0, 0.35), slow_us=dice.choice((0, 0, 300, 2000)))
         for _ in range(count)
     ]
 
 
-def tell_story(nursery: Nursery, case: Case, deaths: Sequence[Death], directory: Path) -> Story:
-    """Let a run die as often as ``deaths`` says, then live to its end; compare all of it."""
-    story = Story()
-    for life, death in enumerate([*deaths, Death()]):
+def run_killed(
+    fork_server: ForkServer, case: Case, kill_points: Sequence[KillPoint], directory: Path
+) -> RunHistory:
+    """Kill a run at each of ``kill_points``, then let it come to its end; compare all of it."""
+    history = RunHistory()
+    for attempt, kill_point in enumerate([*kill_points, KillPoint()]):
         job = {
             "case": asdict(case),
             "directory": str(directory),
-            "life": life,
-            "moment": death.moment,
-            "count": death.count,
-            "slow_us": death.slow_us,
+            "attempt": attempt,
+            "moment": kill_point.moment,
+            "count": kill_point.count,
+            "slow_us": kill_point.slow_us,
         }
-        status = nursery.live(job, death.delay)
+        status = fork_server.run(job, kill_point.delay)
         if status == KILLED:
-            story.kills += 1
+            history.kills += 1
         elif status != 0:
-            story.wrong.append(f"life {life} ({death}) ended with status {status}")
-            return story
+            history.wrong.append(f"attempt {attempt} ({kill_point}) ended with status {status}")
+            return history
     wanted = undisturbed(case.state_format or "split", case.steps)
     found = json.loads((directory / "facts").read_text(encoding="ascii"))
-    story.wrong += differing(found, wanted[case.steps])
-    _read_losses(directory / "losses", case, story)
-    return story
+    history.wrong += differing(found, wanted[case.steps])
+    _read_losses(directory / "losses", case, history)
+    return history
 
 
-def _read_losses(path: Path, case: Case, story: Story) -> None:
+def _read_losses(path: Path, case: Case, history: RunHistory) -> None:
     """Every step that was taken again had the same loss; no commit that was durable was lost."""
     losses: dict[int, str] = {}
     durable = 0
@@ -137,12 +139,12 @@ def _read_losses(path: Path, case: Case, story: Story) -> None:
         if first == "resumed":
             step = None if second == "None" else int(second)
             if (step or 0) < durable:
-                story.wrong.append(f"resumed at {step}, and {durable} was durable")
-            story.resumed.append(step)
+                history.wrong.append(f"resumed at {step}, and {durable} was durable")
+            history.resumed.append(step)
             durable = max(durable, step or 0)
             continue
         if losses.setdefault(int(first), second) != second:
-            story.wrong.append(f"step {first} had another loss the second time")
+            history.wrong.append(f"step {first} had another loss the second time")
         if by_hand or isinstance(case.commit_every, int):
             # The commit of the step before has been waited for when this one is taken.
             durable = max(durable, (int(first) - 1) // every * every)
