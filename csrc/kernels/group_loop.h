@@ -21,9 +21,9 @@
 #include <cstring>
 
 #include "kernels/adam_rule.h"
-#include "kernels/draws.h"
 #include "kernels/moments.h"
 #include "kernels/padding.h"
+#include "kernels/random_bits.h"
 #include "kernels/weights.h"
 
 namespace stow {
@@ -58,7 +58,7 @@ class GroupLoop {
         v_(stream_at<std::uint8_t>(args, Stream::v)),
         m_scale_(stream_at<std::uint16_t>(args, Stream::m_scale)),
         v_scale_(stream_at<std::uint16_t>(args, Stream::v_scale)),
-        draws_(args.key),
+        random_bits_(args.key),
         args_(args) {}
 
   void run() const {
@@ -88,7 +88,7 @@ class GroupLoop {
     m_scale_[at] = m_scale;
     v_scale_[at] = v_scale;
     I chance[kVectors];
-    for (int k = 0; k < kVectors; ++k) chance[k] = draws_.at(args_.first + i + k * V::kLanes);
+    for (int k = 0; k < kVectors; ++k) chance[k] = random_bits_.at(args_.first + i + k * V::kLanes);
     encode_m(m_ + i, moments.m, m_scale, chance);
     encode_v(v_ + i, moments.root, v_scale, chance);
   }
@@ -171,7 +171,7 @@ class GroupLoop {
   std::uint8_t* v_;
   std::uint16_t* m_scale_;
   std::uint16_t* v_scale_;
-  Draws<V> draws_;
+  RandomBits<V> random_bits_;
   const AdamArgs& args_;
 };
 

@@ -49,8 +49,8 @@ struct AdamHyper {
 //   split  for a bf16 parameter the weight is the rounded high half of its master, so only the low
 //          half is kept ([Note: Split masters]); otherwise fp32. The same bits as fp32.
 //
-//   bf16   m and v in bf16, rounded by chance ([Note: Stochastic rounding], [Note: Draws]); a bf16
-//          parameter's master split, a fp16 one's in fp32. Not exact.
+//   bf16   m and v in bf16, rounded by chance ([Note: Stochastic rounding], [Note: Random bits]);
+//          a bf16 parameter's master split, a fp16 one's in fp32. Not exact.
 //   int8   m and v in a byte ([Note: Byte moments]); a bf16 parameter's master in 24 bits
 //          ([Note: 24-bit masters]), a fp16 one's in fp32. Not exact.
 //

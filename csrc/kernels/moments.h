@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "kernels/draws.h"
+#include "kernels/random_bits.h"
 #include "kernels/weights.h"
 
 namespace stow {
@@ -66,13 +66,13 @@ class HalfMoments {
       : m_(stream_at<std::int16_t>(args, Stream::m)),
         v_(stream_at<std::int16_t>(args, Stream::v)),
         first_(args.first),
-        draws_(args.key) {}
+        random_bits_(args.key) {}
 
   V m(std::int64_t i) const { return V::of(I::load(m_ + i).template shl<16>()); }
   I kept_v(std::int64_t i) const { return I::load(v_ + i).template shl<16>(); }
   V v(I kept) const { return V::of(kept & I::fill(kMagnitude)); }
   I round(std::int64_t i, V m, V v) const {
-    const I chance = draws_.at(first_ + i);
+    const I chance = random_bits_.at(first_ + i);
     const I kept_m = round_by_chance<V>(m.bits(), chance & I::fill(0xffffu));
     kept_m.template shr<16>().store(m_ + i);
     return round_by_chance<V>(v.bits() & I::fill(kMagnitude), chance.template shr<16>());
@@ -83,7 +83,7 @@ class HalfMoments {
   std::int16_t* m_;
   std::int16_t* v_;
   std::int64_t first_;
-  Draws<V> draws_;
+  RandomBits<V> random_bits_;
 };
 
 }  // namespace

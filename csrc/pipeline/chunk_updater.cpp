@@ -12,7 +12,7 @@ UpdateScope ChunkUpdater::scope_of(const PipelineChunk& chunk) const {
   return !chunk.has_gradient && in_place ? UpdateScope::weights_only : UpdateScope::slot;
 }
 
-std::int64_t ChunkUpdater::update(PipelineChunk& chunk, UpdateScope scope, Half half,
+std::int64_t ChunkUpdater::update(PipelineChunk& chunk, UpdateScope scope, UpdatePhase phase,
                                   PipelineMonitor::Lock& lock) {
   const CurrentStep& step = data_.step;
   const UpdateTask task{
@@ -24,16 +24,16 @@ std::int64_t ChunkUpdater::update(PipelineChunk& chunk, UpdateScope scope, Half 
       scope == UpdateScope::slot ? chunk.slot_states : SlotStates::known,
       !chunk.has_gradient,
       scope == UpdateScope::slot || (scope == UpdateScope::resident && step.spec().capture),
-      half};
+      phase};
   const int count = threads();
   std::int64_t damaged = -1;
   data_.monitor.unlocked(lock, [&] {
-    const bool slow = update_lane.is_on() && half == Half::both && !task.idle;
+    const bool slow = update_lane.is_on() && phase == UpdatePhase::both && !task.idle;
     const auto over =
         slow ? update_lane.take(chunk.spec.elements, chunk.ready) : Metered::Clock::time_point{};
     damaged = update_chunk(task, step.parameters(), step.hypers(), isa_, count);
     if (slow) std::this_thread::sleep_until(over);
-    if (half != Half::before) {
+    if (phase != UpdatePhase::before) {
       data_.trace.record({chunk.started, now(), Lane::update, chunk.number, 0});
     }
   });

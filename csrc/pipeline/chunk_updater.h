@@ -14,7 +14,7 @@ class ChunkUpdater {
   UpdateScope scope_of(const PipelineChunk& chunk) const;
   // Gives up the lock meanwhile. Returns the first block whose states are not what was written, or
   // -1.
-  std::int64_t update(PipelineChunk& chunk, UpdateScope scope, Half half,
+  std::int64_t update(PipelineChunk& chunk, UpdateScope scope, UpdatePhase phase,
                       PipelineMonitor::Lock& lock);
 
  private:

@@ -60,7 +60,7 @@ class Pipeline {
 
   // Where the caller updates: the next chunk for the caller to update, whose gradients he knows (in
   // an open step he adds them as ever); none where the step is over, or where none is there and he
-  // does not `wait`. He who waits must hold no chunk himself, or nobody might ever go on.
+  // does not `wait`. Do not wait while holding a chunk: deadlock.
   AcquiredChunk acquire_chunk(bool wait);
   // The caller is done with the chunk: its memory holds the new states, and the weights of 16-bit
   // parameters (in a commit, of all) are new where the step says they are.

@@ -168,16 +168,16 @@ PipelineChunk* Scheduler::next_to_update() {
   return data_.queues.pop_ready();
 }
 
-Half Scheduler::half_of(const PipelineChunk& chunk) const {
-  if (chunk.stage == StepStage::released) return Half::after;
+UpdatePhase Scheduler::phase_of(const PipelineChunk& chunk) const {
+  if (chunk.stage == StepStage::released) return UpdatePhase::after;
   const bool by_caller = data_.step.spec().caller == Caller::updates && chunk.is_of_caller;
-  return by_caller && chunk.has_gradient ? Half::before : Half::both;
+  return by_caller && chunk.has_gradient ? UpdatePhase::before : UpdatePhase::both;
 }
 
 void Scheduler::update(PipelineChunk& chunk, PipelineMonitor::Lock& lock) {
   const UpdateScope scope = updater_.scope_of(chunk);
-  const Half half = half_of(chunk);
-  if (half != Half::after) {
+  const UpdatePhase phase = phase_of(chunk);
+  if (phase != UpdatePhase::after) {
     chunk.capturing = data_.step.spec().capture;
     if (scope == UpdateScope::resident) {
       if (chunk.capturing) data_.ring.take(chunk);
@@ -189,13 +189,13 @@ void Scheduler::update(PipelineChunk& chunk, PipelineMonitor::Lock& lock) {
     }
     chunk.started = now();
   }
-  const std::int64_t damaged = updater_.update(chunk, scope, half, lock);
+  const std::int64_t damaged = updater_.update(chunk, scope, phase, lock);
   if (damaged >= 0) {
     fail_update(chunk, damaged);
     return;
   }
   if (chunk.slot_states == SlotStates::unverified) chunk.slot_states = SlotStates::known;
-  if (half != Half::before) {
+  if (phase != UpdatePhase::before) {
     settle_update(chunk, scope);
     return;
   }

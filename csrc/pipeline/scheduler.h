@@ -44,7 +44,7 @@ class Scheduler {
   bool evict();
   PipelineChunk* next_to_update();
   void update(PipelineChunk& chunk, PipelineMonitor::Lock& lock);
-  Half half_of(const PipelineChunk& chunk) const;
+  UpdatePhase phase_of(const PipelineChunk& chunk) const;
   void settle_update(PipelineChunk& chunk, UpdateScope scope);
   void fail_update(PipelineChunk& chunk, std::int64_t block);
   void settle_transfer(PipelineChunk& chunk, Op op, bool failed);

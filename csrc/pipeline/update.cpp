@@ -20,13 +20,13 @@ class BlockUpdate {
   bool run(std::int64_t index) const {
     const UpdateBlock& block = task_.parts.blocks[index];
     const Layout& layout = task_.parts.layout;
-    if (task_.half != Half::after) {
+    if (task_.phase != UpdatePhase::after) {
       if (task_.states == SlotStates::unverified &&
           block_checksum(layout, block, task_.memory.states) != task_.checksums.states[index]) {
         return false;
       }
       if (task_.states == SlotStates::zero && !task_.idle) clear(block);
-      if (task_.half == Half::before) return true;
+      if (task_.phase == UpdatePhase::before) return true;
     }
     if (!task_.idle) {
       for (std::size_t p = block.first_piece; p < block.last_piece; ++p) update(p);
@@ -58,7 +58,7 @@ class BlockUpdate {
     args.first = segment.parameter_offset + piece.offset;
     args.param = static_cast<char*>(parameter.param) + args.first * size_of(family.param_dtype);
     args.n = piece.count;
-    if (task_.half == Half::both) compute(args, piece);
+    if (task_.phase == UpdatePhase::both) compute(args, piece);
     // An fp32 weight is its own master: writes by others need not be detected.
     if (family.param_dtype == DType::f32) return;
     task_.checksums.recorded[index] = checksum(args.param, 2 * piece.count, 0);

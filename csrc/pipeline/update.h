@@ -49,7 +49,7 @@ enum class UpdateScope : std::uint8_t {
 // [Note: AcquiredChunk] An update has two halves with the kernel between them. If the caller
 // changes the states in memory instead of the kernel, `before` leaves verified states, or zeros,
 // there, and `after` takes checksums and copies of what the caller left.
-enum class Half : std::uint8_t { both, before, after };
+enum class UpdatePhase : std::uint8_t { both, before, after };
 
 struct UpdateTask {
   const ChunkSpec& spec;
@@ -60,7 +60,7 @@ struct UpdateTask {
   SlotStates states;
   bool idle;  // no gradient: only verified and copied
   bool sum;   // the states go to disk
-  Half half;
+  UpdatePhase phase;
 };
 
 // Runs on the pool with `threads` threads (0: all of them). Returns the first block whose states

@@ -12,8 +12,8 @@ def random_bits(
 ) -> tuple[Tensor, Tensor]:
     """Return two 16-bit numbers (int32) on ``device`` for each element from ``first`` on.
 
-    [Note: Draws] in csrc/kernels/draws.h, bit for bit: the first number rounds first moments, the
-    second one second moments.
+    [Note: Random bits] in csrc/kernels/random_bits.h, bit for bit: the first number rounds first
+    moments, the second one second moments.
     """
     before, inside = key_words(key)
     x = (torch.arange(first, first + count, dtype=torch.int64, device=device) & _WORD) ^ before

@@ -196,14 +196,14 @@ def update_chunk(
         tl.store(vmax_at + own, vmax, mask=mask)
     if DTYPE != "torch.float32":
         _store_master(weight, master_at + own, mask, DTYPE, FORMAT)
-    draws = at
+    bits = at
     if FORMAT == "bf16" or FORMAT == "int8":
         words = row + 8
-        draws = _draws(tl.load(row + 6) + at, tl.load(words), tl.load(words + 1))
+        bits = _random_bits(tl.load(row + 6) + at, tl.load(words), tl.load(words + 1))
     _store_moments(
         m,
         _signed(v, weight, DTYPE, FORMAT),
-        draws,
+        bits,
         m_at + own,
         v_at + own,
         m_scale,
@@ -404,7 +404,7 @@ def _decode_moments(
 def _store_moments(
     m: tl.tensor,
     v: tl.tensor,
-    draws: tl.tensor,
+    bits: tl.tensor,
     m_at: tl.tensor,
     v_at: tl.tensor,
     m_scale_at: tl.tensor,
@@ -416,28 +416,28 @@ def _store_moments(
     """Store moments; the sign of ``v`` is kept where the format has one."""
     if FORMAT == "int8":
         # What lies behind a parameter's last element has no part in its group's scale.
-        code, scale = _to_bytes(tl.where(mask, m, 0.0), _low_half(draws))
+        code, scale = _to_bytes(tl.where(mask, m, 0.0), _low_half(bits))
         tl.store(m_at, code, mask=mask)
         tl.store(m_scale_at, scale, mask=group_mask)
-        code, scale = _to_unsigned_bytes(tl.where(mask, tl.abs(v), 0.0), _high_half(draws))
+        code, scale = _to_unsigned_bytes(tl.where(mask, tl.abs(v), 0.0), _high_half(bits))
         tl.store(v_at, code, mask=mask)
         tl.store(v_scale_at, scale, mask=group_mask)
     elif FORMAT == "bf16":
-        tl.store(m_at, _to_bf16_by_chance(m, _low_half(draws)), mask=mask)
-        tl.store(v_at, _to_bf16_by_chance(v, _high_half(draws)), mask=mask)
+        tl.store(m_at, _to_bf16_by_chance(m, _low_half(bits)), mask=mask)
+        tl.store(v_at, _to_bf16_by_chance(v, _high_half(bits)), mask=mask)
     else:
         tl.store(m_at, m, mask=mask)
         tl.store(v_at, v, mask=mask)
 
 
 @triton.jit
-def _low_half(draws: tl.tensor) -> tl.tensor:
-    return (draws & 0xFFFF).to(tl.int32)
+def _low_half(bits: tl.tensor) -> tl.tensor:
+    return (bits & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
-def _high_half(draws: tl.tensor) -> tl.tensor:
-    return (draws >> 16).to(tl.int32)
+def _high_half(bits: tl.tensor) -> tl.tensor:
+    return (bits >> 16).to(tl.int32)
 
 
 @triton.jit
@@ -477,7 +477,7 @@ def _scale_above(x: tl.tensor, MOST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _draws(index: tl.tensor, before: tl.tensor, inside: tl.tensor) -> tl.tensor:
+def _random_bits(index: tl.tensor, before: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """Return 32 random bits for each element; ``formats.stochastic_rounding``."""
     x = index.to(tl.uint32) ^ before.to(tl.uint32)
     x = (x ^ (x >> 17)) * 0xED5AD4BB

@@ -1,8 +1,8 @@
-// [Note: Draws] 32 random bits for an element of a parameter at a step, from nothing but its index
-// (modulo 2^32) and a key: cuts, threads and instruction sets change no bit. The index is mixed by
-// three rounds of multiply and xor-shift, with the constants that hash-prospector's search found
-// ("triple32"; two rounds show correlations between neighbours). Half of the key goes in before the
-// rounds and half inside, so every key is a permutation of its own.
+// [Note: Random bits] 32 random bits for an element of a parameter at a step, from nothing but its
+// index (modulo 2^32) and a key: cuts, threads and instruction sets change no bit. The index is
+// mixed by three rounds of multiply and xor-shift, with the constants that hash-prospector's search
+// found ("triple32"; two rounds show correlations between neighbours). Half of the key goes in
+// before the rounds and half inside, so every key is a permutation of its own.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ namespace stow {
 namespace {
 
 template <class V>
-class Draws {
+class RandomBits {
  public:
   using I = typename V::I;
 
   // splitmix64: keys are counters, and should not look like it.
-  explicit Draws(std::uint64_t key) {
+  explicit RandomBits(std::uint64_t key) {
     std::uint64_t z = key + 0x9e3779b97f4a7c15u;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
