@@ -120,7 +120,7 @@ def test_extra_goes_with_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.train(1)
     run.optimizer.commit({"epoch": 3})
-    with pytest.raises(OptionError, match=r"commit_to\(\) was requested without extra"):
+    with pytest.raises(OptionError, match=r"commit_to\(\) was called without extra"):
         run.optimizer.commit_to(tmp_path / "other")
     assert not (tmp_path / "other").exists()
     with pytest.raises(TypeError):
