@@ -313,6 +313,17 @@ def test_an_argument_that_changes_nothing_is_told(caplog: pytest.LogCaptureFixtu
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
+@pytest.mark.parametrize("name", ["warmup_non_model_data_ratio", "steady_cuda_cap_ratio"])
+@pytest.mark.parametrize("policy", ["auto", "static"])
+def test_shares_of_a_device_are_told_where_no_copies_stay_on_one(
+    name: str, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Booster(plugin=GeminiPlugin(placement_policy=policy)).boost(model_of())
+    assert "changes nothing" not in caplog.text
+    Booster(plugin=GeminiPlugin(placement_policy=policy, **{name: 0.5})).boost(model_of())
+    assert f"GeminiPlugin: {name}=0.5 changes nothing" in caplog.text
+
+
 def test_keywords_of_loading_that_change_nothing_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

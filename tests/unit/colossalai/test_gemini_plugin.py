@@ -134,6 +134,8 @@ def test_every_policy_computes_the_same(policy: str) -> None:
         ({"growth_interval": 0}, "growth_interval=0 was given"),
         ({"hysteresis": -1}, "hysteresis=-1 was given"),
         ({"device": "meta"}, "device='meta' was given"),
+        ({"device": 0}, "device=0 was given"),
+        ({"device": "nowhere"}, "device='nowhere' was given"),
         ({"extra_dp_size": 0}, "extra_dp_size=0 was given"),
     ],
 )

@@ -55,6 +55,12 @@ _IDLE: Mapping[str, tuple[object, str]] = {
     "enable_gradient_accumulation": (False, "gradients of several backwards always add up"),
 }
 """Arguments without effect, and the reason."""
+_OF_COPIES = 'it is for copies that stay on an accelerator under placement_policy="auto"'
+_IDLE_WITHOUT_COPIES: Mapping[str, tuple[object, str]] = {
+    "warmup_non_model_data_ratio": (0.8, _OF_COPIES),
+    "steady_cuda_cap_ratio": (0.9, _OF_COPIES),
+}
+"""Arguments without effect under other policies, and where the CPU computes."""
 
 
 class GeminiPlugin(Plugin):
@@ -258,6 +264,13 @@ class GeminiPlugin(Plugin):
         return placed, made
 
     def _decide(self, asked: PlacementRequest) -> Decision:
+        if asked.device_is_host or self._policy.name != "auto":
+            tell_idle(
+                type(self).__name__,
+                _IDLE_WITHOUT_COPIES,
+                warmup_non_model_data_ratio=self._assumed_part,
+                steady_cuda_cap_ratio=self._limit_part,
+            )
         plan = plan_of(
             self._policy,
             asked.sizes,

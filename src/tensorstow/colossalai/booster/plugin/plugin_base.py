@@ -156,7 +156,11 @@ def check_device(given: object) -> None:
     if given is None:
         return
     here = current_device()
-    wanted = torch.device(given)  # type: ignore[call-overload]  # it checks that
+    try:
+        wanted = torch.device(given)  # type: ignore[call-overload]  # it checks that
+    except RuntimeError as error:  # no such device, or an index where there is no accelerator
+        message = f"device={given!r} was given, and this rank computes on {here}: {error}"
+        raise OptionError(message) from error
     if wanted.type != here.type or (wanted.index is not None and wanted != here):
         message = (
             f"device={given!r} was given, and this rank computes on {here}. Leave it out, or set"
