@@ -21,13 +21,13 @@ DType parse_dtype(const std::string& name) {
 
 Isa parse_isa(const std::optional<std::string>& name) {
   if (!name) return best_isa();
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : kIsas) {
     if (*name == isa_name(isa)) {
       if (!isa_supported(isa)) throw std::invalid_argument("this CPU does not run " + *name);
       return isa;
     }
   }
-  throw std::invalid_argument("isa " + *name + ": one of scalar, avx2, avx512");
+  throw std::invalid_argument("isa " + *name + ": one of scalar, avx2, avx512, neon");
 }
 
 StateFormat parse_format(const std::string& name) {
@@ -56,7 +56,7 @@ std::vector<StreamTuple> stream_tuples(const std::string& dtype, const std::stri
 
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : kIsas) {
     if (isa_supported(isa)) names.emplace_back(isa_name(isa));
   }
   return names;

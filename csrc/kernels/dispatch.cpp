@@ -37,6 +37,9 @@ const KernelTable& table(Isa isa) {
   if (isa == Isa::avx512) return kAvx512Kernels;
   if (isa == Isa::avx2) return kAvx2Kernels;
 #endif
+#ifdef STOW_NEON
+  if (isa == Isa::neon) return kNeonKernels;
+#endif
   return kScalarKernels;
 }
 
@@ -72,14 +75,20 @@ bool isa_supported(Isa isa) {
     case Isa::avx512:
       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && has_f16c();
+    case Isa::neon:
+      return false;
   }
+#endif
+#ifdef STOW_NEON
+  if (isa == Isa::neon) return true;
 #endif
   return isa == Isa::scalar;
 }
 
 Isa best_isa() {
   if (isa_supported(Isa::avx512)) return Isa::avx512;
-  return isa_supported(Isa::avx2) ? Isa::avx2 : Isa::scalar;
+  if (isa_supported(Isa::avx2)) return Isa::avx2;
+  return isa_supported(Isa::neon) ? Isa::neon : Isa::scalar;
 }
 
 const char* isa_name(Isa isa) {
@@ -90,6 +99,8 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::avx512:
       return "avx512";
+    case Isa::neon:
+      return "neon";
   }
   return "unknown";
 }

@@ -31,5 +31,8 @@ extern const KernelTable kScalarKernels;
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
 #endif
+#ifdef STOW_NEON
+extern const KernelTable kNeonKernels;
+#endif
 
 }  // namespace stow

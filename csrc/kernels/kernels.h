@@ -28,7 +28,8 @@
 namespace stow {
 
 enum class DType : std::uint8_t { f32, bf16, f16 };
-enum class Isa : std::uint8_t { scalar, avx2, avx512 };
+enum class Isa : std::uint8_t { scalar, avx2, avx512, neon };
+constexpr Isa kIsas[] = {Isa::scalar, Isa::avx2, Isa::avx512, Isa::neon};
 
 struct AdamHyper {
   float beta1_weight;  // 1 - beta1

@@ -16,7 +16,6 @@ namespace {
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 constexpr StateFormat kFormats[] = {StateFormat::fp32, StateFormat::split, StateFormat::bf16,
                                     StateFormat::int8};
-constexpr Isa kIsas[] = {Isa::scalar, Isa::avx2, Isa::avx512};
 
 const std::vector<std::uint32_t> kSpecial32 = {
     0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007fffff, 0x00800000, 0x3f800000, 0xbf800000,
@@ -199,7 +198,7 @@ void test_isas_agree() {
         const bool seed = n % 2 == 1;
         Problem want = start;
         adam_update(want.args(first, n, hyper, seed), Isa::scalar);
-        for (Isa isa : {Isa::avx2, Isa::avx512}) {
+        for (Isa isa : {Isa::avx2, Isa::avx512, Isa::neon}) {
           if (!isa_supported(isa)) continue;
           Problem got = start;
           adam_update(got.args(first, n, hyper, seed), isa);

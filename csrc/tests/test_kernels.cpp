@@ -27,7 +27,6 @@ using namespace stow;
 namespace {
 
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
-constexpr Isa kIsas[] = {Isa::scalar, Isa::avx2, Isa::avx512};
 
 struct Bits {
   std::mt19937_64 random{20240229};
@@ -146,7 +145,7 @@ void test_isas_agree() {
         const bool seed = p != DType::f32 && n % 2 == 1;
         Problem want = start;
         adam_update(want.args(offset, n, hyper, seed), Isa::scalar);
-        for (Isa isa : {Isa::avx2, Isa::avx512}) {
+        for (Isa isa : {Isa::avx2, Isa::avx512, Isa::neon}) {
           if (!isa_supported(isa)) continue;
           Problem got = start;
           adam_update(got.args(offset, n, hyper, seed), isa);

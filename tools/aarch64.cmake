@@ -1,0 +1,16 @@
+# Builds the native tests for aarch64 on any machine, and runs them under qemu-user: `make aarch64`.
+# Zig's compiler has the headers and the C library of every target with it.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+set(CMAKE_CXX_COMPILER_TARGET aarch64-linux-musl)
+set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES STOW_ZIG)
+set(CMAKE_CXX_COMPILER "${STOW_ZIG}" -m ziglang c++)
+set(CMAKE_CXX_ARCHIVE_CREATE "${STOW_ZIG} -m ziglang ar qc <TARGET> <OBJECTS>")
+set(CMAKE_CXX_ARCHIVE_FINISH "${STOW_ZIG} -m ziglang ranlib <TARGET>")
+set(CMAKE_CXX_SCAN_FOR_MODULES OFF)
+set(CMAKE_EXE_LINKER_FLAGS_INIT "-static")
+find_program(QEMU NAMES qemu-aarch64-static qemu-aarch64)
+if(NOT QEMU)
+  message(FATAL_ERROR "no qemu-aarch64 found: install it (Debian/Ubuntu: apt-get install qemu-user-static)")
+endif()
+set(CMAKE_CROSSCOMPILING_EMULATOR "${QEMU}")
