@@ -75,16 +75,19 @@ bool Engine::take(Block* block, char* bounce) {
   Transfer* t = head_;
   if (t == nullptr) return false;
   const FileFacts& file = files_[static_cast<std::size_t>(t->file)];
-  const std::int64_t wanted = std::min(options_.block_bytes, t->length - t->cut);
+  const std::int64_t begin = t->offset + t->cut;
+  const std::int64_t skip = t->op == Op::read && t->length > 0 ? begin % file.align : 0;
+  const std::int64_t wanted = std::min(options_.block_bytes - skip, t->length - t->cut);
   *block = Block{};
   block->transfer = t;
   block->fd = file.fd;
   block->op = t->op;
   block->align = file.align;
   block->drop_cache = file.drop_cache;
+  block->skip = skip;
   block->wanted = wanted;
-  block->length = round_up(wanted, file.align);
-  block->offset = t->offset + t->cut;
+  block->length = round_up(skip + wanted, file.align);
+  block->offset = begin - skip;
   block->data = t->data + t->cut;
   if (block->length != wanted || !aligned(block->data, file.align)) {
     block->user = block->data;
@@ -110,8 +113,8 @@ void Engine::fill(const Block& block) {
 
 void Engine::empty(const Block& block, std::int64_t result) {
   if (block.user == nullptr || block.op != Op::read) return;
-  if (result >= 0 && block.settled + result >= block.wanted) {
-    std::memcpy(block.user, block.data, block.wanted);
+  if (result >= 0 && block.settled + result >= block.skip + block.wanted) {
+    std::memcpy(block.user, block.data + block.skip, block.wanted);
   }
 }
 
@@ -136,7 +139,7 @@ bool Engine::settle(Block* block, std::int64_t result, Transfer** finished) {
   }
   if (result < 0) return fail(block, static_cast<int>(-result), finished);
   // The padding of a read may lie past the end of the file; that of a write must be written.
-  const std::int64_t needed = block->op == Op::read ? block->wanted : block->length;
+  const std::int64_t needed = block->op == Op::read ? block->skip + block->wanted : block->length;
   if (block->settled + result < needed) {
     // Only whole units count: a direct transfer can go on at a multiple of the alignment alone.
     result -= result % block->align;

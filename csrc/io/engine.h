@@ -35,9 +35,10 @@ struct EngineCounters {
 };
 
 // [Note: Alignment] O_DIRECT wants memory, offset and length at multiples of the file's `align`.
-// Offsets must be so; a block whose memory or length is not goes through an aligned buffer, and its
-// tail is padded (a write pads the file with zeros up to the next multiple). A buffered file has
-// align 1.
+// Offsets of writes must be so; a block whose memory or length is not goes through an aligned
+// buffer, and its tail is padded (a write pads the file with zeros up to the next multiple). A read
+// may begin anywhere: its first block begins at the multiple below, and ends where all others are
+// at multiples again. A buffered file has align 1.
 struct FileFacts {
   int fd;
   std::int64_t align;
@@ -54,6 +55,7 @@ struct Block {
   std::int64_t length = 0;   // of the request to the kernel (padded)
   std::int64_t offset = 0;   // in the file
   char* user = nullptr;      // set where `data` is a bounce buffer
+  std::int64_t skip = 0;     // bytes before the first one of the transfer; of reads alone
   std::int64_t wanted = 0;   // bytes of the transfer in this block
   std::int64_t settled = 0;  // bytes that the kernel has moved
   int stalls = 0;            // answers in a row without progress

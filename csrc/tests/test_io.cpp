@@ -121,6 +121,36 @@ void test_any_length_and_alignment(Make make) {
   }
 }
 
+void test_reads_begin_at_any_byte(Make make, std::int64_t most) {
+  const auto engine = make({4, 2 * kPage});
+  const Scratch scratch;
+  const int file = engine->add_file(scratch.facts());
+  const Memory sent = aligned_memory(kFileBytes);
+  const Memory back = aligned_memory(kFileBytes);
+  fill(sent.get(), kFileBytes, 7);
+  Waited write(*engine, file, Op::write, sent.get(), kFileBytes, 0);
+  CHECK(write.wait().error == 0);
+  if (most > 0) engine->faults().add({Op::read, 0, -1, 0, most, 0});
+  std::mt19937 random(8);
+  for (int round = 0; round < 60; ++round) {
+    const std::int64_t offset = static_cast<std::int64_t>(random() % (kFileBytes - 40000));
+    const std::int64_t length = 1 + static_cast<std::int64_t>(random() % 40000);
+    // The same place in a page as in the file: the middle needs no copy.
+    const std::int64_t shift =
+        round % 3 == 0 ? offset % kPage : static_cast<std::int64_t>(random() % 63);
+    std::memset(back.get(), 0x5a, kFileBytes);
+    Waited read(*engine, file, Op::read, back.get() + shift, length, offset);
+    CHECK(read.wait().error == 0 && read.wait().moved == length);
+    CHECK(std::memcmp(sent.get() + offset, back.get() + shift, length) == 0);
+    CHECK(shift == 0 || back.get()[shift - 1] == 0x5a);
+    CHECK(back.get()[shift + length] == 0x5a);
+  }
+  Waited last(*engine, file, Op::read, back.get(), 1, kFileBytes - 1);
+  CHECK(last.wait().error == 0 && back.get()[0] == sent.get()[kFileBytes - 1]);
+  Waited past(*engine, file, Op::read, back.get(), 2, kFileBytes - 1);
+  CHECK(past.wait().error == kEndOfFile);
+}
+
 void test_short_transfers_are_finished(Make make, Op op) {
   const auto engine = make({3, 4 * kPage});
   const Scratch scratch;
@@ -331,6 +361,8 @@ int main() {
   }
   for (const Make make : backends) {
     test_any_length_and_alignment(make);
+    test_reads_begin_at_any_byte(make, 0);
+    test_reads_begin_at_any_byte(make, kPage);
     test_short_transfers_are_finished(make, Op::read);
     test_short_transfers_are_finished(make, Op::write);
     for (const int error : {EIO, ENOSPC, EACCES}) {

@@ -26,7 +26,7 @@ from tensorstow.base.sizes import format_bytes
 logger = logging.getLogger("tensorstow")
 
 ALIGN = 4096
-"""Offsets in direct files are multiples of this: the largest logical block of today's disks."""
+"""Direct files are written at multiples of this: the largest logical block of today's disks."""
 
 _END_OF_FILE = -1  # csrc/io/transfer.h
 
@@ -63,8 +63,9 @@ class IoFuture:
 class File:
     """A file open for asynchronous reads and writes of tensors through one engine.
 
-    ``direct``: whether it bypasses the page cache (O_DIRECT). Then every offset must be a
-    multiple of ALIGN; a tensor that is not aligned goes through an aligned buffer of the engine.
+    ``direct``: whether it bypasses the page cache (O_DIRECT). Then the offset of a write must be a
+    multiple of ALIGN. A tensor that is not aligned, or is read from an offset that is not, goes
+    through aligned buffers of the engine.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class File:
         if not self._open:
             message = f"{operation} of {self.path} was requested after it was closed."
             raise OptionError(message)
-        if offset < 0 or (self.direct and offset % ALIGN):
+        if offset < 0 or (self.direct and operation == "write" and offset % ALIGN):
             message = (
                 f"{operation} at offset {offset} of {self.path} was requested: a direct file"
-                f" takes multiples of {ALIGN}."
+                f" is written at multiples of {ALIGN}, and no file begins before 0."
             )
             raise OptionError(message)
         start = self.engine.read if operation == "read" else self.engine.write
@@ -187,10 +188,13 @@ def create_file(engine: _native.Engine, path: Path) -> File:
     return File(engine, fd, path, direct=False, cached=True)
 
 
-def open_file(engine: _native.Engine, path: Path) -> File:
-    """Open ``path`` past the page cache where that works, or raise DirectoryError."""
+def open_file(engine: _native.Engine, path: Path, *, access: int = os.O_RDWR) -> File:
+    """Open ``path`` past the page cache where that works, or raise DirectoryError.
+
+    ``access``: ``os.O_RDONLY`` for a file that is only read.
+    """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, access | os.O_CLOEXEC)
     except OSError as error:
         message = f"File {path} was requested: {error.strerror}. {advice_for(error.errno or 0)}"
         raise DirectoryError(message) from error
@@ -203,6 +207,12 @@ def open_file(engine: _native.Engine, path: Path) -> File:
     if not direct:
         _warn_buffered(inspect_directory(path.parent))
     return File(engine, fd, path, direct=direct)
+
+
+def reads_direct(path: Path) -> bool:
+    """Return whether the file ``path`` can be read past the page cache."""
+    with named("File", path), path.open("rb", buffering=0) as file:
+        return _go_direct(file.fileno(), _reads_a_block)
 
 
 def accepts_direct(directory: Path) -> bool:

@@ -24,6 +24,7 @@ from tensorstow.io.files import (
     accepts_direct,
     create_file,
     open_file,
+    reads_direct,
     scratch_file,
     stripe,
     transfer_error,
@@ -89,6 +90,35 @@ def test_a_write_touches_no_other_block(engine: _native.Engine, tmp_path: Path) 
         back = torch.zeros_like(second)
         file.read(back, ALIGN).wait()
         assert torch.equal(back, second)
+
+
+def test_reads_begin_at_any_byte(engine: _native.Engine, tmp_path: Path) -> None:
+    sent = torch.randint(0, 255, (2 * MIB,), dtype=torch.uint8)
+    with scratch_file(engine, tmp_path, 2 * MIB) as file:
+        file.write(sent, 0).wait()
+        for offset in (1, 8, 4095, 4097, 4096 * 77 + 64):
+            for count in (0, 1, 4096, MIB + 5):
+                back = torch.zeros(count, dtype=torch.uint8)
+                file.read(back, offset).wait()
+                assert torch.equal(back, sent[offset : offset + count])
+        if file.direct:
+            with pytest.raises(OptionError, match="written at multiples of 4096"):
+                file.write(back, 8)
+
+
+def test_a_file_to_read_needs_no_right_to_write(engine: _native.Engine, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * 32)
+    path.chmod(0o400)
+    assert reads_direct(path) == accepts_direct(tmp_path)
+    with open_file(engine, path, access=os.O_RDONLY) as file:
+        back = torch.zeros(256, dtype=torch.uint8)
+        file.read(back, 256).wait()
+        assert back.tolist() == list(range(256))
+        with pytest.raises(TransferError, match="EBADF"):
+            file.write(back, 0).wait()
+    with pytest.raises(DirectoryError, match="No such file"):
+        reads_direct(tmp_path / "none")
 
 
 def test_direct_files_stay_out_of_the_page_cache(engine: _native.Engine, tmp_path: Path) -> None:
