@@ -4,7 +4,8 @@
 gradients are that number times those of the sum of the rows' losses. So forward computes the latter
 from the logits of a chunk while these are there, and backward multiplies: three products, as many
 as without chunks. To compute logits again in backward would take a fourth. The price is the
-gradient of ``weight`` in fp32 from forward to backward. With "none" each row has a number of its
+gradient of ``weight`` in fp32 from forward to backward, which is the first to use it and writes to
+it: it is no saved tensor, that hooks would move or copy. With "none" each row has a number of its
 own, which forward does not know: backward computes logits again.
 
 [Note: Sums] Products have fp32 results and gradients are added up in fp32 (float64 for float64),
@@ -305,7 +306,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
                 return whole.losses
             ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
             count = whole.counts.sum() if kind.reduction == "mean" else None
-            ctx.save_for_backward(*gradients, count)
+            ctx.found = gradients, count
             total = whole.losses.sum()
             return total if count is None else total / count
 
@@ -324,10 +325,18 @@ class _CrossEntropyFunction(torch.autograd.Function):
                 found = again.run(tuple(ctx.needs_input_grad[:3]), gradient)
             dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
             return *_rounded(found, dtypes), None, None
-        *gradients, count = ctx.saved_tensors
+        if ctx.found is None:
+            message = (
+                "Trying to backward through the graph a second time: the gradients that forward"
+                " computed are gone. Use retain_graph=True for the first backward."
+            )
+            raise RuntimeError(message)
+        gradients, count = ctx.found
         # Without rows that count gradients are 0, and only the loss is nan: as torch has it.
         scale = gradient if count is None else gradient / count.clamp(min=1)
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
+        if not is_kept:
+            ctx.found = None
         scaled = [
             None if g is None else (g * scale if is_kept else g.mul_(scale)) for g in gradients
         ]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional
@@ -258,6 +259,16 @@ def test_a_graph_that_is_kept_runs_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, given)
+
+
+def test_hooks_are_given_no_gradient_as_if_it_were_saved() -> None:
+    # Backward writes to them: a hook's copy would be read while it does.
+    given, labels = tensors(), labels_of()
+    packed: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        loss = chunked_cross_entropy(*given[:2], labels)
+    assert not packed
+    loss.backward()
 
 
 def test_a_tied_weight_gets_the_sum() -> None:
