@@ -1,24 +1,26 @@
-"""Train models that do not fit in memory: parameters, gradients and states over RAM and disk."""
+"""Train models that do not fit in memory: parameters, gradients and states over RAM and disk.
+
+Names are imported on first use: torch takes a second, FSDP2 another, and a command that prints its
+help needs neither.
+"""
 
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from tensorstow.activations.offload import offload_activations
-from tensorstow.base.budget import Budget
-from tensorstow.base.errors import StowError
-from tensorstow.base.first_calls import make_first_calls
-from tensorstow.base.plan import Plan
-from tensorstow.base.tiers import Tier
-from tensorstow.checkpoint.optimizer_export import state_dict_of
-from tensorstow.optim.adam import Adam, AdamW
-from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
-from tensorstow.states.policy import PipelinePolicy
-
 if TYPE_CHECKING:
+    from tensorstow.activations.offload import offload_activations
+    from tensorstow.base.budget import Budget
+    from tensorstow.base.errors import StowError
+    from tensorstow.base.plan import Plan
+    from tensorstow.base.tiers import Tier
+    from tensorstow.checkpoint.optimizer_export import state_dict_of
     from tensorstow.fsdp.export import save_safetensors
     from tensorstow.fsdp.report import parameter_bytes
     from tensorstow.fsdp.stow import plan_of, stow
+    from tensorstow.optim.adam import Adam, AdamW
+    from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
+    from tensorstow.states.policy import PipelinePolicy
 
 __all__ = [
     "Adam",
@@ -40,20 +42,35 @@ __all__ = [
 
 __version__ = version("tensorstow")
 
-make_first_calls()
-
-_OF_FSDP = {
+_MODULES = {
+    "Adam": "tensorstow.optim.adam",
+    "AdamW": "tensorstow.optim.adam",
+    "Budget": "tensorstow.base.budget",
+    "PipelinePolicy": "tensorstow.states.policy",
+    "Plan": "tensorstow.base.plan",
+    "StowError": "tensorstow.base.errors",
+    "StowedOptimizer": "tensorstow.optim.generic.stowed_optimizer",
+    "Tier": "tensorstow.base.tiers",
+    "offload_activations": "tensorstow.activations.offload",
     "parameter_bytes": "tensorstow.fsdp.report",
     "plan_of": "tensorstow.fsdp.stow",
     "save_safetensors": "tensorstow.fsdp.export",
+    "state_dict_of": "tensorstow.checkpoint.optimizer_export",
     "stow": "tensorstow.fsdp.stow",
 }
-"""Names that are imported on first use, and their modules."""
+"""Where each public name is."""
 
 
 def __getattr__(name: str) -> object:
-    """Import FSDP2's names on first use: that takes a second, and optimizers do not need it."""
-    if name in _OF_FSDP:
-        return getattr(import_module(_OF_FSDP[name]), name)
-    message = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(message)
+    """Import a public name on first use."""
+    if name not in _MODULES:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    found = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return the names of the module, those not imported yet among them."""
+    return sorted({*globals(), *__all__})

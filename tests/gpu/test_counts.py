@@ -11,6 +11,7 @@ from torch import nn
 from training import Net, make, spin, temporaries, train
 
 from tensorstow import AdamW, Plan, stow
+from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed import checkpointing
 from tensorstow.fsdp import gradient_offload
@@ -39,22 +40,23 @@ def simulated(device: torch.device) -> ModuleType:
 
 
 def test_activations_that_are_kept_in_host_memory_hold_no_backward_up(
-    simulated: ModuleType, device: torch.device
+    simulated: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The generator's state, which a checkpoint asks for, is waited for in any case."""
+    """The generator's state, for which every stream is waited for, is not asked for here."""
+    without = partial(checkpointing.torch_checkpoint, preserve_rng_state=False)
+    monkeypatch.setattr(checkpointing, "torch_checkpoint", without)
     layer = nn.Linear(64, 64).to(device)
-    x = torch.ones(4, 64, device=device, requires_grad=True)
-    waits = []
-    for in_cpu in (False, True):
-        checkpointing.configure(checkpoint_in_cpu=in_cpu)
-        try:
-            loss = checkpointing.checkpoint(layer, x).sum()
-        finally:
-            checkpointing.reset()
-        simulated.take_counts()
+    x = torch.ones(256, 64, device=device, requires_grad=True)
+    checkpointing.configure(checkpoint_in_cpu=True)
+    simulated.take_counts()
+    try:
+        loss = checkpointing.checkpoint(layer, x).sum()
+        moved = simulated.take_counts()
         loss.backward()
-        waits.append(simulated.take_counts()["host_waits"])
-    assert waits[0] == waits[1]
+        assert moved["bytes_down"] == x.nbytes
+        assert simulated.take_counts()["host_waits"] == 0
+    finally:
+        checkpointing.reset()
 
 
 @pytest.mark.parametrize(
@@ -163,6 +165,8 @@ PLANS = [
     Plan(parameters="device", update_on="device", overlap="backward"),
     Plan(parameters="host"),
     Plan(parameters="host", overlap="backward"),
+    Plan(parameters="host", micro_batches=4),
+    Plan(parameters="host", micro_batches=4, overlap="backward"),
     Plan(parameters="disk", states="disk"),
 ]
 
@@ -197,6 +201,31 @@ def test_bytes_of_a_stowed_model_are_those_that_it_says(
             moved = (counts["bytes_down"], counts["bytes_up"])
             assert moved == (now[0] - told[0], now[1] - told[1])
     optimizer.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_micro_batches_in_units_share_one_copy_of_a_weight_and_one_of_its_gradient(
+    tier: Tier, simulated: ModuleType, device: torch.device
+) -> None:
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
+    moved = {}
+    for count in (1, 4):
+        model, optimizer = stowed(Plan(parameters=tier, micro_batches=count))
+        for size in (2, 3) if count == 1 else ():  # the other looks at the model so
+            with torch.no_grad():
+                model(x[:size])
+        for step in range(5):
+            if step == 1:
+                simulated.take_counts()
+            model(x).float().sum().backward()
+            optimizer.step()
+            optimizer.wait()
+            optimizer.zero_grad()
+        moved[count] = simulated.take_counts()
+        optimizer.close()
+    assert moved[4]["bytes_up"] == moved[1]["bytes_up"]
+    assert moved[1]["bytes_down"] == 4 * LAYERS * WEIGHT
+    assert moved[4]["bytes_down"] == 2 * moved[1]["bytes_down"]  # once, in fp32
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

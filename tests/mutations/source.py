@@ -23,7 +23,7 @@ _ELSEWHERE = (
     # And of Gemini's, where it changes nothing.
     *("colossalai/booster/plugin/gemini_plugin.py", "colossalai/zero/gemini/gemini_ddp.py"),
     # `synchronize` is there for scripts to call: nothing here waits by it.
-    "colossalai/accelerator.py",
+    *("colossalai/accelerator.py", "deepspeed/accelerator/real_accelerator.py"),
 )
 
 

@@ -11,8 +11,10 @@ _QUEUE = "fsdp/gradient_offload.py"
 _H2D = "fsdp/h2d_prefetch.py"
 _SAVED = "activations/pool.py"
 _BLOCKS = "activations/host_blocks.py"
+_STREAM = "fsdp/weight_stream.py"
 
 _ACTIVATIONS = "gpu/test_gpu_activations.py"
+_READ = "gpu/test_gpu_read_only.py"
 _WAITS = "gpu/test_waits.py"
 _LINK = "gpu/test_gpu_link.py"
 _COUNTS = "gpu/test_counts.py"
@@ -47,6 +49,62 @@ class Mutation:
 
 
 MUTATIONS = (
+    # --- norms of gradients that are used at once ---
+    Mutation(
+        "step/norms.py",
+        "if each[2].query():",
+        "if True:",
+        "unit/step/test_norms.py::test_a_gradient_that_is_copied_is_not_read_before",
+    ),
+    Mutation(
+        "step/norms.py",
+        "copied.synchronize()",
+        "pass",
+        "unit/step/test_norms.py::test_a_gradient_that_is_copied_is_not_read_before",
+    ),
+    # --- weights of a model that is only read ---
+    Mutation(
+        _STREAM,
+        "reads[0].wait()",
+        "pass",
+        "unit/fsdp/test_read_only.py::test_a_read_that_fails_is_told_and_the_next_pass_goes_on",
+    ),
+    Mutation(
+        _STREAM,
+        "self.last_use: DeviceEvent = link.record_event()",
+        "self.last_use: DeviceEvent = torch.Event(link.device)",
+        f"{_READ}::test_a_new_buffer_is_filled_behind_the_last_use_of_its_memory",
+    ),
+    Mutation(
+        _STREAM,
+        "self.link.join(unit.copied)",
+        "pass",
+        f"{_READ}::test_a_unit_is_computed_with_behind_its_copy",
+    ),
+    Mutation(
+        _STREAM,
+        "there.last_use = self.link.record_event()",
+        "pass",
+        f"{_READ}::test_a_buffer_is_filled_behind_its_last_use",
+    ),
+    Mutation(
+        _STREAM,
+        "unit.last_copy.synchronize()",
+        "pass",
+        f"{_READ}::test_host_memory_is_read_into_behind_its_copy",
+    ),
+    Mutation(
+        _STREAM,
+        "return PinnedBlock(nbytes, self.link.device, self.link.synchronize)",
+        "return Arena(nbytes, in_children=False)",
+        f"{_READ}::test_weights_go_up_from_pinned_memory[disk]",
+    ),
+    Mutation(
+        "fsdp/read_sources.py",
+        "memory = PinnedBlock(round_up(layout.nbytes, PAGE), link.device, link.synchronize)",
+        'memory = PinnedBlock(round_up(layout.nbytes, PAGE), torch.device("cpu"), lambda: None)',
+        f"{_READ}::test_weights_go_up_from_pinned_memory[host]",
+    ),
     # --- the log of copies ---
     Mutation("io/transfer_log.py", "self._zero.synchronize()", "pass", _CLOCK),
     Mutation("io/transfer_log.py", "ended.synchronize()", "pass", _CLOCK),
@@ -449,12 +507,6 @@ MUTATIONS = (
         "torch.accelerator.synchronize()",
         "pass",
         f"{_WAITS}::test_seconds_of_a_part_are_those_of_its_work_on_the_device",
-    ),
-    Mutation(
-        "deepspeed/checkpointing.py",
-        "save_on_cpu(pin_memory=True, device_type=away.type)",
-        "save_on_cpu()",
-        f"{_COUNTS}::test_activations_that_are_kept_in_host_memory_hold_no_backward_up",
     ),
     # --- waits that lead to these, where a step or a commit ends ---
     Mutation(

@@ -15,6 +15,7 @@ import tensorstow.deepspeed as deepspeed
 from compare import all_equal
 from ranks.stowed import loss_of, model_of
 from ranks.twin import mesh_here
+from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed import utils, zero
 from tensorstow.deepspeed.config.settings import Batch, Settings, Zero
 from tensorstow.deepspeed.engine import DeepSpeedEngine
@@ -35,12 +36,14 @@ class Drive:
     accumulation: int = 1
     clip: float = 0.0
     bf16: bool = False
+    overlap: Overlap | None = None
 
     def __str__(self) -> str:
         """Name what differs from the default."""
         zero = self.zero
         places = f"{zero.offload_param.device}-{zero.offload_optimizer.device}"
-        return f"z{zero.stage}-{places}-acc{self.accumulation}-clip{self.clip}-bf16{self.bf16}"
+        told = f"acc{self.accumulation}-clip{self.clip}-bf16{self.bf16}-{self.overlap}"
+        return f"z{zero.stage}-{places}-{told}"
 
     def settings(self, world: int) -> Settings:
         """Return them for ``world`` ranks."""
@@ -68,7 +71,9 @@ class FixedScale:
         self.scale = state["scale"]
 
 
-def placed(settings: Settings) -> tuple[nn.Module, tensorstow.AdamW]:
+def placed(
+    settings: Settings, overlap: Overlap | None = None
+) -> tuple[nn.Module, tensorstow.AdamW]:
     """Place the tests' model as the settings say."""
     model = model_of(torch.float32)
     masters = MasterWeights(model, dtype_of(settings))
@@ -76,15 +81,17 @@ def placed(settings: Settings) -> tuple[nn.Module, tensorstow.AdamW]:
     def make(named: object, **placement: object) -> tensorstow.AdamW:
         return tensorstow.AdamW(named, lr=1e-2, **placement_keywords(settings, placement))
 
-    plan = plan_of(settings, device_is_host=True)
+    plan = plan_of(settings, device_is_host=True, overlap=overlap)
     model, optimizer = tensorstow.stow(model, make, plan=plan, mesh=mesh_here())
     masters.assign(model, optimizer)
     return model, optimizer
 
 
-def engine_of(settings: Settings, **more: object) -> DeepSpeedEngine:
+def engine_of(
+    settings: Settings, overlap: Overlap | None = None, **more: object
+) -> DeepSpeedEngine:
     """Return an engine over the tests' model."""
-    model, optimizer = placed(settings)
+    model, optimizer = placed(settings, overlap)
     return DeepSpeedEngine(model, optimizer, settings, **more)
 
 
@@ -121,9 +128,30 @@ def driven(drive: Drive) -> list[torch.Tensor]:
         return weights_of(engine.module)
 
 
+def with_norms(drive: Drive, boundaries: bool = False) -> list[torch.Tensor]:  # noqa: FBT001, FBT002
+    """Train through the engine; return weights, and the norm of each step's gradients.
+
+    With ``boundaries`` steps have one micro-batch more, and less, than was configured.
+    """
+    engine = engine_of(drive.settings(dist.get_world_size()), drive.overlap)
+    norms = []
+    with closing(engine):
+        for number in range(STEPS):
+            micros = drive.accumulation + (number - 1 if boundaries else 0)
+            for micro in range(micros):
+                if boundaries:
+                    engine.set_gradient_accumulation_boundary(micro == micros - 1)
+                engine.backward(loss_of(engine, dist.get_rank(), number, micro))
+                engine.step()
+            assert engine.was_step_applied()
+            norms.append(engine.get_global_grad_norm())
+        assert engine.global_steps == STEPS
+        return [*weights_of(engine.module), torch.tensor(norms, dtype=torch.float64)]
+
+
 def by_hand(drive: Drive) -> list[torch.Tensor]:
-    """Train as somebody does who has read no more than ``stow``."""
-    model, optimizer = placed(drive.settings(dist.get_world_size()))
+    """Train as somebody does who has read no more than ``stow``: updates in ``step()``."""
+    model, optimizer = placed(drive.settings(dist.get_world_size()), "none")
     for number in range(STEPS):
         for micro in range(drive.accumulation):
             loss = loss_of(model, dist.get_rank(), number, micro)
@@ -203,7 +231,7 @@ def shard_values(state: torch.Tensor) -> torch.Tensor:
 
 def read_and_set(drive: Drive) -> None:
     """Read whole values through deepspeed.utils, set others, and read them again."""
-    with closing(engine_of(drive.settings(dist.get_world_size()))) as engine:
+    with closing(engine_of(drive.settings(dist.get_world_size()), drive.overlap)) as engine:
         weight = next(engine.parameters())
         given = next(model_of(torch.float32).parameters()).detach()
         assert torch.equal(utils.safe_get_full_fp32_param(weight), given)
@@ -235,16 +263,35 @@ def gathered(drive: Drive) -> list[list[torch.Tensor]]:
     world = dist.get_world_size()
     with closing(engine_of(drive.settings(world))) as engine:
         before = weights_of(engine.module)
-        with zero.GatheredParameters(engine.parameters()):
-            inside = [p.detach().clone() for p in engine.parameters()]
-            engine.module.embedding.weight.data.zero_()
+        captured = dict(engine.module.named_parameters())
+        inside = []
+        for name, parameter in captured.items():
+            with zero.GatheredParameters([parameter]):
+                inside.append(parameter.data.clone())
+                assert type(inside[-1]) is torch.Tensor
+                assert engine.module.get_parameter(name) is parameter
+                parameter.data.zero_()
         assert all_equal(before, weights_of(engine.module))
         assert all_equal(before, inside)
-        with zero.GatheredParameters([engine.module.blocks[1].up.weight], modifier_rank=world - 1):
-            if dist.get_rank() == world - 1:
-                nn.init.constant_(engine.module.blocks[1].up.weight, 3.0)
-        for number in range(2):
-            step(engine, number)
+        with zero.GatheredParameters(engine.parameters()):
+            loss_of(engine, dist.get_rank(), 0, 0)  # the first forward
+        last = dist.get_rank() == world - 1
+        block = engine.module.blocks[1]
+        with zero.GatheredParameters(block.parameters(), modifier_rank=world - 1):
+            if last:
+                block.load_state_dict(
+                    {n: torch.full(p.shape, 5.0) for n, p in block.named_parameters()}
+                )
+        with zero.GatheredParameters(block.parameters()):
+            assert all(p.eq(5.0).all() for p in block.parameters())
+        weight = captured["blocks.1.up.weight"]
+        with zero.GatheredParameters([weight, weight], modifier_rank=world - 1):
+            if last:
+                nn.init.constant_(weight, 3.0)
+        step(engine, 0)
+        with zero.GatheredParameters(weight):  # behind the update that is under way
+            assert not weight.eq(3.0).any()
+        step(engine, 1)
         return [before, weights_of(engine.module)]
 
 

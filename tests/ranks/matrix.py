@@ -15,12 +15,14 @@ AXES: dict[str, tuple[Value, ...]] = {
     "states": ("host", "disk"),
     "overlap": ("none", "forward", "backward"),
     "accumulation": (1, 3),
+    "micro_batches": (1, 2),
     "clip": ("none", "ours", "torch"),
     "dtype": ("float32", "bfloat16"),
     "compute": ("same", "bfloat16"),
     "frozen": (False, True),
     "resume": ("none", "asked", "due"),
-    "activations": ("kept", "disk"),
+    "activations": ("keep", "disk", "recompute", "all on disk"),
+    "in_parts": (False, True),
     "world": (1, 2, 4),
 }
 ON_DEVICE: dict[str, tuple[Value, ...]] = {
@@ -29,7 +31,7 @@ ON_DEVICE: dict[str, tuple[Value, ...]] = {
     "update_on": ("host", "device", 0.4, "hybrid", "auto"),
     "replicas": (1, 2),
     "stay": (False, True),
-    "activations": ("kept", "host", "disk"),
+    "activations": ("keep", "host", "disk", "recompute"),
 }
 """Where ranks have an accelerator."""
 GEMINI: dict[str, tuple[Value, ...]] = {
@@ -67,9 +69,15 @@ def allowed(row: Mapping[str, Value]) -> bool:
     on_disk = row.get("parameters") in {"disk", "everywhere"}
     by_device = row.get("update_on", "host") != "host"
     in_host_memory = row.get("parameters", "host") not in {"device", "disk"}
+    in_units = row.get("parameters") != "device" and row.get("stage", 3) == 3 and not by_device
+    in_parts = row.get("in_parts") or row.get("world") == 4
     return not (
+        # It is for weights that are read, and sums what runs whole (a loss in chunks) at once.
+        (row.get("micro_batches") == 2 and (not in_units or in_parts))
+        # What four ranks compute has gradients of few values, by a forward of its own.
+        or (row.get("in_parts") and row.get("world") == 4)
         # Copies stay of what is in host memory, and gathered twice.
-        (row.get("stay") and (not in_host_memory or by_device or row.get("stage", 3) != 3))
+        or (row.get("stay") and (not in_host_memory or by_device or row.get("stage", 3) != 3))
         or (by_device and row.get("parameters", "device") != "device")
         or (by_device and row.get("overlap") == "forward")
         # Replicas of one rank alone are none, and under stage 0 every rank is one.
@@ -97,7 +105,10 @@ def _config(row: Row) -> RunConfig:
         replicas=row.get("replicas", 1),
         overlap=row["overlap"],
         accumulation_steps=row["accumulation"],
+        micro_batches=row["micro_batches"],
         device_limit="1GiB" if row.get("stay") else None,
+        activations="keep" if row["activations"] == "all on disk" else row["activations"],
+        activation_ram_budget=0 if row["activations"] == "disk" else None,
     )
     return RunConfig(
         plan,
@@ -107,7 +118,9 @@ def _config(row: Row) -> RunConfig:
         torch_clips=row["clip"] == "torch",
         frozen=bool(row["frozen"]),
         resume=row["resume"],
-        activations=row["activations"],
+        offloads_all=row["activations"] == "all on disk",
+        in_parts=bool(row["in_parts"]),
+        tied=row["micro_batches"] == 1,
         whole=row["world"] == 4,
     )
 

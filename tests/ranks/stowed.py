@@ -1,7 +1,6 @@
 """Training a model through ``stow``, and the same in one process with everything in RAM."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,12 @@ import tensorstow
 from ranks.twin import mesh_here
 from tensorstow import Plan, offload_activations
 from tensorstow.activations import offload as saved_tensors
-from tensorstow.activations.offload import ActivationOffload
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
+from tensorstow.fsdp.placed_activations import PlacedActivations
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.sharding import current_device
+from tensorstow.losses import chunked_cross_entropy
+from tensorstow.nn import TiledLinear
 
 CPU = torch.device("cpu")
 WIDTH = 12
@@ -49,8 +50,10 @@ class RunConfig:
     resume: Resume = "none"
     """The run ends and goes on from a commit: one asked for, with a step behind it that is lost, or
     one that was due."""
-    activations: Literal["kept", "host", "disk"] = "kept"
-    """Where what forward saves goes."""
+    offloads_all: bool = False
+    """What the whole model saves goes to disk, by ``offload_activations``, not by the plan."""
+    in_parts: bool = False
+    """One layer is tiles, and the loss is computed in chunks."""
     whole: bool = False
     """Gradients are whole numbers, the same in any order of summation: for more than two ranks."""
 
@@ -59,6 +62,7 @@ class RunConfig:
         p = self.plan
         parts = [f"z{p.stage}", p.parameters, *(f"{n}={t}" for n, t in p.units.items())]
         parts += [p.states, p.overlap, f"acc{p.accumulation_steps}"]
+        parts += [f"vertical{p.micro_batches}" * (p.micro_batches > 1)]
         parts += [f"on-{p.update_on}" if p.update_on else "", "stay" * (p.device_limit is not None)]
         parts += [str(self.dtype)[6:], str(self.compute_dtype)[6:] if self.compute_dtype else ""]
         parts += [f"x{p.replicas}", "clip" * (self.clip is not None), "torch" * self.torch_clips]
@@ -66,7 +70,9 @@ class RunConfig:
             "frozen" * self.frozen,
             "untied" * (not self.tied),
             self.resume.removeprefix("none"),
-            f"saved-{self.activations}" * (self.activations != "kept"),
+            f"saved-{p.activations}" * (p.activations != "keep"),
+            "saved-all-disk" * self.offloads_all,
+            "in-parts" * self.in_parts,
             "whole" * self.whole,
         ]
         return "-".join(p for p in parts if p)
@@ -120,14 +126,16 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embedding.weight
-        self.whole = False
+        self.whole = self.in_parts = False
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits."""
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits; with labels the loss, in chunks of two rows."""
         tied = InFours.apply(self.embedding.weight) if self.whole else None
         x = self.embedding(tokens) if tied is None else functional.embedding(tokens, tied)
         for block in self.blocks:
             x = block(x)
+        if labels is not None:
+            return chunked_cross_entropy(x, self.head.weight, labels, chunk_bytes=2 * 11 * 4)
         return self.head(x) if tied is None else functional.linear(x, tied)
 
 
@@ -145,20 +153,33 @@ def model_for(config: RunConfig) -> Model:
             module.whole = config.whole
     if not config.tied:
         model.head.weight = nn.Parameter(model.head.weight.detach().flip(0).clone())
+    if config.in_parts:
+        first = model.blocks[0]
+        sizes = first.up.in_features, first.up.out_features
+        first.up = TiledLinear(*sizes, out_splits=2, init_linear=first.up, dtype=config.dtype)
+        model.in_parts = True
     for name in FROZEN if config.frozen else ():
         model.get_parameter(name).requires_grad = False
     return model
 
 
 def loss_of(
-    model: nn.Module, rank: int, step: int, micro: int, device: torch.device | None = None
+    model: nn.Module,
+    rank: int,
+    step: int,
+    micro: int,
+    device: torch.device | None = None,
+    count: int = 1,
 ) -> torch.Tensor:
-    """Return the loss of what a rank sees, on ``device``."""
-    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
-    tokens = torch.randint(11, (2, 5), generator=generator)
+    """Return the loss of what a rank sees, on ``device``, in ``count`` micro-batches at once."""
+    seeds = (1000 * rank + 10 * step + micro + i for i in range(count))
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    tokens = torch.cat([torch.randint(11, (2, 5), generator=each) for each in generators])
     if device is not None and device.type != "cpu":
         # From pageable memory the host would wait for the device, and hide who else is to.
         tokens = tokens.pin_memory().to(device, non_blocking=True)
+    if getattr(model, "in_parts", False):
+        return model(tokens[:, :-1], tokens[:, 1:])
     logits = model(tokens[:, :-1]).float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -191,32 +212,26 @@ class StowedRun:
             prefetcher.cache.assume(0)  # copies stay at once, and not behind two steps
 
     def train(self, *steps: int) -> None:
-        """Take these steps."""
-        with self._offloading() as offload:
+        """Take these steps; what forward saves of this model is all small."""
+        all_saved: Any = nullcontext()
+        if self.config.offloads_all:
+            all_saved = offload_activations(self.model, to="disk", ram_budget=0)
+        with patch.object(saved_tensors, "LEAST_BYTES", 0), all_saved as offload:
             self._train(*steps)
             if offload is not None:
-                moved = offload.nbytes()
+                assert offload.nbytes().bytes_written
+        for part in self.optimizer._recorded_parts():
+            if isinstance(part, PlacedActivations) and self.config.plan.activations != "recompute":
+                (moved,) = part.nbytes()
                 assert moved.bytes_down or current_device().type == "cpu"
-                assert moved.bytes_written or self.config.activations == "host"
-
-    @contextmanager
-    def _offloading(self) -> Iterator[ActivationOffload | None]:
-        """Offload what forward saves, if the config says so; of this model it is all small."""
-        if self.config.activations == "kept":
-            yield None
-            return
-        to_disk = {"ram_budget": 0} if self.config.activations == "disk" else {}
-        with (
-            patch.object(saved_tensors, "_LEAST_BYTES", 0),
-            offload_activations(self.model, to=self.config.activations, **to_disk) as offload,
-        ):
-            yield offload
+                assert moved.bytes_written or self.config.plan.activations == "host"
 
     def _train(self, *steps: int) -> None:
         config, model, optimizer = self.config, self.model, self.optimizer
         for step in steps:
-            for micro in range(config.plan.accumulation_steps):
-                loss_of(model, dist.get_rank(), step, micro, current_device()).backward()
+            count = config.plan.micro_batches
+            for micro in range(0, config.plan.accumulation_steps * count, count):
+                loss_of(model, dist.get_rank(), step, micro, current_device(), count).backward()
             if config.clip is not None and config.torch_clips:
                 nn.utils.clip_grad_norm_(model.parameters(), config.clip)
             elif config.clip is not None:
@@ -291,21 +306,40 @@ def _summed(
     config: RunConfig, master: nn.Module, step: int, world: int, device: torch.device
 ) -> list[torch.Tensor]:
     """Return gradients over ranks and micro-batches, summed in the order that the stage has."""
-    steps = config.plan.accumulation_steps
+    steps, count = config.plan.accumulation_steps, config.plan.micro_batches
     at_once = config.plan.stage != 1
     total: list[torch.Tensor] = []
+    if count > 1:  # each rank sums in fp32, and that is reduced
+        for first in range(0, steps * count, count):
+            each = [_in_order(config, master, (r, step, first), device) for r in range(world)]
+            total = _plus(total, _mean(each, torch.float32), wide=True)
+        return total
     if at_once:
         for micro in range(steps):
             each = [_gradients(config, master, (r, step, micro), device) for r in range(world)]
+            if config.plan.stage == 0 and steps > 1:  # no_sync() may be called: reduced in fp32
+                each = [[gradient.float() for gradient in one] for one in each]
             total = _plus(total, _mean(each, config.dtype), wide=True)
         return total
     sums = []
     for rank in range(world):
         own: list[torch.Tensor] = []
         for micro in range(steps):
-            own = _plus(own, _gradients(config, master, (rank, step, micro), device), wide=False)
+            own = _plus(own, _gradients(config, master, (rank, step, micro), device), wide=True)
         sums.append(own)
     return _mean(sums, config.dtype)
+
+
+def _in_order(
+    config: RunConfig, master: nn.Module, first: tuple[int, int, int], device: torch.device
+) -> list[torch.Tensor]:
+    """Return what one rank sums of the micro-batches of one batch."""
+    rank, step, micro = first
+    total: list[torch.Tensor] = []
+    for i in range(config.plan.micro_batches):
+        each = _gradients(config, master, (rank, step, micro + i), device)
+        total = _plus(total, each, wide=True)
+    return total
 
 
 def _gradients(
@@ -315,7 +349,7 @@ def _gradients(
     working = model_for(config)
     working.load_state_dict(master.state_dict())
     working.to(device, config.compute_dtype or config.dtype)
-    loss_of(working, *batch, device).backward()
+    (loss_of(working, *batch, device) / config.plan.micro_batches).backward()
     return [p.grad.cpu() for p in working.parameters() if p.grad is not None]
 
 

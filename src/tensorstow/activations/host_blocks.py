@@ -73,6 +73,16 @@ class HostBlocks:
             self._idle[device, block.nbytes].append(block)
         self._unused_bytes += block.nbytes
 
+    def drop_idle(self, nbytes: int) -> None:
+        """Let go of idle blocks of the CPU until ``nbytes`` more fit.
+
+        Storages of the CPU come with memory of their own; those of a device take idle blocks.
+        """
+        for (device, padded), blocks in self._idle.items():
+            while device.type == "cpu" and blocks and self._is_too_much(nbytes):
+                blocks.pop()
+                self._unused_bytes -= padded
+
     def settle(self) -> None:
         """Make blocks idle whose copies are over."""
         while self._uploads and self._uploads[0][0].query():

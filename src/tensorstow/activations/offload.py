@@ -33,7 +33,9 @@ logger = logging.getLogger("tensorstow")
 
 Saved = SavedTensor | KeptTensor
 
-_LEAST_BYTES = 32 << 10
+DEFAULT_RAM_BUDGET = 256 << 20
+"""Host memory for saved tensors on disk, in bytes, where nothing is said."""
+LEAST_BYTES = 32 << 10
 """Storages below this stay: moving them costs more than they hold."""
 
 
@@ -57,7 +59,8 @@ def offload_activations(
         to: "host": tensors of an accelerator go to pinned host memory (those of the CPU are
             there). "disk": they go on to scratch files.
         ram_budget: Host memory that saved tensors may take with ``to="disk"``, as "256MiB" or in
-            bytes. A tensor that is larger than it passes through alone. Default: 256 MiB.
+            bytes. A tensor that is larger than it passes through alone, and what one operation of
+            backward needs is there together. Default: 256 MiB.
         dir: A directory for the scratch files, or several; one that is missing is made. Default:
             the first that is on a real disk of $TMPDIR, /var/tmp, ~/.cache and the working
             directory.
@@ -90,7 +93,8 @@ class ActivationOffload:
         _check(model, to, ram_budget, directories, modules)
         budget = None
         if to == "disk":
-            budget = parse_size("256MiB" if ram_budget is None else ram_budget, "ram_budget")
+            given = DEFAULT_RAM_BUDGET if ram_budget is None else ram_budget
+            budget = parse_size(given, "ram_budget")
             directories = [facts.path for facts in make_directories(directories)]
             directories = directories or [_chosen_directory()]
         self._pool = ActivationPool(budget, directories, to_disk=to == "disk")
@@ -104,6 +108,12 @@ class ActivationOffload:
         # The model has the hooks, so this goes when the model and its last graph do.
         self._finalizer = weakref.finalize(self, _close_pool, self._pool, os.getpid())
         self._handles: list[RemovableHandle] = []
+        if model not in modules:
+            # Several units of one forward save the same storage; it is moved once.
+            self._handles += [
+                model.register_forward_pre_hook(self._enter_model),
+                model.register_forward_hook(self._leave_model, always_call=True),
+            ]
         for module in modules:
             self._handles += [
                 module.register_forward_pre_hook(self._enter),
@@ -158,6 +168,15 @@ class ActivationOffload:
 
     # --- hooks of modules ---
 
+    def _enter_model(self, model: nn.Module, _: object) -> None:
+        del model
+        if not self._is_closed:  # of a copied model
+            self._entered.is_in_model = True
+            self._begin_forward()
+
+    def _leave_model(self, *_: object) -> None:
+        self._entered.is_in_model = False
+
     def _enter(self, module: nn.Module, _: object) -> None:
         if self._is_closed:  # of a copied model
             return
@@ -174,7 +193,7 @@ class ActivationOffload:
                 " torch.utils.checkpoint give units= that are not inside of what it recomputes."
             )
             raise OptionError(message)
-        if not stack:
+        if not stack and not getattr(self._entered, "is_in_model", False):
             self._begin_forward()
         for part in module.modules():
             self._note_parameters(part, ())
@@ -248,7 +267,7 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         if address_of(storage) in self._parameters:
             return "parameters"
-        return "small tensors" if storage.nbytes() < _LEAST_BYTES else None
+        return "small tensors" if storage.nbytes() < LEAST_BYTES else None
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
         if isinstance(saved, KeptTensor):

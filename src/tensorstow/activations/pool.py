@@ -120,6 +120,7 @@ class ActivationPool:
             key = (self._forward, address_of(source), version_of(tensor))
             storage = self._by_key.get(key)
             if storage is None:
+                self._make_room(source.nbytes())  # until then it is what forward holds anyway
                 storage = self._take_over(tensor, source)
             elif storage.sources:
                 storage.sources.append(tensor)  # an alias may count its versions for itself
@@ -179,12 +180,13 @@ class ActivationPool:
         while self._blocks.held + nbytes > self._budget:
             oldest = self._written.first()
             if oldest is None:
-                return
+                break
             oldest.wait_written()
             if oldest.reading is not None:  # ahead of need: a failure is told when it is read again
                 with suppress(TransferError):
                     oldest.reading.wait()
             self._leave_memory(oldest)
+        self._blocks.drop_idle(nbytes)
 
     def _write(self, storage: SavedStorage, scratch: ScratchFiles) -> None:
         data = storage.data

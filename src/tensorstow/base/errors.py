@@ -13,6 +13,7 @@
     ├── ForkError (RuntimeError)     an object used in a process that inherited it by fork
     ├── PoisonedError (RuntimeError) an object used after a failure that left it half done
     ├── OptimizerError (RuntimeError) a stowed optimizer class raised an error of its own
+    ├── BackwardError (RuntimeError) a backward() that the configuration rules out
     ├── RankError (RuntimeError)     other ranks failed, stayed away or did something else
     └── StoreError                   the root of what a store refuses:
         ├── LockedError (OSError)        a store that another process or object holds
@@ -109,6 +110,10 @@ class PoisonedError(StowError, RuntimeError):
 
 class OptimizerError(StowError, RuntimeError):
     """A class given to StowedOptimizer raised an error of its own, which is the cause of this."""
+
+
+class BackwardError(StowError, RuntimeError):
+    """A backward was begun by a call that lacks what this configuration needs."""
 
 
 class RankError(StowError, RuntimeError):

@@ -1,4 +1,4 @@
-"""``Plan``: the tier of parameters and states, unit by unit, and when updates run."""
+"""``Plan``: where parameters, states and activations are, unit by unit, and when updates run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Self, get_args
 
+from tensorstow.base.activation_placement import ActivationPlacement, activation_placement
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
@@ -23,7 +24,7 @@ _STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the parameters and states of a model live, and how ranks share them.
+    """Where the parameters, states and activations of a model live, and how ranks share them.
 
     Args:
         parameters: The tier of the parameters: "device", "host" (or "ram"), "disk". Default:
@@ -40,6 +41,9 @@ class Plan:
         update_on: Where updates run: "host", "device", "hybrid" or the device's share, "auto", as
             in ``AdamW``.
         accumulation_steps: Backward passes per step.
+        micro_batches: Into how many parts a batch is cut inside each unit, in training. All of them
+            go through one unit before the next, so that weights on HOST and DISK are read as often
+            as for one. Default: 1, the whole batch goes through at once.
         prefetch: How many units ahead weights are read from disk and copied to an accelerator.
         ram_budget: Bytes of host memory for states on disk; see ``AdamW``.
         buffer_pool_bytes: Bytes of host memory per rank for buffers of parameters on disk, in
@@ -49,6 +53,12 @@ class Plan:
             stay there from forward to backward, so that each is copied once. Everything else that
             torch has allocated is measured, step by step, and subtracted. Default: None, no copy
             stays.
+        activations: What a block saves for its backward: "keep" where it was computed, "recompute"
+            in backward from the block's inputs, or move to "host" memory from an accelerator, or to
+            "disk". What is outside of blocks (the logits, say) is kept. Default: "keep".
+        activation_units: Another choice for single blocks, by the unit's name.
+        activation_ram_budget: Bytes of host memory per rank for activations on disk, those that
+            were saved last among them. Default: None, 256 MiB, as in ``offload_activations``.
 
     Raises:
         OptionError: A value that cannot be used, or values that contradict each other.
@@ -63,10 +73,14 @@ class Plan:
     overlap: Overlap = "none"
     update_on: UpdateOn | None = None
     accumulation_steps: int = 1
+    micro_batches: int = 1
     prefetch: int = 2
     ram_budget: int | str | None = None
     buffer_pool_bytes: int | str | None = None
     device_limit: int | str | None = None
+    activations: ActivationPlacement = "keep"
+    activation_units: Mapping[str, ActivationPlacement] = field(default_factory=dict)
+    activation_ram_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         """Check every value; raises OptionError."""
@@ -75,7 +89,8 @@ class Plan:
         units = {name: _tier(tier, f"units[{name!r}]") for name, tier in self.units.items()}
         object.__setattr__(self, "units", units)
         object.__setattr__(self, "unsharded", tuple(self.unsharded))
-        for name in ("ram_budget", "buffer_pool_bytes", "device_limit"):
+        self._check_activations()
+        for name in ("ram_budget", "buffer_pool_bytes", "device_limit", "activation_ram_budget"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
         if self.stage not in _STAGES:
@@ -85,7 +100,12 @@ class Plan:
             message = f'overlap={self.overlap!r} was given: it is "none", "forward" or "backward".'
             raise OptionError(message)
         self._check_update_on()
-        for name, least in (("replicas", 1), ("accumulation_steps", 1), ("prefetch", 0)):
+        for name, least in (
+            ("replicas", 1),
+            ("accumulation_steps", 1),
+            ("micro_batches", 1),
+            ("prefetch", 0),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 message = f"{name}={value!r} was given: it is a number, at least {least}."
@@ -114,6 +134,20 @@ class Plan:
     @property
     def _tiers(self) -> set[Tier]:
         return {self.parameters, *self.units.values()}
+
+    def _check_activations(self) -> None:
+        placement = activation_placement(self.activations, "activations")
+        object.__setattr__(self, "activations", placement)
+        units = {
+            name: activation_placement(each, f"activation_units[{name!r}]")
+            for name, each in self.activation_units.items()
+        }
+        object.__setattr__(self, "activation_units", units)
+
+    @property
+    def activation_placements(self) -> set[ActivationPlacement]:
+        """What is done with the activations of any unit."""
+        return {self.activations, *self.activation_units.values()}
 
     def _check_update_on(self) -> None:
         if self.update_on is not None and not is_update_on(self.update_on):
@@ -152,13 +186,26 @@ class Plan:
                 ' stay there. Leave it out, or say states="disk".'
             )
             raise OptionError(message)
+        if self.micro_batches > 1 and (self._tiers == {Tier.DEVICE} or self.stage < 3):
+            where = " and ".join(sorted(tier.value for tier in self._tiers))
+            message = (
+                f"micro_batches={self.micro_batches} was given with stage={self.stage} and"
+                f" parameters on {where}: it lets each weight on HOST or DISK be read once for all"
+                ' micro-batches, under stage=3. Leave it out, or say parameters="host" or "disk".'
+            )
+            raise OptionError(message)
         if self.buffer_pool_bytes is not None and Tier.DISK not in self._tiers:
             message = (
                 f"buffer_pool_bytes={self.buffer_pool_bytes} was given, and no unit's parameters"
                 ' are on disk. Leave it out, or say parameters="disk".'
             )
             raise OptionError(message)
-
+        if self.activation_ram_budget is not None and "disk" not in self.activation_placements:
+            message = (
+                f"activation_ram_budget={self.activation_ram_budget} was given, and no unit's"
+                ' activations are on disk. Leave it out, or say activations="disk".'
+            )
+            raise OptionError(message)
         if self.device_limit is not None and Tier.HOST not in self._tiers:
             message = (
                 f"device_limit={self.device_limit} was given with no parameters in host memory: it"
@@ -183,6 +230,17 @@ class Plan:
             The tier in ``units``, else ``parameters``.
         """
         return self.units.get(unit, self.parameters)
+
+    def activations_of(self, unit: str) -> ActivationPlacement:
+        """Return what is done with a unit's activations.
+
+        Args:
+            unit: The name of the unit.
+
+        Returns:
+            What ``activation_units`` has, else ``activations``.
+        """
+        return self.activation_units.get(unit, self.activations)
 
     def but(self, **changes: Any) -> Self:  # noqa: ANN401  # the fields' types
         """Return a copy of the plan with other values of some fields.

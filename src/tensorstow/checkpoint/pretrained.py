@@ -51,7 +51,7 @@ class PretrainedFiles:
                     self._of[name] = file
                     shapes[name] = opened.get_slice(name).get_shape()
         self._origins = origins_of(model, shapes)
-        self._path = path
+        self.path = path
 
     def has(self, name: str) -> bool:
         """Return whether the files have a tensor called ``name``."""
@@ -67,22 +67,7 @@ class PretrainedFiles:
         Raises:
             StoreFormatError: There is none, or it has another shape.
         """
-        name = next((n for n in names if n in self._origins), None)
-        if name is None:
-            near = get_close_matches(names[0], self._origins, 1)
-            hint = f"the nearest is {near[0]!r}" if near else "nor any like it"
-            message = (
-                f"{self._path} has no tensor {names[0]!r}, {hint}: it is of another model, or of a"
-                " part of this one."
-            )
-            raise StoreFormatError(message)
-        origin = self._origins[name]
-        if origin.shape != tuple(like.shape):
-            message = (
-                f"{name!r} in {self._path} is {origin.shape} and the model's is"
-                f" {tuple(like.shape)}."
-            )
-            raise StoreFormatError(message)
+        origin = self.origin(names, like)
 
         def read(start: int, stop: int) -> torch.Tensor:
             if origin.make is not None:
@@ -96,6 +81,47 @@ class PretrainedFiles:
                 return part.to(like.dtype)
 
         return read
+
+    def origin(self, names: Sequence[str], like: torch.Tensor) -> "Origin":
+        """Return the tensors of the files that a tensor is made of.
+
+        Args:
+            names: Names that the tensor may have; the first that is there is taken.
+            like: A tensor of the shape that is expected.
+
+        Raises:
+            StoreFormatError: There is none, or it has another shape.
+        """
+        name = next((n for n in names if n in self._origins), None)
+        if name is None:
+            near = get_close_matches(names[0], self._origins, 1)
+            hint = f"the nearest is {near[0]!r}" if near else "nor any like it"
+            message = (
+                f"{self.path} has no tensor {names[0]!r}, {hint}: it is of another model, or of a"
+                " part of this one."
+            )
+            raise StoreFormatError(message)
+        origin = self._origins[name]
+        if origin.shape != tuple(like.shape):
+            message = (
+                f"{name!r} in {self.path} is {origin.shape} and the model's is {tuple(like.shape)}."
+            )
+            raise StoreFormatError(message)
+        return origin
+
+    @property
+    def paths(self) -> set[Path]:
+        """Return the files that have tensors."""
+        return set(self._of.values())
+
+    def path_of(self, source: str) -> Path:
+        """Return the file that has the tensor called ``source`` there."""
+        return self._of[source]
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Return the tensors of the files that no tensor called one of ``names`` is made of."""
+        used = {s for n in names if n in self._origins for s in self._origins[n].sources}
+        return sorted(set(self._of) - used)
 
     def _read_whole(self, source: str) -> torch.Tensor:
         with _open(self._of[source]) as file:

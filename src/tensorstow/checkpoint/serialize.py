@@ -3,7 +3,9 @@
 import base64
 import io
 import logging
+from argparse import Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,14 @@ logger = logging.getLogger("tensorstow")
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 _BYTES, _SET, _FROZEN_SET = "__bytes__", "__set__", "__frozenset__"
 _ARRAY, _SCALAR = "__array__", "__scalar__"
-_TAGS = frozenset({_TENSOR, _TUPLE, _PAIRS, _BYTES, _SET, _FROZEN_SET, _ARRAY, _SCALAR})
+_NAMESPACE, _PATH = "__namespace__", "__path__"
+_DTYPE, _DEVICE = "__dtype__", "__device__"
+_TAGS = frozenset(
+    {
+        *(_TENSOR, _TUPLE, _PAIRS, _BYTES, _SET, _FROZEN_SET, _ARRAY, _SCALAR),
+        *(_NAMESPACE, _PATH, _DTYPE, _DEVICE),
+    }
+)
 _MOST_NESTED = 100
 _SCALAR_KINDS = frozenset("biufcSUmM")
 
@@ -25,9 +34,10 @@ def flatten(value: object, what: str) -> tuple[Any, list[torch.Tensor]]:
     """Return ``value`` as JSON and the tensors that were in it.
 
     Lists, tuples, sets, dicts, numbers, text, bytes, booleans, None, tensors, numpy's arrays and
-    scalars come back as they were (what is a class of its own upon tuple, set or dict, as a tuple,
-    set or dict). Raises TypeError, which names the place, for anything else: an object would need
-    pickle, which runs code when it is read. DTypeError for a tensor without plain elements.
+    scalars, argparse's namespaces, paths, torch's dtypes and devices come back as they were (what
+    is a class of its own upon tuple, set or dict, as a tuple, set or dict). Raises TypeError, which
+    names the place, for anything else: an object would need pickle, which runs code when it is
+    read. DTypeError for a tensor without plain elements.
     """
     tensors: list[torch.Tensor] = []
     return _plain(value, what, tensors, 0), tensors
@@ -92,12 +102,18 @@ def _plain(value: object, where: str, tensors: list[torch.Tensor], depth: int) -
         plain = [_plain(v, f"{where}[{i}]", tensors, depth + 1) for i, v in enumerate(value)]
         marks = ((tuple, _TUPLE), (set, _SET), (frozenset, _FROZEN_SET))
         return next(({mark: plain} for kind, mark in marks if isinstance(value, kind)), plain)
+    if type(value) is Namespace:
+        return {_NAMESPACE: _plain(vars(value), where, tensors, depth)}
     return _plain_leaf(value, where, tensors)
 
 
 def _plain_leaf(value: object, where: str, tensors: list[torch.Tensor]) -> dict[str, Any]:
     if isinstance(value, np.generic):
         return {_SCALAR: _scalar(value, where)}
+    named = ((PurePath, _PATH), (torch.dtype, _DTYPE), (torch.device, _DEVICE))
+    for kind, mark in named:
+        if isinstance(value, kind):
+            return {mark: str(value).removeprefix("torch.") if mark == _DTYPE else str(value)}
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
@@ -109,7 +125,8 @@ def _plain_leaf(value: object, where: str, tensors: list[torch.Tensor]) -> dict[
         return {_ARRAY: len(tensors) - 1}
     message = (
         f"{where} is a {type(value).__name__}: a commit keeps numbers, text, bytes, booleans, None,"
-        " lists, tuples, sets, dicts, tensors and numpy's arrays. Keep what it is made from."
+        " lists, tuples, sets, dicts, namespaces, paths, dtypes, devices, tensors and numpy's"
+        " arrays. Keep what it is made from."
     )
     raise TypeError(message)
 
@@ -168,6 +185,14 @@ def _read_scalar(stored: list[str]) -> Any:  # noqa: ANN401
     return found
 
 
+def _read_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        message = f"The dtype {name!r} was stored, and this torch ({torch.__version__}) has none."
+        raise TypeError(message)
+    return found
+
+
 TensorAt = Callable[[int], torch.Tensor]
 
 _MAKERS: dict[str, Callable[[Any, TensorAt], Any]] = {
@@ -179,4 +204,8 @@ _MAKERS: dict[str, Callable[[Any, TensorAt], Any]] = {
     _FROZEN_SET: lambda v, tensor_at: frozenset(inflate(v, tensor_at)),
     _ARRAY: lambda v, tensor_at: _read_array(tensor_at(v)),
     _SCALAR: lambda v, _: _read_scalar(v),
+    _NAMESPACE: lambda v, tensor_at: Namespace(**inflate(v, tensor_at)),
+    _PATH: lambda v, _: Path(v),
+    _DTYPE: lambda v, _: _read_dtype(v),
+    _DEVICE: lambda v, _: torch.device(v),
 }

@@ -4,7 +4,6 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.status import Status
 
@@ -13,7 +12,6 @@ from tensorstow.base.directories import choose_directory
 from tensorstow.base.profile import Profile, read_profile, write_profile
 from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.output import (
-    add_json,
     format_rate,
     make_console,
     print_facts,
@@ -25,26 +23,6 @@ from tensorstow.measure.calibration import calibrate
 _LABEL_COLUMNS = 16
 _BUSY = 0.5
 """Of the cores: where others use more of them, what is measured is less than the machine has."""
-
-EXAMPLES = """\
-examples:
-  tensorstow calibrate /nvme           memory, cores, an accelerator, and this directory's disk
-  tensorstow calibrate /nvme --json    the profile, for `tensorstow plan --profile`
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.epilog = EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "directories",
-        metavar="DIR",
-        nargs="*",
-        type=Path,
-        help="a directory that states are to be in (default: the one that scratch files go to)",
-    )
-    add_json(parser, "the profile as JSON, which `plan --profile` reads,")
 
 
 def run(given: argparse.Namespace) -> int:

@@ -3,20 +3,12 @@
 import argparse
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.cli.output import JSON_BY_RANK, add_json, by_rank, print_json
+from tensorstow.cli.output import by_rank, print_json
 from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.remove import Removal, hold_dead_run, remove
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
-    parser.add_argument("--yes", action="store_true", help="remove it; without this, only say what")
-    add_json(parser, JSON_BY_RANK)
 
 
 def run(given: argparse.Namespace) -> int:

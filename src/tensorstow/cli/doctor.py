@@ -20,7 +20,7 @@ from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.nodes import read_nodes
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.cli.output import add_json, format_rate, make_console, print_facts, print_json
+from tensorstow.cli.output import format_rate, make_console, print_facts, print_json
 from tensorstow.io.accelerator_nodes import accelerator_nodes
 from tensorstow.io.engine import BACKENDS, DEPTH, choose_backend, probe_backend
 from tensorstow.io.files import accepts_direct
@@ -53,34 +53,6 @@ class DirectoryReport:
     write_bytes_per_second: float | None = None
     verdict: str | None = None
     """Whether it is worth offloading to."""
-
-
-EXAMPLES = """\
-examples:
-  tensorstow doctor                    the kernel, and where states may go
-  tensorstow doctor --directory /nvme  this directory too
-  tensorstow doctor --json             for a bug report
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.epilog = EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--directory",
-        metavar="DIR",
-        action="append",
-        default=[],
-        help="look at this directory too; may be given several times",
-    )
-    parser.add_argument(
-        "--local-ranks",
-        metavar="N",
-        type=int,
-        help="show how N ranks on this machine share it (default: LOCAL_WORLD_SIZE, or 1)",
-    )
-    add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -3,14 +3,11 @@
 import argparse
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.output import (
-    JSON_BY_RANK,
-    add_json,
     by_rank,
     make_console,
     print_facts,
@@ -21,12 +18,6 @@ from tensorstow.store.inspect import DataFileInfo, StoreInfo, inspect_store
 from tensorstow.store.rank_dirs import stores_in
 
 _LABEL_COLUMNS = 13
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
-    add_json(parser, JSON_BY_RANK)
 
 
 def run(given: argparse.Namespace) -> int:

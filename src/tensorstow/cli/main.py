@@ -3,18 +3,22 @@
 Exit statuses: 0; 1, something was found: damage, an unusable directory, results that differ; 2, the
 request cannot be carried out; 130, interrupted; 141, the reader of the output has closed it (``|
 head``), as the shell reports for SIGPIPE.
+
+An error is a line on standard error. With ``--json`` it is an object on standard output, too:
+``{"error": {"type": "OptionError", "message": ...}}``.
 """
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import version
 
 from tensorstow.base.errors import StowError
-from tensorstow.cli import calibrate, clean, doctor, inspect, plan, recover, scrub
-from tensorstow.cli.demo import run as demo
-from tensorstow.cli.output import drop_output
-from tensorstow.cli.verify import run as verify
+from tensorstow.cli.arguments import COMMANDS
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -32,44 +36,60 @@ def make_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"tensorstow {version('tensorstow')}"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, module, summary in (
-        ("demo", demo, "train GPT-2 with and without offload and show what it costs"),
-        ("doctor", doctor, "print what this machine gives: kernel, I/O backend, directories"),
-        ("calibrate", calibrate, "measure this machine's memory, disks, kernels and link"),
-        ("plan", plan, "print what a run of a model will hold, before anything is allocated"),
-        ("verify", verify, "compare training with states in memory and on disk, bit for bit"),
-        ("inspect", inspect, "print what a store has in it, also while its run is live"),
-        ("scrub", scrub, "read back all that a store keeps and say what is damaged"),
-        ("recover", recover, "make a damaged manifest anew, of what in it is whole"),
-        ("clean", clean, "remove a dead run's store, and nothing that is not its own"),
-    ):
+    for each in COMMANDS:
         command = commands.add_parser(
-            name, help=summary, description=f"{summary}.".capitalize(), allow_abbrev=False
+            each.name,
+            help=each.summary,
+            description=f"{each.summary}.".capitalize(),
+            allow_abbrev=False,
         )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, parser=command)
+        each.declare(command)
+        command.set_defaults(module=each.module, parser=command)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    given, strange = make_parser().parse_known_args(arguments)
-    if strange:  # argparse would print the usage of the whole command
-        given.parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    given = argparse.Namespace()
     try:
-        status: int = given.run(given)
+        given = _parse(arguments)
+        status: int = import_module(given.module).run(given)
         if sys.stdout is not None:
             sys.stdout.flush()  # now, while an error can still be reported
     except BrokenPipeError:
-        drop_output()
+        _drop_output()
         return PIPE_CLOSED
     except StowError as error:
-        print(f"tensorstow: {error}", file=sys.stderr)
+        _print_error(given, type(error).__name__, str(error))
         return USAGE_ERROR
-    except KeyboardInterrupt:
-        print("tensorstow: interrupted", file=sys.stderr)
+    except KeyboardInterrupt:  # while what a command needs is being imported, too
+        _print_error(given, "KeyboardInterrupt", "interrupted")
         return INTERRUPTED
     return status
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    given, strange = make_parser().parse_known_args(arguments)
+    if strange:  # argparse would print the usage of the whole command
+        given.parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    return given
+
+
+def _print_error(given: argparse.Namespace, kind: str, message: str) -> None:
+    """Print an error for people, and with ``--json`` for the program that reads the output, too."""
+    print(f"tensorstow: {message}", file=sys.stderr)
+    if getattr(given, "json", False):
+        with suppress(BrokenPipeError):
+            print(json.dumps({"error": {"type": kind, "message": message}}, indent=2), flush=True)
+
+
+def _drop_output() -> None:
+    """Discard further output: standard output is closed."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    finally:
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

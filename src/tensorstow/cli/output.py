@@ -1,9 +1,6 @@
 """How commands print: text that fits the terminal, or one JSON value."""
 
-import argparse
 import json
-import os
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -14,7 +11,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-JSON_BY_RANK = "one JSON object, or a list of them by rank,"
 _NARROW = 60
 """Below this many columns a label has a line of its own."""
 
@@ -32,11 +28,6 @@ class _Console(Console):
 def make_console(*, to_stderr: bool = False) -> Console:
     """Return a console for standard output, or standard error if the former is for JSON."""
     return _Console(stderr=to_stderr)
-
-
-def add_json(parser: argparse.ArgumentParser, of: str = "one JSON object") -> None:
-    """Declare ``--json``."""
-    parser.add_argument("--json", action="store_true", help=f"print {of} instead")
 
 
 def print_json(value: object) -> None:
@@ -73,14 +64,24 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(
+    console: Console,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers_from: int | None = None,
+) -> None:
     """Print a table; if it is too wide, its rows one after the other, labelled with the heads.
+
+    Columns from ``numbers_from`` on have numbers, which end below each other.
 
     Lines are drawn on a terminal alone: elsewhere they would be in the way of awk and grep.
     """
     table = Table(*heads, box=box.HEAVY_HEAD if console.is_terminal else None)
-    for column in table.columns:
+    for index, column in enumerate(table.columns):
         column.no_wrap = True
+        if numbers_from is not None and index >= numbers_from:
+            column.justify = "right"
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     if fits(console, table):
@@ -105,15 +106,6 @@ def fits(console: Console, table: Table) -> bool:
     """Return whether ``table`` is shown whole."""
     unbounded = console.options.update(max_width=1 << 20)
     return console.measure(table, options=unbounded).maximum <= console.width
-
-
-def drop_output() -> None:
-    """Discard further output: standard output is closed."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, sys.stdout.fileno())
-    finally:
-        os.close(nowhere)
 
 
 def _widest(heads: Sequence[str]) -> int:

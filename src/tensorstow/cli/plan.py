@@ -1,18 +1,21 @@
 """`tensorstow plan`: what a run of a model holds, takes and moves, before anything is allocated."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import DirectoryError, OptionError, advice_for
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import parse_size
-from tensorstow.cli.output import add_json, make_console, print_json, print_line
+from tensorstow.cli.arguments import DTYPES
+from tensorstow.cli.output import make_console, print_json, print_line
 from tensorstow.cli.plan_output import print_plan
 from tensorstow.cli.plan_page import compose
 from tensorstow.cli.plan_recipes import (
@@ -25,10 +28,19 @@ from tensorstow.cli.plan_recipes import (
     gemini_of,
 )
 from tensorstow.formats.state_format import StateFormat
+from tensorstow.fsdp.placed_activations import blocks_with_activations
+from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement
 from tensorstow.fsdp.units import units_of
-from tensorstow.measure.models import KNOWN, NamedModel, build_model, is_causal
+from tensorstow.measure.models import NamedModel, build_model, is_causal
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
-from tensorstow.planner.search import Alternative, MicroBatching, PlanRequest, SearchResult, search
+from tensorstow.planner.search import (
+    Alternative,
+    MicroBatching,
+    PlanRequest,
+    SearchResult,
+    fits_with_activations_kept,
+    search,
+)
 from tensorstow.planner.seconds import (
     MachineRates,
     MicroBatch,
@@ -39,92 +51,13 @@ from tensorstow.planner.seconds import (
 from tensorstow.planner.sizes import Sizes
 
 if TYPE_CHECKING:
-    from tensorstow.measure.activations import Activations
+    from tensorstow.fsdp.traced_activations import Activations
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+_TOKENS = "--batch and --seq"
+_FUNCTION = "a module:function that returns the model and the arguments of its forward"
 _ANY_TOKENS = 2048
 """Of an estimate whose ratios alone count."""
-
-EXAMPLES = """\
-examples:
-  tensorstow plan llama-3-8b --device 24GiB --host 64GiB --disk 1TiB   bytes by tier
-  tensorstow plan llama-3-8b --host 64GiB --batch 1 --seq 2048         activations and seconds too
-  tensorstow plan mine:make_model --host 16GiB                         your own: returns a module,
-                                                                       or (module, (batch,))
-  tensorstow plan gpt2 --json | jq .plan                               for a script
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.epilog = EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a configuration of transformers (file or folder), module:function that"
-        " returns a module, or a module and the arguments of its forward, or one of"
-        f" {', '.join(KNOWN)}",
-    )
-    for tier, what in (
-        ("device", "an accelerator's memory for each rank; 0: the CPU computes (default: 0)"),
-        ("host", "host memory for each rank, 64GiB say (default: no limit)"),
-        ("disk", "disk space for each rank (default: no limit)"),
-    ):
-        parser.add_argument(f"--{tier}", metavar="SIZE", help=what)
-    parser.add_argument(
-        "--world-size", metavar="N", type=int, default=1, help="ranks that share the model"
-    )
-    parser.add_argument(
-        "--accumulation-steps",
-        metavar="N",
-        type=_steps,
-        default=1,
-        help="micro-batches of a step (default: 1); auto: as many as are best, --batch in all",
-    )
-    parser.add_argument(
-        "--allow-inexact",
-        action="store_true",
-        help="states may be in bf16 or int8 too, which round: other results than with fp32",
-    )
-    parser.add_argument("--batch", metavar="B", type=int, help="sequences of a micro-batch")
-    parser.add_argument("--seq", metavar="S", type=int, help="tokens of a sequence")
-    parser.add_argument(
-        "--dtype", choices=list(_DTYPES), help="of parameters (default: the model's own)"
-    )
-    parser.add_argument(
-        "--commits", action="store_true", help="the run commits: what commits take of the disk too"
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        type=Path,
-        help="rates, as `tensorstow calibrate --json` prints them (default: this machine's)",
-    )
-    parser.add_argument(
-        "--directory",
-        metavar="DIR",
-        type=Path,
-        help="where states on disk are to be, which was measured (default: the fastest measured)",
-    )
-    parser.add_argument(
-        "--tbw", metavar="SIZE", help="bytes that a drive may be written, 600TB say: its lifetime"
-    )
-    parser.add_argument(
-        "--html", metavar="FILE", type=Path, help="write a page with tiers and timeline, too"
-    )
-    add_json(parser)
-
-
-def _steps(text: str) -> int | None:
-    """Return a number of micro-batches; None: it is searched."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        message = f"{text!r} was given: it is a number, at least 1, or auto"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def run(given: argparse.Namespace) -> int:
@@ -164,8 +97,7 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
     traced = _traced(model, given)
     conditions = Conditions(here, commits=given.commits)
     if traced is not None:
-        held = traced.beside_gradients if here else traced.peak_bytes
-        conditions = replace(conditions, activation_bytes=max(held, 0))
+        conditions = replace(conditions, activations=traced.held())
     base = Plan(accumulation_steps=given.accumulation_steps or 1)
     request = PlanRequest(
         sizes,
@@ -174,39 +106,45 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
         base,
         batch=_batch(model, traced, given),
         formats=(StateFormat.BF16, StateFormat.INT8) if given.allow_inexact else (),
-        micro_batchings=_micro_batchings(model, traced, given, here=here),
+        micro_batchings=_micro_batchings(model, traced, given, KEPT),
         on_device=True,
     )
+    if traced is not None and not fits_with_activations_kept(request):
+        placed = _placed_elsewhere(model, given, here=here)
+        request = replace(request, micro_batchings=(*request.micro_batchings, *placed))
     found, machine, unknown = _search(request, given)
     chosen, plan = found.chosen, found.chosen.plan
     conditions, kept_as = chosen.conditions, chosen.conditions.state_format
     request = replace(request, conditions=conditions, batch=chosen.batch)
     batch = (given.batch or 1) * base.accumulation_steps // plan.accumulation_steps
     dtype = sizes.trained[0][0] if sizes.trained else torch.float32
+    held = items_of(plan, sizes, conditions)
     recipe = Recipe(
         plan,
         kept_as,
         dtype,
         None if given.directory is None else str(given.directory),
         commits=given.commits,
+        fills_cache=model.config is not None,
     )
     configuration = deepspeed_of(recipe, batch, given.world_size)
     return {
         "model": _describe(model, sizes),
+        "trace_with": _TOKENS if _takes_tokens(model) else _FUNCTION,
         "counted_in": "tokens" if model.inputs is None else _count_of(model)[0],
         "activations": None
         if traced is None
         else {
             "batch": None if given.batch is None else batch,
             "sequence": given.seq,
-            "bytes": conditions.activation_bytes,
+            "bytes": next((i.nbytes for i in held if i.what == "activations"), 0),
+            "saved_bytes": conditions.activations.saved,
             "operations": traced.operations,
         },
         "plan": fields_of(plan),
         "state_format": None if kept_as is None else str(kept_as),
         "held": [
-            {"tier": str(item.tier), "what": item.what, "bytes": item.nbytes}
-            for item in items_of(plan, sizes, conditions)
+            {"tier": str(item.tier), "what": item.what, "bytes": item.nbytes} for item in held
         ],
         "tiers": {
             str(tier): {"bytes": nbytes, "budget": budget.bytes_of(tier)}
@@ -244,10 +182,17 @@ def _check(given: argparse.Namespace) -> None:
         raise OptionError(message)
 
 
-def _traced(model: NamedModel, given: argparse.Namespace) -> "Activations | None":
+def _takes_tokens(model: NamedModel) -> bool:
+    """Return whether --batch and --seq say what a forward of the model is given."""
+    return model.config is not None and is_causal(model.config)
+
+
+def _traced(
+    model: NamedModel, given: argparse.Namespace, placed: TracedPlacement = KEPT
+) -> "Activations | None":
     if given.batch is None and model.inputs is None:
         return None
-    if given.batch is not None and (model.config is None or not is_causal(model.config)):
+    if given.batch is not None and not _takes_tokens(model):
         message = (
             f"--batch and --seq were given for {model.name}, whose inputs are not known: they are"
             " for language models of transformers. Leave them out; activations count where a"
@@ -258,8 +203,8 @@ def _traced(model: NamedModel, given: argparse.Namespace) -> "Activations | None
     from tensorstow.measure.activations import trace, trace_function  # noqa: PLC0415
 
     if model.inputs is not None:
-        return trace_function(model)
-    return trace(model, given.batch, given.seq)
+        return trace_function(model, placed)
+    return trace(model, given.batch, given.seq, placed)
 
 
 def _count_of(model: NamedModel) -> tuple[str, int]:
@@ -283,23 +228,41 @@ def _batch(
     return traced.micro_batch(tokens)
 
 
+def _placed_elsewhere(
+    model: NamedModel, given: argparse.Namespace, *, here: bool
+) -> Iterator[MicroBatching]:
+    """Yield what else may be done with activations, from what moves least, as traced."""
+    names = blocks_with_activations(units_of(model.module))
+    placements: tuple[ActivationPlacement, ...] = ("recompute", "disk")
+    if not here:
+        placements = ("recompute", "host", "disk")
+    for placement in placements if names else ():
+        placed = TracedPlacement(placement, device_is_host=here)
+        traced = _traced(model, given, placed)
+        if traced is not None:
+            yield MicroBatching(1, _batch(model, traced, given), traced.held(), placement)
+        yield from _micro_batchings(model, traced, given, placed)
+
+
 def _micro_batchings(
-    model: NamedModel, traced: "Activations | None", given: argparse.Namespace, *, here: bool
+    model: NamedModel,
+    traced: "Activations | None",
+    given: argparse.Namespace,
+    placed: TracedPlacement,
 ) -> tuple[MicroBatching, ...]:
     """Return the micro-batches that --batch may be cut into, from fewest to most."""
     if given.accumulation_steps is not None or traced is None or given.batch in {None, 1}:
         return ()
     from tensorstow.measure.activations import between, trace  # noqa: PLC0415  # as in _traced
 
-    one, micro_batchings = trace(model, 1, given.seq), []
+    one, micro_batchings = trace(model, 1, given.seq, placed), []
     for times in range(2, given.batch + 1):
         part, rest = divmod(given.batch, times)
         if rest:
             continue
         each = between(one, traced, given.batch, part)
         batch = each.micro_batch(part * given.seq)
-        held = each.beside_gradients if here else each.peak_bytes
-        micro_batchings.append(MicroBatching(times, batch, max(held, 0)))
+        micro_batchings.append(MicroBatching(times, batch, each.held(), placed.placement))
     return tuple(micro_batchings)
 
 

@@ -10,7 +10,7 @@ from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.output import make_console, print_facts, print_line, print_table
 
 _LABEL_COLUMNS = 14
-_SIZES = ("ram_budget", "buffer_pool_bytes")
+_SIZES = ("ram_budget", "buffer_pool_bytes", "activation_ram_budget")
 _NO_GEMINI = (
     "they cannot say it: its parameters are fp32 or bf16, on one tier that is not the disk, and"
     " nothing commits"
@@ -27,7 +27,7 @@ def print_plan(facts: dict[str, Any]) -> None:
     print_facts(console, describe(facts), _LABEL_COLUMNS)
     console.print()
     print_table(console, ["tier", "what", "bytes of one rank", "budget"], _rows(facts))
-    others = [each for each in facts["tried"] if each["reason"] != "chosen"]
+    others = list(_worth_telling(facts["tried"]))
     if others:
         console.print("\n[bold]other placements[/]")
     for each in others:
@@ -43,6 +43,25 @@ def print_plan(facts: dict[str, Any]) -> None:
         print_line(console, f"  {line}")
     if facts["gemini"]:
         _print_lacks(console, facts["gemini_lacks"])
+
+
+def _worth_telling(tried: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield what was not chosen; where activations are not kept, the best of each tiers alone."""
+    best: dict[tuple[str, ...], dict[str, Any]] = {}
+    for each in tried:
+        plan = each["plan"]
+        key = (plan.get("activations", ""), plan["parameters"], plan["states"])
+        known = best.setdefault(key, each)
+        if each["reason"] == "chosen" or (
+            known["reason"] != "chosen"
+            and each["seconds"] is not None
+            and (known["seconds"] is None or each["seconds"] < known["seconds"])
+        ):
+            best[key] = each
+    for each in tried:
+        kept = "activations" not in each["plan"]
+        if each["reason"] != "chosen" and (kept or any(each is one for one in best.values())):
+            yield each
 
 
 def _print_lacks(console: Console, lacks: dict[str, Any]) -> None:
@@ -69,7 +88,7 @@ def _model(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     largest = format_bytes(model["largest_unit_bytes"])
     yield "model", f"{model['name']}: {counted}, {model['units']} units of up to {largest}"
     yield "ranks", str(model["ranks"])
-    yield "activations", _activations(facts["activations"])
+    yield "activations", _activations(facts["activations"], facts["trace_with"])
     yield "placement", placement_of(facts)
 
 
@@ -79,7 +98,7 @@ def _time(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "seconds", f"not predicted: {facts['seconds_unknown']}"
         return
     if step is None:
-        yield "seconds", "not predicted: say --batch and --seq"
+        yield "seconds", f"not predicted: say {facts['trace_with']}"
     else:
         phases = ", ".join(
             f"{each['name']} {show_seconds(each['seconds'])}" for each in step["phases"]
@@ -119,10 +138,12 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _activations(traced: dict[str, Any] | None) -> str:
+def _activations(traced: dict[str, Any] | None, trace_with: str) -> str:
     if traced is None:
-        return "not counted: say --batch and --seq"
-    held = f"{format_bytes(traced['bytes'])} beside all gradients"
+        return f"not counted: say {trace_with}"
+    held = f"{format_bytes(traced['bytes'])} beside gradients"
+    if traced["saved_bytes"]:
+        held += f", {format_bytes(traced['saved_bytes'])} saved elsewhere"
     if traced["batch"] is None:
         return f"{held}, for the arguments that the function returned"
     return f"{held}, for {traced['batch']} x {traced['sequence']} tokens"

@@ -10,6 +10,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.plans import plan_of
 from tensorstow.formats.state_format import StateFormat
+from tensorstow.planner.search import uses_disk
 
 _OFFLOAD = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 _LR = 1e-4
@@ -24,6 +25,8 @@ _FIELDS = (
     "accumulation_steps",
     "ram_budget",
     "buffer_pool_bytes",
+    "activations",
+    "activation_ram_budget",
 )
 """Of a plan, beside tiers: what a search may set."""
 
@@ -40,6 +43,8 @@ class Recipe:
     """Where states and parameters on disk are to be."""
     commits: bool
     """Whether the run commits, there."""
+    fills_cache: bool = False
+    """Whether the model is one of transformers, whose forward fills a cache unless told not to."""
 
 
 def fields_of(plan: Plan) -> dict[str, Any]:
@@ -58,7 +63,7 @@ def fields_of(plan: Plan) -> dict[str, Any]:
 
 
 def code_of(recipe: Recipe) -> list[str]:
-    """Return three lines of Python that place ``model``.
+    """Return the lines of Python that place ``model``.
 
     Args:
         recipe: The plan.
@@ -70,11 +75,13 @@ def code_of(recipe: Recipe) -> list[str]:
         keywords = f"{keywords}, state_format={str(recipe.state_format)!r}"
     if recipe.commits:
         where = f", dir={directory or ANY_DIRECTORY!r}"
-    elif directory is not None and Tier.DISK in {plan.parameters, plan.states}:
+    elif directory is not None and uses_disk(plan):
         keywords, where = f"{keywords}, durability='none'", f", dir={directory!r}"
     made = f"functools.partial(tensorstow.AdamW, {keywords})"
+    uncached = recipe.fills_cache and plan.activations == "recompute"
     return [
         "import functools, tensorstow",
+        *(["model.config.use_cache = False"] if uncached else []),
         f"plan = tensorstow.Plan({given})",
         f"model, optimizer = tensorstow.stow(model, {made}, plan=plan{where})",
     ]
@@ -177,7 +184,7 @@ def gemini_lacks(recipe: Recipe) -> dict[str, Any]:
         recipe: The plan.
     """
     plan = recipe.plan
-    names = ("overlap", "update_on", "accumulation_steps")
+    names = ("overlap", "update_on", "accumulation_steps", "activations")
     lacks = {
         name: getattr(_USUAL, name)
         for name in names

@@ -2,28 +2,12 @@
 
 import argparse
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from tensorstow.cli.output import JSON_BY_RANK, add_json, by_rank, print_json
+from tensorstow.cli.output import by_rank, print_json
 from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.recovery import DAMAGED_NAME, Recovery, hold_recovery, recover
 from tensorstow.store.verify import describe
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.add_argument(
-        "directories",
-        metavar="DIR",
-        type=Path,
-        nargs="+",
-        help="the store's first directory; all of them, in order, where any was moved",
-    )
-    parser.add_argument(
-        "--yes", action="store_true", help="go on from what is whole; without this, only say what"
-    )
-    add_json(parser, JSON_BY_RANK)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -12,8 +12,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from tensorstow.base.errors import LockedError
 from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.output import (
-    JSON_BY_RANK,
-    add_json,
     by_rank,
     make_console,
     print_json,
@@ -40,17 +38,6 @@ class Reading:
         """Return one line for people."""
         outcome = f"{len(self.damages):,} damaged" if self.damages else "all as written"
         return f"{self.directory}: {format_bytes(self.read_bytes)} read back: {outcome}"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
-    parser.add_argument(
-        "--generation",
-        metavar="NAME",
-        help="read this one only: a snapshot's name or a number (default: all that are kept)",
-    )
-    add_json(parser, JSON_BY_RANK)
 
 
 def run(given: argparse.Namespace) -> int:

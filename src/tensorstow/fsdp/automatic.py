@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.directories import check_directory, choose_directory
 from tensorstow.base.errors import DirectoryError, OptionError
@@ -18,11 +19,19 @@ from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.sharding import host_group, join_ranks, world_size
+from tensorstow.fsdp.traced_activations import Activations
+from tensorstow.fsdp.traced_model import ExampleBatch
 from tensorstow.fsdp.units import Unit
 from tensorstow.io.device_link import is_remote
 from tensorstow.io.local_ranks import local_ranks
 from tensorstow.planner.placement import bytes_of
-from tensorstow.planner.search import PlanRequest, SearchResult, search
+from tensorstow.planner.search import (
+    MicroBatching,
+    PlanRequest,
+    SearchResult,
+    fits_with_activations_kept,
+    search,
+)
 from tensorstow.planner.seconds import MachineRates, MicroBatch
 from tensorstow.report.run_record import PredictedStep
 
@@ -48,6 +57,10 @@ class _Known:
     profile: Profile | None
     device_limit: int | None
     """The bytes of an accelerator within which copies of units may stay there."""
+    traced: Activations | None
+    """Of a micro-batch; None: there is no example of one."""
+    tokens: int | None
+    """Of a micro-batch; None: they are not known."""
 
 
 def choose_plan(
@@ -56,13 +69,14 @@ def choose_plan(
     budget: Budget | None,
     device: torch.device,
     directory: str | os.PathLike[str] | None,
-    tokens: int | None,
+    example: ExampleBatch,
 ) -> tuple[Plan, PredictedStep | None]:
     """Return the plan that ``plan="auto"`` stands for, and log what was chosen, and why.
 
-    Beside it: what is predicted of a step, where rates and ``tokens`` are known.
+    Beside it: what is predicted of a step, where rates and the batch are known.
 
-    Ranks agree: each tier has what the rank with least of it has, and rates are rank 0's.
+    Ranks agree: each tier has what the rank with least of it has, activations are those of the rank
+    with most, and rates are rank 0's.
 
     Args:
         request: The model and what the user said, without budget and rates.
@@ -70,17 +84,22 @@ def choose_plan(
         budget: What the user gave; None: the machine is the budget.
         device: What computes.
         directory: Of states on disk; None: one is chosen.
-        tokens: Of a micro-batch of one rank; None: it is not known.
+        example: A micro-batch of one rank.
 
     Raises:
         BudgetError: No placement fits; it says what is short.
     """
-    own = machine_budget(units, device, directory) if budget is None else budget
+    traced, own = example.trace("keep", device), budget
+    if own is None:
+        own = machine_budget(units, device, directory, with_activations=traced is not None)
     limit = _device_limit(device) if budget is None else own.bytes_of(Tier.DEVICE)
-    known = _agree(_Known(own, read_profile(), limit), device)
+    known = _agree(_Known(own, read_profile(), limit, traced, example.tokens), device)
     parameters = sum(n for _, n in request.sizes.trained) * request.sizes.ranks
+    tokens = known.tokens
     batch = MicroBatch.estimate(parameters, tokens or _TOKENS)
     request = replace(request, budget=known.budget, batch=batch)
+    if known.traced is not None:
+        request = _with_activations(request, known, example, device)
     found = _search(request, known.profile, device, directory)
     _log(found, request, told="given" if budget is not None else "of this machine")
     plan, timed = found.chosen.plan, found.chosen.step
@@ -92,6 +111,47 @@ def choose_plan(
     return plan.but(device_limit=known.device_limit), step
 
 
+def _with_activations(
+    request: PlanRequest, known: _Known, example: ExampleBatch, device: torch.device
+) -> PlanRequest:
+    """Return a request that counts activations; where they do not fit, with other places for them.
+
+    Collective: the largest of what ranks have traced counts.
+    """
+    if known.traced is None:
+        return request
+    tokens = known.tokens or _TOKENS
+    conditions = replace(request.conditions, activations=known.traced.held())
+    request = replace(request, conditions=conditions, batch=known.traced.micro_batch(tokens))
+    if fits_with_activations_kept(request) or not example.has_blocks:
+        return request
+    placements: tuple[ActivationPlacement, ...] = ("recompute", "disk")
+    if device.type != "cpu":
+        placements = ("recompute", "host", "disk")
+    tried = []
+    for placement in placements:
+        found = _largest_of_ranks(example.trace(placement, device))
+        if found is not None:
+            done = found.micro_batch(tokens)
+            tried.append(MicroBatching(1, done, found.held(), placement))
+    return replace(request, micro_batchings=tuple(tried))
+
+
+def _largest_of_ranks(traced: Activations | None) -> Activations | None:
+    if world_size() == 1:
+        return traced
+    group = host_group()
+    everybody: list[Activations | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, traced, group=group)
+    return _largest(everybody)
+
+
+def _largest(traced: Iterable[Activations | None]) -> Activations | None:
+    """Return what takes most memory; None: there is nothing."""
+    found = (each for each in traced if each is not None)
+    return max(found, key=lambda each: each.peak_bytes, default=None)
+
+
 def _device_limit(device: torch.device) -> int | None:
     """Return what torch may allocate of an accelerator that is not used by others."""
     if device.type == "cpu":
@@ -101,7 +161,11 @@ def _device_limit(device: torch.device) -> int | None:
 
 
 def machine_budget(
-    units: Iterable[Unit], device: torch.device, directory: str | os.PathLike[str] | None
+    units: Iterable[Unit],
+    device: torch.device,
+    directory: str | os.PathLike[str] | None,
+    *,
+    with_activations: bool = False,
 ) -> Budget:
     """Return what one rank may use of this machine: parts of what is free now.
 
@@ -109,16 +173,18 @@ def machine_budget(
         units: The model's, whose parameters' memory is free for them.
         device: What computes.
         directory: Of states on disk; None: one is chosen.
+        with_activations: Whether activations are counted, and need no room beside the budget.
     """
+    part = _OTHER_PART if with_activations else _COMPUTE_PART
     ranks = local_ranks().count
     here = device.type == "cpu"
     parameters = [p for unit in units for p in unit.parameters.values()]
     own = sum(p.nbytes for p in parameters if p.device.type == "cpu")
-    host = (_COMPUTE_PART if here else _OTHER_PART) * (free_host_bytes() / ranks + own)
+    host = (part if here else _OTHER_PART) * (free_host_bytes() / ranks + own)
     there = None
     if not here:
         free, _ = torch.accelerator.get_memory_info(device)
-        there = int(_COMPUTE_PART * (free + sum(p.nbytes for p in parameters if is_remote(p))))
+        there = int(part * (free + sum(p.nbytes for p in parameters if is_remote(p))))
     try:
         facts = choose_directory() if directory is None else check_directory(Path(directory))
     except DirectoryError:  # it is not made yet, or none will do: whoever opens it says why
@@ -158,7 +224,9 @@ def _agree(own: _Known, device: torch.device) -> _Known:
         sizes = [n for each in everybody if (n := each.budget.bytes_of(tier)) is not None]
         least[str(tier)] = min(sizes, default=None)
     limits = [each.device_limit for each in everybody if each.device_limit is not None]
-    return _Known(Budget(**least), everybody[0].profile, min(limits, default=None))
+    first, limit = everybody[0], min(limits, default=None)
+    traced = _largest(each.traced for each in everybody)
+    return _Known(Budget(**least), first.profile, limit, traced, first.tokens)
 
 
 def _search(
@@ -183,13 +251,14 @@ def _log(found: SearchResult, request: PlanRequest, *, told: str) -> None:
     """Log one table: what was chosen, what it holds, and why the others were not."""
     plan = found.chosen.plan
     lines = [f'plan="auto" chose {_name(plan)}, within the memory {told}:']
-    for tier, nbytes in bytes_of(plan, request.sizes, request.conditions).items():
+    for tier, nbytes in bytes_of(plan, request.sizes, found.chosen.conditions).items():
         limit = request.budget.bytes_of(tier)
         most = "no limit" if limit is None else format_bytes(limit)
         lines.append(f"  {tier:<8}{format_bytes(nbytes):>12} of {most}")
-    if not request.conditions.activation_bytes:
+    if not request.conditions.activations.peak:
         room = "let budget= leave room for them" if told == "given" else "they have the other half"
-        lines.append(f"  activations on {request.conditions.compute_tier} are not counted: {room}")
+        where = request.conditions.compute_tier
+        lines.append(f"  activations on {where} are not counted without batch=: {room}")
     lines += [
         f"  not {_name(each.plan)}: {found.reason(each)}"
         for each in found.tried
@@ -208,4 +277,6 @@ def _name(plan: Plan) -> str:
     for name in ("update_on", "ram_budget"):
         if (value := getattr(plan, name)) is not None:
             told += f", {name}={value}"
+    if plan.activations != "keep":
+        told += f", activations={plan.activations}"
     return told

@@ -1,18 +1,30 @@
-"""Compares the first steps of ``plan="auto"`` with what was predicted, and logs it in one line.
+"""Compares the first steps of ``plan="auto"`` with what was predicted, and follows what is free.
 
-It looks when a step has ended, a few times, at a clock and at counts that are kept anyway: nothing
-is waited for, and nothing changes what a step does.
+It looks when a forward or a step has ended, a few times, at a clock and at counts that are kept
+anyway: nothing is waited for, and no result changes. One line says what was found.
+
+[Note: Host room] A plan counts no activations on the CPU: it leaves half of the free memory to
+them. The first steps show what they take. Then buffers of parameters on disk get what stayed free
+beyond a fifth, so that more units stay in memory from one use to the next, or give back what is
+lacking of it. Only where the machine is the budget: one that was given is kept to. Copies on an
+accelerator follow its memory by themselves (``fsdp.device_cache``). Ranks decide alone.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tensorstow.base.sizes import format_bytes
+from tensorstow.fsdp.automatic import free_host_bytes
+from tensorstow.io.buffer_pool import BufferPool
+from tensorstow.io.local_ranks import local_ranks
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.report.rss import peak_bytes, resident_bytes
 from tensorstow.report.run_record import Compared, PredictedStep
@@ -21,40 +33,112 @@ logger = logging.getLogger("tensorstow")
 
 _STEPS = 4
 """Steps that are seen. The first two make states and buffers; the others are timed."""
+_RESERVE = 0.2
+"""Of what is free and what the process has, together: it stays free."""
 _OFF = 0.2
 """As a part of what was predicted: what differs by more is warned of."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPlan:
+    """What is known of a plan that was chosen here."""
+
+    step: PredictedStep | None
+    """What was predicted of a step; None: nothing."""
+    is_of_machine: bool
+    """Whether the machine was the budget."""
+
+
+class HostRoom:
+    """The least host memory that was free, and the buffers that follow it ([Note: Host room])."""
+
+    def __init__(self, pools: Sequence[BufferPool]) -> None:
+        """Measure nothing yet; ``pools`` are resized."""
+        self._pools = [pool for pool in pools if pool.capacity < pool.total_bytes]
+        self._least: tuple[int, int] | None = None
+
+    def measure(self) -> None:
+        """Look at what is free now, and what this process has."""
+        if self._pools:
+            now = (free_host_bytes() // local_ranks().count, resident_bytes())
+            self._least = now if self._least is None else min(self._least, now)
+
+    def follow(self) -> None:
+        """Resize the buffers by what was free at the least, and log it."""
+        if self._least is None:
+            return
+        change = spare_bytes(*self._least)
+        for pool in self._pools:
+            before = pool.capacity
+            pool.resize(before + change // len(self._pools))
+            if pool.capacity != before:
+                logger.info(
+                    "%s of the %s of parameters on disk may stay in memory now, before %s: %s of"
+                    " host memory were free at the least",
+                    *map(format_bytes, (pool.capacity, pool.total_bytes, before, self._least[0])),
+                )
+
+
+def spare_bytes(free: int, resident: int) -> int:
+    """Return what may be used of the free memory beyond a reserve; below 0: what is lacking of it.
+
+    Args:
+        free: Bytes that are free.
+        resident: Bytes that this process has.
+    """
+    return free - int(_RESERVE * (free + resident))
 
 
 class FirstSteps:
     """What the first steps of a run hold and take."""
 
     def __init__(
-        self, compare: Callable[[StowedAdam], Sequence[Compared]], step: PredictedStep | None
+        self,
+        compare: Callable[[StowedAdam], Sequence[Compared]],
+        step: PredictedStep | None,
+        room: HostRoom | None = None,
     ) -> None:
         """Watch nothing yet.
 
         Args:
             compare: Returns the bytes that were predicted, beside those that are there.
             step: What was predicted of a step; None: nothing.
+            room: What follows the free host memory; None: nothing does.
         """
         self._compare = compare
         self._step = step
+        self._room = room
         self._ends: list[float] = []
         self._resident_before = resident_bytes()
+        self._handles: list[RemovableHandle] = []
 
-    def watch(self, optimizer: StowedAdam) -> None:
-        """Look at the ends of the optimizer's first steps.
+    def watch(self, model: nn.Module, optimizer: StowedAdam) -> None:
+        """Look at the ends of the first forwards of a model and steps of its optimizer.
 
         Args:
+            model: The model.
             optimizer: The optimizer.
         """
         optimizer.register_step_post_hook(self._end)
+        if self._room is not None:
+            self._handles = [model.register_forward_hook(self._look)]
+
+    def _look(self, *_: object) -> None:
+        """Look when activations are at their most."""
+        if self._room is not None:
+            self._room.measure()
 
     def _end(self, optimizer: Any, args: Any, keywords: Any) -> None:  # noqa: ANN401  # torch's own
         del args, keywords
         if len(self._ends) == _STEPS:
             return
         self._ends.append(time.perf_counter())
+        self._look()
+        if len(self._ends) == _STEPS:
+            for handle in self._handles:
+                handle.remove()
+            if self._room is not None:
+                self._room.follow()
         if len(self._ends) == _STEPS and not (dist.is_initialized() and dist.get_rank()):
             took = min(later - earlier for earlier, later in list(pairwise(self._ends))[1:])
             level, line = compared_line(self._compare(optimizer), self._step, took)
@@ -68,7 +152,7 @@ def resident_line(before: int, peak: int | None) -> str:
         before: Its resident memory when the model was placed, in bytes.
         peak: The most it has had until now; None: the kernel does not record it.
     """
-    told = "resident memory, with activations, which no plan counts"
+    told = "resident memory, with activations"
     if peak is None:
         return f"{told}: {format_bytes(before)} when the model was placed, its peak is not recorded"
     return f"{told}: {format_bytes(before)} when the model was placed, {format_bytes(peak)} at most"

@@ -574,6 +574,7 @@ class GradientOffload:
         link: DeviceLink | None = None,
         *,
         share_buffers: bool = False,
+        are_wide: bool = False,
     ) -> None:
         """Register hooks on parameters that are trained now, before their optimizer's.
 
@@ -583,6 +584,7 @@ class GradientOffload:
             share_buffers: Whether a gradient is used as soon as it is copied (beside backward), so
                 that pinned memory is only for those that are not used yet; False: each parameter
                 has a pinned buffer of its own.
+            are_wide: Whether gradients of 16-bit parameters come in fp32.
         """
         self._unhooked: list[Any] = list(parameters)
         self._sharded = [p for p in self._unhooked if isinstance(p, DTensor)]
@@ -592,7 +594,7 @@ class GradientOffload:
                 map(id, self._unhooked), PinnedBufferPool(link)
             )
         else:
-            self._block, self._buffers = _allocate_buffers(self._unhooked, link)
+            self._block, self._buffers = _allocate_buffers(self._unhooked, link, are_wide=are_wide)
         self._queue = None if link is None else D2HQueue(link)
         self.register_unfrozen()
 
@@ -636,17 +638,19 @@ class GradientOffload:
 
 @torch.no_grad()
 def _allocate_buffers(
-    parameters: Sequence[torch.Tensor], link: DeviceLink | None
+    parameters: Sequence[torch.Tensor], link: DeviceLink | None, *, are_wide: bool
 ) -> tuple[PinnedBlock | None, dict[int, PinnedBuffer]]:
     """Return pinned memory for one gradient of each, and each parameter's part of it, by id."""
     if link is None:
         return None, {}
-    sizes = [round_up(shard_of(p).nbytes, _ALIGN) for p in parameters]
+    least = torch.float32.itemsize if are_wide else 1
+    nbytes = [shard_of(p).numel() * max(p.itemsize, least) for p in parameters]
+    sizes = [round_up(each, _ALIGN) for each in nbytes]
     block = PinnedBlock(sum(sizes), link.device, link.synchronize)
     starts = accumulate(sizes, initial=0)
     buffers = {
-        id(p): PinnedBuffer(block.tensor(at, shard_of(p).nbytes, torch.uint8))
-        for p, at in zip(parameters, starts, strict=False)
+        id(p): PinnedBuffer(block.tensor(at, each, torch.uint8))
+        for p, at, each in zip(parameters, starts, nbytes, strict=False)
     }
     return block, buffers
 

@@ -51,7 +51,8 @@ class InitialValues:
         Raises:
             StoreFormatError: ``weights`` cannot be read.
         """
-        self._files = None if weights is None else PretrainedFiles(weights, model)
+        self.files = None if weights is None else PretrainedFiles(weights, model)
+        """Where the values come from; None: from the model or its initializers."""
         self._init = init
         self._group = group
 
@@ -67,8 +68,8 @@ class InitialValues:
             OptionError: A parameter on the meta device has no initializer.
         """
         for unit in units:
-            if self._files is not None:
-                self._readers_of_files(self._files, unit, aliases)
+            if self.files is not None:
+                self._readers_of_files(self.files, unit, aliases)
             elif self._init is None:
                 validate_initializable(unit)
 
@@ -87,8 +88,8 @@ class InitialValues:
             unit: The unit; parameters on the meta device are initialized.
             aliases: Further names of tied parameters, by their first.
         """
-        if self._files is not None:
-            return self._readers_of_files(self._files, unit, aliases)
+        if self.files is not None:
+            return self._readers_of_files(self.files, unit, aliases)
         if self._group is not None:
             for parameter in unit.parameters.values():
                 if not parameter.is_meta:
@@ -108,7 +109,7 @@ class InitialValues:
         for unit in units:
             for name, read in self.readers(unit, aliases).items():
                 parameter = unit.parameters[name]
-                if self._files is None:
+                if self.files is None:
                     continue
                 values = read(0, parameter.shape[0] if parameter.ndim else 0)
                 if parameter.is_meta:
@@ -128,9 +129,9 @@ class InitialValues:
         for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 full = f"{prefix}.{name}" if prefix else name
-                if self._files is not None and self._files.has(full):
+                if self.files is not None and self.files.has(full):
                     stop = buffer.shape[0] if buffer.ndim else 0
-                    values = self._files.reader([full], buffer)(0, stop)
+                    values = self.files.reader([full], buffer)(0, stop)
                     module._buffers[name] = values.to("cpu" if buffer.is_meta else buffer.device)  # noqa: SLF001
         with self._same_random_state():
             for prefix, module in model.named_modules():

@@ -61,6 +61,15 @@ def register_output_hooks(model: nn.Module) -> None:
             module.register_forward_hook(_post_forward, prepend=True)
 
 
+def tensors_of(output: object) -> list[torch.Tensor]:
+    """Return the tensors with gradients in what a module returned.
+
+    Args:
+        output: Tensors, in containers and objects or not.
+    """
+    return [tensor for tensor, _ in _tensors(output, _MAX_DEPTH, set())]
+
+
 def guard_modules(model: nn.Module) -> None:
     """Support calls of a sharded model's submodules; refuse copies, casts and resizes.
 
@@ -77,12 +86,9 @@ def guard_modules(model: nn.Module) -> None:
         if isinstance(module, FSDPModule) and module is not model:
             _init_root_first(module, model)
         if isinstance(module, FSDPModule) or _has_shards(module):
-            known: weakref.ref[nn.Module] = weakref.ref(module)
-            given: Any = module
-            given.__deepcopy__ = _refuse_copy
-            given._apply = partial(_apply_if_unchanged, known)  # noqa: SLF001  # what to(), half() and their kin call
+            refuse_copies(module)
     if hasattr(model, "resize_token_embeddings"):
-        given = model
+        given: Any = model
         given.resize_token_embeddings = partial(_resize_embeddings, weakref.ref(model))
     for which in ("input", "output"):
         if hasattr(model, f"set_{which}_embeddings") and hasattr(model, f"get_{which}_embeddings"):
@@ -91,6 +97,18 @@ def guard_modules(model: nn.Module) -> None:
                 f"set_{which}_embeddings",
                 partial(_set_embeddings, weakref.ref(model), which),
             )
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Have a copy, cast or move of a placed module raise OptionError.
+
+    Args:
+        module: A module with parameters, or that has some below it.
+    """
+    known: weakref.ref[nn.Module] = weakref.ref(module)
+    given: Any = module
+    given.__deepcopy__ = _refuse_copy
+    given._apply = partial(_apply_if_unchanged, known)  # noqa: SLF001  # what to(), half() and their kin call
 
 
 # --- what units return ---
@@ -239,7 +257,7 @@ def _unshard_for_call(
 def _refuse_copy(_: dict[int, Any]) -> NoReturn:
     message = (
         "A stowed model, or a part of one, cannot be copied (by copy.deepcopy, AveragedModel or an"
-        " EMA): its weights are shards that belong to an optimizer and to files. Keep averages of"
+        " EMA): its weights belong to an optimizer or to files. Keep averages of"
         " p.full_tensor() by name; or copy a model that is not stowed, and load model.state_dict()"
         " into it."
     )
@@ -260,7 +278,7 @@ def _apply_if_unchanged(
             message = (
                 f"The {kind[0]} parameters of a stowed model on {kind[1]} cannot be cast, moved,"
                 " shared or given another memory format (by to(), half() and the like): the"
-                " optimizer and the engine hold references to them. Cast before stow();"
+                " optimizer, the engine or a file has them. Cast before stow();"
                 " compute_dtype= computes in another dtype."
             )
             raise OptionError(message)

@@ -86,6 +86,9 @@ def with_groups(make: Make, groups: Groups) -> Make:
     def made(named: Iterable[tuple[str, torch.Tensor]], **placement: Any) -> StowedAdam:  # noqa: ANN401
         by_name = dict(named)
         placed = [{**g, "params": [(n, by_name[n]) for n in g["params"]]} for g in groups]
+        for group in placed:
+            if not group["params"]:  # torch takes names from the parameters, where there are any
+                group["param_names"] = []
         return make(placed, **placement)
 
     return made

@@ -8,8 +8,10 @@ from torch import nn
 
 from tensorstow.fsdp.gradient_offload import offload_pinned_bytes, offloaded_bytes
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
+from tensorstow.fsdp.read_only import streams_in
 from tensorstow.fsdp.shard_storage import HostShard, ShardStorage
 from tensorstow.fsdp.stowed_parameter import storage_of
+from tensorstow.fsdp.units import is_read_only
 from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.pinned import PinnedBlock
@@ -18,6 +20,7 @@ from tensorstow.planner.placement import Item
 from tensorstow.report.run_record import Compared, PredictedStep
 from tensorstow.states.memory import StateMemory
 from tensorstow.tensors.dtensor import shard_of
+from tensorstow.tensors.placeholder import AbsentWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
     Returns:
         The counts: bytes held now and at most, and bytes moved since the model was placed.
     """
+    if is_read_only(model):
+        return _bytes_of_read_only(model)
     shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
     on_disk = [shard for shard in shards if shard.pager is not None]
     pools = {id(c.pager.pool): c.pager.pool for c in on_disk if c.pager is not None}
@@ -77,6 +82,29 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         staging_bytes=0 if h2d is None else h2d.buffers.staging_bytes,
         device_bytes=0 if h2d is None else h2d.buffers.device_bytes,
         device_cache_bytes=0 if h2d is None else h2d.buffers.own_bytes,
+    )
+
+
+def _bytes_of_read_only(model: nn.Module) -> ParameterBytes:
+    """Return the counts of a model that is only read."""
+    streams = streams_in(model)
+    units = [unit for stream in streams for unit in stream.units]
+    plain = [p for p in model.parameters() if p.is_cpu and not isinstance(p, AbsentWeight)]
+    links = [stream.link for stream in streams if stream.link is not None]
+    return ParameterBytes(
+        host_bytes=sum(p.nbytes for p in plain)
+        + sum(unit.nbytes for unit in units if unit.resident is not None),
+        disk_bytes=sum(run.nbytes for unit in units for run in unit.runs),
+        buffer_pool_bytes=sum(stream.host.held_bytes for stream in streams),
+        most_buffer_pool_bytes=sum(stream.host.high_water_bytes for stream in streams),
+        bytes_read=sum(stream.bytes_read for stream in streams),
+        bytes_written=0,
+        link_bytes_down=0,
+        link_bytes_up=sum(link.bytes_up for link in links),
+        pinned_bytes=sum(stream.pinned_bytes for stream in streams),
+        staging_bytes=0,
+        device_bytes=sum(stream.device.held_bytes for stream in streams),
+        device_cache_bytes=0,
     )
 
 
@@ -110,33 +138,33 @@ class ParameterPart:
         parameters = [] if alive is None else alive.parameters()
         shards = [s for p in parameters if (s := storage_of(p)) is not None]
         pools = [shard.pager.pool for shard in shards if shard.pager is not None]
-        self._pools: list[BufferPool] = list({id(pool): pool for pool in pools}.values())
+        self.pools: Sequence[BufferPool] = list({id(pool): pool for pool in pools}.values())
 
     def start_log(self, log: TransferLog) -> None:
         """Log transfers, and waits for them, to ``log`` from now on."""
         for link in self._links:
             link.start_log(log)
-        for pool in self._pools:
-            pool.start_log(log)
+        for pool in self.pools:
+            pool.log_to(log)
 
     def end_log(self) -> None:
         """Log the rest, and stop logging."""
         for link in self._links:
             link.end_log()
-        for pool in self._pools:
-            pool.end_log()
+        for pool in self.pools:
+            pool.log_to(None)
 
     def held(self) -> Mapping[str, Callable[[], int]]:
         """Return counters of the memory of weights that are read from disk."""
-        if not self._pools:
+        if not self.pools:
             return {}
-        return {"buffer pool": lambda: sum(pool.held_bytes for pool in self._pools)}
+        return {"buffer pool": lambda: sum(pool.held_bytes for pool in self.pools)}
 
     def moved(self) -> Mapping[str, int]:
         """Return the bytes of weights and gradients moved so far."""
         return {
-            "weights read": sum(pool.bytes_read for pool in self._pools),
-            "weights written": sum(pool.bytes_written for pool in self._pools),
+            "weights read": sum(pool.bytes_read for pool in self.pools),
+            "weights written": sum(pool.bytes_written for pool in self.pools),
             "from the accelerator": sum(link.bytes_down for link in self._links),
             "to the accelerator": sum(link.bytes_up for link in self._links),
         }

@@ -76,7 +76,7 @@ def register_state_dict_hooks(model: nn.Module) -> None:
 
 def _hook(
     module: nn.Module,
-    own: Mapping[str, DTensor],
+    own: Mapping[str, torch.Tensor],
     copies: dict[int, "weakref.ref[torch.Tensor]"],
 ) -> None:
     """Put the hooks on ``module``; ``copies``: the last ones, by parameter."""
@@ -108,6 +108,8 @@ def _hook(
             raise OptionError(message)
         for name, parameter in own.items():
             value = state_dict.get(prefix + name)
+            if not isinstance(parameter, DTensor):
+                continue  # it is whole at present (fsdp.gathered)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 state_dict[prefix + name] = _shard(value, parameter, prefix + name)
 

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -23,12 +23,15 @@ from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on, reaches_device
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.automatic import choose_plan
-from tensorstow.fsdp.first_steps import FirstSteps
+from tensorstow.fsdp.first_steps import ChosenPlan, FirstSteps, HostRoom
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.gradient_offload import GradientOffload
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import guard_modules, register_output_hooks
+from tensorstow.fsdp.placed_activations import PlacedActivations, validate_activations
+from tensorstow.fsdp.read_only import stow_read_only
+from tensorstow.fsdp.read_sources import ReadOptions
 from tensorstow.fsdp.report import ParameterPart
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
 from tensorstow.fsdp.sharding import (
@@ -42,6 +45,7 @@ from tensorstow.fsdp.sharding import (
     world_size,
 )
 from tensorstow.fsdp.state_dicts import register_state_dict_hooks
+from tensorstow.fsdp.traced_model import ExampleBatch
 from tensorstow.fsdp.units import Unit, aliases_of, found_in, units_of
 from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks
 from tensorstow.fsdp.validation import (
@@ -49,6 +53,8 @@ from tensorstow.fsdp.validation import (
     accepts,
     describe_units,
     given_keywords,
+    refuse_batch,
+    refuse_budget,
     stays_on_device,
     validate_arguments,
     validate_budget,
@@ -61,7 +67,9 @@ from tensorstow.fsdp.validation import (
     validate_same_on_ranks,
     validate_tokens,
     validate_units,
+    validate_unused,
 )
+from tensorstow.fsdp.vertical_order import VerticalOrder
 from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import DeviceLink, is_away, open_link
 from tensorstow.io.files import ALIGN
@@ -70,7 +78,6 @@ from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
 from tensorstow.planner.placement import Conditions, Item, items_of
 from tensorstow.planner.search import PlanRequest
 from tensorstow.planner.sizes import Sizes, UnitSizes, bytes_around, least_in_memory, most_in_memory
-from tensorstow.report.run_record import PredictedStep
 
 Path = str | os.PathLike[str] | None
 _STATE_TIERS = ("host", "ram", "disk")
@@ -118,9 +125,41 @@ def plan_of(model: nn.Module) -> Plan:
     return found
 
 
-def stow(  # noqa: PLR0913  # the one door to everything
+@overload
+def stow(
     model: nn.Module,
     optimizer: OptimizerFactory,
+    *,
+    plan: Plan | Literal["auto"] = "auto",
+    budget: Budget | None = None,
+    compute_dtype: torch.dtype | None = None,
+    dir: Path = None,
+    mesh: DeviceMesh | None = None,
+    units: Sequence[nn.Module] | None = None,
+    weights: Path = None,
+    init: Callable[[nn.Module], None] | None = None,
+    tokens: int | None = None,
+    batch: object = None,
+) -> tuple[nn.Module, StowedAdam]: ...
+
+
+@overload
+def stow(
+    model: nn.Module,
+    optimizer: None,
+    *,
+    plan: Plan | Literal["auto"] = "auto",
+    budget: Budget | None = None,
+    compute_dtype: torch.dtype | None = None,
+    units: Sequence[nn.Module] | None = None,
+    weights: Path = None,
+    init: Callable[[nn.Module], None] | None = None,
+) -> tuple[nn.Module, None]: ...
+
+
+def stow(  # noqa: PLR0913  # the one door to everything
+    model: nn.Module,
+    optimizer: OptimizerFactory | None,
     *,
     plan: Plan | Literal["auto"] = "auto",
     budget: Budget | None = None,
@@ -131,17 +170,23 @@ def stow(  # noqa: PLR0913  # the one door to everything
     weights: Path = None,
     init: Callable[[nn.Module], None] | None = None,
     tokens: int | None = None,
-) -> tuple[nn.Module, StowedAdam]:
+    batch: object = None,
+) -> tuple[nn.Module, StowedAdam | None]:
     """Place a model and the states of its optimizer on device, host and disk.
 
     The model is changed in place; every rank starts with the values of rank 0.
+
+    Without an optimizer the model is only read: ``stow(model, None, weights=folder)``. Its weights
+    on disk stay in their files, from which they are read ahead of use in each forward; they have
+    no gradients and cannot be changed. ``plan="auto"`` then keeps as many units in memory as the
+    budget has room for. Each rank has a model of its own.
 
     Args:
         model: The model. It may be on the meta device.
         optimizer: A callable that takes the named parameters and the keywords that place the states
             (``states``, ``overlap``, ``module``, ``dir``, ...) and returns an optimizer of
             tensorstow: ``partial(tensorstow.AdamW, lr=1e-5)``, or a function that makes parameter
-            groups.
+            groups. None: the model is only read.
         plan: A ``Plan``. Default: "auto", the fastest placement that fits ``budget``, by the rates
             that ``tensorstow calibrate`` measured; without rates the first that fits. What it is
             and why is logged (INFO), and ``tensorstow.plan_of(model)`` returns it.
@@ -158,45 +203,59 @@ def stow(  # noqa: PLR0913  # the one door to everything
         init: Sets the first values of one module of a model on the meta device. Default: None, the
             module's ``reset_parameters``.
         tokens: For ``plan="auto"``, the tokens of a micro-batch of one rank (samples, where a model
-            has no tokens): how long computing takes beside transfers. Default: None, 2048.
+            has no tokens): how long computing takes beside transfers. Default: None, those of
+            ``batch``, or 2048.
+        batch: For ``plan="auto"``, what forward is called with for a micro-batch of one rank: a
+            tuple, a dict of keywords, or one argument; the values do not count. Activations are
+            counted then (forward and backward are traced without memory, which takes a second or
+            more for each place that they may be in), and placed where they do not fit. Default:
+            None, they have the half of the memory that the budget leaves.
 
     Returns:
-        The model and its optimizer.
+        The model and its optimizer, or None.
 
     Raises:
         OptionError: Arguments that cannot be used; nothing was changed.
         BudgetError: No placement fits the budget; nothing was changed.
+        StoreFormatError: The files at ``weights`` are not the model's; nothing was changed.
     """
     validate_arguments(model, optimizer, plan, compute_dtype, mesh)
     validate_budget(budget)
     validate_tokens(tokens)
     validate_init(init)
-    device, step = current_device(), None
-    is_chosen = plan == "auto"
+    device = current_device()
+    choice: ChosenPlan | None = None
+    if optimizer is None:
+        validate_unused(dir=dir, mesh=mesh, tokens=tokens, batch=batch)
+        given = None if plan == "auto" else plan
+        options = ReadOptions(given, budget, compute_dtype, units, weights, init, device)
+        _PLANS[model] = stow_read_only(model, options)
+        return model, None
     chosen = units_of(model, units)
     if plan == "auto":
         plan_request = _plan_request(chosen, device, mesh, optimizer, dir)
-        plan, step = choose_plan(plan_request, chosen, budget, device, dir, tokens)
-    elif tokens is not None:
-        message = 'tokens= only applies to plan="auto".'
-        raise OptionError(message)
-    elif budget is not None:
-        message = 'budget= only applies to plan="auto"; leave it out or omit plan=.'
-        raise OptionError(message)
+        example = ExampleBatch(model, chosen, batch, compute_dtype, tokens)
+        plan, step = choose_plan(plan_request, chosen, budget, device, dir, example)
+        choice = ChosenPlan(step, is_of_machine=budget is None)
+    else:
+        refuse_budget(budget)
+        refuse_batch(tokens=tokens, batch=batch)
     validate_units(plan, chosen)
+    if plan.activation_placements != {"keep"} or plan.activation_units:
+        validate_activations(plan, chosen)
     validate_device(plan, device)
-    validate_factory(optimizer, _placement_keywords(plan, model, dir))
+    validate_factory(optimizer, _placement_keywords(plan, model, optimizer, dir))
     if mesh is None and _stays_whole(plan, chosen, device, compute_dtype):
         values = InitialValues(weights, init, None, model)
         sizes = Sizes.of(chosen, 1)
         request = _Request(model, chosen, plan, device, values, optimizer, dir)
-        made = _to_be_reported(_place_whole(request), request, sizes, step, is_chosen=is_chosen)
+        made = _to_be_reported(_place_whole(request), request, sizes, choice)
         _PLANS[model] = plan
         return model, made
     validate_parameters(chosen)
     mesh = mesh or make_mesh(device, stage=plan.stage, replicas=plan.replicas)
     validate_mesh(mesh, plan, device)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype)
+    precision = _precision(plan, compute_dtype)
     h2d_prefetcher = _h2d_prefetcher(plan, device)
     sharding = Sharding(
         mesh,
@@ -213,18 +272,24 @@ def stow(  # noqa: PLR0913  # the one door to everything
     sizes = Sizes.of(chosen, sharding.ranks)
     request = _Request(model, chosen, plan, device, values, optimizer, dir)
     made = _place_sharded(request, sharding)
-    made = _to_be_reported(made, request, sizes, step, is_chosen=is_chosen)
+    made = _to_be_reported(made, request, sizes, choice)
+    if plan.micro_batches > 1:  # round what recomputes activations: that is for each micro-batch
+        VerticalOrder(model, chosen, plan.micro_batches, device).register()
     _PLANS[model] = plan
     return model, made
+
+
+def _precision(plan: Plan, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Return FSDP2's dtypes: where gradients wait unreduced it sums them in what it reduces in."""
+    waits = plan.stage <= 1 and plan.accumulation_steps > 1  # stage 1, and no_sync() at stage 0
+    return MixedPrecisionPolicy(compute_dtype, torch.float32 if waits else None)
 
 
 def _to_be_reported(
     made: StowedAdam,
     request: _Request,
     sizes: Sizes,
-    step: PredictedStep | None,
-    *,
-    is_chosen: bool,
+    choice: ChosenPlan | None,
 ) -> StowedAdam:
     """Let reports of the optimizer have the parameters in them, and what the plan predicts.
 
@@ -242,11 +307,15 @@ def _to_be_reported(
         follows = policy.placement.disk_fraction == float(plan.states == Tier.DISK)
         return items_of(plan, sizes, conditions) if follows else []
 
+    step = None if choice is None else choice.step
     model = weakref.ref(request.model)
     part = partial(ParameterPart, model, request.links, predict, step)
     made.recorded_parts.append(part)
-    if is_chosen:
-        FirstSteps(lambda optimizer: part().compared(optimizer.memory()), step).watch(made)
+    _place_activations(request, made)
+    if choice is not None:
+        room = HostRoom(part().pools) if choice.is_of_machine else None
+        first = FirstSteps(lambda optimizer: part().compared(optimizer.memory()), step, room)
+        first.watch(request.model, made)
     return made
 
 
@@ -268,6 +337,19 @@ def _place_whole(request: _Request) -> StowedAdam:
     else:
         accumulate_in_fp32(model.parameters())
     return _make_optimizer(request)
+
+
+def _place_activations(request: _Request, made: StowedAdam) -> None:
+    """Place what forward saves for backward as the plan says, until the optimizer is closed."""
+    if request.plan.activation_placements == {"keep"}:
+        return
+    try:
+        placed = PlacedActivations(request.model, request.units, request.plan, request.directory)
+    except BaseException:
+        made.close()
+        raise
+    made.register_close_hook(placed.close)
+    made.recorded_parts.append(lambda: placed)
 
 
 def _gradients_wait_on_host(plan: Plan) -> bool:
@@ -292,7 +374,9 @@ def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
             if isinstance(p, DTensor) and (id(p) in home or not stays(name))
         ]
     link = request.open_link() if is_away(sharding.device) and offloaded else None
-    GradientOffload(offloaded, link, share_buffers=not waits).register(model)
+    GradientOffload(
+        offloaded, link, share_buffers=not waits, are_wide=plan.micro_batches > 1
+    ).register(model)
     if plan.accumulation_steps > 1:
         _sum_wide_on_device(model, {id(p) for p in offloaded})
     made = _make_optimizer(request)
@@ -356,7 +440,7 @@ def _make_disk_pool(request: _Request, sharding: Sharding) -> DiskPool | None:
     place = (
         choose_directory(total) if directory is None else make_directories([directory])[0]
     ).path
-    return DiskPool(BufferPool(place, total, capacity), Prefetcher(plan.prefetch))
+    return DiskPool(BufferPool(place, total, capacity, least), Prefetcher(plan.prefetch))
 
 
 def _plan_request(
@@ -402,17 +486,20 @@ def _stays_whole(
     return (
         world_size() == 1
         and compute_dtype is None  # FSDP2 also casts what goes into forward
+        and plan.micro_batches == 1  # which FSDP2 sums
         and {plan.tier_of(unit.name) for unit in units} <= here
     )
 
 
 def _make_optimizer(request: _Request) -> StowedAdam:
-    placed = _placement_keywords(request.plan, request.model, request.directory)
+    placed = _placement_keywords(request.plan, request.model, request.optimizer, request.directory)
     named = list(request.model.named_parameters())
     return validate_optimizer(request.optimizer(named, **placed), placed)
 
 
-def _placement_keywords(plan: Plan, model: nn.Module, directory: Path) -> dict[str, Any]:
+def _placement_keywords(
+    plan: Plan, model: nn.Module, optimizer: OptimizerFactory, directory: Path
+) -> dict[str, Any]:
     """Return the keywords that carry a plan to an optimizer, where not its defaults."""
     placed: dict[str, Any] = {"module": model}
     if plan.states == Tier.DISK:
@@ -425,9 +512,22 @@ def _placement_keywords(plan: Plan, model: nn.Module, directory: Path) -> dict[s
         placed["accumulation_steps"] = plan.accumulation_steps
     if plan.ram_budget is not None:
         placed["ram_budget"] = plan.ram_budget
-    if directory is not None:
+    if directory is not None and not _is_for_scratch_alone(plan, optimizer):
         placed["dir"] = directory
     return placed
+
+
+def _is_for_scratch_alone(plan: Plan, optimizer: OptimizerFactory) -> bool:
+    """Return whether a directory is for parameters or activations, and not for the optimizer.
+
+    Its states are in memory, and it does not commit.
+    """
+    given = given_keywords(optimizer)
+    in_memory = plan.states != Tier.DISK and given.get("states") in {None, "host", "ram"}
+    others = Tier.DISK in {plan.parameters, *plan.units.values()} or (
+        "disk" in plan.activation_placements
+    )
+    return given.get("durability") == "none" and in_memory and others
 
 
 def _sum_wide_on_device(model: nn.Module, offloaded: Collection[int]) -> None:

@@ -1,5 +1,6 @@
 """Units: modules whose parameters are all-gathered and freed together."""
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,6 +43,20 @@ def found_in(table: Mapping[nn.Module, T], model: nn.Module) -> T | None:
         The entry; None: there is none.
     """
     return next((table[module] for module in model.modules() if module in table), None)
+
+
+_READ_ONLY: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models that ``stow`` has placed without an optimizer."""
+
+
+def note_read_only(model: nn.Module) -> None:
+    """Note that a model was placed without an optimizer."""
+    _READ_ONLY.add(model)
+
+
+def is_read_only(model: nn.Module) -> bool:
+    """Return whether ``stow`` has placed a model, or a part of it, without an optimizer."""
+    return any(module in _READ_ONLY for module in model.modules())
 
 
 def units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> list[Unit]:

@@ -183,7 +183,8 @@ class UnshardHooks:
                     whole = getattr(sharded, "_unsharded_param", None)
                     if whole is not None and whole.grad is not None:
                         found, whole.grad = True, None
-                    sharded.unsharded_accumulated_grad = None
+                    if sharded.unsharded_accumulated_grad is not None:
+                        found, sharded.unsharded_accumulated_grad = True, None
         return found
 
     def _reshard(self) -> None:

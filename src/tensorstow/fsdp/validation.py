@@ -24,7 +24,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.update_on import keyword_of, reaches_device
-from tensorstow.fsdp.units import Unit
+from tensorstow.fsdp.units import Unit, is_read_only
 from tensorstow.io import device_link
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -80,11 +80,11 @@ def validate_arguments(
     if not isinstance(model, nn.Module):
         message = f"stow() was given a {type(model).__name__} for a model: give it a torch module."
         raise OptionError(message)
-    if not callable(optimizer):
+    if optimizer is not None and not callable(optimizer):
         message = (
             f"stow() was given a {type(optimizer).__name__} for an optimizer: give it what makes"
             " one of the model's named parameters, partial(tensorstow.AdamW, lr=1e-5), for the"
-            " parameters are others once they are stowed."
+            " parameters are others once they are stowed; or None for a model that is only read."
         )
         raise OptionError(message)
     if plan != "auto" and not isinstance(plan, Plan):
@@ -100,9 +100,30 @@ def validate_arguments(
         message = f"mesh={mesh!r} was given: it is a DeviceMesh, by init_device_mesh(...)."
         raise OptionError(message)
     if torch.is_inference_mode_enabled():
-        message = "stow() was called under inference_mode: what is made there is never trained."
+        message = (
+            "stow() was called under inference_mode: what is made there is never trained, and has"
+            " no versions. Call it before, and compute with the model under inference_mode."
+        )
         raise OptionError(message)
     _validate_new(model)
+
+
+def validate_unused(**given: object) -> None:
+    """Check that arguments of training were not given for a model that is only read.
+
+    Args:
+        given: The arguments, by name.
+
+    Raises:
+        OptionError: One was.
+    """
+    for name, value in given.items():
+        if value is not None:
+            message = (
+                f"{name}={value!r} was given without an optimizer: a model that is only read has"
+                " neither states nor commits, and each rank has its own. Leave it out."
+            )
+            raise OptionError(message)
 
 
 def validate_budget(budget: object) -> None:
@@ -160,6 +181,12 @@ def _validate_new(model: nn.Module) -> None:
                 " take. Make it with sparse=False."
             )
             raise OptionError(message)
+    if is_read_only(model):
+        message = (
+            "The model was placed before, by stow(model, None): its weights may be in their files"
+            " alone. Give stow() the model as its class makes it."
+        )
+        raise OptionError(message)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             message = (
@@ -192,7 +219,7 @@ def validate_device(plan: Plan, device: torch.device) -> None:
     """Check that an accelerator is there where the plan needs one.
 
     Args:
-        plan: The plan; of it, ``update_on`` and ``device_limit``.
+        plan: The plan; of it, ``update_on``, ``device_limit`` and the activations.
         device: What this rank computes on.
 
     Raises:
@@ -210,6 +237,12 @@ def validate_device(plan: Plan, device: torch.device) -> None:
         message = (
             f"device_limit={plan.device_limit} was given, and this rank computes on {device}: there"
             " is no accelerator for copies of units to stay on. Leave it out."
+        )
+        raise OptionError(message)
+    if "host" in plan.activation_placements:
+        message = (
+            f'activations="host" was given, and this rank computes on {device}: they are in host'
+            ' memory as they are. Say "keep", "recompute" or "disk".'
         )
         raise OptionError(message)
 
@@ -485,3 +518,32 @@ def _describe(parameter: torch.Tensor) -> str:
     trained = "trained" if parameter.requires_grad else "frozen"
     place = "meta" if parameter.is_meta else "memory"
     return f"{tuple(parameter.shape)} {parameter.dtype} {trained} in {place}"
+
+
+def refuse_budget(budget: object) -> None:
+    """Check that no budget was given beside a plan.
+
+    Args:
+        budget: What was given; None: nothing.
+
+    Raises:
+        OptionError: One was.
+    """
+    if budget is not None:
+        message = 'budget= only applies to plan="auto"; leave it out or omit plan=.'
+        raise OptionError(message)
+
+
+def refuse_batch(**given: object) -> None:
+    """Check that nothing was said of a batch beside a plan.
+
+    Args:
+        given: The arguments of ``stow``, by name.
+
+    Raises:
+        OptionError: One is not None.
+    """
+    for name, value in given.items():
+        if value is not None:
+            message = f'{name}= only applies to plan="auto".'
+            raise OptionError(message)

@@ -90,16 +90,17 @@ class PooledBuffer:
 class BufferPool:
     """Buffers in one file, and a bound on the memory that they take."""
 
-    def __init__(self, directory: Path, nbytes: int, capacity: int) -> None:
+    def __init__(self, directory: Path, nbytes: int, capacity: int, least: int = 0) -> None:
         """Make a file of ``nbytes`` without a name; hold up to ``capacity`` bytes in memory.
 
-        Raises DirectoryError where the directory has no room.
+        ``least`` is what ``resize`` leaves. Raises DirectoryError where the directory has no room.
         """
         self.directory = directory
         self._file = scratch_file(open_engine(backend_for([directory])), directory, nbytes)
         weakref.finalize(self, self._file.close)
-        self._capacity = capacity
-        self._end = self._largest = 0
+        self.capacity, self._least = capacity, least
+        """The bytes that may be held in memory."""
+        self.total_bytes = self._largest = 0
         self._recent: dict[PooledBuffer, None] = {}
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
@@ -109,23 +110,24 @@ class BufferPool:
         self.bytes_written = 0
         self._log: TransferLog | None = None
 
-    def start_log(self, log: TransferLog) -> None:
-        """Log transfers to ``log`` from now on, and waits for them as stalls.
+    def log_to(self, log: TransferLog | None) -> None:
+        """Log transfers from now on, and waits for them as stalls; None: log no more.
 
         A transfer without a wait is logged at the pool's next call.
         """
         with self._lock:
             self._log = log
 
-    def end_log(self) -> None:
-        """Log no more."""
-        with self._lock:
-            self._log = None
+    def resize(self, capacity: int) -> None:
+        """Hold up to ``capacity`` bytes from now on, at least ``least`` and at most all buffers."""
+        with self._poisoning():
+            self.capacity = max(min(capacity, self.total_bytes), self._least)
+            self._make_room(0, wait=False)
 
     def add(self, nbytes: int) -> PooledBuffer:
         """Return a buffer of zeros, of ``nbytes`` rounded up."""
-        buffer = PooledBuffer(self, round_up(nbytes, ALIGN), self._end)
-        self._end += buffer.nbytes
+        buffer = PooledBuffer(self, round_up(nbytes, ALIGN), self.total_bytes)
+        self.total_bytes += buffer.nbytes
         self._largest = max(self._largest, buffer.nbytes)
         return buffer
 
@@ -156,7 +158,7 @@ class BufferPool:
         """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
         with self._lock:
             pinned = sum(buffer.nbytes for buffer in self._recent if buffer.pins)
-            return pinned + nbytes + self._largest <= self._capacity
+            return pinned + nbytes + self._largest <= self.capacity
 
     def unpin(self, buffer: PooledBuffer, *, dirty: bool) -> None:
         """End a pin; begin writing ``dirty`` bytes when it was the last one."""
@@ -247,7 +249,7 @@ class BufferPool:
         """
         oldest = list(self._recent)
         for buffer in oldest if wait else oldest[:-_KEPT]:
-            if self.held_bytes + nbytes <= self._capacity:
+            if self.held_bytes + nbytes <= self.capacity:
                 break
             busy = buffer.reading or (buffer.writing is not None and not buffer.writing.done())
             if buffer.pins or (busy and not wait):
@@ -255,7 +257,7 @@ class BufferPool:
             self._end_read(buffer)
             self._end_write(buffer)
             self._drop(buffer)
-        return self.held_bytes + nbytes <= self._capacity
+        return self.held_bytes + nbytes <= self.capacity
 
     def _drop(self, buffer: PooledBuffer) -> None:
         del self._recent[buffer]

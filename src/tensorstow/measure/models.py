@@ -12,61 +12,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-
-_GPT2 = {"model_type": "gpt2"}
-_LLAMA: dict[str, Any] = {"model_type": "llama", "dtype": "bfloat16"}
-KNOWN: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": _GPT2,
-    "gpt2-medium": {**_GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16},
-    "gpt2-large": {**_GPT2, "n_embd": 1280, "n_layer": 36, "n_head": 20},
-    "gpt2-xl": {**_GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25},
-    "llama-3.2-1b": {
-        **_LLAMA,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-    "llama-2-7b": {**_LLAMA},
-    "llama-3-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "llama-2-13b": {
-        **_LLAMA,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-    },
-    "llama-2-70b": {
-        **_LLAMA,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-    "llama-3-70b": {
-        **_LLAMA,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-}
-"""Configurations as transformers reads them, by the names that people use."""
-
+from tensorstow.measure.known_models import KNOWN
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of a forward."""
@@ -137,11 +83,14 @@ def from_config(config: Any, device: str = "meta") -> nn.Module:  # noqa: ANN401
     kind: Any = AutoModelForCausalLM if is_causal(config) else AutoModel
     try:
         with torch.device(device):
-            model: nn.Module = kind.from_config(config)
+            model: Any = kind.from_config(config)
     except Exception as error:  # any that a model's own code raises
         message = f"No model could be made of the configuration: {first_line(error)}"
         raise OptionError(message) from error
-    return model
+    if kind is AutoModelForCausalLM and getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # what it falls back to, with a warning at its first loss
+    made: nn.Module = model
+    return made
 
 
 def is_causal(config: Any) -> bool:  # noqa: ANN401  # transformers' own
@@ -267,23 +216,3 @@ def moved_to(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs
 
     given, named = inputs
     return tuple(moved(each) for each in given), {k: moved(v) for k, v in named.items()}
-
-
-def loss_of(found: Any) -> torch.Tensor:  # noqa: ANN401  # any output of a model
-    """Return the loss that a model returned, or the mean square of its first output.
-
-    Args:
-        found: What its forward returned.
-
-    Raises:
-        OptionError: There is no tensor first in it.
-    """
-    loss = getattr(found, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    while isinstance(found, tuple | list) or hasattr(found, "logits"):
-        found = found.logits if hasattr(found, "logits") else found[0]
-    if not isinstance(found, torch.Tensor):
-        message = f"The model returned {type(found).__name__}: a loss, or a tensor, is needed."
-        raise OptionError(message)
-    return found if found.ndim == 0 else found.float().square().mean()

@@ -36,7 +36,7 @@ from tensorstow.step import validation
 from tensorstow.step.call_lock import CallLock, exclusive_call
 from tensorstow.step.legal_calls import PublicCall
 from tensorstow.step.managed_param import in_order_of
-from tensorstow.step.norms import squared_norms
+from tensorstow.step.norms import KeptNorms, squared_norms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import as_step, name_of, step_of
 from tensorstow.store.records import Generation, Summary
@@ -48,6 +48,7 @@ from tensorstow.tensors.dtensor import (
     shard_of,
     sum_over_shards,
 )
+from tensorstow.tensors.placeholder import ConsumedGradient
 
 
 class StowedAdam(Optimizer):
@@ -80,6 +81,7 @@ class StowedAdam(Optimizer):
         self.recorded_parts: list[Callable[[], RecordedPart]] = []
         """Factories of further parts to record: the weights of a model that ``stow`` placed."""
         self._around_resume: list[Callable[[], None]] = []
+        self._at_close: list[Callable[[], None]] = []
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
         # gradients; beside backward there are no gradients left to scale.
         self._step_supports_amp_scaling = offload_policy.overlap != "backward"
@@ -309,22 +311,60 @@ class StowedAdam(Optimizer):
             message = f"max_norm={max_norm} was given: it must not be negative."
             raise OptionError(message)
         self._runtime.schedule.check_clipping()
-        parameters = list(self._parameters())
-        gradients = []
-        for parameter in parameters:
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                validation.check_gradient(shard_of(parameter), gradient, "a parameter")
-            gradients.append(gradient)
-        squares = sum_over_shards(parameters, squared_norms(gradients, self._isa))
-        norm = torch.tensor(sum(squares), dtype=torch.float64).sqrt()
+        norm = self._grad_norm()
         if error_if_nonfinite and not torch.isfinite(norm):
             message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
             raise RuntimeError(message)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
-        clipped = [(p, p.grad) for p in parameters if p.grad is not None]
+        clipped = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         self._runtime.steps.clip.set(factor, clipped)
         return norm
+
+    def keep_norms(self) -> None:
+        """Let ``grad_norm`` tell the norm with ``overlap="backward"`` too, from now on.
+
+        The norm of each gradient is then computed when it is final. Other overlaps need not know.
+        """
+        self._runtime.schedule.norms = KeptNorms(self._isa)
+
+    @exclusive_call("grad_norm")
+    @torch.no_grad()
+    def grad_norm(self) -> torch.Tensor:
+        """Return the global 2-norm of the gradients of the next ``step()``; nothing is clipped.
+
+        The bits are those of ``clip_grad_norm_``.
+
+        Returns:
+            A scalar fp64 tensor.
+
+        Raises:
+            OptionError: ``overlap="backward"``, and ``keep_norms`` was not called.
+        """
+        return self._grad_norm()
+
+    def _grad_norm(self) -> torch.Tensor:
+        parameters = list(self._parameters())
+        norms = self._runtime.schedule.norms
+        kept = {} if norms is None else norms.all()
+        used: dict[int, float] = {}
+        gradients = []
+        for index, parameter in enumerate(parameters):
+            gradient = gradient_of(parameter)
+            if isinstance(gradient, ConsumedGradient):
+                number = self._params().get(parameter).number
+                if number not in kept:
+                    message = (
+                        'grad_norm() was called, and with overlap="backward" gradients have been'
+                        " used by then. Call keep_norms() before backward."
+                    )
+                    raise OptionError(message)
+                used[index], gradient = kept[number], None
+            if gradient is not None:
+                validation.check_gradient(shard_of(parameter), gradient, "a parameter")
+            gradients.append(gradient)
+        found = squared_norms(gradients, self._isa)
+        squares = sum_over_shards(parameters, [used.get(i, n) for i, n in enumerate(found)])
+        return torch.tensor(sum(squares), dtype=torch.float64).sqrt()
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context for all micro-batches of a step but the last.
@@ -419,6 +459,21 @@ class StowedAdam(Optimizer):
             hook: Takes no arguments; its result is ignored.
         """
         self._around_resume.append(hook)
+
+    def register_close_hook(self, hook: Callable[[], None]) -> None:
+        """Register a function that is called when the optimizer has been closed.
+
+        It is not called where the optimizer is dropped without ``close()``: the model may be in the
+        middle of a forward then.
+
+        Args:
+            hook: Takes no arguments; its result is ignored. It may be called more than once.
+        """
+        self._at_close.append(hook)
+
+    def _call_close_hooks(self) -> None:
+        for hook in self._at_close:
+            hook()
 
     def _call_resume_hooks(self) -> None:
         for hook in self._around_resume:
@@ -649,6 +704,7 @@ class StowedAdam(Optimizer):
             self._runtime.finish()
         finally:
             self.state.clear()
+            self._call_close_hooks()
 
     def __enter__(self) -> Self:
         """Return the optimizer, which the end of the block closes."""
@@ -661,6 +717,7 @@ class StowedAdam(Optimizer):
             return
         self._runtime.finish_and_log()
         self.state.clear()
+        self._call_close_hooks()
 
     # --- inside ---
 

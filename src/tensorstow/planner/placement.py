@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+from tensorstow.activations.offload import DEFAULT_RAM_BUDGET
 from tensorstow.base.budget import Budget
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import round_up
@@ -31,8 +32,10 @@ from tensorstow.planner.sizes import (
     least_in_memory,
     most_in_memory,
 )
-from tensorstow.states.layout import Family
+from tensorstow.states.layout import LEAST_SLOTS, Family
 from tensorstow.states.memory import (
+    DEFAULT_STAGING_BYTES,
+    MOST_DEVICE_SLOTS,
     StateMemory,
     chunks_of,
     device_slots,
@@ -42,6 +45,20 @@ from tensorstow.states.memory import (
 from tensorstow.states.offload_policy import format_of
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.step.backward_overlap import WINDOW_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class HeldActivations:
+    """Bytes of the activations of one micro-batch, under what a plan does with them."""
+
+    peak: int = 0
+    """At most, where forward and backward compute."""
+    beside_gradients: int = 0
+    """Of those at the same time as all gradients, at most."""
+    saved: int = 0
+    """That blocks move to host memory or disk in forward; the others are without them."""
+    largest_saved: int = 0
+    """The largest storage of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +72,8 @@ class Conditions:
     next one's."""
     state_format: StateFormat | None = None
     """None: the least bytes that lose nothing, where states move."""
-    activation_bytes: int = 0
-    """Held at the same time as all gradients, at most, where forward and backward compute."""
+    activations: HeldActivations = HeldActivations()
+    """Of no bytes where nobody has traced a batch."""
     states: Tier | None = None
     """Where the user says that states go; None: the plan says it."""
 
@@ -127,13 +144,69 @@ def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
         sizes: The model, as one rank's share.
         conditions: What else decides.
     """
+    gradients = list(_gradients(plan, sizes, conditions))
     items = [
         *_parameters(plan, sizes, conditions),
-        *_gradients(plan, sizes, conditions),
+        *gradients,
         *_states(plan, sizes, conditions),
-        Item(conditions.compute_tier, "activations", conditions.activation_bytes),
+        *_activations(plan, conditions, sum(item.nbytes for item in gradients)),
     ]
     return [item for item in items if item.nbytes > 0]
+
+
+def _activations(plan: Plan, conditions: Conditions, gradients: int) -> Iterable[Item]:
+    """Return activations where they are computed, and those that wait elsewhere.
+
+    ``gradients``: the bytes that are counted for them. Where the CPU computes, fewer of them are
+    there when activations have their peak, by so much as the peak may be higher.
+    """
+    held = conditions.activations
+    there = held.peak
+    if conditions.device_is_host:
+        there = max(held.beside_gradients, held.peak - gradients)
+    yield Item(conditions.compute_tier, "activations", there)
+    if plan.activations == "host":
+        yield Item(Tier.HOST, "saved activations", held.saved)
+    if plan.activations == "disk":
+        most = activation_budget(plan) + held.largest_saved
+        yield Item(Tier.HOST, "saved activations", min(held.saved, most))
+        yield Item(Tier.DISK, "saved activations", moved_activations(plan, held).written)
+
+
+@dataclass(frozen=True, slots=True)
+class MovedActivations:
+    """Bytes of activations that one micro-batch moves."""
+
+    written: int = 0
+    """To disk, in forward."""
+    read: int = 0
+    """From disk, in backward."""
+    over_link: int = 0
+    """From an accelerator in forward, and to it in backward."""
+
+
+def activation_budget(plan: Plan) -> int:
+    """Return the host memory, in bytes, that activations on disk may take."""
+    given = plan.activation_ram_budget
+    return DEFAULT_RAM_BUDGET if given is None else int(given)
+
+
+def moved_activations(plan: Plan, held: HeldActivations) -> MovedActivations:
+    """Return what blocks move, by the rule of ``activations.pool``.
+
+    Half of the budget may be filled with what is not on disk, all of it with what is in memory.
+
+    Args:
+        plan: The plan; its ``activations`` count.
+        held: Of one micro-batch.
+    """
+    if plan.activations not in {"host", "disk"}:
+        return MovedActivations()
+    if plan.activations == "host":
+        return MovedActivations(over_link=held.saved)
+    budget = activation_budget(plan)
+    written, read = max(held.saved - budget // 2, 0), max(held.saved - budget, 0)
+    return MovedActivations(written, read, held.saved)
 
 
 def states_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StateMemory:
@@ -252,24 +325,24 @@ def _unsharded(plan: Plan, sizes: Sizes) -> int:
 def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
     """Return gradients of this rank's share, where they wait for their update.
 
-    The sum of several micro-batches is fp32.
+    The sum of several micro-batches is fp32, of those in vertical order too.
     """
-    several = plan.accumulation_steps > 1
+    several, wide = plan.accumulation_steps > 1, plan.micro_batches > 1
     beside = plan.overlap == "backward"
     away = not conditions.device_is_host
     units: Sequence[UnitSizes] = sizes.units
     there = units_on(Tier.DEVICE, plan, sizes) if away else []
     if there and (beside or reaches_device(plan.update_on)):
         # Backward does not wait for updates there: all may be, where they are slower.
-        yield Item(Tier.DEVICE, "gradients", _waiting(there, several=several))
+        yield Item(Tier.DEVICE, "gradients", _waiting(there, wide=several or wide))
         units = [unit for unit in units if plan.tier_of(unit.name) != Tier.DEVICE]
         if not any(unit.trained for unit in units):
             return
-    own, sums = _waiting(units, several=False), _waiting(units, several=True)
+    own, sums = _waiting(units, wide=wide), _waiting(units, wide=True)
     waiting = sums if several else own
     if beside and not several and not there:
         # Backward waits for updates. (Of several micro-batches updates begin in the last.)
-        most = max((unit.gradient_bytes for unit in units), default=0)
+        most = max((_waiting([unit], wide=wide) for unit in units), default=0)
         waiting = min(waiting, WINDOW_BYTES + most)
     yield Item(Tier.HOST, "gradients", waiting)
     if not away:
@@ -283,9 +356,9 @@ def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Ite
         yield Item(Tier.DEVICE, "gradients on their way", min(own, MAX_IN_FLIGHT_BYTES))
 
 
-def _waiting(units: Iterable[UnitSizes], *, several: bool) -> int:
-    """Return the bytes of all gradients of units; the sum of several micro-batches is fp32."""
-    if several:
+def _waiting(units: Iterable[UnitSizes], *, wide: bool) -> int:
+    """Return the bytes of all gradients of units, in fp32 or in their own dtypes."""
+    if wide:
         return 4 * sum(unit.trained_elements for unit in units)
     return sum(unit.gradient_bytes for unit in units)
 
@@ -320,18 +393,36 @@ def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[I
             counts.setdefault(dtype, []).append(elements)
             ours.setdefault(dtype, []).append(tier == Tier.DEVICE)
     families = _families(sizes, plan, conditions)
-    chunks: list[tuple[Family, int]] = []
-    for dtype, own in counts.items():
-        line = (families[dtype], own)
-        for family, each, count in chunks_of([line], PipelinePolicy().chunk_elements):
-            if any(ours[dtype][run.parameter] for run in each.runs):
-                chunks += count * [(family, each.elements)]
+    lines = tuple((families[d], tuple(own), tuple(ours[d])) for d, own in counts.items())
+    staged, slots = _buffers_of(lines)
     if plan.update_on != "device":
-        nbytes = plan_staging([elements for _, elements in chunks]).nbytes
-        yield Item(Tier.HOST, "buffers for gradients of chunks", nbytes)
+        yield Item(Tier.HOST, "buffers for gradients of chunks", staged)
     if reaches_device(plan.update_on):
-        slots, nbytes = device_slots(chunks)
-        yield Item(Tier.DEVICE, "buffers for states", slots * nbytes)
+        yield Item(Tier.DEVICE, "buffers for states", slots)
+
+
+@lru_cache(maxsize=256)
+def _buffers_of(
+    lines: tuple[tuple[Family, tuple[int, ...], tuple[bool, ...]], ...],
+) -> tuple[int, int]:
+    """Return the bytes of gradients of chunks in host memory, and of states on the device.
+
+    ``lines``: of each family the elements of its parameters, and which are on the device.
+    """
+    chunks: list[tuple[Family, int]] = []
+    for line, elements, ours in lines:
+        alike = chunks_of([(line, elements)], PipelinePolicy().chunk_elements)
+        for family, each, count in alike:
+            if any(ours[run.parameter] for run in each.runs):
+                chunks += min(count, _most_slots(each.elements)) * [(family, each.elements)]
+    slots, nbytes = device_slots(chunks)
+    return plan_staging([elements for _, elements in chunks]).nbytes, slots * nbytes
+
+
+def _most_slots(elements: int) -> int:
+    """Return how many slots chunks of so many elements ever pass through: more make no more."""
+    staged = DEFAULT_STAGING_BYTES // (torch.float32.itemsize * elements)
+    return max(LEAST_SLOTS, MOST_DEVICE_SLOTS, staged)
 
 
 def _share(units: Sequence[UnitSizes]) -> int:

@@ -2,9 +2,10 @@
 
 [Note: What is tried] Parameters and states on each tier; where that does not fit, some units there
 and the rest on each tier below; of those that fit, each overlap, host memory that is left for
-states, and updates on the device. All of it again in smaller formats, and with the batch in more
-micro-batches, where the caller allows that: a placement that fits with fewer micro-batches is not
-tried with more, which only adds passes. Where nothing fits that refuses nothing, all of it again
+states, and updates on the device. All of it again in smaller formats, with the batch in more
+micro-batches, and with activations that are not kept, where the caller allows that: a placement
+that fits with fewer micro-batches, or with activations kept, is not tried again, which only adds
+work. Where nothing fits that refuses nothing, all of it again
 beside backward, and with states in host memory while parameters are on disk.
 
 [Note: How many units] Units go up by size, from the largest down (what the others pass through is
@@ -17,6 +18,7 @@ so a few numbers are tried, and then those beside the best.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
@@ -24,7 +26,7 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap, UpdateOn, reaches_device
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.planner.placement import Conditions, bytes_of, fit, states_of
+from tensorstow.planner.placement import Conditions, HeldActivations, bytes_of, fit, states_of
 from tensorstow.planner.seconds import MachineRates, MicroBatch, StepTime, time_of, work_of
 from tensorstow.planner.sizes import Sizes, UnitSizes
 from tensorstow.states.layout import DEFAULT_RING_BYTES
@@ -37,13 +39,13 @@ _GRID = 8
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """The batch of a step, in so many micro-batches."""
+    """The batch of a step in so many micro-batches, and what blocks do with their activations."""
 
     times: int
     """Factor by which the number of micro-batches is multiplied."""
     batch: MicroBatch
-    activation_bytes: int
-    """As ``Conditions`` has them."""
+    activations: HeldActivations
+    placement: ActivationPlacement = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ class PlanRequest:
     formats: tuple[StateFormat, ...] = ()
     """Formats of states that may be taken beside the one of ``conditions``."""
     micro_batchings: tuple[MicroBatching, ...] = ()
-    """More micro-batches that may be taken, from fewest to most."""
+    """More micro-batches, and other placements of activations, that may be taken: first those that
+    keep activations, of each placement from fewest to most."""
     on_device: bool = False
     """Whether updates may run on an accelerator: the optimizer takes ``update_on``."""
     update_on: UpdateOn | None = None
@@ -203,34 +206,75 @@ def candidates(request: PlanRequest) -> list[Plan]:
     return plans
 
 
+def fits_with_activations_kept(request: PlanRequest) -> bool:
+    """Return whether a budget holds all else as high as it can be, in some micro-batches.
+
+    Args:
+        request: The model, the budget, and its activations.
+    """
+    first = candidates(request)[0]
+    held = [request.conditions.activations]
+    held += [each.activations for each in request.micro_batchings]
+    return any(
+        isinstance(
+            fit(
+                first,
+                request.sizes,
+                request.budget,
+                replace(request.conditions, activations=each),
+            ),
+            Plan,
+        )
+        for each in held
+    )
+
+
 def _try_all(request: PlanRequest) -> Iterator[Alternative]:
     """Yield every placement in every variant that is allowed; [Note: What is tried]."""
-    fitting: set[tuple[StateFormat | None, Tier, Tier]] = set()
-    """Formats and placements that need no more micro-batches."""
+    fitting: list[Alternative] = []
+    """Whole tiers that need no more micro-batches, and no more of their activations elsewhere."""
     for variant in _variants(request):
-        kept_as = variant.conditions.state_format
-        known = {(p, s) for each, p, s in fitting if each == kept_as}
         if request.machine is None and fitting:
             return  # nothing says that less of it would be faster
+        known = {
+            (each.plan.parameters, each.plan.states)
+            for each in fitting
+            if _holds_more(each, variant)
+        }
         for plan in candidates(variant):
             if (plan.parameters, plan.states) in known:
                 continue
             for found in _try_with_units(plan, variant):
                 if not found.short and not found.plan.units:
-                    fitting.add((kept_as, plan.parameters, plan.states))
+                    fitting.append(found)
                 yield found
                 yield from _try_times(found, variant)
 
 
+def _holds_more(found: Alternative, variant: PlanRequest) -> bool:
+    """Return whether a plan of no more micro-batches keeps activations, or does the same with them.
+
+    What a variant adds to it is work.
+    """
+    return (
+        found.conditions.state_format == variant.conditions.state_format
+        and found.plan.accumulation_steps <= variant.base.accumulation_steps
+        and found.plan.activations in {"keep", variant.base.activations}
+    )
+
+
 def _variants(request: PlanRequest) -> Iterator[PlanRequest]:
-    """Yield what was requested, then with other formats, then with more micro-batches."""
+    """Yield what was requested, in other formats, in more micro-batches, with less kept."""
     formats = (request.conditions.state_format, *request.formats)
     for batching in (None, *request.micro_batchings):
         for kept_as in formats:
             conditions, base, batch = request.conditions, request.base, request.batch
             if batching is not None:
-                conditions = replace(conditions, activation_bytes=batching.activation_bytes)
-                base = base.but(accumulation_steps=batching.times * base.accumulation_steps)
+                conditions = replace(conditions, activations=batching.activations)
+                base = base.but(
+                    accumulation_steps=batching.times * base.accumulation_steps,
+                    activations=batching.placement,
+                )
                 batch = batching.batch
             conditions = replace(conditions, state_format=kept_as)
             yield replace(request, conditions=conditions, base=base, batch=batch)
@@ -400,12 +444,13 @@ def _try(plan: Plan, request: PlanRequest) -> Alternative:
 
 
 def uses_disk(plan: Plan) -> bool:
-    """Return whether a plan has parameters or states on disk.
+    """Return whether a plan has parameters, states or activations on disk.
 
     Args:
         plan: The plan.
     """
-    return Tier.DISK in {plan.parameters, plan.states, *plan.units.values()}
+    on_disk = Tier.DISK in {plan.parameters, plan.states, *plan.units.values()}
+    return on_disk or "disk" in plan.activation_placements
 
 
 def _what_is_short(tried: Sequence[Alternative], budget: Budget) -> str:

@@ -18,12 +18,21 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.profile import DirectoryRates, Profile, dtype_key, update_key
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import UpdateOn, reaches_device
-from tensorstow.planner.placement import Conditions, in_memory_bytes, states_of, units_on
+from tensorstow.planner.placement import (
+    Conditions,
+    MovedActivations,
+    in_memory_bytes,
+    moved_activations,
+    states_of,
+    units_on,
+)
 from tensorstow.planner.sizes import Sizes
 from tensorstow.states.offload_policy import format_of
 
 _FORWARD = 1 / 3
 """Of the time that forward and backward take together."""
+_FORWARD_BEFORE_TWO = 1 / 4
+"""The same where backward computes blocks again."""
 _FLOPS_PER_TOKEN = 6
 """Of forward and backward for each parameter, attention left out."""
 
@@ -87,16 +96,18 @@ class StepWork:
     """Gradients, where the host updates all of them."""
     weights_down: int
     """16-bit weights, where the accelerator updates all of them."""
+    activations: MovedActivations
+    """Of all micro-batches."""
 
     @property
     def read(self) -> int:
         """Return the bytes read from disk."""
-        return self.state_read + self.parameters_read
+        return self.state_read + self.parameters_read + self.activations.read
 
     @property
     def written(self) -> int:
         """Return the bytes written to disk."""
-        return self.state_written + self.parameters_written
+        return self.state_written + self.parameters_written + self.activations.written
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +188,9 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
         # Chunks alternate direction from step to step: what the ring still holds is not read.
         read = max(0, written - memory.ring_bytes)
     away = not conditions.device_is_host
-    down = plan.accumulation_steps * sizes.gradient_bytes
+    sums = 4 * sum(elements for _, elements in sizes.trained)
+    down = plan.accumulation_steps * (sums if plan.micro_batches > 1 else sizes.gradient_bytes)
     if reaches_device(plan.update_on):  # they are summed on the device
-        sums = 4 * sum(elements for _, elements in sizes.trained)
         down = sums if plan.accumulation_steps > 1 else sizes.gradient_bytes
     updated_up = sum(u.gradient_bytes for u in units_on(Tier.DEVICE, plan, sizes))
     halves = sum(d.itemsize * n for d, n in sizes.trained if d != torch.float32)
@@ -194,7 +205,15 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
         updated_up if away else 0,
         down if away else 0,
         halves if away else 0,
+        _activations(plan, conditions),
     )
+
+
+def _activations(plan: Plan, conditions: Conditions) -> MovedActivations:
+    """Return what all micro-batches of a step move."""
+    each, times = moved_activations(plan, conditions.activations), plan.accumulation_steps
+    over_link = 0 if conditions.device_is_host else each.over_link
+    return MovedActivations(times * each.written, times * each.read, times * over_link)
 
 
 def compute_seconds(batch: MicroBatch, dtype: torch.dtype, machine: MachineRates) -> float:
@@ -247,29 +266,46 @@ def time_of(
     reads, writes, states = _disk_seconds(work, machine)
     up = _over_link("up", work.up, machine)
     update = _update_loads(plan, work, machine)
-    forward = {on: _FORWARD * compute, "disk": reads / 2, "link up": up / 2}
-    backward = {on: (1 - _FORWARD) * compute, "disk": reads / 2, "link up": up / 2}
+    first = _FORWARD_BEFORE_TWO if plan.activations == "recompute" else _FORWARD
+    forward = {on: first * compute, "disk": reads / 2, "link up": up / 2}
+    backward = {on: (1 - first) * compute, "disk": reads / 2, "link up": up / 2}
     if not reaches_device(plan.update_on):  # else gradients are summed on the device
         backward["link down"] = _over_link("down", work.down, machine)
     # What is read and written is compared with its checksum.
-    on_cores = {"cores": (work.state_read + work.written) / profile.checksums}
+    states_and_weights = work.state_read + work.state_written + work.parameters_written
+    on_cores = {"cores": states_and_weights / profile.checksums}
     step = _sum([update.loads, on_cores, {"disk": states + writes}])
     # So are parameters, whose memory comes new each time.
     for each in (forward, backward):
         seconds = work.parameters_read * (1 / profile.checksums + 1 / profile.memory_fresh)
         each["cores"] = each.get("cores", 0.0) + seconds / 2
-    first, rest = _parts(step, _first_share(sizes))
+    saved, brought = _activation_loads(work.activations, machine)
+    forward, backward = _sum([forward, saved]), _sum([backward, brought])
+    first_update, rest = _parts(step, _first_share(sizes))
     parts: list[tuple[str, Sequence[Mapping[str, float]]]]
     if plan.overlap == "backward":
         parts = [("forward", [forward]), ("backward and update", [backward, rest])]
-        parts += [("update of the first parameter", [first])]
+        parts += [("update of the first parameter", [first_update])]
     elif plan.overlap == "forward":
-        parts = [("update of the first parameter", [first])]
+        parts = [("update of the first parameter", [first_update])]
         parts += [("update and forward", [rest, forward]), ("backward", [backward])]
     else:
         parts = [("forward", [forward]), ("backward", [backward]), ("update", [step])]
     phases = tuple(StepPhase(name, _sum(each)) for name, each in parts)
     return StepTime(phases, compute, update.kernels)
+
+
+def _activation_loads(
+    moved: MovedActivations, machine: MachineRates
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds of each resource in forward and in backward, disk and checksums first."""
+    disk, checksums = machine.disk, machine.profile.checksums
+    saved: dict[str, float] = {"link down": _over_link("down", moved.over_link, machine)}
+    brought: dict[str, float] = {"link up": _over_link("up", moved.over_link, machine)}
+    if disk is not None:  # else there is none of it
+        saved |= {"disk": moved.written / disk.write, "cores": moved.written / checksums}
+        brought |= {"disk": moved.read / disk.read, "cores": moved.read / checksums}
+    return saved, brought
 
 
 def _first_share(sizes: Sizes) -> float:

@@ -10,7 +10,7 @@ from tensorstow.states.layout import LANE
 _CHOICES = {
     "schedule": ("pipelined", "naive"),
     "backend": (None, "uring", "threads"),
-    "isa": (None, "avx512", "avx2", "scalar"),
+    "isa": (None, "avx512", "avx2", "neon", "scalar"),
 }
 
 
@@ -25,8 +25,8 @@ class PipelinePolicy:
             a chunk, updates it and writes it before it reads the next one, for comparison.
         backend: The I/O backend, "uring" or "threads". Default: None, the best one that works.
         depth: I/O requests of 1 MiB in flight. Default: None, this rank's share of 32.
-        isa: The instruction set of the kernels: "avx512", "avx2" or "scalar". Default: None, the
-            best one of this CPU.
+        isa: The instruction set of the kernels: "avx512", "avx2", "neon" or "scalar". Default:
+            None, the best one of this CPU.
         threads: The number of threads that update. Default: None, this rank's share of the cores.
         node: The NUMA node of the update and I/O threads and of their memory: a number; "any", no
             restriction; "auto", the node of this rank's accelerator, else ranks are spread over the
@@ -41,7 +41,7 @@ class PipelinePolicy:
     schedule: Literal["pipelined", "naive"] = "pipelined"
     backend: Literal["uring", "threads"] | None = None
     depth: int | None = None
-    isa: Literal["avx512", "avx2", "scalar"] | None = None
+    isa: Literal["avx512", "avx2", "neon", "scalar"] | None = None
     threads: int | None = None
     node: NodeChoice = "auto"
     nan_until_published: bool = False

@@ -298,6 +298,8 @@ class BackwardOverlap(Schedule):
         """Begin a step without gradients."""
         params = self._params
         pipeline = params.store.pipeline
+        if self.norms is not None:
+            self.norms.clear()
         if not self._last_order:
             # The model's order is not known yet: backward mostly goes from its end to its begin.
             last_first = range(len(params.all()) - 1, -1, -1)
@@ -325,6 +327,9 @@ class BackwardOverlap(Schedule):
             path.offer(param, gradient, copied)
 
         try:
+            gradient, copied = gradient_and_event(param.owner)
+            if self.norms is not None and gradient is not None:
+                self.norms.take(param.number, gradient, copied)
             self.gradients.consume(param.number, param.owner, use)
             self.gradients.limit_bytes(WINDOW_BYTES, path.wait_for_one)
         except BaseException as error:  # an interrupt: a gradient may be removed and not used

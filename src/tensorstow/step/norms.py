@@ -1,10 +1,60 @@
 """The squared 2-norms of gradients, wherever they are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 import tensorstow._native as _native
+from tensorstow.io.device_link import DeviceEvent
+
+
+class KeptNorms:
+    """The squared norms of gradients that are used before the norm of all is asked for.
+
+    A gradient that is still being copied is held until it is there; nothing waits for it.
+    """
+
+    def __init__(self, isa: str | None) -> None:
+        """Compute with the instruction set ``isa``; None: the machine's."""
+        self._isa = isa
+        self._squares: dict[int, float] = {}
+        self._away: dict[int, torch.Tensor] = {}
+        """Norms, not squared, of gradients on an accelerator: not read yet."""
+        self._coming: list[tuple[int, torch.Tensor, DeviceEvent]] = []
+
+    def take(self, number: int, gradient: torch.Tensor, copied: DeviceEvent | None) -> None:
+        """Keep the norm of a parameter's gradient, which is complete behind ``copied``."""
+        if copied is not None:
+            self._coming.append((number, gradient, copied))
+        else:
+            self._compute(number, gradient)
+        coming, self._coming = self._coming, []
+        for each in coming:
+            if each[2].query():
+                self._compute(each[0], each[1])
+            else:
+                self._coming.append(each)
+
+    def all(self) -> Mapping[int, float]:
+        """Return the squared norms by the parameters' numbers."""
+        for number, gradient, copied in self._coming:
+            copied.synchronize()
+            self._compute(number, gradient)
+        self._coming = []
+        for number, norm in self._away.items():
+            self._squares[number] = norm.item() ** 2
+        self._away = {}
+        return self._squares
+
+    def clear(self) -> None:
+        """Forget them: a new step begins."""
+        self._squares, self._away, self._coming = {}, {}, []
+
+    def _compute(self, number: int, gradient: torch.Tensor) -> None:
+        if gradient.is_cpu:
+            self._squares[number] = _squared_norm(gradient, self._isa)
+        else:
+            self._away[number] = torch.linalg.vector_norm(gradient, dtype=torch.float64)
 
 
 def squared_norms(gradients: Sequence[torch.Tensor | None], isa: str | None) -> Sequence[float]:

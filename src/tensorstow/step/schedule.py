@@ -20,6 +20,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.legal_calls import Phase
 from tensorstow.step.managed_param import ManagedParam, StepPlan
+from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.publish import publish_weight
 from tensorstow.step.step_plan import States, record_step
@@ -34,6 +35,8 @@ class Schedule:
     def __init__(self, params: ParamTable) -> None:
         """Schedule the updates of ``params``."""
         self._params = params
+        self.norms: KeptNorms | None = None
+        """Norms of gradients that are used before ``step()``; None: nobody asks for them."""
 
     # --- where it is ---
 

@@ -119,3 +119,24 @@ class StateOnDisk(Placeholder):
         return Placeholder.__new__(cls, parameter, torch.float32, torch.device("cpu"))
 
     refuse = staticmethod(_refuse_state)
+
+
+def _refuse_weight(operation: str) -> NoReturn:
+    message = (
+        f"{operation} was asked of a weight of a model that is only read: it is in memory while the"
+        " module that has it, or the unit around that module, runs its forward, and cannot be"
+        " changed. Name the module that uses it by units= of stow(); read values from the files"
+        " that weights= names; change them before stow()."
+    )
+    raise OptionError(message)
+
+
+class AbsentWeight(Placeholder):
+    """A tensor without memory, of the weight's shape and dtype, while its unit is not used."""
+
+    refuse = staticmethod(_refuse_weight)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be saved or copied: a file of it would have no values."""
+        del protocol
+        self.refuse("A copy (by torch.save, pickle or copy)")

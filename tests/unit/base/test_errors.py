@@ -16,6 +16,7 @@ BUILTINS = {
     "DirectoryError": OSError,
     "TransferError": OSError,
     "BackendError": OSError,
+    "BackwardError": RuntimeError,
     "ForkError": RuntimeError,
     "OptimizerError": RuntimeError,
     "PoisonedError": RuntimeError,

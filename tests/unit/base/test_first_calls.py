@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tensorstow.base.first_calls import DTYPES, FUNCTIONS
 
 WATCHED_IMPORT = """
@@ -17,13 +19,15 @@ class Watch(TorchDispatchMode):
         return result
 
 with Watch():
-    import tensorstow
+    from tensorstow import {name}
 """
 
 
-def test_each_is_called_when_tensorstow_is_imported() -> None:
+@pytest.mark.parametrize("name", ["AdamW", "offload_activations"])
+def test_each_is_called_when_what_computes_is_imported(name: str) -> None:
+    script = WATCHED_IMPORT.replace("{name}", name)
     done = subprocess.run(
-        [sys.executable, "-c", WATCHED_IMPORT], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     called = set(done.stdout.splitlines())
     assert {f"{name} {dtype} 1" for name in FUNCTIONS for dtype in DTYPES} <= called

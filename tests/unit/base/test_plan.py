@@ -25,6 +25,10 @@ def test_json_goes_there_and_back() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     plan = Plan(parameters="device", update_on="device")
     assert Plan.from_json(plan.to_json()) == plan
+    plan = Plan(activations="disk", activation_units={"h.0": "ram"}, activation_ram_budget="1GiB")
+    assert plan.activations_of("h.0") == "host"
+    assert plan.activations_of("h.1") == "disk"
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(
@@ -56,6 +60,9 @@ def test_json_goes_there_and_back() -> None:
         ({"buffer_pool_bytes": "1MiB"}, "no unit's parameters are on disk"),
         ({"parameters": "device", "device_limit": "1GiB"}, "no parameters in host memory"),
         ({"stage": 2, "device_limit": "1GiB"}, "no copy would be used again"),
+        ({"activations": "device"}, "'keep', 'recompute'"),
+        ({"activation_units": {"h.0": "nvme"}}, r"activation_units\['h.0'\]"),
+        ({"activations": "host", "activation_ram_budget": "1MiB"}, "no unit's activations"),
         ({"states": "disk", "ram_budget": "64" + "M"}, "ram_budget"),
     ],
 )

@@ -246,7 +246,7 @@ def test_a_batch_is_cut_into_micro_batches(small: str, capsys: pytest.CaptureFix
     assert config["train_micro_batch_size_per_gpu"] == 8 // times
     assert (config["gradient_accumulation_steps"], config["train_batch_size"]) == (times, 8)
     assert main(["plan", small, "--accumulation-steps", "auto"]) == 2
-    assert "--batch" in capsys.readouterr().err
+    assert "without --batch, which it cuts: say both" in capsys.readouterr().err
 
 
 def test_commits_take_room_on_the_disk(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,6 +288,7 @@ def test_a_real_run_holds_what_was_printed(states: str, capsys: pytest.CaptureFi
     ("options", "said"),
     [
         (["--world-size", "0"], "at least 1"),
+        (["--accumulation-steps", "0"], "--accumulation-steps 0 was given: it is a number"),
         (["--batch", "2"], "go together"),
         (["--batch", "2", "--seq", "8"], "inputs are not known"),
         (["--host", "12 parsecs"], "parsecs"),
@@ -298,6 +299,30 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     assert main(["plan", MODEL, *options]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "with_what"),
+    [
+        ({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}, "--batch and --seq"),
+        ({"model_type": "vit", "num_hidden_layers": 1, "hidden_size": 12}, "a module:function"),
+        ({"model_type": "t5", "num_layers": 1, "d_model": 8}, "a module:function"),
+    ],
+)
+def test_what_traces_a_model_is_said_by_its_kind(
+    config: dict[str, object], with_what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main(["plan", str(path)]) == 0
+    assert f"not counted: say {with_what}" in capsys.readouterr().out
+
+
+def test_micro_batches_are_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", MODEL, "--accumulation-steps", "many"])
+    assert caught.value.code == 2
+    assert "'many' was given: it is a number, at least 1, or auto" in capsys.readouterr().err
 
 
 def test_without_a_profile_it_says_what_makes_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -410,3 +435,29 @@ def test_gemini_has_no_parameters_on_disk(capsys: pytest.CaptureFixture[str]) ->
     found = planned(capsys, "--host", "160MiB")
     assert found["plan"]["parameters"] == "disk"  # type: ignore[index]
     assert found["gemini"] is None
+
+
+def test_activations_that_do_not_fit_are_placed_elsewhere(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(PROFILE)
+    asked = ["plan", small, "--batch", "16", "--seq", "256"]
+    assert main([*asked, "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert "activations" not in kept["plan"]
+    assert all("activations" not in each["plan"] for each in kept["tried"])
+    budget = kept["tiers"]["host"]["bytes"] * 7 // 10
+    limits = ["--host", str(budget), "--directory", "/nvme"]
+    assert main([*asked, *limits, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["activations"] in {"recompute", "disk"}
+    assert found["tiers"]["host"]["bytes"] <= budget
+    assert found["deepspeed_lacks"]["activations"] == "keep"
+    assert {e["plan"].get("activations") for e in found["tried"]} == {None, "recompute", "disk"}
+    assert main([*asked, *limits]) == 0
+    printed = capsys.readouterr().out
+    assert f"activations {found['plan']['activations']}" in printed
+    namespace: dict[str, object] = {}
+    plan = next(line for line in found["code"] if line.startswith("plan ="))
+    exec(f"import tensorstow; {plan}", namespace)  # noqa: S102  # what it tells people to run
+    assert namespace["plan"].activations == found["plan"]["activations"]

@@ -1,15 +1,18 @@
 import argparse
+import json
 import os
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from typing import TextIO
 
 import pytest
 
-from tensorstow.base.errors import StowError
+from tensorstow.base.errors import OptionError
 from tensorstow.cli import doctor
+from tensorstow.cli.arguments import COMMANDS, Command
 from tensorstow.cli.main import main, make_parser
 
 
@@ -143,13 +146,65 @@ def test_errors_are_one_message_without_a_traceback(capsys: pytest.CaptureFixtur
     )
 
 
-@pytest.mark.parametrize(("error", "status"), [(StowError("so"), 2), (KeyboardInterrupt(), 130)])
-def test_exit_statuses(error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "told"),
+    [
+        (OptionError("so"), 2, "OptionError", "so"),
+        (KeyboardInterrupt(), 130, "KeyboardInterrupt", "interrupted"),
+    ],
+)
+def test_errors_have_a_status_and_are_an_object_with_json(
+    error: BaseException,
+    status: int,
+    kind: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def fail(_given: argparse.Namespace) -> int:
         raise error
 
     monkeypatch.setattr(doctor, "run", fail)
     assert main(["doctor"]) == status
+    assert capsys.readouterr() == ("", f"tensorstow: {told}\n")
+    assert main(["doctor", "--json"]) == status
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"error": {"type": kind, "message": told}}
+    assert err == f"tensorstow: {told}\n"
+
+
+def test_an_interrupt_while_a_command_is_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_name: str) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tensorstow.cli.main.import_module", interrupted)
+    assert main(["plan", "gpt2"]) == 130
+    assert capsys.readouterr() == ("", "tensorstow: interrupted\n")
+
+
+SAYS_WHETHER_TORCH = """
+import sys
+import tensorstow.deepspeed
+from tensorstow.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(f"torch imported: {'torch' in sys.modules}", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["verify", "--strange"]])
+def test_help_and_usage_errors_do_not_wait_for_torch(arguments: list[str]) -> None:
+    command = [sys.executable, "-c", SAYS_WHETHER_TORCH, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "torch imported: False" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.name)
+def test_each_command_is_there(command: Command) -> None:
+    assert callable(import_module(command.module).run)
 
 
 @pytest.mark.parametrize("command", ["plan", "calibrate", "doctor", "demo", "verify"])

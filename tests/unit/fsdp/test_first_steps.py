@@ -14,8 +14,9 @@ from compare import all_equal
 from machines import DISK, PROFILE
 from tensorstow import AdamW, Budget
 from tensorstow.base.profile import identify_machine, write_profile
-from tensorstow.fsdp import first_steps
-from tensorstow.fsdp.first_steps import compared_line, resident_line
+from tensorstow.fsdp import automatic, first_steps
+from tensorstow.fsdp.first_steps import HostRoom, compared_line, resident_line, spare_bytes
+from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.report.run_record import Compared, PredictedStep
 
 STEP = PredictedStep(1.0, "disk")
@@ -116,3 +117,48 @@ def test_seconds_are_compared_only_where_they_were_predicted(
     (line,) = lines(caplog)
     assert "s measured, not predicted without rates and tokens=" in line
     assert "as planned" in line
+
+
+def test_a_fifth_of_what_is_free_and_what_the_process_has_stays_free() -> None:
+    assert spare_bytes(50, 50) == 30
+    assert spare_bytes(20, 80) == 0
+    assert spare_bytes(10, 90) == -10
+
+
+def test_buffers_of_parameters_on_disk_follow_what_is_free(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="tensorstow")
+    small = Budget(host="94MiB", disk="1GiB")
+    monkeypatch.setattr(automatic, "machine_budget", lambda *_, **__: small)
+    monkeypatch.setattr(first_steps, "free_host_bytes", lambda: 1 << 40)
+    weights = []
+    for number, given in enumerate(({}, {"budget": small})):  # one that is given is kept to
+        caplog.clear()
+        model, optimizer = trained(dir=tmp_path / str(number), **given)
+        assert tensorstow.plan_of(model).parameters == "disk"
+        told = [text for text in caplog.messages if "may stay in memory now" in text]
+        assert len(told) == (not given)
+        weights.append([p.full_tensor() for p in model.parameters()])
+        optimizer.close()
+    assert all_equal(*weights)
+
+
+def test_buffers_are_resized_by_the_least_that_was_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = BufferPool(tmp_path, 8 << 20, 4 << 20, 1 << 20)
+    for _ in range(8):
+        pool.add(1 << 20)
+    room = HostRoom([pool])
+    monkeypatch.setattr(first_steps, "resident_bytes", lambda: 5 << 20)
+    for free in (9, 5, 7):
+        monkeypatch.setattr(first_steps, "free_host_bytes", lambda free=free: free << 20)
+        room.measure()
+    room.follow()
+    assert pool.capacity == 7 << 20  # 5 MiB were free, and a fifth of 10 stays so
+    monkeypatch.setattr(first_steps, "free_host_bytes", lambda: 0)
+    room.measure()
+    room.follow()
+    assert pool.capacity == 6 << 20
+    pool.close()

@@ -2,11 +2,14 @@
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
+from ranks.pool import Ranks
 from tensorstow import AdamW, Plan, stow
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
+from tensorstow.tensors.dtensor import gradient_of
 
 
 def test_gradients_of_several_backward_passes_are_summed_in_fp32() -> None:
@@ -51,3 +54,27 @@ def test_a_model_that_stow_leaves_whole_sums_in_fp32() -> None:
     assert layer.weight.grad.dtype == torch.float32
     assert layer.weight.grad.unique().tolist() == [1.0 + 2**-10]  # bf16 has no such number
     optimizer.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_wait_unreduced_are_summed_in_fp32(ranks: "Ranks", stage: int) -> None:
+    for gradients in ranks(2).run(unreduced, stage):
+        assert gradients == [260.0]
+
+
+def unreduced(stage: int) -> list[float]:
+    """Return the gradients of five micro-batches: in bf16 256 + 1 is 256, and 260 a number."""
+    layer = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    make = partial(AdamW, lr=1e-3)
+    model, optimizer = stow(layer, make, plan=Plan(stage=stage, accumulation_steps=5))
+    for value in (256.0, 1.0, 1.0, 1.0, 1.0):
+        if stage == 0:
+            model.set_requires_gradient_sync(False)
+        loss = model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum()
+        loss.backward()
+    if stage == 0:
+        model.set_requires_gradient_sync(True)
+        (0 * model(torch.ones(1, 4, dtype=torch.bfloat16)).sum()).backward()
+    gradient = gradient_of(layer.weight)
+    optimizer.close()
+    return gradient.unique().tolist()

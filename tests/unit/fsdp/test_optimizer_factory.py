@@ -62,3 +62,15 @@ def test_a_scheduler_without_an_optimizer_is_left_alone() -> None:
     after = torch.optim.SGD(model_of().parameters(), lr=1.0)
     move_schedule(object(), after)
     assert "initial_lr" not in after.param_groups[0]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_group_may_be_empty(first: bool) -> None:  # noqa: FBT001
+    model = nn.Linear(2, 2)
+    groups = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
+    named = names_of(model, groups[::-1] if first else groups)
+    made = with_groups(AdamW, named)(model.named_parameters())
+    assert sorted(len(group["params"]) for group in made.param_groups) == [0, 2]
+    model(torch.ones(2)).sum().backward()
+    made.step()
+    made.close()

@@ -131,3 +131,19 @@ def test_other_bytes_on_disk_are_damage_and_nobody_goes_on(tmp_path: Path) -> No
 def test_too_little_room_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError):
         BufferPool(tmp_path, 1 << 60, SIZE)
+
+
+def test_a_capacity_that_changes_takes_and_gives_memory(tmp_path: Path) -> None:
+    pool = BufferPool(tmp_path, 4 * SIZE, 2 * SIZE, SIZE)
+    made = [pool.add(SIZE) for _ in range(4)]
+    pool.resize(100 * SIZE)
+    assert (pool.capacity, pool.total_bytes) == (4 * SIZE, 4 * SIZE)
+    for value, buffer in enumerate(made):
+        _fill(buffer, value + 1)
+    pool.synchronize()
+    assert pool.held_bytes == 4 * SIZE
+    pool.resize(0)
+    assert pool.capacity == SIZE
+    assert pool.held_bytes == 2 * SIZE  # the two used last stay until there is no room
+    assert all(_all_are(buffer, value + 1) for value, buffer in enumerate(made))
+    assert pool.held_bytes == SIZE

@@ -1,6 +1,7 @@
 """A deep model's activations are those of its layers, and what is traced is what is held."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from models import FeedForward
+from tensorstow import AdamW, Plan, stow
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.placed_activations import PlacedActivations
+from tensorstow.fsdp.traced_activations import Peaks, loss_of
+from tensorstow.fsdp.traced_placement import TracedPlacement
 from tensorstow.measure import activations
 from tensorstow.measure.activations import trace, trace_function
 from tensorstow.measure.models import NamedModel, build_model, from_config
@@ -31,19 +38,27 @@ def _model(given: dict[str, object], layers: int, folder: Path) -> NamedModel:
     return build_model(str(file))
 
 
-@pytest.mark.parametrize("given", [TIED, UNTIED])
-@pytest.mark.parametrize(("batch", "sequence"), [(1, 8), (2, 64)])
+@pytest.mark.parametrize(
+    ("given", "batch", "sequence", "placed"),
+    [
+        (TIED, 1, 8, "keep"),
+        (UNTIED, 2, 64, "keep"),
+        (TIED, 2, 64, "recompute"),
+        (UNTIED, 2, 128, "disk"),
+    ],
+)
 def test_layers_add_up(
     given: dict[str, object],
     batch: int,
     sequence: int,
+    placed: ActivationPlacement,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = _model(given, 6, tmp_path)
-    added = trace(model, batch, sequence)
+    model, traced = _model(given, 6, tmp_path), TracedPlacement(placed)
+    added = trace(model, batch, sequence, traced)
     monkeypatch.setattr(activations, "_WHOLE_LAYERS", 6)
-    assert added == trace(model, batch, sequence)
+    assert added == trace(model, batch, sequence, traced)
 
 
 def test_more_tokens_hold_more_and_a_matrix_takes_six_operations(tmp_path: Path) -> None:
@@ -77,7 +92,7 @@ def test_what_is_held_is_what_torchs_memory_tracker_says(tmp_path: Path) -> None
     with FakeTensorMode():
         module = from_config(config, "cpu").train()
         ids = torch.zeros((2, 16), dtype=torch.long)
-        tracker, seen = MemTracker(), activations.Peaks(module)
+        tracker, seen = MemTracker(), Peaks(module)
         tracker.track_external(module)
 
         def held() -> int:
@@ -123,3 +138,32 @@ def test_a_function_s_own_inputs_are_traced() -> None:
     assert half.peak_bytes < whole.peak_bytes
     with pytest.raises(OptionError, match=r"needs_a_value cannot be traced.* module alone"):
         trace_function(build_model(f"{__name__}:needs_a_value"))
+
+
+def feed_forwards() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return nn.Sequential(*(FeedForward(128) for _ in range(4))), (torch.ones(96, 128),)
+
+
+@pytest.mark.parametrize("placed", ["keep", "recompute", "disk"])
+def test_what_is_traced_is_what_a_run_holds_and_moves(placed: ActivationPlacement) -> None:
+    model = build_model(f"{__name__}:feed_forwards")
+    # The run's tensors that are back from disk are seen too, as those of an accelerator would be.
+    traced = trace_function(model, TracedPlacement(placed))
+    plan = Plan(activations=placed, activation_ram_budget=0 if placed == "disk" else None)
+    module, (x,) = feed_forwards()
+    module, optimizer = stow(module, partial(AdamW, lr=1e-4), plan=plan)
+    with optimizer:
+        parts = [p for p in optimizer._recorded_parts() if isinstance(p, PlacedActivations)]
+        seen = Peaks(module)
+        with seen:
+            loss_of(module(x)).backward()
+        found = seen.traced()
+        # The pool lets go of a storage when it is asked for the next.
+        late = 4 * 96 * 128 if placed == "disk" else 0
+        assert max(found.early, found.late) == traced.peak_bytes + late
+        assert max(found.early_together, found.together) == traced.beside_gradients + late
+        assert found.operations == traced.operations
+        if placed == "disk":
+            (part,) = parts
+            assert part.moved()["activations written"] == traced.saved_bytes
+            assert traced.largest_saved_bytes == 4 * 96 * 4 * 128

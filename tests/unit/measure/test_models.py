@@ -34,6 +34,10 @@ def test_the_known_ones_are_what_they_are_called(
     assert all(p.is_meta for p in found)
 
 
+def test_the_loss_is_named_that_transformers_would_warn_of() -> None:
+    assert build_model("gpt2").module.loss_type == "ForCausalLM"
+
+
 def test_ties_are_kept_and_dtypes_asked_for() -> None:
     model = build_model("gpt2", torch.bfloat16).module
     assert aliases_of(model) == {"transformer.wte.weight": ["lm_head.weight"]}

@@ -158,8 +158,16 @@ def test_other_layers_are_refused(other: Any, message: str) -> None:  # noqa: AN
 
 def test_nothing_is_copied_to_a_layer_without_memory() -> None:
     plain, _ = layers(1, 1)
-    with Init(), pytest.raises(OptionError, match="once the model is placed"):
+    with torch.device("meta"), pytest.raises(OptionError, match="once the model is placed"):
         TiledLinear(23, 29, out_splits=2, init_linear=plain)
+
+
+def test_a_layer_that_is_made_in_zero_init_has_the_values_that_it_is_given() -> None:
+    plain, _ = layers(1, 1)
+    with Init():
+        tiled = TiledLinear(23, 29, out_splits=2, init_linear=plain)
+    x = torch.randn(3, 23)
+    assert torch.equal(tiled(x), plain(x))
 
 
 # --- units ---

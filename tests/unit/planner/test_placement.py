@@ -17,7 +17,14 @@ from tensorstow.fsdp.units import units_of
 from tensorstow.io.files import ALIGN
 from tensorstow.planner import placement
 from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES
-from tensorstow.planner.placement import Conditions, bytes_of, fit, items_of, states_of
+from tensorstow.planner.placement import (
+    Conditions,
+    HeldActivations,
+    bytes_of,
+    fit,
+    items_of,
+    states_of,
+)
 from tensorstow.planner.search import PlanRequest, auto_plan, search
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 from tensorstow.states.layout import Family, slot_bytes
@@ -344,3 +351,28 @@ def test_what_weights_pass_through_counts_where_the_device_has_memory(parameters
 def test_host_weights_count_where_parameters_are_on_the_device() -> None:
     held = bytes_of(auto_plan(sizes(4), Budget(), AWAY), sizes(4), AWAY)
     assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 4 * COUNT * G + STAGED, Tier.DISK: 0}
+
+
+MOVED = HeldActivations(peak=100 << 20, beside_gradients=20 << 20, saved=G, largest_saved=8 << 20)
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_activations_are_counted_where_they_wait(away: bool) -> None:  # noqa: FBT001
+    conditions = replace(AWAY if away else HERE, activations=MOVED)
+
+    def held(**placed: object) -> dict[tuple[Tier, str], int]:
+        items = items_of(Plan("device", "host", **placed), sizes(1), conditions)
+        return {(i.tier, i.what): i.nbytes for i in items if "activations" in i.what}
+
+    here = Tier.DEVICE if away else Tier.HOST
+    gradients = sizes(1).gradient_bytes
+    there = MOVED.peak if away else max(MOVED.beside_gradients, MOVED.peak - gradients)
+    assert held() == held(activations="recompute") == {(here, "activations"): there}
+    moved = (Tier.HOST, "saved activations")
+    assert held(activations="host")[moved] == G
+    budget = 256 << 20
+    on_disk = held(activations="disk")
+    assert on_disk[moved] == budget + MOVED.largest_saved
+    assert on_disk[Tier.DISK, "saved activations"] == G - budget // 2
+    more = held(activations="disk", activation_ram_budget="4GiB")
+    assert more == {(here, "activations"): there, moved: G}

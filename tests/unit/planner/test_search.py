@@ -14,7 +14,7 @@ from tensorstow.base.errors import BudgetError
 from tensorstow.base.profile import DirectoryRates
 from tensorstow.base.update_on import Overlap
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.planner.placement import Conditions, bytes_of, fit
+from tensorstow.planner.placement import Conditions, HeldActivations, bytes_of, fit
 from tensorstow.planner.search import MicroBatching, PlanRequest, candidates, search, uses_disk
 from tensorstow.planner.seconds import MicroBatch, time_of
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
@@ -143,9 +143,9 @@ def test_formats_that_round_are_taken_where_they_are_allowed_alone() -> None:
 
 
 def test_a_batch_is_cut_where_its_activations_do_not_fit() -> None:
-    held = replace(HERE, activation_bytes=8 * G)
+    held = replace(HERE, activations=HeldActivations(8 * G, 8 * G))
     halves = MicroBatch(BATCH.tokens // 2, BATCH.flops // 2)
-    split = MicroBatching(2, halves, 4 * G)
+    split = MicroBatching(2, halves, HeldActivations(4 * G, 4 * G))
     request = PlanRequest(
         SIZES, Budget(host=HOST_BYTES + 4 * G, disk=0), held, batch=BATCH, machine=CPU
     )
@@ -159,6 +159,37 @@ def test_a_batch_is_cut_where_its_activations_do_not_fit() -> None:
     both = search(replace(request, budget=Budget(), micro_batchings=(split,)))
     again = [e.plan for e in both.tried if e.plan.accumulation_steps == 2]
     assert again == []  # everything fits without
+
+
+def _less_kept(held: int, saved: int) -> tuple[MicroBatching, ...]:
+    again = MicroBatch(BATCH.tokens, 4 * BATCH.flops // 3)
+    away = HeldActivations(held, held, saved, G // 4)
+    return (
+        MicroBatching(1, again, HeldActivations(2 * held, 2 * held), "recompute"),
+        MicroBatching(1, BATCH, away, "disk"),
+    )
+
+
+def test_activations_go_where_that_is_fastest() -> None:
+    kept = replace(HERE, states=Tier.HOST, activations=HeldActivations(8 * G, 8 * G))
+    request = PlanRequest(
+        SIZES,
+        Budget(host=HOST_BYTES + 4 * G),
+        kept,
+        batch=BATCH,
+        machine=CPU,
+        overlap="none",
+        micro_batchings=_less_kept(G, 6 * G),
+    )
+    # Written and read in less than 3 + 1.5 s beside 30 s of computing; or computed again in 10 s.
+    found = search(request)
+    assert found.chosen.plan == Plan(Tier.HOST, Tier.HOST, activations="disk")
+    slow = replace(CPU, disk=replace(DISK, read=G / 10, write=G / 10))
+    assert search(replace(request, machine=slow)).chosen.plan.activations == "recompute"
+    unlimited = search(replace(request, budget=Budget()))
+    assert unlimited.chosen.plan == Plan(Tier.HOST, Tier.HOST)
+    assert {each.plan.activations for each in unlimited.tried} == {"keep"}
+    assert search(replace(request, machine=None)).chosen.plan.activations == "recompute"
 
 
 BLOCKS = Sizes(

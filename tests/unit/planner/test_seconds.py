@@ -10,7 +10,7 @@ from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, PROFILE, SIZES, STATES,
 from tensorstow import Plan, Tier
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
-from tensorstow.planner.placement import Conditions
+from tensorstow.planner.placement import Conditions, HeldActivations
 from tensorstow.planner.seconds import (
     MachineRates,
     MicroBatch,
@@ -145,6 +145,13 @@ def test_an_accelerator_waits_for_its_link() -> None:
     assert behind.phases[2].loads == pytest.approx({"cores": UPDATE, "link up": 0.5})
 
 
+def test_micro_batches_in_units_share_reads_and_their_gradients_go_down_in_fp32() -> None:
+    plan = Plan(parameters="host", accumulation_steps=2)
+    alone, shared = (work_of(each, SIZES, AWAY) for each in (plan, plan.but(micro_batches=4)))
+    assert shared.up == alone.up
+    assert shared.down == 2 * 4 * sum(elements for _, elements in SIZES.trained)
+
+
 @pytest.mark.parametrize(
     ("plan", "machine", "said"),
     [
@@ -205,3 +212,25 @@ def test_both_sides_update_so_that_they_end_together() -> None:
 
 def test_an_estimate_is_six_operations_for_each_parameter_and_token() -> None:
     assert MicroBatch.estimate(7, 11) == MicroBatch(11, 6 * 7 * 11)
+
+
+def test_activations_cross_the_disk_and_the_link_once_each_way() -> None:
+    batch = MicroBatch(1000, flops=3 * 10**12)
+    held = HeldActivations(saved=9 * G)
+    plan = Plan(activations="disk", activation_ram_budget=2 * G, accumulation_steps=2)
+    here = time_of(plan, SIZES, replace(HERE, activations=held), batch, CPU)
+    kept = time_of(Plan(accumulation_steps=2), SIZES, HERE, batch, CPU)
+    assert here.compute == kept.compute
+    forward, backward, _ = here.phases
+    assert forward.loads["disk"] == 2 * (9 - 1) / 2
+    assert backward.loads["disk"] == 2 * (9 - 2) / 4
+    moved = time_of(Plan(activations="host"), SIZES, replace(AWAY, activations=held), batch, CUDA)
+    stays = time_of(Plan(), SIZES, AWAY, batch, CUDA)
+    assert moved.busy["link down"] - stays.busy["link down"] == pytest.approx(9 / 10)
+    assert moved.busy["link up"] - stays.busy["link up"] == pytest.approx(9 / 20)
+
+
+def test_backward_computes_blocks_again() -> None:
+    batch = MicroBatch(1000, flops=4 * 10**12)
+    forward, backward, _ = time_of(Plan(activations="recompute"), SIZES, HERE, batch, CPU).phases
+    assert (forward.loads["cores"], backward.loads["cores"]) == (1.0, 3.0)

@@ -13,9 +13,6 @@ ADAM_STATE_BYTES = 8
 
 ANCHOR = "ram"
 """The row that the others of ours must equal: everything in RAM."""
-TURN_STEPS = 2
-"""Steps that a row takes before the next one has its turn; the first of them is not counted."""
-DEFAULT_STEPS = 2 * TURN_STEPS
 _LEAST_PROCESS_BYTES = 512 << 20
 """Python, torch and what the allocator keeps, beside weights and states."""
 _WEIGHT_BYTES = 4

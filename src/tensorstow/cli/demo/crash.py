@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tensorstow.base.directories import check_directory
 from tensorstow.base.errors import DirectoryError
-from tensorstow.cli.demo.configurations import TURN_STEPS, ModelSize
+from tensorstow.cli.arguments import TURN_STEPS
+from tensorstow.cli.demo.configurations import ModelSize
 from tensorstow.cli.process import kill_in_an_update, started
 
 COMMITTED = 1

@@ -5,17 +5,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from tensorstow.base.directories import DirectoryFacts
 from tensorstow.base.errors import StowError
 from tensorstow.base.sizes import format_count
-from tensorstow.cli.demo.configurations import ModelSize
+from tensorstow.cli.demo.configurations import ADAM_STATE_BYTES, ModelSize
 from tensorstow.cli.demo.table import NONE
-from tensorstow.cli.output import print_json
+from tensorstow.cli.output import print_json, print_table
 from tensorstow.cli.process import started
 from tensorstow.io.local_share import usable_cores
 
@@ -25,6 +23,7 @@ WITHOUT = "without"
 """The row of the example without Gemini: ``train_cpu``."""
 POLICIES = (WITHOUT, "cpu", "auto", "const")
 FRACTIONS = (0.0, 1.0)
+HEADS = ("Gemini", "disk", *(f"loss {i}" for i in range(STEPS)), "s", "MiB", "peak", "saved")
 _MIB = 1 << 20
 
 
@@ -42,11 +41,6 @@ class GeminiResult:
     """Resident memory of the process at the end, as the example prints it."""
     peak_rss_bytes: int | None
     """None: unknown on this system."""
-
-    @property
-    def name(self) -> str:
-        """What the row is called."""
-        return self.policy if self.policy == WITHOUT else f"Gemini, {self.policy}"
 
 
 def run_all(
@@ -86,39 +80,38 @@ def run_all(
         print_json(as_json(results, scale))
     else:
         console.print(_heading(scale), style="dim", highlight=False, soft_wrap=True)
-        console.print(table_of(results))
+        print_table(console, HEADS, rows_of(results), numbers_from=1)
+        console.print(_legend(scale), style="dim", highlight=False, soft_wrap=True)
         console.print(
             _parity_sentence(are_equal=are_equal), style="green" if are_equal else "bold red"
         )
     return 0 if are_equal else 1
 
 
-def table_of(results: Sequence[GeminiResult]) -> Table:
-    """Return the table.
+def rows_of(results: Sequence[GeminiResult]) -> list[list[str]]:
+    """Return the rows of the table.
 
     Args:
         results: All runs.
 
     Returns:
-        A line for each.
+        A row for each, under HEADS.
     """
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for name in ("on disk", *(f"loss {i}" for i in range(STEPS)), "s", "MiB", "peak MiB", "saved"):
-        table.add_column(name, justify="right")
     before = {result.policy: result for result in results if result.fraction == 0.0}
-    for result in results:
-        saved = before[result.policy].rss_bytes - result.rss_bytes
-        table.add_row(
-            result.name,
+    return [
+        [
+            result.policy,
             f"{result.fraction:.0%}",
             *(f"{loss:.3f}" for loss in result.losses),
             f"{result.seconds:.2f}",
             f"{result.rss_bytes / _MIB:.0f}",
             NONE if result.peak_rss_bytes is None else f"{result.peak_rss_bytes / _MIB:.0f}",
-            f"{saved / _MIB:.0f}" if result.fraction else "",
-        )
-    return table
+            f"{round((before[result.policy].rss_bytes - result.rss_bytes) / _MIB)}"
+            if result.fraction
+            else "",
+        ]
+        for result in results
+    ]
 
 
 def as_json(results: Sequence[GeminiResult], scale: ModelSize) -> dict[str, Any]:
@@ -133,6 +126,7 @@ def as_json(results: Sequence[GeminiResult], scale: ModelSize) -> dict[str, Any]
     """
     return {
         "what": _heading(scale),
+        "state_bytes": scale.parameters * ADAM_STATE_BYTES,
         "is_equal": len({result.losses for result in results}) == 1,
         "rows": [asdict(result) for result in results],
     }
@@ -142,6 +136,15 @@ def _heading(scale: ModelSize) -> str:
     return (
         f"ColossalAI's Gemini example: GPT-2, {scale.parameters / 1e6:.1f} M parameters, batch"
         f" {scale.batch} x {scale.sequence}, {STEPS} steps, {format_count(usable_cores(), 'core')}"
+    )
+
+
+def _legend(scale: ModelSize) -> str:
+    states = scale.parameters * ADAM_STATE_BYTES / _MIB
+    return (
+        "disk: the share of the states there. MiB: resident memory at the end, as the example"
+        " prints it. peak: the most. saved: MiB less than with no states on disk; all states have"
+        f" {states:.0f}."
     )
 
 

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tensorstow.cli.demo.configurations import TURN_STEPS, Configuration, ModelSize
+from tensorstow.cli.arguments import TURN_STEPS
+from tensorstow.cli.demo.configurations import Configuration, ModelSize
 from tensorstow.cli.demo.result import RunResult
 from tensorstow.cli.process import Process, started
 

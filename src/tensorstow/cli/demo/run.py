@@ -16,13 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorstow.base.directories import DirectoryFacts, check_directory, choose_directory
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.cli.arguments import TURN_STEPS
 from tensorstow.cli.demo import crash, events, gemini, page, plots
 from tensorstow.cli.demo.configurations import (
     CONFIGURATIONS,
-    DEFAULT_STEPS,
     FULL,
     SMALL,
-    TURN_STEPS,
     Configuration,
     ModelSize,
 )
@@ -31,7 +30,7 @@ from tensorstow.cli.demo.parity import ParityReport, judge
 from tensorstow.cli.demo.result import RunResult, by_key
 from tensorstow.cli.demo.round_robin import fits_at_once, run_rows
 from tensorstow.cli.demo.table import figures_of, print_tables
-from tensorstow.cli.output import add_json, make_console, print_json, print_line
+from tensorstow.cli.output import make_console, print_json, print_line
 from tensorstow.io.local_share import usable_cores
 
 _EXTRA = ("transformers", "matplotlib")
@@ -46,47 +45,6 @@ optimizer = tensorstow.AdamW(model.parameters(), lr=1e-4, states="disk", dir="/n
 from tensorstow.colossalai import HybridAdam
 optimizer = HybridAdam(model.parameters(), nvme_offload_fraction=1.0, nvme_offload_dir="/nvme/run")
 """
-
-EXAMPLES = """\
-examples:
-  tensorstow demo                a minute: GPT-2 in memory, and with its states on disk
-  tensorstow demo --gemini       the table of ColossalAI's Gemini example
-  tensorstow demo --out figures  report, timeline and memory go there
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.epilog = EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--directory",
-        metavar="DIR",
-        help="put the scratch files here (default: the first real disk among the usual places)",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        type=Path,
-        default=Path("tensorstow-demo"),
-        help="write plots, report and event log here (default: ./%(default)s)",
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="N",
-        type=int,
-        default=DEFAULT_STEPS,
-        help=f"training steps per configuration, in turns of {TURN_STEPS} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--small", action="store_true", help="a toy model: seconds instead of minutes"
-    )
-    parser.add_argument(
-        "--gemini",
-        action="store_true",
-        help="make the table of ColossalAI's Gemini example instead (3 steps, no files)",
-    )
-    add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:

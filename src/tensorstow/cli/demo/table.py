@@ -9,7 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tensorstow.cli.demo.configurations import CONFIGURATIONS, TURN_STEPS
+from tensorstow.cli.arguments import TURN_STEPS
+from tensorstow.cli.demo.configurations import CONFIGURATIONS
 from tensorstow.cli.demo.result import RunResult, by_key, spread, steady
 from tensorstow.cli.output import fits
 from tensorstow.states.memory import StateMemory

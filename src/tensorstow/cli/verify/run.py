@@ -14,50 +14,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorstow.base.directories import DirectoryFacts, check_directory, choose_directory
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_count
-from tensorstow.cli.output import add_json, make_console, print_json, print_line, print_table
+from tensorstow.cli.output import make_console, print_json, print_line, print_table
 from tensorstow.cli.process import kill_in_an_update, started
 from tensorstow.cli.verify.comparison import Difference, differences
 from tensorstow.cli.verify.rows import COMMITTED, STEPS, VerifiedRun, runs_of
 from tensorstow.cli.verify.subject import Subject, subject_of
 from tensorstow.cli.verify.training import Announce, Outcome, train
 from tensorstow.fsdp.sharding import current_device
-from tensorstow.measure.models import KNOWN
 
 _NEEDED = 1 << 30
 """Bytes on disk: two commits of a model of 40 M parameters."""
-EXAMPLES = """\
-examples:
-  tensorstow verify /nvme                    a small transformer
-  tensorstow verify /nvme --model gpt2       GPT-2, cut to two layers
-  tensorstow verify --model mine:make_model  your own: returns a module, or (module, (batch,))
-  tensorstow verify --json | jq .is_equal
-
-exit status: 0, all bits are equal; 1, they are not; 2, it could not be carried out
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.epilog = EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        nargs="?",
-        help="where states on disk go; nothing is left there (default: the first real disk among"
-        " the usual places)",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="a configuration of transformers (file or folder), or one of"
-        f" {', '.join(KNOWN)}: cut to two narrow layers; or module:function, as it is"
-        " (default: a small transformer)",
-    )
-    parser.add_argument(
-        "--device", help="where the model computes (default: the accelerator, else cpu)"
-    )
-    add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:

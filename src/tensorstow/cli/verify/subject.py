@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.traced_activations import loss_of
 from tensorstow.measure.models import (
     Inputs,
     build_model,
     call_function,
     from_config,
     is_causal,
-    loss_of,
     moved_to,
 )
 

@@ -1,13 +1,16 @@
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tensorstow.cli.demo import gemini
 from tensorstow.cli.demo.configurations import SMALL
-from tensorstow.cli.demo.gemini import FRACTIONS, POLICIES, GeminiResult, as_json, table_of
+from tensorstow.cli.demo.gemini import FRACTIONS, HEADS, POLICIES, GeminiResult, as_json, rows_of
 from tensorstow.cli.demo.gemini_worker import train
 from tensorstow.cli.main import main
+from tensorstow.cli.output import print_table
 
 
 def results(losses: tuple[float, ...]) -> list[GeminiResult]:
@@ -19,10 +22,17 @@ def results(losses: tuple[float, ...]) -> list[GeminiResult]:
 
 
 def test_the_table_has_a_line_for_each_run_and_what_it_saves() -> None:
-    table = table_of(results((1.0, 2.0, 3.0)))
-    assert table.row_count == len(POLICIES) * len(FRACTIONS)
-    saved = list(table.columns[-1].cells)
-    assert saved == ["", "100"] * len(POLICIES)
+    rows = rows_of(results((1.0, 2.0, 3.0)))
+    assert len(rows) == len(POLICIES) * len(FRACTIONS)
+    assert [row[-1] for row in rows] == ["", "100"] * len(POLICIES)
+
+
+def test_the_table_of_the_real_size_fits_a_terminal() -> None:
+    console = Console(width=80, file=io.StringIO(), force_terminal=True)
+    rows = rows_of(results((10.955, 10.959, 10.974)))
+    print_table(console, HEADS, rows, numbers_from=1)
+    assert "10.955" in console.file.getvalue()
+    assert max(map(len, console.file.getvalue().splitlines())) > 60  # not row by row
 
 
 def test_losses_that_differ_are_told() -> None:
@@ -53,4 +63,5 @@ def test_the_command_prints_json(
     assert main([*given, "--directory", str(tmp_path)]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["is_equal"]
+    assert printed["state_bytes"] == 8 * SMALL.parameters
     assert len(printed["rows"]) == 2

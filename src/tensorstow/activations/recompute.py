@@ -1,0 +1,71 @@
+"""``Recompute``: blocks that keep their inputs alone, and run forward again in backward."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tensorstow.base.errors import OptionError
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Keywords by which models of transformers give a block its cache of keys and values."""
+
+
+class Recompute:
+    """Runs the forwards of some modules through ``torch.utils.checkpoint``.
+
+    A module's ``forward`` alone is wrapped: hooks round it, FSDP2's among them, run once for each
+    forward, as without. When backward comes to a unit of FSDP2 its weights are whole before forward
+    is run again, and none of its gradients is there, so that no update beside backward has begun.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """Wrap the forwards of ``modules``, none of which is inside another one."""
+        self._wrapped: list[tuple[nn.Module, partial[Any], bool]] = []
+        self._switch = _Switch()
+        for module in modules:
+            was_set = "forward" in vars(module)  # on the object, by another wrapper
+            given: Any = module
+            wrapper: Any = partial(_run, self._switch, module.forward)
+            wrapper.__signature__ = inspect.signature(module.forward)
+            given.forward = wrapper
+            self._wrapped.append((module, wrapper, was_set))
+
+    def close(self) -> None:
+        """Take the wrappers off. Idempotent; graphs whose backward did not run yet still can."""
+        self._switch.is_on = False
+        for module, wrapper, was_set in self._wrapped:
+            if vars(module).get("forward") is not wrapper:
+                continue  # somebody has wrapped it since then, and calls ours
+            given: Any = module
+            del given.forward
+            if was_set:
+                given.forward = wrapper.args[1]
+        self._wrapped = []
+
+
+@dataclass(slots=True)
+class _Switch:
+    is_on: bool = True
+
+
+def _run(
+    switch: _Switch,
+    forward: Callable[..., Any],
+    *args: Any,  # noqa: ANN401
+    **keywords: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    if not switch.is_on:
+        return forward(*args, **keywords)
+    if torch.is_grad_enabled() and any(keywords.get(name) is not None for name in _CACHES):
+        message = (
+            'activations="recompute": a block was given a cache of keys and values, which it would'
+            " fill twice. Set model.config.use_cache = False for training."
+        )
+        raise OptionError(message)
+    return checkpoint(forward, *args, use_reentrant=False, **keywords)

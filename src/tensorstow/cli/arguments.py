@@ -1,0 +1,329 @@
+"""The commands, and the arguments of each: declared without importing what carries them out.
+
+Torch takes a second to be imported, which no help and no usage error has to wait for.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensorstow.measure.known_models import KNOWN
+
+TURN_STEPS = 2
+"""Steps that a row of the demo takes before the next one has its turn; the first of them is not
+counted."""
+DEFAULT_STEPS = 2 * TURN_STEPS
+DTYPES = ("fp32", "bf16", "fp16")
+"""Of a model's parameters, as `tensorstow plan` calls them."""
+_JSON_BY_RANK = "one JSON object, or a list of them by rank,"
+_EXAMPLES = {
+    "demo": """\
+examples:
+  tensorstow demo                a minute: GPT-2 in memory, and with its states on disk
+  tensorstow demo --gemini       the table of ColossalAI's Gemini example
+  tensorstow demo --out figures  report, timeline and memory go there
+""",
+    "doctor": """\
+examples:
+  tensorstow doctor                    the kernel, and where states may go
+  tensorstow doctor --directory /nvme  this directory too
+  tensorstow doctor --json             for a bug report
+""",
+    "calibrate": """\
+examples:
+  tensorstow calibrate /nvme           memory, cores, an accelerator, and this directory's disk
+  tensorstow calibrate /nvme --json    the profile, for `tensorstow plan --profile`
+""",
+    "plan": """\
+examples:
+  tensorstow plan llama-3-8b --device 24GiB --host 64GiB --disk 1TiB   bytes by tier
+  tensorstow plan llama-3-8b --host 64GiB --batch 1 --seq 2048         activations and seconds too
+  tensorstow plan mine:make_model --host 16GiB                         your own: returns a module,
+                                                                       or (module, (batch,))
+  tensorstow plan gpt2 --json | jq .plan                               for a script
+""",
+    "verify": """\
+examples:
+  tensorstow verify /nvme                    a small transformer
+  tensorstow verify /nvme --model gpt2       GPT-2, cut to two layers
+  tensorstow verify --model mine:make_model  your own: returns a module, or (module, (batch,))
+  tensorstow verify --json | jq .is_equal
+
+exit status: 0, all bits are equal; 1, they are not; 2, it could not be carried out
+""",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of `tensorstow`."""
+
+    name: str
+    summary: str
+    module: str
+    """What has ``run``, which is called with the parsed arguments."""
+    declare: Callable[[argparse.ArgumentParser], None]
+
+
+def _add_json(parser: argparse.ArgumentParser, of: str = "one JSON object") -> None:
+    parser.add_argument("--json", action="store_true", help=f"print {of} instead")
+
+
+def _add_examples(parser: argparse.ArgumentParser, examples: str) -> None:
+    parser.epilog = examples
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow demo`."""
+    _add_examples(parser, _EXAMPLES["demo"])
+    parser.add_argument(
+        "--directory",
+        metavar="DIR",
+        help="put the scratch files here (default: the first real disk among the usual places)",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        default=Path("tensorstow-demo"),
+        help="write plots, report and event log here (default: ./%(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        default=DEFAULT_STEPS,
+        help=f"training steps per configuration, in turns of {TURN_STEPS} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a toy model: seconds instead of minutes"
+    )
+    parser.add_argument(
+        "--gemini",
+        action="store_true",
+        help="make the table of ColossalAI's Gemini example instead (3 steps, no files)",
+    )
+    _add_json(parser)
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow doctor`."""
+    _add_examples(parser, _EXAMPLES["doctor"])
+    parser.add_argument(
+        "--directory",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="look at this directory too; may be given several times",
+    )
+    parser.add_argument(
+        "--local-ranks",
+        metavar="N",
+        type=int,
+        help="show how N ranks on this machine share it (default: LOCAL_WORLD_SIZE, or 1)",
+    )
+    _add_json(parser)
+
+
+def _calibrate(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow calibrate`."""
+    _add_examples(parser, _EXAMPLES["calibrate"])
+    parser.add_argument(
+        "directories",
+        metavar="DIR",
+        nargs="*",
+        type=Path,
+        help="a directory that states are to be in (default: the one that scratch files go to)",
+    )
+    _add_json(parser, "the profile as JSON, which `plan --profile` reads,")
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow plan`."""
+    _add_examples(parser, _EXAMPLES["plan"])
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a configuration of transformers (file or folder), module:function that"
+        " returns a module, or a module and the arguments of its forward, or one of"
+        f" {', '.join(KNOWN)}",
+    )
+    for tier, what in (
+        ("device", "an accelerator's memory for each rank; 0: the CPU computes (default: 0)"),
+        ("host", "host memory for each rank, 64GiB say (default: no limit)"),
+        ("disk", "disk space for each rank (default: no limit)"),
+    ):
+        parser.add_argument(f"--{tier}", metavar="SIZE", help=what)
+    parser.add_argument(
+        "--world-size", metavar="N", type=int, default=1, help="ranks that share the model"
+    )
+    parser.add_argument(
+        "--accumulation-steps",
+        metavar="N",
+        type=_steps,
+        default=1,
+        help="micro-batches of a step (default: 1); auto: as many as are best, --batch in all",
+    )
+    parser.add_argument(
+        "--allow-inexact",
+        action="store_true",
+        help="states may be in bf16 or int8 too, which round: other results than with fp32",
+    )
+    parser.add_argument("--batch", metavar="B", type=int, help="sequences of a micro-batch")
+    parser.add_argument("--seq", metavar="S", type=int, help="tokens of a sequence")
+    parser.add_argument("--dtype", choices=DTYPES, help="of parameters (default: the model's own)")
+    parser.add_argument(
+        "--commits", action="store_true", help="the run commits: what commits take of the disk too"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        type=Path,
+        help="rates, as `tensorstow calibrate --json` prints them (default: this machine's)",
+    )
+    parser.add_argument(
+        "--directory",
+        metavar="DIR",
+        type=Path,
+        help="where states on disk are to be, which was measured (default: the fastest measured)",
+    )
+    parser.add_argument(
+        "--tbw", metavar="SIZE", help="bytes that a drive may be written, 600TB say: its lifetime"
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write a page with tiers and timeline, too"
+    )
+    _add_json(parser)
+
+
+def _verify(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow verify`."""
+    _add_examples(parser, _EXAMPLES["verify"])
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help="where states on disk go; nothing is left there (default: the first real disk among"
+        " the usual places)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a configuration of transformers (file or folder), or one of"
+        f" {', '.join(KNOWN)}: cut to two narrow layers; or module:function, as it is"
+        " (default: a small transformer)",
+    )
+    parser.add_argument(
+        "--device", help="where the model computes (default: the accelerator, else cpu)"
+    )
+    _add_json(parser)
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow inspect`."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
+    _add_json(parser, _JSON_BY_RANK)
+
+
+def _scrub(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow scrub`."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
+    parser.add_argument(
+        "--generation",
+        metavar="NAME",
+        help="read this one only: a snapshot's name or a number (default: all that are kept)",
+    )
+    _add_json(parser, _JSON_BY_RANK)
+
+
+def _recover(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow recover`."""
+    parser.add_argument(
+        "directories",
+        metavar="DIR",
+        type=Path,
+        nargs="+",
+        help="the store's first directory; all of them, in order, where any was moved",
+    )
+    parser.add_argument(
+        "--yes", action="store_true", help="go on from what is whole; without this, only say what"
+    )
+    _add_json(parser, _JSON_BY_RANK)
+
+
+def _clean(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow clean`."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
+    parser.add_argument("--yes", action="store_true", help="remove it; without this, only say what")
+    _add_json(parser, _JSON_BY_RANK)
+
+
+def _steps(text: str) -> int | None:
+    """Return a number of micro-batches; None: it is searched."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        message = f"{text!r} was given: it is a number, at least 1, or auto"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+COMMANDS = (
+    Command(
+        "demo",
+        "train GPT-2 with and without offload and show what it costs",
+        "tensorstow.cli.demo.run",
+        _demo,
+    ),
+    Command(
+        "doctor",
+        "print what this machine gives: kernel, I/O backend, directories",
+        "tensorstow.cli.doctor",
+        _doctor,
+    ),
+    Command(
+        "calibrate",
+        "measure this machine's memory, disks, kernels and link",
+        "tensorstow.cli.calibrate",
+        _calibrate,
+    ),
+    Command(
+        "plan",
+        "print what a run of a model will hold, before anything is allocated",
+        "tensorstow.cli.plan",
+        _plan,
+    ),
+    Command(
+        "verify",
+        "compare training with states in memory and on disk, bit for bit",
+        "tensorstow.cli.verify.run",
+        _verify,
+    ),
+    Command(
+        "inspect",
+        "print what a store has in it, also while its run is live",
+        "tensorstow.cli.inspect",
+        _inspect,
+    ),
+    Command(
+        "scrub",
+        "read back all that a store keeps and say what is damaged",
+        "tensorstow.cli.scrub",
+        _scrub,
+    ),
+    Command(
+        "recover",
+        "make a damaged manifest anew, of what in it is whole",
+        "tensorstow.cli.recover",
+        _recover,
+    ),
+    Command(
+        "clean",
+        "remove a dead run's store, and nothing that is not its own",
+        "tensorstow.cli.clean",
+        _clean,
+    ),
+)

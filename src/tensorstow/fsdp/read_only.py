@@ -1,0 +1,279 @@
+"""``stow`` without an optimizer: a model that is only read, whose weights may stay in their files.
+
+[Note: No sharding] Nothing is trained, so nothing is gathered or reduced, and FSDP2 is not used.
+Units that stay in memory have plain parameters. Those on disk are read by a ``WeightStream``, and
+hooks of their modules say when. Every rank has a model of its own.
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorstow.base.errors import BudgetError, OptionError, StoreFormatError
+from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import format_bytes
+from tensorstow.base.tiers import Tier
+from tensorstow.checkpoint.pretrained import is_of_transformers
+from tensorstow.fsdp.initialization import InitialValues
+from tensorstow.fsdp.module_hooks import refuse_copies
+from tensorstow.fsdp.read_plan import choose_read_plan, validate_read_plan
+from tensorstow.fsdp.read_sources import ReadOptions, Sources
+from tensorstow.fsdp.read_units import ReadUnit, parents_of, read_units_of
+from tensorstow.fsdp.sharding import move_buffers
+from tensorstow.fsdp.units import aliases_of, note_read_only
+from tensorstow.fsdp.validation import refuse_budget
+from tensorstow.fsdp.weight_stream import (
+    TENSOR_ALIGN,
+    Call,
+    StreamedUnit,
+    StreamLimits,
+    WeightStream,
+)
+from tensorstow.io.device_link import open_link
+from tensorstow.planner.resident import UnitBytes, passing_bytes
+
+_Version = tuple[str, "weakref.ref[nn.Parameter]", int]
+"""A parameter's name, itself, and the number of writes to it."""
+_STREAMS: "weakref.WeakKeyDictionary[nn.Module, WeightStream | None]" = weakref.WeakKeyDictionary()
+"""By the model that is only read."""
+
+
+def stream_of(model: nn.Module) -> WeightStream | None:
+    """Return what reads the weights of a model that is only read; None: all stay in memory."""
+    return _STREAMS[model]
+
+
+def streams_in(model: nn.Module) -> list[WeightStream]:
+    """Return what reads the weights of models that are only read in a module, or that it is."""
+    streams = (_STREAMS.get(module) for module in model.modules())
+    return [stream for stream in streams if stream is not None]
+
+
+def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
+    """Place a model that is only read, and return its plan.
+
+    Args:
+        model: The model; changed in place.
+        options: Where its weights go, and from where they come.
+
+    Raises:
+        OptionError: Arguments that cannot be used; nothing was changed.
+        StoreFormatError: The files are not the model's; nothing was changed.
+        BudgetError: There is too little memory; nothing was changed.
+    """
+    if options.plan is not None:
+        refuse_budget(options.budget)
+    units = read_units_of(model, options.blocks)
+    init = options.init
+    if init is None and is_of_transformers(model):
+        given: Any = model
+        init = given._init_weights  # noqa: SLF001  # what computes their buffers
+    values = InitialValues(options.weights, init, None, model)
+    _validate_values(model, units, values)
+    sources = Sources(model, values, options)
+    found = {unit.name: sources.in_files(unit) for unit in units}
+    streamed = {name: unit for name, unit in found.items() if unit is not None}
+    sizes = _sizes(units, {u.name: sources.buffer_bytes_of(u) for u in units}, streamed, options)
+    readable = {name: sizes[name] for name in streamed}
+    plan = options.plan or choose_read_plan(units, sizes, readable, options)
+    validate_read_plan(plan, units, readable, options)
+    limits = _limits(plan, units, sizes, options)
+    link = open_link(options.device) if options.is_away else None
+    for unit in units:
+        for parameter in unit.parameters.values():
+            parameter.requires_grad_(False)  # noqa: FBT003  # torch's own
+        tier = unit.tier_in(plan)
+        if tier == Tier.DISK:
+            _empty(unit, streamed[unit.name])
+            continue
+        streamed.pop(unit.name, None)
+        if link is not None and tier == Tier.HOST:
+            streamed[unit.name] = sources.in_host_memory(unit, link)
+            _empty(unit, streamed[unit.name])
+        else:
+            _fill(unit, sources, options)
+    values.buffers(model)
+    move_buffers(model, options.device)
+    stream = None
+    if streamed:
+        moving = [unit for unit in units if unit.name in streamed]
+        calls = [Call(module, streamed[u.name]) for u in moving for module in u.modules]
+        stream = WeightStream(calls, limits, link)
+        _register(stream)
+    for module in model.modules():
+        refuse_copies(module)
+    _STREAMS[model] = stream
+    note_read_only(model)
+    return plan
+
+
+# --- checks ---
+
+
+def _validate_values(
+    model: nn.Module,
+    units: Sequence[ReadUnit],
+    values: InitialValues,
+) -> None:
+    """Check that the files have every parameter in its shape, and nothing else; or the model has.
+
+    Raises OptionError, or StoreFormatError where the files are of another model.
+    """
+    files, aliases = values.files, aliases_of(model)
+    if files is None:
+        absent = [n for unit in units for n, p in unit.parameters.items() if p.is_meta]
+        if absent:
+            message = (
+                f"{absent[0]} is on the meta device, and a model that is only read takes its values"
+                " from files: pass weights=, a safetensors file or a directory of some."
+            )
+            raise OptionError(message)
+        return
+    for unit in units:
+        for name, parameter in unit.parameters.items():
+            files.origin([name, *aliases.get(name, [])], parameter)
+    known = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
+    # Of transformers' models: what older versions of them have saved.
+    old: Sequence[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unused = [n for n in files.unused(known) if not any(re.search(each, n) for each in old)]
+    if unused:
+        message = (
+            f"{files.path} has {unused[0]!r}"
+            + (f" and {len(unused) - 1} more tensors" if len(unused) > 1 else "")
+            + f" that this {type(model).__name__} lacks: they are of another model, or of more than"
+            " this one. Make the model that was saved, or files of what it has."
+        )
+        raise StoreFormatError(message)
+
+
+# --- placement ---
+
+
+def _sizes(
+    units: Sequence[ReadUnit],
+    in_memory: Mapping[str, int],
+    streamed: Mapping[str, StreamedUnit],
+    options: ReadOptions,
+) -> dict[str, UnitBytes]:
+    """Return the bytes of each unit, for good and in a buffer."""
+    parents = parents_of(units)
+    buffers = {u.name: streamed[u.name].nbytes if u.name in streamed else 0 for u in units}
+    buffers = {name: max(nbytes, in_memory[name]) for name, nbytes in buffers.items()}
+    return {
+        unit.name: UnitBytes(
+            options.bytes_of(unit),
+            buffers[unit.name],
+            sum(buffers[name] for name in parents[unit.name]),
+        )
+        for unit in units
+    }
+
+
+def _empty(unit: ReadUnit, streamed: StreamedUnit) -> None:
+    """Put parameters without memory in place of a unit's, whose memory goes."""
+    for tensor in streamed.tensors:
+        tensor.take_back()
+    unit.unit.parameters.clear()
+
+
+def _fill(unit: ReadUnit, sources: Sources, options: ReadOptions) -> None:
+    """Give a unit that stays where it is computed with its values, in the dtype for that."""
+    for parameter in unit.parameters.values():
+        parameter.data = parameter.data.to(options.dtype_of(parameter))
+    sources.values.fill([unit.unit], sources.aliases)
+    for parameter in unit.parameters.values():
+        parameter.data = parameter.data.to(options.device)
+        if parameter.data_ptr() % TENSOR_ALIGN:  # what the library of the files returns may be
+            parameter.data = parameter.data.clone()
+    versions: list[_Version] = [(n, weakref.ref(p), p._version) for n, p in unit.parameters.items()]  # noqa: SLF001
+    for module in unit.modules:
+        module.register_forward_pre_hook(partial(_refuse_changed, versions), prepend=True)
+
+
+def _limits(
+    plan: Plan, units: Sequence[ReadUnit], sizes: Mapping[str, UnitBytes], options: ReadOptions
+) -> StreamLimits:
+    """Return the bytes of buffers in host memory and on the device.
+
+    Raises:
+        BudgetError: The plan's buffers have no room for the largest unit.
+    """
+    on_disk = [sizes[unit.name] for unit in units if unit.tier_in(plan) == Tier.DISK]
+    least = passing_bytes(on_disk, 0)
+    capacity = int(plan.buffer_pool_bytes or 0) or passing_bytes(on_disk, plan.prefetch)
+    if capacity < least:
+        message = (
+            f"buffer_pool_bytes={format_bytes(capacity)} was given for weights on disk, and the"
+            f" largest unit has {format_bytes(least)}: give at least that, or smaller units."
+        )
+        raise BudgetError(message)
+    moving = [sizes[unit.name] for unit in units if unit.tier_in(plan) != Tier.DEVICE]
+    there = passing_bytes(moving, plan.prefetch) if options.is_away else 0
+    return StreamLimits(plan.prefetch, capacity, there)
+
+
+# --- hooks ---
+
+
+def _register(stream: WeightStream) -> None:
+    """Have weights attached before a module runs, and taken back behind it, whatever it met."""
+    for call in stream.calls:
+        enter, leave = partial(_enter, stream, call), partial(_leave, stream, call)
+        call.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        call.module.register_forward_hook(leave, always_call=True)
+
+
+def _enter(
+    stream: WeightStream,
+    call: Call,
+    _: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Lend the weights; refuse inputs with gradients, for which the weights would be saved."""
+    given = (*args, *kwargs.values())
+    if torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in given
+    ):
+        message = (
+            f"Unit {call.unit.name!r} was called with a tensor that requires a gradient, and its"
+            " weights are in memory while it runs forward alone: backward would need them. Compute"
+            " under torch.no_grad(), or place the model with an optimizer in place of None."
+        )
+        raise OptionError(message)
+    _apart_from_graphs(stream.enter, call)
+
+
+def _leave(stream: WeightStream, call: Call, *_: object) -> None:
+    _apart_from_graphs(stream.leave, call)
+
+
+def _apart_from_graphs(do: Callable[[Call], None], call: Call) -> None:
+    """Call ``do``, where torch compiles between two graphs."""
+    if torch.compiler.is_dynamo_compiling():
+        _untraced(do, call)
+    else:  # to ask the compiler would load it, which takes a second and 100 MiB
+        do(call)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+def _untraced(do: Callable[[Call], None], call: Call) -> None:
+    do(call)
+
+
+def _refuse_changed(versions: Sequence[_Version], *_: object) -> None:
+    """Raise OptionError if a weight that stays in memory was written to since ``stow``."""
+    for name, known, version in versions:
+        parameter = known()
+        if parameter is not None and parameter._version != version:  # noqa: SLF001
+            message = (
+                f"{name} was written to, and the model is only read: the same change of a weight on"
+                " disk would be lost. Change weights before stow(), or in the files."
+            )
+            raise OptionError(message)

@@ -1,0 +1,146 @@
+"""Where the weights of a model that is only read come from: its files, or host memory.
+
+For each unit that is not where it is computed with: how its parameters are laid out in a buffer,
+and the modules that get them.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tensorstow.base.budget import Budget
+from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import round_up
+from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
+from tensorstow.fsdp.initialization import Init, InitialValues
+from tensorstow.fsdp.read_units import ReadUnit
+from tensorstow.fsdp.units import aliases_of
+from tensorstow.fsdp.weight_stream import BufferLayout, FileTensor, StreamedUnit, runs_of
+from tensorstow.io.arena import PAGE
+from tensorstow.io.device_link import DeviceLink, is_away
+from tensorstow.io.pinned import PinnedBlock
+from tensorstow.io.safetensors import Entry
+from tensorstow.tensors.placeholder import AbsentWeight
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ReadOptions:
+    """What the user said about a model that is only read."""
+
+    plan: Plan | None
+    """None: units stay in memory as far as there is room."""
+    budget: Budget | None
+    """The bytes of memory for weights, without a plan; None: parts of what this machine has."""
+    compute_dtype: torch.dtype | None
+    """The dtype of floating-point parameters; None: as the model has them."""
+    blocks: Sequence[nn.Module] | None
+    """Modules that are units; None: the model's repeated blocks."""
+    weights: str | os.PathLike[str] | None
+    """Safetensors with the model's values; None: it has its own."""
+    init: Init | None
+    """Computes the buffers of a module on the meta device."""
+    device: torch.device
+    """What computes."""
+
+    @property
+    def is_away(self) -> bool:
+        """Return whether what computes has memory of its own."""
+        return is_away(self.device)
+
+    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype that is computed with."""
+        if self.compute_dtype is None or not parameter.is_floating_point():
+            return parameter.dtype
+        return self.compute_dtype
+
+    def bytes_of(self, unit: ReadUnit) -> int:
+        """Return the bytes of a unit in the dtypes that are computed with."""
+        return sum(p.numel() * self.dtype_of(p).itemsize for p in unit.parameters.values())
+
+
+class Sources:
+    """Units as they can be read, and read-only memory for those in host memory."""
+
+    def __init__(self, model: nn.Module, values: InitialValues, options: ReadOptions) -> None:
+        """Find each parameter in modules and in the files; read none.
+
+        Args:
+            model: The model, whose parameters are in place.
+            values: Where its values come from.
+            options: What decides about dtypes and the device.
+        """
+        self.aliases = aliases_of(model)
+        self.values = values
+        self._options = options
+        files = values.files
+        self._opened = None if files is None else WeightFiles(files.paths)
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():  # noqa: SLF001  # tied ones too
+                self._places.setdefault(id(parameter), []).append((module, name))
+
+    def in_files(self, unit: ReadUnit) -> StreamedUnit | None:
+        """Return how a unit is read from its files; None: that cannot be."""
+        files = self.values.files
+        if files is None or self._opened is None:
+            return None
+        found: list[tuple[Path, int, str, Entry]] = []
+        for name, parameter in unit.parameters.items():
+            origin = files.origin([name, *self.aliases.get(name, [])], parameter)
+            if origin.make is not None:
+                return None
+            path = files.path_of(origin.sources[0])
+            entry = self._opened.by_path[path].entries[origin.sources[0]]
+            found.append((path, entry.offset, name, entry))
+        layout = BufferLayout()
+        tensors: list[tuple[WeightFile, FileTensor]] = []
+        # As the files have them: what follows each other is read at once.
+        for path, _, name, entry in sorted(found, key=lambda each: each[:3]):
+            parameter = unit.parameters[name]
+            where = layout.place(entry, self._options.dtype_of(parameter))
+            tensor = self._tensor(name, parameter, entry, *where)
+            tensors.append((self._opened.by_path[path], tensor))
+        nbytes, runs = round_up(layout.nbytes, PAGE), runs_of(tensors)
+        return StreamedUnit(unit.name, [tensor for _, tensor in tensors], nbytes, runs)
+
+    def in_host_memory(self, unit: ReadUnit, link: DeviceLink) -> StreamedUnit:
+        """Return a unit whose values are in pinned host memory from now on."""
+        layout = BufferLayout()
+        tensors: list[FileTensor] = []
+        for name, parameter in unit.parameters.items():
+            dtype = self._options.dtype_of(parameter)
+            parameter.data = parameter.data.to(dtype)
+            entry = Entry(dtype, tuple(parameter.shape))
+            at = layout.append(entry.nbytes)
+            tensors.append(self._tensor(name, parameter, entry, at, None))
+        memory = PinnedBlock(round_up(layout.nbytes, PAGE), link.device, link.synchronize)
+        readers = self.values.readers(unit.unit, self.aliases)
+        for tensor in tensors:
+            parameter = unit.parameters[tensor.name]
+            read = readers[tensor.name](0, parameter.shape[0] if parameter.ndim else 0)
+            tensor.values(memory).copy_(read.reshape(-1))
+        return StreamedUnit(unit.name, tensors, memory.nbytes, resident=memory)
+
+    def buffer_bytes_of(self, unit: ReadUnit) -> int:
+        """Return the bytes of a buffer for a unit in host memory."""
+        layout = BufferLayout()
+        for parameter in unit.parameters.values():
+            layout.append(parameter.numel() * self._options.dtype_of(parameter).itemsize)
+        return round_up(layout.nbytes, PAGE)
+
+    def _tensor(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        entry: Entry,
+        at: int,
+        cast_at: int | None,
+    ) -> FileTensor:
+        dtype, device = self._options.dtype_of(parameter), self._options.device
+        absent = AbsentWeight(parameter, dtype, device)
+        known = nn.Parameter(absent, requires_grad=False)
+        return FileTensor(name, entry, known, self._places[id(parameter)], at, cast_at)

@@ -1,0 +1,104 @@
+"""Units of a model that is only read: blocks, and the modules that are in none, one by one.
+
+[Note: Parts of the root] What is in no block (embeddings, the last norm, the head) is one unit in
+training, unsharded for the whole forward. To read it, it is cut: each module with parameters of its
+own is a unit, together with those that share one with it. A plan names such a unit by its module,
+or all of them by the name of the root, "".
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from tensorstow.base.plan import Plan
+from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.units import ROOT, Unit, units_of
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ReadUnit:
+    """Parameters that are read and used together."""
+
+    unit: Unit
+    modules: Sequence[nn.Module]
+    """Those that use the parameters when they run."""
+    is_part_of_root: bool
+
+    @property
+    def name(self) -> str:
+        """Return the name of its first module."""
+        return self.unit.name
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return its parameters, by the model's names."""
+        return self.unit.parameters
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its parameters, as the model has them."""
+        return self.unit.nbytes
+
+    def tier_in(self, plan: Plan) -> Tier:
+        """Return its tier in a plan, which names it or the root that it is a part of."""
+        is_named = self.name in plan.units
+        return plan.tier_of(ROOT if self.is_part_of_root and not is_named else self.name)
+
+
+def read_units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> list[ReadUnit]:
+    """Return the units of a model that is only read, in the order of definition.
+
+    Args:
+        model: The whole model.
+        blocks: Modules that are units; None: the model's repeated blocks.
+
+    Returns:
+        Units with every parameter of the model in one of them.
+
+    Raises:
+        OptionError: A given block is not in the model, or is inside another one.
+    """
+    *units, root = units_of(model, blocks)
+    parts = _parts_of(model, root)
+    found = [*(ReadUnit(u, [u.module], is_part_of_root=False) for u in units), *parts]
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    return sorted(found, key=lambda each: order[each.name])
+
+
+def parents_of(units: Sequence[ReadUnit]) -> dict[str, list[str]]:
+    """Return, by unit, the names of the others whose modules it is inside of."""
+    inside: dict[str, list[str]] = {unit.name: [] for unit in units}
+    for outer in units:
+        below = {id(m) for module in outer.modules for m in module.modules()}
+        for unit in units:
+            if unit is not outer and any(id(module) in below for module in unit.modules):
+                inside[unit.name].append(outer.name)
+    return inside
+
+
+def _parts_of(model: nn.Module, root: Unit) -> list[ReadUnit]:
+    """Return the units that the root is cut into."""
+    rest = {id(p) for p in root.parameters.values()}
+    groups: list[tuple[set[int], list[tuple[str, nn.Module]]]] = []
+    for name, module in model.named_modules():
+        mine = {id(p) for p in module.parameters(recurse=False)} & rest
+        if not mine:
+            continue
+        shared = [group for group in groups if group[0] & mine]
+        groups = [group for group in groups if group not in shared]
+        members = mine.union(*(ids for ids, _ in shared))
+        groups.append((members, [each for _, modules in shared for each in modules]))
+        groups[-1][1].append((name, module))
+    return [
+        ReadUnit(
+            Unit(
+                modules[0][0],
+                modules[0][1],
+                {n: p for n, p in root.parameters.items() if id(p) in members},
+            ),
+            [module for _, module in modules],
+            is_part_of_root=True,
+        )
+        for members, modules in groups
+    ]

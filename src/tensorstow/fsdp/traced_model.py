@@ -1,0 +1,109 @@
+"""Traces a model as it is, with an example of what it is called with: for ``plan="auto"``."""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tensorstow.base.activation_placement import ActivationPlacement
+from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.placed_activations import blocks_with_activations
+from tensorstow.fsdp.traced_activations import Activations, loss_of, watch
+from tensorstow.fsdp.traced_placement import TracedPlacement
+from tensorstow.fsdp.units import ROOT, Unit, units_of
+
+logger = logging.getLogger("tensorstow")
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleBatch:
+    """A micro-batch of one rank, as far as it is known."""
+
+    model: nn.Module
+    units: Sequence[Unit]
+    batch: Any
+    """What forward is called with: a tuple, a mapping of keywords, or one argument; None: it is not
+    known."""
+    dtype: torch.dtype | None
+    """Of forward and backward; None: the parameters' own."""
+    given_tokens: int | None
+    """What the user said; None: nothing."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Return its tokens, or samples where nothing in it is whole numbers."""
+        if self.given_tokens is not None or self.batch is None:
+            return self.given_tokens
+        tensors = [each for each in tree_leaves(self.batch) if isinstance(each, torch.Tensor)]
+        tokens = (each.numel() for each in tensors if not each.is_floating_point())
+        return next(tokens, next((len(each) for each in tensors if each.ndim), 1))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Return whether the model has units whose activations can be placed."""
+        return bool(blocks_with_activations(self.units))
+
+    def trace(self, placement: ActivationPlacement, device: torch.device) -> Activations | None:
+        """Return the activations and operations; None: nothing is known of the batch.
+
+        None, and a line in the log, where the model cannot be traced: it cannot be copied, or does
+        what depends on values.
+
+        Args:
+            placement: What is done with activations.
+            device: What computes.
+        """
+        if self.batch is None:
+            return None
+        try:
+            return self._trace_quietly(TracedPlacement(placement, device.type == "cpu"))
+        except OptionError as error:
+            told = (str(error) or type(error).__name__).splitlines()[0]
+            logger.warning(
+                "activations=%r is not tried: batch= cannot be traced: %s", placement, told
+            )
+            return None
+
+    def _trace_quietly(self, placed: TracedPlacement) -> Activations:
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        before, log.disabled = log.disabled, True  # our line says it
+        try:
+            with FakeTensorMode():
+                return self._trace(placed)
+        except Exception as error:  # any that a model's own code raises
+            raise OptionError(str(error) or type(error).__name__) from error
+        finally:
+            log.disabled = before
+
+    def _trace(self, placed: TracedPlacement) -> Activations:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        # What is in the memo is not copied: this takes no memory, whatever the model has.
+        module = copy.deepcopy(self.model, {id(tensor): self._empty(tensor) for tensor in tensors})
+        given = tree_map(lambda x: self._empty(x) if isinstance(x, torch.Tensor) else x, self.batch)
+        units = units_of(
+            module, [module.get_submodule(u.name) for u in self.units if u.name != ROOT]
+        )
+
+        def train() -> None:
+            if isinstance(given, Mapping):
+                found = module(**given)
+            else:
+                found = module(*given) if isinstance(given, tuple) else module(given)
+            torch.autograd.backward(loss_of(found))
+
+        return watch(module, placed, train, units).activations()
+
+    def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without memory, in the dtype that is computed in."""
+        floats = self.dtype is not None and tensor.is_floating_point()
+        kept_as = self.dtype if floats else tensor.dtype
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept_as, device="cpu")
+        if not isinstance(tensor, nn.Parameter):
+            return made
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)

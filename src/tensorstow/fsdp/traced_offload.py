@@ -1,0 +1,90 @@
+"""``TracedOffload``: activations that leave their blocks while a model is traced without values."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tensorstow.activations.offload import LEAST_BYTES
+from tensorstow.activations.saved import StorageIdentity, address_of, version_of
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _TracedStorage:
+    """It lives as long as autograd has a tensor of it."""
+
+    nbytes: int
+    identity: StorageIdentity
+    brought: torch.Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _TracedTensor:
+    storage: _TracedStorage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class TracedOffload:
+    """Hooks on blocks like those of ``ActivationOffload``, which count and move nothing.
+
+    What a block saves is away at once; what backward asks for is there until it lets go of it.
+    """
+
+    def __init__(self, bring: Callable[[torch.Tensor], object]) -> None:
+        """Count nothing yet; ``bring`` is called with what comes back."""
+        self.saved_bytes = 0
+        """Of one forward, each storage once."""
+        self.largest_bytes = 0
+        """Of one storage."""
+        self._bring = bring
+        self._storages: weakref.WeakValueDictionary[tuple[int, int], _TracedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        self._parameters: set[int] = set()
+        self._entered: list[saved_tensors_hooks] = []
+
+    def register(self, blocks: Iterable[nn.Module]) -> None:
+        """Put hooks on blocks, whose parameters stay where they are."""
+        for block in blocks:
+            self._parameters |= {address_of(p.untyped_storage()) for p in block.parameters()}
+            block.register_forward_pre_hook(self._enter)
+            block.register_forward_hook(self._leave)
+
+    def _enter(self, *_: object) -> None:
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._entered.append(hooks)
+
+    def _leave(self, *_: object) -> None:
+        self._entered.pop().__exit__()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401  # torch's own signature
+        source = tensor.untyped_storage()
+        address, nbytes = address_of(source), source.nbytes()
+        if address in self._parameters or nbytes < LEAST_BYTES:
+            return tensor.detach()
+        key = (address, version_of(tensor))
+        storage = self._storages.get(key)
+        if storage is None:
+            storage = self._storages[key] = _TracedStorage(nbytes, StorageIdentity(source))
+            self.saved_bytes += nbytes
+            self.largest_bytes = max(self.largest_bytes, nbytes)
+        offset = int(tensor.storage_offset())
+        return _TracedTensor(storage, tensor.dtype, tensor.size(), tensor.stride(), offset)
+
+    def _unpack(self, saved: Any) -> torch.Tensor:  # noqa: ANN401
+        if isinstance(saved, torch.Tensor):
+            return saved
+        storage = saved.storage
+        if storage.brought is None:
+            storage.brought = torch.empty(storage.nbytes, dtype=torch.uint8)
+            self._bring(storage.brought)
+        whole: torch.Tensor = storage.brought.view(saved.dtype)
+        return whole.as_strided(saved.size, saved.stride, saved.offset)

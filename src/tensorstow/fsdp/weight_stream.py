@@ -1,0 +1,453 @@
+"""Reads the weights of units from their files ahead of use, and attaches them to the modules.
+
+[Note: Read ahead] A module that is about to run is a *call*. Which call follows which is remembered
+from the last pass (at first it is the order of definition), and the last call of a pass is followed
+by the first of the next one. So reading goes on from token to token of a generation. A prediction
+that does not come true costs time and no more.
+
+[Note: Lent weights] Between calls a parameter is an ``AbsentWeight``. For a call each place that
+has it in a module gets a parameter over a buffer, and its ``AbsentWeight`` back afterwards. Buffers
+hold a unit until another one needs the room; of those that are not in use the one whose next call
+is farthest goes first.
+
+[Note: On an accelerator] Units in host memory and on disk have buffers on the device too. A unit is
+copied there as soon as it is read and there is room, at the latest before its call; the caller's
+stream waits for the copy, and the next copy to the same buffer for the work of the call.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from tensorstow.base.errors import OptionError
+from tensorstow.base.sizes import round_up
+from tensorstow.checkpoint.weight_files import WeightFile
+from tensorstow.fsdp.unit_buffers import UnitBuffers
+from tensorstow.io.arena import Arena
+from tensorstow.io.device_link import DeviceEvent, DeviceLink
+from tensorstow.io.files import ALIGN, IoFuture
+from tensorstow.io.pinned import PinnedBlock
+from tensorstow.io.safetensors import Entry
+
+TENSOR_ALIGN = 64
+"""Tensors in memory begin at multiples of this, as torch's own do."""
+
+
+class HostMemory(Protocol):
+    """Bytes in host memory: an ``Arena``, or a ``PinnedBlock``."""
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype, /) -> torch.Tensor:
+        """Return a 1-D view of ``count`` elements from byte ``offset``."""
+
+
+class DeviceMemory:
+    """Bytes of an accelerator's memory."""
+
+    def __init__(self, nbytes: int, link: DeviceLink) -> None:
+        """Allocate them."""
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=link.device)
+        self.last_use: DeviceEvent = link.record_event()
+        """The next copy to it waits for this."""
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype, /) -> torch.Tensor:
+        """Return a 1-D view of ``count`` elements from byte ``offset``."""
+        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FileTensor:
+    """One parameter of a unit: where it is in the unit's buffer, and in modules."""
+
+    name: str
+    """In the model."""
+    entry: Entry
+    """Its bytes in a file."""
+    absent: nn.Parameter
+    """What the modules have while the unit is not in use."""
+    places: Sequence[tuple[nn.Module, str]]
+    """Modules, and the name of the parameter there."""
+    at: int
+    """Where its bytes begin in the buffer."""
+    cast_at: int | None
+    """Where its values in the dtype of ``absent`` begin; None: it is stored in that dtype."""
+
+    def cast(self, memory: HostMemory) -> None:
+        """Compute the values in the parameter's dtype, where they are stored in another one."""
+        if self.cast_at is not None:
+            stored = memory.tensor(self.at, self.absent.numel(), self.entry.dtype)
+            self.values(memory).copy_(stored)
+
+    def attach(self, memory: HostMemory | DeviceMemory) -> nn.Parameter:
+        """Put a parameter over the memory in place; return it."""
+        values = self.values(memory).view(self.absent.shape)
+        # ``data``: each has a version counter of its own.
+        return self._put(nn.Parameter(values.data, requires_grad=False))
+
+    def take_back(self) -> None:
+        """Put the parameter without memory in place again."""
+        self._put(self.absent)
+
+    def values(self, memory: HostMemory | DeviceMemory) -> torch.Tensor:
+        """Return what is computed with, in one row."""
+        begin = self.at if self.cast_at is None else self.cast_at
+        return memory.tensor(begin, self.absent.numel(), self.absent.dtype)
+
+    def _put(self, parameter: nn.Parameter) -> nn.Parameter:
+        for module, name in self.places:
+            module._parameters[name] = parameter  # noqa: SLF001  # setattr would check each
+        return parameter
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Run:
+    """Bytes that are read at once."""
+
+    file: WeightFile
+    offset: int
+    """Where they begin in the file."""
+    at: int
+    """Where they begin in the buffer."""
+    nbytes: int
+
+
+class BufferLayout:
+    """Places for tensors in a buffer, one after the other."""
+
+    def __init__(self) -> None:
+        """Begin with an empty buffer."""
+        self.nbytes = 0
+
+    def place(self, entry: Entry, dtype: torch.dtype) -> tuple[int, int | None]:
+        """Return where a tensor's bytes begin, and its values in ``dtype`` if it is another one."""
+        if entry.offset % TENSOR_ALIGN == 0 and entry.dtype == dtype:
+            # At the same place of a page as in the file: direct I/O needs no copy.
+            at = self.nbytes + (entry.offset - self.nbytes) % ALIGN
+            self.nbytes = at + entry.nbytes
+        else:
+            at = self.append(entry.nbytes)
+        if entry.dtype == dtype:
+            return at, None
+        return at, self.append(entry.nbytes // entry.dtype.itemsize * dtype.itemsize)
+
+    def append(self, nbytes: int) -> int:
+        """Return where the next ``nbytes`` begin."""
+        at = round_up(self.nbytes, TENSOR_ALIGN)
+        self.nbytes = at + nbytes
+        return at
+
+
+def runs_of(tensors: Iterable[tuple[WeightFile, FileTensor]]) -> list[Run]:
+    """Return what is read for tensors: those that follow each other in file and buffer at once.
+
+    Args:
+        tensors: The tensors and their files, in the order of the buffer.
+    """
+    runs: list[Run] = []
+    for file, tensor in tensors:
+        offset, at, nbytes = tensor.entry.offset, tensor.at, tensor.entry.nbytes
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.file is file
+            and (last.offset + last.nbytes, last.at + last.nbytes) == (offset, at)
+        ):
+            runs[-1] = Run(file, last.offset, last.at, last.nbytes + nbytes)
+        elif nbytes:
+            runs.append(Run(file, offset, at, nbytes))
+    return runs
+
+
+@dataclass(eq=False, slots=True)
+class StreamedUnit:
+    """Parameters that are read and used together."""
+
+    name: str
+    tensors: Sequence[FileTensor]
+    nbytes: int
+    """Of its buffer."""
+    runs: Sequence[Run] = ()
+    """What is read of files; none of a unit that is in host memory for good."""
+    resident: HostMemory | None = None
+    """Where its values are for good, for an accelerator to copy; None: in the files."""
+    reads: list[IoFuture] = field(default_factory=list)
+    """Those that were not waited for."""
+    is_read: bool = False
+    """Whether its buffer in host memory has its values."""
+    copied: DeviceEvent | None = None
+    """The end of the copy to the device; None: it is not there."""
+    last_copy: DeviceEvent | None = None
+    """The end of the last copy from its host memory."""
+    users: int = 0
+    """Calls under way that use it."""
+    attached: list[nn.Parameter] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Of what is attached, as it was then."""
+
+    def is_cast(self) -> bool:
+        """Return whether a tensor of it is stored in another dtype."""
+        return any(tensor.cast_at is not None for tensor in self.tensors)
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A module that uses a unit's parameters while it runs."""
+
+    module: nn.Module
+    unit: StreamedUnit
+    depth: int = 0
+    """How often it is running now: modules may call themselves."""
+    following: "Call | None" = None
+    """The call that came after it, last time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """The bounds of a stream."""
+
+    prefetch: int
+    """How many units are read ahead."""
+    host_bytes: int
+    """Of all buffers in host memory."""
+    device_bytes: int = 0
+    """Of all buffers on an accelerator."""
+
+
+class WeightStream:
+    """The units of one model that come to what computes in each pass, and their memory."""
+
+    def __init__(
+        self, calls: Sequence[Call], limits: StreamLimits, link: DeviceLink | None = None
+    ) -> None:
+        """Begin with nothing in memory.
+
+        Args:
+            calls: All calls that use units, in the order that is expected.
+            limits: The bounds.
+            link: The link to the accelerator that computes; None: the CPU does.
+        """
+        for call, following in zip(calls, [*calls[1:], *calls[:1]], strict=True):
+            call.following = following
+        self.calls = calls
+        self.bytes_read = 0
+        self.link = link
+        self._prefetch = limits.prefetch
+        self._last: Call | None = None
+        self.host: UnitBuffers[StreamedUnit, HostMemory] = UnitBuffers(
+            limits.host_bytes, self._allocate, self._settle, self._upcoming
+        )
+        self.device: UnitBuffers[StreamedUnit, DeviceMemory] = UnitBuffers(
+            limits.device_bytes, self._allocate_there, self._forget_copy, self._upcoming
+        )
+        self._lock = threading.RLock()
+
+    @property
+    def units(self) -> list[StreamedUnit]:
+        """Return the units, each once."""
+        return list(dict.fromkeys(call.unit for call in self.calls))
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the host memory that is pinned for copies to the device."""
+        memory = [*self.host.buffers, *(unit.resident for unit in self.units)]
+        return sum(each.pinned_bytes for each in memory if isinstance(each, PinnedBlock))
+
+    def enter(self, call: Call) -> None:
+        """Lend the weights that a call uses. Raises what reading them has met."""
+        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+            if self._last is not None:
+                self._last.following = call
+            self._last = call
+            unit = call.unit
+            self._begin_read(unit, keep=None)
+            unit.users += 1
+            try:
+                if unit.users == 1:
+                    self._attach(unit)
+                else:
+                    self._read_ahead()
+            except BaseException:
+                unit.users -= 1
+                raise
+            call.depth += 1
+
+    def leave(self, call: Call) -> None:
+        """Take the weights back; a call that could not begin has none.
+
+        Raises:
+            OptionError: They were written to.
+        """
+        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+            if call.depth == 0:
+                return
+            call.depth -= 1
+            call.unit.users -= 1
+            if call.unit.users == 0:
+                self._take_back(call.unit)
+            self._read_ahead()
+
+    # --- attaching ---
+
+    def _attach(self, unit: StreamedUnit) -> None:
+        self._read_ahead()
+        memory: HostMemory | DeviceMemory | None = self._finish_read(unit)
+        if self.link is not None:
+            memory = self._begin_copy(unit, keep=None)
+            if unit.copied is not None:
+                self.link.join(unit.copied)
+        if memory is None:
+            message = f"Unit {unit.name!r} is to be attached and is not in memory."
+            raise AssertionError(message)
+        unit.attached = [tensor.attach(memory) for tensor in unit.tensors]
+        unit.versions = [p._version for p in unit.attached]  # noqa: SLF001  # no public way
+
+    def _take_back(self, unit: StreamedUnit) -> None:
+        there = self.device.get(unit)
+        if self.link is not None and there is not None:
+            there.last_use = self.link.record_event()
+        written = [
+            tensor.name
+            for tensor, attached, version in zip(
+                unit.tensors, unit.attached, unit.versions, strict=True
+            )
+            if attached._version != version  # noqa: SLF001
+        ]
+        for tensor, attached in zip(unit.tensors, unit.attached, strict=True):
+            tensor.take_back()
+            # A graph that has saved it raises an error, when other weights are there.
+            torch.autograd.graph.increment_version(attached)
+        unit.attached, unit.versions = [], []
+        if written:
+            (self.host if self.link is None else self.device).drop(unit)
+            message = (
+                f"{', '.join(written)} of unit {unit.name!r} was written to in forward, and the"
+                " model is only read: the change is dropped. Change weights before stow(); models"
+                " that write to weights as they compute need an optimizer in place of None."
+            )
+            raise OptionError(message)
+
+    # --- reading ahead ---
+
+    def _read_ahead(self) -> None:
+        """Begin reading and copying the next units, as far as there is room behind nearer ones."""
+        nearer: list[StreamedUnit] = []
+        for unit in self._upcoming():
+            if len(nearer) == self._prefetch:
+                return
+            if unit.users or unit in nearer:
+                continue
+            if not self._begin_read(unit, keep=nearer):
+                return
+            nearer.append(unit)
+            if self.link is not None and all(read.done() for read in unit.reads):
+                self._finish_read(unit)
+                self._begin_copy(unit, keep=nearer)
+
+    def _upcoming(self) -> Iterator[StreamedUnit]:
+        """Yield the units of the next calls, of one pass."""
+        call = self._last
+        for _ in self.calls:
+            call = None if call is None else call.following
+            if call is None:
+                return
+            yield call.unit
+
+    def _begin_read(self, unit: StreamedUnit, keep: Iterable[StreamedUnit] | None) -> bool:
+        """Begin reading a unit, if it is not there; return whether there was room.
+
+        ``keep``: as in ``UnitBuffers.take``.
+        """
+        if unit.resident is not None or self.device.get(unit) is not None:
+            return True
+        if self.host.get(unit) is not None:
+            return True
+        memory = self.host.take(unit, keep)
+        if memory is None:
+            return False
+        unit.is_read = False
+        try:
+            for run in unit.runs:
+                into = memory.tensor(run.at, run.nbytes, torch.uint8)
+                unit.reads.append(run.file.read(run.offset, into))
+                self.bytes_read += run.nbytes
+        except BaseException:
+            with suppress(OSError):  # what kept the next read from starting is what to tell
+                self.host.drop(unit)
+            raise
+        return True
+
+    def _finish_read(self, unit: StreamedUnit) -> HostMemory | None:
+        """Return host memory with a unit's values; None: it is on the device already."""
+        memory = unit.resident or self.host.get(unit)
+        if memory is None or unit.resident is not None or unit.is_read:
+            return memory
+        try:
+            _wait_for_reads(unit.reads)
+            for file in {run.file for run in unit.runs}:
+                file.validate_unchanged()
+        except BaseException:
+            self.host.drop(unit)
+            raise
+        for tensor in unit.tensors:
+            tensor.cast(memory)
+        unit.is_read = True
+        return memory
+
+    def _begin_copy(
+        self, unit: StreamedUnit, keep: Iterable[StreamedUnit] | None
+    ) -> DeviceMemory | None:
+        """Begin copying a unit that is in host memory to the device; None: there is no room."""
+        there = self.device.get(unit)
+        if there is not None or self.link is None:
+            return there
+        memory = self._finish_read(unit)
+        there = None if memory is None else self.device.take(unit, keep)
+        if memory is None or there is None:
+            return None
+        if unit.is_cast():
+            pairs = [(tensor.values(there), tensor.values(memory)) for tensor in unit.tensors]
+        else:
+            pairs = [(there.bytes, memory.tensor(0, unit.nbytes, torch.uint8))]
+        unit.copied = unit.last_copy = self.link.h2d(pairs, [there.last_use])
+        return there
+
+    # --- buffers ---
+
+    def _allocate(self, nbytes: int) -> HostMemory:
+        if self.link is None:
+            return Arena(nbytes, in_children=False)
+        return PinnedBlock(nbytes, self.link.device, self.link.synchronize)
+
+    def _allocate_there(self, nbytes: int) -> DeviceMemory:
+        if self.link is None:
+            message = "A buffer on a device was asked for, and the CPU computes."
+            raise AssertionError(message)
+        return DeviceMemory(nbytes, self.link)
+
+    def _settle(self, unit: StreamedUnit, _: HostMemory) -> None:
+        """Return when nothing reads or writes a unit's buffer in host memory."""
+        unit.is_read = False
+        if unit.last_copy is not None:
+            unit.last_copy.synchronize()
+        _wait_for_reads(unit.reads)
+
+    @staticmethod
+    def _forget_copy(unit: StreamedUnit, _: DeviceMemory) -> None:
+        unit.copied = None
+
+
+def _wait_for_reads(reads: list[IoFuture]) -> None:
+    """Return when every read is over; raise what the first one that failed has met."""
+    failure: BaseException | None = None
+    while reads:
+        try:
+            reads[0].wait()
+        except OSError as error:
+            failure = failure or error
+        del reads[0]  # an interrupt in the wait leaves it: its memory is in use
+    if failure is not None:
+        raise failure

@@ -1,0 +1,83 @@
+"""Which units of a model that is only read stay in memory: the others are read in each pass."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tensorstow.base.errors import BudgetError
+from tensorstow.base.sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """The bytes of one unit."""
+
+    resident: int
+    """In memory for good."""
+    passing: int
+    """In a buffer, while it is used."""
+    around: int = 0
+    """In buffers of units that it is inside of."""
+
+
+def passing_bytes(units: Sequence[UnitBytes], prefetch: int) -> int:
+    """Return the host memory for buffers of units that are read in each pass.
+
+    Args:
+        units: Those that are read, in the order of their use; the first one follows the last.
+        prefetch: How many units are read ahead of the one that is used.
+    """
+    count, ahead = len(units), min(prefetch, len(units) - 1)
+    if not units:
+        return 0
+    windows = (sum(units[(i + j) % count].passing for j in range(ahead + 1)) for i in range(count))
+    return max(windows) + max(unit.around for unit in units)
+
+
+def choose_resident(
+    units: Mapping[str, UnitBytes], limit: int, prefetch: int
+) -> tuple[set[str], int]:
+    """Choose the units that stay in memory, and how many others are read ahead.
+
+    Each byte that stays is a byte less to read in each pass, wherever it is: so the largest units
+    are first, as long as they fit, because the buffers must hold the largest that does not stay. Of
+    units of one size those that stay are spread over the pass: while they are used, the next is
+    read.
+
+    Args:
+        units: All units, by name, in the order of their use.
+        limit: The memory for units that stay and for buffers, in bytes.
+        prefetch: How many units to read ahead, if there is room.
+
+    Returns:
+        The names of the units that stay, and the units to read ahead.
+
+    Raises:
+        BudgetError: The limit has no room for the buffers.
+    """
+    names = list(units)
+    if sum(unit.resident for unit in units.values()) <= limit:
+        return set(names), prefetch
+    ahead = next((n for n in range(prefetch, -1, -1) if _bytes(units, set(), n) <= limit), None)
+    if ahead is None:
+        least = _bytes(units, set(), 0)
+        message = (
+            f"{format_bytes(limit)} of memory were given for weights that are read as they are"
+            f" used, and the largest unit has {format_bytes(least)}: give at least that, or name"
+            " smaller units by units=."
+        )
+        raise BudgetError(message)
+    chosen: set[str] = set()
+    for size in sorted({unit.resident for unit in units.values()}, reverse=True):
+        alike = [name for name in names if units[name].resident == size]
+        for count in range(len(alike), 0, -1):
+            more = chosen | {alike[(2 * i + 1) * len(alike) // (2 * count)] for i in range(count)}
+            if _bytes(units, more, ahead) <= limit:
+                chosen = more
+                break
+    return chosen, ahead
+
+
+def _bytes(units: Mapping[str, UnitBytes], resident: set[str], prefetch: int) -> int:
+    stay = sum(units[name].resident for name in resident)
+    passing = [unit for name, unit in units.items() if name not in resident]
+    return stay + passing_bytes(passing, prefetch)
