@@ -1,20 +1,80 @@
-"""DeepSpeed's interface: ``import tensorstow.deepspeed as deepspeed``."""
+"""DeepSpeed's interface: ``import tensorstow.deepspeed as deepspeed``.
 
-from tensorstow.deepspeed import checkpointing, ops, runtime, utils, zero
-from tensorstow.deepspeed.config.summary import summary_of
-from tensorstow.deepspeed.engine import DeepSpeedEngine
-from tensorstow.deepspeed.initialize import add_config_arguments, initialize
-from tensorstow.deepspeed.ranks import init_distributed
+Names are imported on first use: FSDP2 takes a second, and who reads a configuration does not need
+it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from tensorstow.base.errors import AbsentError
+
+if TYPE_CHECKING:
+    from tensorstow.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
+    from tensorstow.deepspeed.accelerator import get_accelerator
+    from tensorstow.deepspeed.config.summary import summary_of
+    from tensorstow.deepspeed.engine import DeepSpeedEngine
+    from tensorstow.deepspeed.initialization import add_config_arguments, initialize
+    from tensorstow.deepspeed.ranks import init_distributed
+    from tensorstow.deepspeed.utils import log_dist, logger
 
 __all__ = [
     "DeepSpeedEngine",
+    "__version__",
+    "accelerator",
     "add_config_arguments",
     "checkpointing",
+    "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "logger",
     "ops",
     "runtime",
     "summary_of",
     "utils",
     "zero",
 ]
+
+__version__ = "0.19.6"
+"""The version of DeepSpeed whose interface this is, for scripts that compare it."""
+
+_MODULES = {
+    "DeepSpeedEngine": "engine",
+    "add_config_arguments": "initialization",
+    "get_accelerator": "accelerator",
+    "init_distributed": "ranks",
+    "initialize": "initialization",
+    "log_dist": "utils",
+    "logger": "utils",
+    "summary_of": "config.summary",
+}
+"""Where each name is that is no module itself."""
+
+
+_ABSENT = {
+    "init_inference": "its kernels are not here. tensorstow.stow(model, None, weights=folder)"
+    " places a model that is only read: on the device, in host memory or in its files"
+    " (ZeRO-Inference)",
+}
+"""Why names of upstream are not here."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use."""
+    if name in _ABSENT:
+        message = f"{name} is not in {__name__}: {_ABSENT[name]}."
+        raise AbsentError(message)
+    if name not in __all__:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    module = import_module(f"{__name__}.{_MODULES.get(name, name)}")
+    found = getattr(module, name) if name in _MODULES else module
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return the names of the module, those not imported yet among them."""
+    return sorted({*globals(), *__all__})

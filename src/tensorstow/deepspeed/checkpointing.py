@@ -1,37 +1,86 @@
-"""``deepspeed.checkpointing``: activations that are computed again, by torch's own checkpoint."""
+"""``deepspeed.checkpointing``: activations that are computed again, and inputs in host memory."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
-from torch.autograd.graph import save_on_cpu
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-_settings: dict[str, bool] = {}
+from tensorstow.activations.offload import offload_activations
+from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.config.json_text import load
+from tensorstow.deepspeed.config.values import given_keys, values_of
+
+_IN_CPU = "activation_checkpointing.cpu_checkpointing"
 
 
-def configure(
+class _Recomputed(nn.Module):
+    """Calls a function; of what it saves, its inputs alone are kept."""
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
+        """Call ``function``, which backward calls again."""
+        return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+class _Configured:
+    """What ``configure`` has set."""
+
+    def __init__(self) -> None:
+        """Begin without ``configure``."""
+        self.is_configured = False
+        self.recomputed = _Recomputed()
+        """The module whose saved tensors are in host memory, with ``checkpoint_in_cpu``."""
+
+
+_now = _Configured()
+
+
+def configure(  # upstream's
     mpu_: object = None,
-    deepspeed_config: object = None,
-    *,
-    checkpoint_in_cpu: bool | None = None,
-    **more: object,
+    deepspeed_config: str | PathLike[str] | Mapping[str, Any] | None = None,
+    partition_activations: bool | None = None,  # noqa: FBT001
+    contiguous_checkpointing: bool | None = None,  # noqa: FBT001
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,  # noqa: FBT001
+    synchronize: bool | None = None,  # noqa: FBT001
+    profile: bool | None = None,  # noqa: FBT001
 ) -> None:
     """Configure how ``checkpoint`` keeps the inputs of what is recomputed.
 
-    ``initialize`` calls it with the configuration's ``activation_checkpointing``. The other
-    arguments of upstream's are accepted and have no effect: activations are not partitioned over
-    ranks here.
+    ``initialize`` calls it with the configuration's ``activation_checkpointing``.
 
     Args:
-        mpu_: Not used.
-        deepspeed_config: Not used.
-        checkpoint_in_cpu: Whether inputs are kept in host memory. Default: None, they are not.
-        more: Not used.
+        mpu_: An object of model parallelism; refused unless its size is 1.
+        deepspeed_config: A configuration, whose ``activation_checkpointing`` is used.
+        partition_activations: Each model-parallel rank keeps its part: there is one, which keeps
+            the whole.
+        contiguous_checkpointing: No effect: torch's allocator is kept.
+        num_checkpoints: No effect: each call of ``checkpoint`` is one.
+        checkpoint_in_cpu: Whether inputs that are on an accelerator are kept in pinned host memory
+            from forward to backward (``tensorstow.offload_activations``). Default: None, the
+            configuration's, else they stay.
+        synchronize: No effect: use torch.profiler.
+        profile: No effect: use torch.profiler.
+
+    Raises:
+        OptionError: There are several model-parallel ranks, or the configuration is none.
     """
-    del mpu_, deepspeed_config, more
-    _settings["in_cpu"] = bool(checkpoint_in_cpu)
+    del partition_activations, contiguous_checkpointing, num_checkpoints, synchronize, profile
+    size = getattr(mpu_, "get_model_parallel_world_size", lambda: 1)()
+    if size > 1:
+        message = (
+            f"mpu_={mpu_!r} was given with {size} model-parallel ranks: activations are not"
+            " partitioned over ranks here. Leave it out."
+        )
+        raise OptionError(message)
+    if checkpoint_in_cpu is None and deepspeed_config is not None:
+        checkpoint_in_cpu = values_of(given_keys(load(deepspeed_config)), {})[_IN_CPU]
+    reset()
+    _now.is_configured = True
+    if checkpoint_in_cpu:
+        offload_activations(_now.recomputed, to="host")
 
 
 def is_configured() -> bool:
@@ -40,12 +89,13 @@ def is_configured() -> bool:
     Returns:
         True after ``configure``, until ``reset``.
     """
-    return bool(_settings)
+    return _now.is_configured
 
 
 def reset() -> None:
-    """Undo ``configure``."""
-    _settings.clear()
+    """Undo ``configure``. Inputs that are in host memory stay there until their backward."""
+    _now.is_configured = False
+    _now.recomputed = _Recomputed()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401  # the function's
@@ -58,11 +108,6 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
     Returns:
         What ``function`` returned.
     """
-    with _in_cpu() if _settings.get("in_cpu") else nullcontext():
+    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # inside of one that is called again
         return torch_checkpoint(function, *args, use_reentrant=False)
-
-
-def _in_cpu() -> save_on_cpu:
-    """Return a context that saves tensors in host memory, pinned if there is an accelerator."""
-    away = torch.accelerator.current_accelerator(check_available=True)
-    return save_on_cpu() if away is None else save_on_cpu(pin_memory=True, device_type=away.type)
+    return _now.recomputed(function, *args)

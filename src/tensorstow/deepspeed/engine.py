@@ -1,8 +1,8 @@
 """``DeepSpeedEngine``: a module that runs backward and steps its optimizer."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.serialize import flatten, inflate
-from tensorstow.deepspeed.checkpoint import (
+from tensorstow.deepspeed.checkpoint.sharded import (
     full_weights,
     latest_tag,
     load_module,
@@ -21,6 +21,7 @@ from tensorstow.deepspeed.checkpoint import (
     save,
 )
 from tensorstow.deepspeed.config.settings import Settings
+from tensorstow.deepspeed.direct_backward import DirectBackward
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.monitor import Monitor
 from tensorstow.deepspeed.plans import world_of
@@ -29,6 +30,7 @@ from tensorstow.deepspeed.registry import RegisteredModel, register
 from tensorstow.deepspeed.states import drop_unused_masters, watch_loads
 from tensorstow.deepspeed.step import OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer
+from tensorstow.deepspeed.zero_params import mark_parameters
 from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.sharding import current_device
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -47,6 +49,7 @@ class DeepSpeedEngine(nn.Module):
         settings: The configuration.
         lr_scheduler: A scheduler with ``step()`` and a state dict. Default: None.
         scale: The loss scale. Default: None, without fp16.
+        config: The configuration as it was written, for those who read it. Default: None, {}.
     """
 
     module: nn.Module
@@ -59,6 +62,7 @@ class DeepSpeedEngine(nn.Module):
         *,
         lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or any object with step() and a state
         scale: LossScale | None = None,
+        config: dict[str, Any] | None = None,
     ) -> None:
         """Create the engine; the class documents the arguments."""
         super().__init__()
@@ -66,14 +70,22 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.settings = settings
+        self.config = {} if config is None else config
         self.training_dataloader: Any = None
         self.device = current_device()
         self.global_rank, self.local_rank = rank_here(), local_rank()
         self.world_size = world_of(settings)
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
-        self.scale = scale
+        self._scale = scale
         self._optimizer_step = OptimizerStep(optimizer, settings.gradient_clipping, scale)
+        accumulation = settings.batch.accumulation
+        self._direct = DirectBackward(
+            accumulation,
+            needs_scale=scale is not None,
+            beside_backward=optimizer.offload_policy.overlap == "backward",
+        )
         self._boundary: bool | None = None
+        self._in_no_sync = self._applied = False
         self._timer = StepTimer(
             settings.steps_per_print,
             timed=settings.wall_clock_breakdown,
@@ -82,6 +94,8 @@ class DeepSpeedEngine(nn.Module):
         self.monitor = Monitor(settings, writes=self.global_rank == 0)
         self._loss = 0.0
         self._placed = register(RegisteredModel(module, optimizer))
+        if settings.zero.stage == 3:
+            mark_parameters(module)
         watch_loads(module, optimizer)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature
@@ -133,7 +147,10 @@ class DeepSpeedEngine(nn.Module):
             What the module returned.
         """
         with self._timer.measure("forward"):
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._direct.watch(output)
+        return output
 
     def backward(
         self,
@@ -155,11 +172,28 @@ class DeepSpeedEngine(nn.Module):
             loss = loss / self.gradient_accumulation_steps()
         factor = self._optimizer_step.factor
         scaled = loss if factor == 1.0 else loss.float() * factor
-        with self._timer.measure("backward"):
+        # Beside backward gradients are used when they are final: the engine knows when.
+        last = self.is_gradient_accumulation_boundary()
+        more = nullcontext() if last else self.optimizer.accumulate()
+        with self._timer.measure("backward"), self._direct.engines_own(), more:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if self.monitor.enabled:
             self._loss += float(loss.detach())
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss multiplied by the loss scale, for a ``backward()`` of your own.
+
+        Args:
+            loss: A scalar tensor.
+
+        Returns:
+            A tensor to call ``backward()`` of, before the next forward. The division by the number
+            of micro-batches is made in that backward.
+        """
+        self._direct.is_scaled = True
+        factor = self._optimizer_step.factor
+        return loss if factor == 1.0 else loss.float() * factor
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch; with the last one of a step, update and step the scheduler.
@@ -168,10 +202,21 @@ class DeepSpeedEngine(nn.Module):
 
         Args:
             lr_kwargs: Keywords for the scheduler's ``step()``.
+
+        Raises:
+            OptionError: The gradients are not finite, and updates by them run beside backward; or
+                it was called inside ``no_sync()``, where gradients are not reduced.
         """
+        if self._in_no_sync:
+            message = (
+                "step() was called inside no_sync(), where gradients are not reduced: call it"
+                " behind the context, in which all but the last backward of a step are."
+            )
+            raise OptionError(message)
+        self._applied = False
         if self.is_gradient_accumulation_boundary():
             with self._timer.measure("step"):
-                taken = self._optimizer_step.run()
+                self._applied = taken = self._optimizer_step.run()
             if not taken:
                 self.skipped_steps += 1
             elif self.lr_scheduler is not None:
@@ -188,7 +233,7 @@ class DeepSpeedEngine(nn.Module):
         if not self.monitor.enabled:
             return
         found = {"train_loss": self._loss, "lr": self.get_lr()[0]}
-        if self.scale is not None:
+        if self._scale is not None:
             found["loss_scale"] = self.loss_scale
         samples = self.global_samples
         self.monitor.write_events([(f"Train/Samples/{k}", v, samples) for k, v in found.items()])
@@ -230,7 +275,7 @@ class DeepSpeedEngine(nn.Module):
             The context manager.
 
         Raises:
-            OptionError: The stage is 2 or 3.
+            OptionError: The stage is 2 or 3, or the context is inside of another one.
         """
         stage = self.zero_optimization_stage()
         if stage > 1:
@@ -239,12 +284,17 @@ class DeepSpeedEngine(nn.Module):
                 " computed: full gradients cannot be accumulated. Use stage 1 or 0."
             )
             raise OptionError(message)
+        if self._in_no_sync:
+            message = "no_sync() was called inside no_sync(): one context is enough. Leave one out."
+            raise OptionError(message)
         sharded = self.module if isinstance(self.module, FSDPModule) and stage == 0 else None
         if sharded is not None:  # stage 1 reduces with the last micro-batch alone, at any time
             sharded.set_requires_gradient_sync(False)
+        self._in_no_sync = True
         try:
             yield
         finally:
+            self._in_no_sync = False
             if sharded is not None:
                 sharded.set_requires_gradient_sync(True)
 
@@ -263,7 +313,7 @@ class DeepSpeedEngine(nn.Module):
             save_dir: The directory.
             tag: The subdirectory. Default: None, "global_step<n>".
             client_state: What ``load_checkpoint`` returns: numbers, text, bytes, lists, tuples,
-                sets, dicts, tensors and NumPy arrays.
+                sets, dicts, namespaces, paths, dtypes, devices, tensors and NumPy arrays.
             save_latest: Whether the file ``latest`` names the tag.
 
         Returns:
@@ -276,7 +326,7 @@ class DeepSpeedEngine(nn.Module):
         plain = flatten(client_state, "client_state")
         kept = {name: getattr(self, name) for name in _COUNTS}
         kept["client_state"] = plain
-        kept["scale"] = None if self.scale is None else self.scale.state_dict()
+        kept["scale"] = None if self._scale is None else self._scale.state_dict()
         kept["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         folder = Path(save_dir) / str(f"global_step{self.global_steps}" if tag is None else tag)
         folder.mkdir(parents=True, exist_ok=True)
@@ -320,8 +370,8 @@ class DeepSpeedEngine(nn.Module):
             return str(folder), _client_state(kept)
         if load_optimizer_states:
             load_states(folder, kept, self.module, self.optimizer)
-            if self.scale is not None and kept["scale"] is not None:
-                self.scale.load_state_dict(kept["scale"])
+            if self._scale is not None and kept["scale"] is not None:
+                self._scale.load_state_dict(kept["scale"])
         if load_lr_scheduler_states and self.lr_scheduler is not None and kept["scheduler"]:
             self.lr_scheduler.load_state_dict(kept["scheduler"])
         for name in _COUNTS:
@@ -368,13 +418,56 @@ class DeepSpeedEngine(nn.Module):
         Returns:
             True.
         """
-        whole = full_weights(self.module, frozen=not exclude_frozen_parameters)
-        if self.global_rank == 0:
+        whole = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if whole is not None:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save(whole, Path(save_dir) / save_filename)
         return True
 
+    def _zero3_consolidated_16bit_state_dict(
+        self,
+        exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the full weights, in host memory; collective. Users call it by upstream's name.
+
+        Args:
+            exclude_frozen_parameters: Whether parameters that require no gradients are left out.
+
+        Returns:
+            Tensors by name, on rank 0; None on others.
+        """
+        whole = full_weights(self.module, frozen=not exclude_frozen_parameters)
+        return whole if self.global_rank == 0 else None
+
     # --- settings and results ---
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return whether a script that saves the model is to gather its weights.
+
+        Returns:
+            The configuration's ``stage3_gather_16bit_weights_on_model_save``, False where it says
+            nothing.
+        """
+        section = self.config.get("zero_optimization")
+        zero = section if isinstance(section, Mapping) else {}
+        names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
+        return any(zero.get(name) is True for name in names)
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether gradients are sharded.
+
+        Returns:
+            Whether the stage is 2 or 3.
+        """
+        return self.zero_optimization_stage() > 1
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether parameters are sharded.
+
+        Returns:
+            Whether the stage is 3.
+        """
+        return self.zero_optimization_stage() == 3
 
     def train_batch_size(self) -> int:
         """Return how many samples all ranks use in one step.
@@ -498,13 +591,12 @@ class DeepSpeedEngine(nn.Module):
         return None if self._optimizer_step.norm is None else self._optimizer_step.norm.item()
 
     def was_step_applied(self) -> bool:
-        """Return whether the last step was applied rather than skipped.
+        """Return whether the last ``step()`` changed the weights.
 
         Returns:
-            False before the first step.
+            False before the first, within an accumulation, and for one that was skipped.
         """
-        norm = self._optimizer_step.norm
-        return norm is not None and bool(torch.isfinite(norm))
+        return self._applied
 
     @property
     def loss_scale(self) -> float:

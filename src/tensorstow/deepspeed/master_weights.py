@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tensorstow.deepspeed.states import owned_names, set_states
 from tensorstow.fsdp.sharding import host_group
@@ -17,6 +18,9 @@ class MasterWeights:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Cast ``model`` and keep the values before the cast; those of rank 0, as the engine does.
 
+        Buffers keep their dtype, as upstream: a table of rotary frequencies is of no use in bf16.
+        Running statistics alone follow, for torch's batch norm takes none of another dtype.
+
         Parameters on the meta device have no values: their master weights start as their weights.
         """
         self._values = {
@@ -28,7 +32,14 @@ class MasterWeights:
         if group is not None:
             for values in self._values.values():
                 dist.broadcast(values, 0, group=group)
-        model.to(dtype)
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+        for module in model.modules():
+            if isinstance(module, _NormBase):
+                for buffer in module.buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        buffer.data = buffer.data.to(dtype)
 
     @torch.no_grad()
     def assign(self, model: nn.Module, optimizer: StowedAdam) -> None:

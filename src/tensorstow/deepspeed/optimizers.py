@@ -18,7 +18,10 @@ from tensorstow.optim.stowed_adam import StowedAdam
 
 _TAKEN = ("lr", "betas", "eps", "weight_decay", "amsgrad")
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
-_OF_IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states")
+_OF_IMPLEMENTATIONS = (
+    *("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states"),
+    *("fused", "foreach"),  # of torch's: how it computes the same
+)
 
 
 _EXACT = {None, StateFormat.SPLIT, StateFormat.FP32}

@@ -9,7 +9,7 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import UpdateOn
+from tensorstow.base.update_on import Overlap, UpdateOn
 from tensorstow.deepspeed.config.settings import Device, Settings
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.policy import PipelinePolicy
@@ -20,7 +20,7 @@ _PARAMETERS: Mapping[Device, Tier] = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nv
 _STATES: Mapping[Device, Tier] = {"none": Tier.HOST, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
-def plan_of(settings: Settings, *, device_is_host: bool) -> Plan:
+def plan_of(settings: Settings, *, device_is_host: bool, overlap: Overlap | None = None) -> Plan:
     """Return the plan that ``settings`` mean.
 
     ``stage`` is the plan's. ``offload_param`` "none", "cpu", "nvme" are DEVICE, HOST, DISK.
@@ -30,26 +30,59 @@ def plan_of(settings: Settings, *, device_is_host: bool) -> Plan:
     hold a full copy. ``max_in_cpu`` elements of parameters on disk may be in memory; 0: the
     minimum.
 
-    Updates run beside the next forward, which is exact under clipping and loss scaling too, but
-    where parameters are on disk or the accelerator has a share of them: then in ``step()``.
+    [Note: When updates run] Beside the next forward, which is exact under clipping, loss scaling
+    and skipped steps too. Where parameters are on disk or the accelerator has a share of them, the
+    next forward would find weights that are still updated: then beside backward, which uses
+    gradients before the norm of all is known, so nothing may be clipped, scaled or skipped by it;
+    else in ``step()``. All three have the same results, and neither of the first two takes longer
+    than the last: no rate of the machine is needed to choose.
 
-    ``device_is_host``: whether the CPU computes. Raises OptionError for a ``ratio`` where
-    parameters are not on the accelerator.
+    ``device_is_host``: whether the CPU computes. ``overlap``: what the user says of it; None: the
+    rule. Raises OptionError for a ``ratio`` below 1 where there is no accelerator, or parameters
+    are not on it, and for an ``overlap`` that cannot be had.
     """
     zero = settings.zero
     parameters = _PARAMETERS[zero.offload_param.device]
     update_on = _update_on(settings, parameters, device_is_host=device_is_host)
-    in_step = parameters == Tier.DISK or update_on is not None
-    return Plan(
+    plan = Plan(
         parameters=parameters,
         states=_STATES[zero.offload_optimizer.device],
         stage=zero.stage,
         replicas=_replicas(settings),
-        overlap="none" if in_step else "forward",
         update_on=update_on,
         accumulation_steps=settings.batch.accumulation,
         buffer_pool_bytes=_buffer_pool_bytes(settings),
     )
+    chosen, why = _overlap(settings, plan, overlap)
+    logger.info(
+        'the DeepSpeed configuration means parameters=%s, states=%s, stage=%s, overlap="%s" (%s)',
+        *(plan.parameters, plan.states, plan.stage, chosen, why),
+    )
+    return plan.but(overlap=chosen)
+
+
+def _overlap(settings: Settings, plan: Plan, asked: Overlap | None) -> tuple[Overlap, str]:
+    """Return when updates run, and why ([Note: When updates run])."""
+    needs = {
+        "gradient_clipping": settings.gradient_clipping > 0.0,
+        "fp16": settings.fp16 is not None,
+        "bf16.check_grad_overflow": settings.check_grad_overflow,
+    }
+    behind = ", ".join(name for name, given in needs.items() if given)
+    if asked == "backward" and behind:
+        message = (
+            f'overlap="backward" was given with {behind}: beside backward gradients are used before'
+            ' the norm of all is known. Use overlap="none", or leave one of them out.'
+        )
+        raise OptionError(message)
+    if asked is not None:
+        return asked, "as initialize() was told"
+    if plan.parameters != Tier.DISK and plan.update_on is None:
+        return "forward", "exact with clipping, scaling and skipped steps"
+    beside = "parameters are on disk" if plan.parameters == Tier.DISK else "ratio is below 1"
+    if behind:
+        return "none", f"{beside}, and {behind} needs the norm of all gradients before an update"
+    return "backward", f"{beside}, and nothing needs the norm of all gradients before an update"
 
 
 def _update_on(settings: Settings, parameters: Tier, *, device_is_host: bool) -> UpdateOn | None:
@@ -58,14 +91,16 @@ def _update_on(settings: Settings, parameters: Tier, *, device_is_host: bool) ->
     if offload.ratio == 1.0:
         return None
     if offload.device == "none" or device_is_host:
-        logger.warning(
-            "zero_optimization.offload_optimizer.ratio=%s changes nothing: %s",
-            offload.ratio,
-            "there is no accelerator to update the rest on"
+        why = (
+            "there is no accelerator, and the CPU updates everything"
             if device_is_host
-            else 'with device="none" the CPU updates all of them',
+            else 'device is "none": it is a share of what is offloaded'
         )
-        return None
+        message = (
+            f"zero_optimization.offload_optimizer.ratio={offload.ratio} was given, and {why}. Leave"
+            " it out: results do not depend on it."
+        )
+        raise OptionError(message)
     if parameters != Tier.DEVICE:
         message = (
             f"zero_optimization.offload_optimizer.ratio={offload.ratio} was given with"
@@ -111,6 +146,8 @@ def placement_keywords(settings: Settings, placed: Mapping[str, Any]) -> dict[st
     """
     keywords = dict(placed)
     keywords.pop("dir", None)
+    keywords.pop("durability", None)  # states in memory are in no directory
+    keywords.pop("accumulation_steps", None)  # the engine says which backward is the last one
     kept_as = state_format_of(dtype_of(settings))
     if kept_as is not None:
         keywords["state_format"] = str(kept_as)

@@ -1,13 +1,17 @@
 """Finds the engine of a parameter, for functions that are given a parameter alone."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.full_tensors import resharded
+from tensorstow.fsdp.gathered import note_parameters
 from tensorstow.optim.stowed_adam import StowedAdam
 
 
@@ -19,21 +23,58 @@ class RegisteredModel:
     optimizer: StowedAdam
 
 
-_ALL: "weakref.WeakSet[RegisteredModel]" = weakref.WeakSet()
+_OWNERS: Any = WeakIdKeyDictionary()
+"""Weak references to the registered models, by parameter."""
+_PLACED: Any = WeakIdKeyDictionary()
+"""Weak references to the parameters that took the place of those that the model had before."""
 
 
 def register(placed: RegisteredModel) -> RegisteredModel:
     """Register a model until ``placed`` is garbage collected."""
-    _ALL.add(placed)
+    known = weakref.ref(placed)
+    for parameter in resharded(placed.module).parameters():
+        _OWNERS[parameter] = known
+    note_parameters(placed.module)
     return placed
+
+
+class PlacedParameters:
+    """The parameters that a model has before it is placed; afterwards, what took their places."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Note the parameters of ``model`` weakly: they are freed one by one as it is sharded."""
+        named = model.named_parameters(remove_duplicate=False)
+        # Those on the meta device keep their objects, and must have no references to get memory.
+        self._before = {name: weakref.ref(p) for name, p in named if not p.is_meta}
+
+    def note(self, placed: nn.Module) -> None:
+        """Note what has the names of those that somebody still holds."""
+        after = dict(resharded(placed).named_parameters(remove_duplicate=False))
+        for name, known in self._before.items():
+            parameter = known()
+            if parameter is not None and after[name] is not parameter:
+                _PLACED[parameter] = weakref.ref(after[name])
+
+
+def placed_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what ``initialize`` put in the place of a parameter; itself where nothing was."""
+    known = _PLACED.get(parameter)
+    now: torch.Tensor | None = None if known is None else known()
+    return parameter if now is None else now
+
+
+def owner_of(parameter: torch.Tensor) -> RegisteredModel | None:
+    """Return the model that has ``parameter``; None if there is none."""
+    known = _OWNERS.get(placed_of(parameter))
+    owner: RegisteredModel | None = None if known is None else known()
+    return owner
 
 
 def optimizer_of(parameter: torch.Tensor) -> StowedAdam:
     """Return the optimizer of ``parameter``; raises OptionError if there is none."""
-    for placed in _ALL:
-        for group in placed.optimizer.param_groups:
-            if any(p is parameter for p in group["params"]):
-                return placed.optimizer
+    owner = owner_of(parameter)
+    if owner is not None:
+        return owner.optimizer
     message = (
         f"A tensor of shape {tuple(parameter.shape)} was given that is no parameter of an engine:"
         " use engine.parameters(), after initialize() and outside of forward."
@@ -41,10 +82,7 @@ def optimizer_of(parameter: torch.Tensor) -> StowedAdam:
     raise OptionError(message)
 
 
-def holders_of(parameter: torch.Tensor) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the module and attribute name of every place that has ``parameter``."""
-    for placed in list(_ALL):
-        for module in placed.module.modules():
-            for name, found in list(module._parameters.items()):  # noqa: SLF001
-                if found is parameter:
-                    yield module, name
+def registered() -> Mapping[int, RegisteredModel]:
+    """Return the registered models that are alive, by ``id``."""
+    alive = [known() for known in _OWNERS.values()]
+    return {id(owner): owner for owner in alive if owner is not None}

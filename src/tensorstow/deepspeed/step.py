@@ -2,9 +2,11 @@
 
 import logging
 import math
+from typing import Any
 
 import torch
 
+from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -16,7 +18,9 @@ class OptimizerStep:
 
     The loss scale and the clip factor are applied inside the update; the only pass over the
     gradients is the one for their norm. The norm is summed over all ranks, so a gradient that is
-    not finite makes it so on every rank: then no rank takes the step, in any precision.
+    not finite makes it so on every rank: then no rank takes the step, in any precision. Where
+    updates run beside backward, which neither clips nor scales, such a step cannot be skipped any
+    more and is an error.
     """
 
     def __init__(self, optimizer: StowedAdam, clipping: float, scale: LossScale | None) -> None:
@@ -24,8 +28,12 @@ class OptimizerStep:
         self._optimizer = optimizer
         self._clipping = clipping
         self._scale = scale
+        self._beside_backward = optimizer.offload_policy.overlap == "backward"
+        if self._beside_backward:
+            optimizer.keep_norms()
         self.norm: torch.Tensor | None = None
         """Of the last gradients, all ranks' together, before clipping."""
+        self._tell(overflow=False)
 
     @property
     def factor(self) -> float:
@@ -34,6 +42,17 @@ class OptimizerStep:
 
     def run(self) -> bool:
         """Take or skip a step, drop the gradients, and return whether it was taken."""
+        taken = self._end() if self._beside_backward else self._begin_and_end()
+        self._tell(overflow=not taken)
+        return taken
+
+    def _tell(self, *, overflow: bool) -> None:
+        """Let the optimizer have what scripts read of upstream's."""
+        told: Any = self._optimizer
+        told.overflow = overflow
+        told.loss_scale = told.cur_scale = self.factor
+
+    def _begin_and_end(self) -> bool:
         factor = self.factor
         limit = self._clipping * factor if self._clipping > 0.0 else math.inf
         norm = self._optimizer.clip_grad_norm_(limit)
@@ -46,3 +65,18 @@ class OptimizerStep:
         if overflow:
             logger.warning("A step was skipped: the norm of its gradients is %s", norm.item())
         return not overflow
+
+    def _end(self) -> bool:
+        """End the step whose updates have begun beside backward."""
+        self.norm = norm = self._optimizer.grad_norm()
+        if not bool(torch.isfinite(norm)):
+            message = (
+                f"The norm of the gradients is {norm.item()}, and updates by them have run beside"
+                " backward: the step cannot be skipped. Load the last checkpoint into an engine of"
+                ' initialize(..., overlap="none"), or of bf16.check_grad_overflow, which skips such'
+                " steps."
+            )
+            raise OptionError(message)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return True

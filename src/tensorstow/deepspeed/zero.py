@@ -5,10 +5,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.estimators import (
@@ -17,10 +23,12 @@ from tensorstow.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from tensorstow.deepspeed.registry import holders_of
-from tensorstow.fsdp.full_tensors import copy_from_full, full_copy
+from tensorstow.deepspeed.ranks import rank_here
+from tensorstow.deepspeed.registry import owner_of, placed_of, registered
+from tensorstow.deepspeed.zero_params import mark_whole
+from tensorstow.fsdp.full_tensors import copy_from_full
+from tensorstow.fsdp.gathered import is_unsharded, whole_in_place
 from tensorstow.nn.tiled_linear import TiledLinear
-from tensorstow.tensors.dtensor import shard_of
 
 __all__ = [
     "GatheredParameters",
@@ -55,20 +63,22 @@ _IDLE = frozenset(
 
 
 class Init:
-    """A context in which modules are created without memory, until ``initialize`` places them.
+    """A context in which modules are created for ``initialize``, with the values they create.
 
-    They are on the meta device. ``initialize`` allocates one block at a time and calls
-    ``reset_parameters`` of its modules. Other values that a constructor writes to its
-    parameters are lost, with a warning: load such values later.
+    Every parameter is in host memory, as constructors leave it. Of several ranks the first keeps
+    the values. The others give a module's memory back once it belongs to another module: until
+    ``initialize`` their parameters have no values outside of ``GatheredParameters``. To create a
+    model without memory on any rank use ``torch.device("meta")``: its first values come from
+    ``reset_parameters``, as ``initialize`` places one block after the other.
 
     Args:
-        module: Must be None: a module that exists needs no context.
+        module: A module that exists, which needs no context. Default: None.
         enabled: Whether the context has an effect.
         dtype: The dtype of floating-point parameters. Default: None, torch's default.
         others: Upstream's other keywords; they have no effect, which is logged.
 
     Raises:
-        OptionError: ``module`` is given, or a keyword that upstream lacks.
+        OptionError: A keyword that upstream lacks.
     """
 
     def __init__(
@@ -78,7 +88,7 @@ class Init:
         dtype: torch.dtype | None = None,
         **others: object,
     ) -> None:
-        """Refuse ``module``: it has memory already."""
+        """Check the keywords; the class documents the arguments."""
         for name in others:
             if name not in _IDLE:
                 near = get_close_matches(name, [*_IDLE, "module", "enabled", "dtype"], 1)
@@ -88,24 +98,20 @@ class Init:
                 raise OptionError(message)
         if others:
             logger.info("zero.Init: %s have no effect here", ", ".join(sorted(others)))
-        if module is not None:
-            message = (
-                "zero.Init(module=...) was given a module that has memory already: initialize()"
-                " places it as it is. Leave Init out, or create the module inside of it."
-            )
-            raise OptionError(message)
-        self._device = torch.device("meta") if enabled else None
+        if module is not None and dtype is not None:
+            module.to(dtype)
         self._dtype = dtype
         self._before = torch.get_default_dtype()
+        self._created: list[torch.nn.Module] | None = [] if enabled else None
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
-        """Create modules without memory from here on."""
-        if self._device is not None:
-            logger.warning(
-                "zero.Init: modules get their first values from reset_parameters(); other values"
-                " that their constructors write are not kept"
-            )
-            self._device.__enter__()
+        """Note modules that are created from here on."""
+        if self._created is not None:
+            self._hooks = [
+                register_module_parameter_registration_hook(self._note),
+                register_module_module_registration_hook(self._give_back_memory),
+            ]
         if self._dtype is not None:
             self._before = torch.get_default_dtype()
             torch.set_default_dtype(self._dtype)
@@ -120,67 +126,107 @@ class Init:
         """Create modules as before."""
         if self._dtype is not None:
             torch.set_default_dtype(self._before)
-        if self._device is not None:
-            self._device.__exit__(kind, error, trace)
+        while self._hooks:
+            self._hooks.pop().remove()
+        for module in self._created or ():
+            _keep_values_of_first_rank(module.parameters(recurse=False))
+        self._created = None if self._created is None else []
+
+    def _note(self, module: torch.nn.Module, _: str, __: object) -> None:
+        if self._created is not None:
+            self._created.append(module)
+
+    @staticmethod
+    def _give_back_memory(_: torch.nn.Module, __: str, child: torch.nn.Module | None) -> None:
+        if child is not None:
+            _keep_values_of_first_rank(child.parameters())
+
+
+_OF_FIRST_RANK: Any = WeakIdKeyDictionary()
+"""Parameters that have values on the first rank alone, until ``initialize`` places them."""
+
+
+def _keep_values_of_first_rank(parameters: Iterable[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        if not parameter.is_meta:
+            _OF_FIRST_RANK[parameter] = True
+            if rank_here() > 0:  # memory that nothing has written to takes none
+                parameter.data = torch.empty_like(parameter.data)
 
 
 @contextmanager
 def GatheredParameters(  # noqa: N802  # upstream's name
-    params: torch.nn.Parameter | Iterable[torch.nn.Parameter],
+    params: torch.Tensor | Iterable[torch.Tensor],
     modifier_rank: int | None = None,
     fwd_module: torch.nn.Module | None = None,
     enabled: bool = True,  # noqa: FBT001, FBT002
-) -> Iterator[list[torch.nn.Parameter]]:
-    """Give the modules of an engine full parameters inside the context; call it on every rank.
+) -> Iterator[list[torch.Tensor]]:
+    """Make parameters whole inside the context; call it on every rank.
 
-    ``layer.weight`` is another tensor inside the context than outside. A variable that was set to
-    it before is still the sharded parameter.
+    The parameters themselves are whole: variables that were set to them before, and the attributes
+    of modules. A parameter that a variable has from before ``initialize`` is whole at any time, and
+    current inside the context.
 
     Args:
         params: A parameter, or several.
-        modifier_rank: The rank whose changes are kept. Default: None, changes are dropped.
+        modifier_rank: The rank whose changes are kept. Default: None, changes are dropped. Those of
+            a model without an engine are kept.
         fwd_module: Not used: nothing is fetched in advance.
         enabled: Whether the context has an effect.
 
     Yields:
-        The full parameters.
+        The parameters.
 
     Raises:
-        OptionError: A sharded parameter was written inside the context, with a ``modifier_rank``.
+        OptionError: Parameters are to be written between a forward and its backward.
     """
     del fwd_module
-    given = [params] if isinstance(params, torch.nn.Parameter) else list(params)
-    if not enabled:
+    given = [params] if isinstance(params, torch.Tensor) else list(params)
+    with ExitStack() as whole:
+        if enabled:
+            for parameter in {id(p): p for p in given}.values():
+                whole.enter_context(_whole(parameter, modifier_rank))
         yield given
-        return
-    whole = [torch.nn.Parameter(full_copy(p), p.requires_grad) for p in given]
-    versions = [shard_of(p)._version for p in given]  # noqa: SLF001
-    with ExitStack() as exchanged:
-        for parameter, values in zip(given, whole, strict=True):
-            exchanged.enter_context(_exchanged(parameter, values))
-        yield whole
-    if modifier_rank is None:
-        return
-    if versions != [shard_of(p)._version for p in given]:  # noqa: SLF001
-        message = (
-            "A sharded parameter was written inside GatheredParameters(modifier_rank=...). Write to"
-            " the parameters that the context yields, or to the module's attributes."
-        )
-        raise OptionError(message)
-    for parameter, values in zip(given, whole, strict=True):
-        if dist.is_initialized():
-            dist.broadcast(values.detach(), modifier_rank)
-        copy_from_full(parameter, values.detach())
 
 
 @contextmanager
-def _exchanged(parameter: torch.nn.Parameter, values: torch.nn.Parameter) -> Iterator[None]:
-    """Put ``values`` wherever a placed model has ``parameter``; put it back afterwards."""
-    places = list(holders_of(parameter))
-    for module, name in places:
-        module._parameters[name] = values  # noqa: SLF001
-    try:
+def _whole(parameter: torch.Tensor, modifier_rank: int | None) -> Iterator[None]:
+    """Make a parameter whole, and keep what ``modifier_rank`` changes."""
+    placed = placed_of(parameter)
+    owner = owner_of(placed)
+    if owner is None:
+        is_of_forward = _of_forward(parameter, modifier_rank)
+        if parameter in _OF_FIRST_RANK:
+            _broadcast(parameter, 0)
         yield
-    finally:
-        for module, name in places:
-            module._parameters[name] = parameter  # noqa: SLF001
+        if not is_of_forward:
+            _broadcast(parameter, modifier_rank)
+        return
+    owner.optimizer.wait([placed])
+    with whole_in_place(placed) as shard:
+        mark_whole(placed, shard)
+        if placed is not parameter:
+            parameter.data.copy_(placed.data)
+        yield
+        if modifier_rank is not None:
+            _broadcast(parameter, modifier_rank)
+            if placed is not parameter:
+                placed.data.copy_(parameter.data)
+            copy_from_full(shard, placed.data)
+
+
+def _of_forward(parameter: torch.Tensor, modifier_rank: int | None) -> bool:
+    """Return whether a forward has unsharded a parameter; raises OptionError if it is written."""
+    found = any(is_unsharded(owner.module, parameter) for owner in registered().values())
+    if found and modifier_rank is not None:
+        message = (
+            "GatheredParameters(modifier_rank=...) was called between a forward and its backward,"
+            " with a weight that is whole until then: write it after backward."
+        )
+        raise OptionError(message)
+    return found
+
+
+def _broadcast(parameter: torch.Tensor, modifier_rank: int | None) -> None:
+    if modifier_rank is not None and dist.is_initialized():
+        dist.broadcast(parameter.data, modifier_rank)

@@ -9,7 +9,7 @@ from compare import all_equal
 from ranks.driven import Drive, going_on, loaded, saving_half_way
 from ranks.pool import Ranks
 from tensorstow.base.errors import StoreFormatError
-from tensorstow.deepspeed.checkpoint import latest_tag, read_common
+from tensorstow.deepspeed.checkpoint.sharded import latest_tag, read_common
 from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Zero
 
 DRIVES = [

@@ -1,6 +1,7 @@
 """The engine trains as its parts do by hand, and says what DeepSpeed's says."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from ranks.driven import (
     exported,
     overflowing,
     scaled,
+    with_norms,
 )
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
@@ -37,6 +39,17 @@ DRIVES = [
 def test_the_engine_has_the_bits_of_its_parts(ranks: "Ranks", drive: Drive, world: int) -> None:
     want = ranks(world).run(by_hand, drive)
     for got in ranks(world).run(driven, drive):
+        assert all_equal(got, want[0])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("boundaries", [False, True])
+def test_updates_beside_backward_have_the_bits_and_norms_of_those_in_step(
+    ranks: "Ranks", world: int, *, boundaries: bool
+) -> None:
+    drive = Drive(Zero(3, NVME, OffloadParam("nvme")), accumulation=2, bf16=True)
+    want = ranks(world).run(with_norms, replace(drive, overlap="none"), boundaries)
+    for got in ranks(world).run(with_norms, replace(drive, overlap="backward"), boundaries):
         assert all_equal(got, want[0])
 
 
@@ -124,6 +137,23 @@ def test_no_sync_is_refused_where_gradients_are_shared_out(
         pass
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_step_without_reduced_gradients_is_refused(stage: int) -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}}
+    config["zero_optimization"] = {"stage": stage}
+    engine, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    with engine.no_sync():
+        engine.backward(loss_of(engine, 0, 0, 0))
+        with pytest.raises(OptionError, match="inside no_sync"):
+            engine.step()
+        with pytest.raises(OptionError, match="one context"), engine.no_sync():
+            pass
+    engine.backward(loss_of(engine, 0, 0, 1))
+    engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
 def test_modes_and_states_are_the_module_s(engine: deepspeed.DeepSpeedEngine) -> None:
     assert not engine.eval().module.training
     assert engine.train().module.training
@@ -148,6 +178,37 @@ def test_weights_that_are_loaded_before_the_first_step_are_trained_on() -> None:
     made.step()
     assert all(torch.equal(saved[n], v) for n, v in made.module.state_dict().items())
     optimizer.close()
+
+
+@pytest.fixture
+def early(tmp_path: Path) -> Iterator[deepspeed.DeepSpeedEngine]:
+    """Make an engine whose updates run beside backward."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme},
+        "gradient_clipping": 0.0,
+    }
+    made, optimizer, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    assert optimizer.offload_policy.overlap == "backward"
+    yield made
+    optimizer.close()
+
+
+def test_what_a_step_beside_backward_cannot_give_is_refused(
+    early: deepspeed.DeepSpeedEngine,
+) -> None:
+    early.backward(loss_of(early, 0, 0, 0))
+    with pytest.raises(OptionError, match=r'initialize\(..., overlap="none"\) to read gradients'):
+        deepspeed.utils.safe_get_full_grad(next(early.parameters()))
+    with pytest.raises(OptionError, match=r"Call step\(\) first"):
+        early.zero_grad()
+    early.step()
+    assert early.was_step_applied()
+    early.backward(loss_of(early, 0, 1, 0) * torch.inf)
+    with pytest.raises(OptionError, match=r"the step cannot be skipped\. Load the last checkpoint"):
+        early.step()
 
 
 def test_what_a_checkpoint_cannot_keep_is_told(

@@ -49,3 +49,17 @@ def test_what_has_no_values_has_no_masters() -> None:
         model = nn.Linear(3, 2)
     MasterWeights(model, torch.bfloat16)
     assert model.weight.dtype == torch.bfloat16
+
+
+def test_buffers_keep_their_dtype_but_for_running_statistics() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[1].register_buffer("inv_freq", torch.ones(2), persistent=False)
+    MasterWeights(model, torch.bfloat16)
+    assert model[1].weight.dtype == torch.bfloat16
+    assert {name: b.dtype for name, b in model.named_buffers()} == {
+        "0.running_mean": torch.bfloat16,
+        "0.running_var": torch.bfloat16,
+        "0.num_batches_tracked": torch.int64,
+        "1.inv_freq": torch.float32,
+    }
+    assert model(torch.ones(2, 3).bfloat16()).dtype == torch.bfloat16

@@ -63,30 +63,61 @@ def test_groups_of_mics_are_replicas() -> None:
         placed(settings(Zero(stage=3, mics_shard_size=3)))
 
 
-@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
-def test_updates_run_beside_the_next_forward_but_with_parameters_on_disk(device: str) -> None:
+NEEDS = [{"gradient_clipping": 1.0}, {"fp16": Fp16()}, {"bf16": True, "check_grad_overflow": True}]
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_updates_run_beside_the_next_forward_where_weights_may_wait(device: str) -> None:
     zero = Zero(3, OffloadOptimizer("nvme", "/a"), OffloadParam(device, "/b"))
-    for more in ({}, {"gradient_clipping": 1.0}, {"fp16": Fp16()}):
-        assert placed(settings(zero, **more)).overlap == ("none" if device == "nvme" else "forward")
+    for more in ({}, *NEEDS):
+        assert placed(settings(zero, **more)).overlap == "forward"
+
+
+def test_parameters_on_disk_are_updated_beside_backward_unless_the_norm_is_needed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "tensorstow")
+    zero = Zero(3, OffloadOptimizer("nvme", "/a"), OffloadParam("nvme", "/b"))
+    assert placed(settings(zero, bf16=True)).overlap == "backward"
+    (said,) = caplog.messages
+    assert said.startswith(
+        "the DeepSpeed configuration means parameters=disk, states=disk, stage=3"
+    )
+    assert 'overlap="backward" (parameters are on disk, and nothing needs the norm' in said
+    for more in NEEDS:
+        assert placed(settings(zero, **more)).overlap == "none"
+        assert f"{[*more][-1]} needs the norm" in caplog.messages[-1]
+        with pytest.raises(OptionError, match=f'overlap="backward" was given with .*{[*more][-1]}'):
+            plan_of(settings(zero, **more), device_is_host=True, overlap="backward")
+
+
+def test_the_user_says_when_updates_run() -> None:
+    zero = Zero(3, OffloadOptimizer("nvme", "/a"), OffloadParam("nvme", "/b"))
+    assert plan_of(settings(zero), device_is_host=True, overlap="none").overlap == "none"
+    assert plan_of(settings(), device_is_host=True, overlap="backward").overlap == "backward"
+    with pytest.raises(OptionError, match='overlap="forward" was given with parameters on disk'):
+        plan_of(settings(zero), device_is_host=True, overlap="forward")
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_the_accelerator_updates_what_the_cpu_does_not(device: str) -> None:
     zero = Zero(3, OffloadOptimizer(device, "/a", ratio=0.25))
     plan = placed(settings(zero), device_is_host=False)
-    assert (plan.update_on, plan.overlap) == (0.75, "none")
+    assert (plan.update_on, plan.overlap) == (0.75, "backward")
+    clipped = placed(settings(zero, gradient_clipping=1.0), device_is_host=False)
+    assert (clipped.update_on, clipped.overlap) == (0.75, "none")
     zero = Zero(3, OffloadOptimizer("cpu", ratio=0.25), OffloadParam("cpu"))
     with pytest.raises(OptionError, match=r"ratio=0\.25 was given with offload_param"):
         placed(settings(zero), device_is_host=False)
 
 
-def test_a_share_without_an_accelerator_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_share_that_nothing_can_update_is_refused() -> None:
     zero = Zero(3, OffloadOptimizer("cpu", ratio=0.25))
-    assert placed(settings(zero)).update_on is None
-    assert "ratio=0.25 changes nothing: there is no accelerator" in caplog.text
+    with pytest.raises(OptionError, match=r"ratio=0\.25 was given, and there is no accelerator"):
+        placed(settings(zero))
     off = settings(Zero(3, OffloadOptimizer("none", ratio=0.5)))
-    assert placed(off, device_is_host=False).update_on is None
-    assert 'ratio=0.5 changes nothing: with device="none"' in caplog.text
+    with pytest.raises(OptionError, match=r'ratio=0\.5 was given, and device is "none"'):
+        placed(off, device_is_host=False)
 
 
 def test_dtypes() -> None:

@@ -1,10 +1,14 @@
 """Which rank this is, and joining the others."""
 
 import socket
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.ranks import init_distributed, local_rank, rank_here
 
 
@@ -38,5 +42,25 @@ def test_the_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) 
         assert dist.get_world_size() == 1
         assert (rank_here(), local_rank()) == (0, 3)
         init_distributed()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_arguments_say_where_ranks_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DEEPSPEED_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    meeting = f"file://{tmp_path / 'meeting'}"
+    with pytest.raises(OptionError, match="give rank= and world_size="):
+        init_distributed("gloo", init_method=meeting)
+    with pytest.raises(OptionError, match="give rank= and world_size="):
+        init_distributed("gloo", rank=0)
+    with pytest.raises(OptionError, match="there is no process group"):
+        init_distributed("gloo", dist_init_required=False)
+    asked = {"rank": 0, "world_size": 1, "timeout": timedelta(seconds=77)}
+    init_distributed("gloo", init_method=meeting, **asked)
+    try:
+        assert dist.get_world_size() == 1
+        group = dist.distributed_c10d._get_default_group()
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     finally:
         dist.destroy_process_group()

@@ -11,7 +11,7 @@ from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam,
 
 DRIVES = [
     Drive(Zero(2, OffloadOptimizer("cpu"))),
-    Drive(Zero(3, OffloadOptimizer("nvme"), OffloadParam("nvme")), bf16=True),
+    Drive(Zero(3, OffloadOptimizer("nvme"), OffloadParam("nvme")), bf16=True, overlap="none"),
 ]
 
 

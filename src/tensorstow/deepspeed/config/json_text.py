@@ -1,5 +1,6 @@
-"""Parses JSON text; an error points at its line and column."""
+"""Parses JSON text with comments; an error points at its line and column."""
 
+import base64
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from tensorstow.base.errors import OptionError
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
-_COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_TEXT_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _WORD = re.compile(r"[^\W\d]\w*")
 _WRITTEN = {"True": "true", "False": "false", "None": "null"}
 
@@ -32,13 +33,25 @@ def load(source: Source) -> dict[str, Any]:
         path = Path(source)
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, TypeError, ValueError) as error:
+        encoded = _of_base64(source)
+        if encoded is not None:
+            return parse(encoded, "config, from base64,")
         why = error.strerror if isinstance(error, OSError) else error
         message = (
-            f"config={source!r} cannot be read ({why}). Pass a dict, or the path of a"
-            " JSON file in UTF-8."
+            f"config={source!r} cannot be read ({why}). Pass a dict, the path of a"
+            " JSON file in UTF-8, or one in base64."
         )
         raise OptionError(message) from error
     return parse(text, str(path))
+
+
+def _of_base64(source: object) -> str | None:
+    """Return the text of an object that is given in base64, as launchers do; None: it is none."""
+    try:
+        text = base64.urlsafe_b64decode(source).decode() if isinstance(source, str) else ""
+    except ValueError:
+        return None
+    return text if text.lstrip().startswith("{") else None
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
@@ -56,7 +69,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
         raise OptionError(message)
 
     slips: list[_Slip] = []
-    meant: str | None = text
+    meant: str | None = _without_comments(text)
     value: object = None
     while meant is not None:
         try:
@@ -75,6 +88,15 @@ def parse(text: str, name: str) -> dict[str, Any]:
         message = f"{name} holds a {type(value).__name__}: a configuration is an object, {{...}}."
         raise OptionError(message)
     return value
+
+
+def _without_comments(text: str) -> str:
+    """Return a text of the same length, with blanks for comments, as upstream's parser has them."""
+
+    def blank(found: re.Match[str]) -> str:
+        return found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0])
+
+    return _TEXT_OR_COMMENT.sub(blank, text)
 
 
 def _refuse_twins(pairs: list[tuple[str, Any]], text: str, name: str) -> None:
@@ -104,19 +126,15 @@ def _slip(text: str, error: json.JSONDecodeError) -> _Slip:
     at = error.pos
     while text[at : at + 1].isspace():
         at += 1
-    return _comma_or_comment(text, at, error.msg) or _other(text, at, error.msg)
+    return _comma_or_end(text, at, error.msg) or _other(text, at, error.msg)
 
 
-def _comma_or_comment(text: str, at: int, reason: str) -> _Slip | None:
+def _comma_or_end(text: str, at: int, reason: str) -> _Slip | None:
     end = len(text[:at].rstrip())
     for comma in (at, end - 1):  # Python 3.13 is at the comma, older ones are behind it
         if text[comma : comma + 1] == "," and text[comma + 1 :].lstrip()[:1] in {"}", "]"}:
             what = "this comma has nothing after it: take it away"
             return _Slip(comma, what, _with(text, comma, " "))
-    comment = _COMMENT.match(text, at)
-    if comment:
-        blank = re.sub(r"[^\n]", " ", comment[0])
-        return _Slip(at, "JSON has no comments: take this one away", _with(text, at, blank))
     if at >= len(text):
         return _Slip(end, "the text ends here: a brace or bracket is still open")
     if "',' delimiter" in reason:

@@ -6,6 +6,7 @@ stored, so any value but its ``off`` one is an error with advice.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -85,15 +86,7 @@ _PRECISION = [
     ),
     honoured("bf16.enabled", BOOL, off=False),
     *idle("bf16.", BOOL, "immediate_grad_update", why="gradients leave as they come"),
-    *(
-        refused(
-            f"bf16.{name}",
-            BOOL,
-            off=False,
-            instead="watch the gradients' norm, or use fp16, which skips such steps",
-        )
-        for name in ("check_grad_overflow", "check_overflow")
-    ),
+    replace(honoured("bf16.check_grad_overflow", BOOL, off=False), also=("bf16.check_overflow",)),
     *(
         refused(
             f"bf16.{name}",
@@ -187,7 +180,10 @@ _ZERO = [
         )
     ),
     section(f"{_Z}zeropp_loco_param", instead="leave it out: gradients are not rounded"),
-    section(f"{_Z}zenflow", instead="leave it out: updates are exact, and made in step()"),
+    section(
+        f"{_Z}zenflow",
+        instead="leave it out: updates are exact, and run beside passes where they can",
+    ),
 ]
 
 _STAGE3 = with_prefix(
@@ -229,7 +225,7 @@ _OFFLOAD = [
     *idle(_OO, BOOL, "pin_memory", why="host memory is pinned where that helps"),
     *idle(_OO, BOOL, "pipeline", "pipeline_read", "pipeline_write", why="I/O overlaps always"),
     *idle(_OO, BOOL, "fast_init", why="states are zero until they are written"),
-    *idle(_OO, BOOL, "super_offload", why="updates run beside the next forward where they can"),
+    *idle(_OO, BOOL, "super_offload", why="updates run beside passes where they can"),
     *idle(_OO, number(0.0, 1.0), "cpuadam_cores_perc", why="threads follow the cores allowed"),
     honoured(f"{_OP}device", _DEVICE, off="none"),
     honoured(f"{_OP}nvme_path", TEXT, off=None),
@@ -253,7 +249,9 @@ _OFFLOAD = [
 ]
 
 _CHECKPOINTS = [
-    *idle(_AC, BOOL, "partition_activations", why="there are no model-parallel ranks", off=False),
+    *idle(
+        _AC, BOOL, "partition_activations", why="one model-parallel rank keeps the whole", off=False
+    ),
     honoured(f"{_AC}cpu_checkpointing", BOOL, off=False),
     *idle(_AC, whole(1), "number_checkpoints", why="each call of checkpoint() is one"),
     *idle(_AC, BOOL, "contiguous_memory_optimization", why="torch's allocator is kept"),

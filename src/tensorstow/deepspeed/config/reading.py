@@ -24,6 +24,7 @@ from tensorstow.deepspeed.config.values import given_keys, older_names, say_once
 _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
+_SHARDS_PARAMETERS = 3
 Values = Mapping[str, Any]
 
 
@@ -64,6 +65,7 @@ def _settings(values: Values, world: int) -> Settings:
         scheduler=_named(values, "scheduler"),
         fp16=Fp16(**_fields(Fp16, "fp16", values)) if values["fp16.enabled"] else None,
         bf16=values["bf16.enabled"],
+        check_grad_overflow=values["bf16.enabled"] and values["bf16.check_grad_overflow"],
         gradient_clipping=values["gradient_clipping"],
         zero=_zero(values),
         aio=Aio(
@@ -84,10 +86,19 @@ def _settings(values: Values, world: int) -> Settings:
 def _zero(values: Values) -> Zero:
     name = "zero_optimization"
     optimizer, param = f"{name}.offload_optimizer", f"{name}.offload_param"
+    stage = values[f"{name}.stage"]
+    states = OffloadOptimizer(**_fields(OffloadOptimizer, optimizer, values))
+    weights = OffloadParam(**_fields(OffloadParam, param, values))
+    if stage < _SHARDS_PARAMETERS and weights.device != "none":
+        say_once(f"{param} has no effect at stage={stage}: parameters are sharded in stage 3 only")
+        weights = OffloadParam()
+    if stage == 0 and states.device != "none":
+        say_once(f"{optimizer} has no effect at stage=0, where nothing is sharded")
+        states = OffloadOptimizer()
     return Zero(
-        stage=values[f"{name}.stage"],
-        offload_optimizer=OffloadOptimizer(**_fields(OffloadOptimizer, optimizer, values)),
-        offload_param=OffloadParam(**_fields(OffloadParam, param, values)),
+        stage=stage,
+        offload_optimizer=states,
+        offload_param=weights,
         hpz_partition_size=values[f"{name}.zero_hpz_partition_size"],
         mics_shard_size=values[f"{name}.mics_shard_size"],
     )
@@ -161,20 +172,6 @@ def refuse_two_precisions(values: Mapping[str, Any]) -> None:
 def check_conflicts(settings: Settings, world: int) -> None:
     """Raise OptionError for settings that contradict each other."""
     zero = settings.zero
-    if zero.stage < 3 and zero.offload_param.device != "none":
-        message = (
-            f'zero_optimization.offload_param.device="{zero.offload_param.device}" was given with'
-            f" stage={zero.stage}: parameters are sharded in stage 3 only. Set stage to"
-            " 3, or leave offload_param out."
-        )
-        raise OptionError(message)
-    if zero.stage == 0 and zero.offload_optimizer.device != "none":
-        message = (
-            "zero_optimization.offload_optimizer.device="
-            f'"{zero.offload_optimizer.device}" was given with stage=0, where nothing is sharded.'
-            " Set stage to 1, 2 or 3, or leave offload_optimizer out."
-        )
-        raise OptionError(message)
     _check_nvme(zero.offload_optimizer, "offload_optimizer")
     _check_nvme(zero.offload_param, "offload_param")
     _check_groups(zero, world)

@@ -111,6 +111,8 @@ class Settings:
     scheduler: Named | None = None
     fp16: Fp16 | None = None
     bf16: bool = False
+    check_grad_overflow: bool = False
+    """Whether bf16 steps whose gradients are not finite must be skipped."""
     gradient_clipping: float = 0.0
     zero: Zero = field(default_factory=Zero)
     aio: Aio = field(default_factory=Aio)

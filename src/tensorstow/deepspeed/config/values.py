@@ -30,7 +30,10 @@ class GivenKey(NamedTuple):
 
 
 def given_keys(configuration: Mapping[str, Any]) -> list[GivenKey]:
-    """Return every key of a configuration; raises OptionError for an unknown key."""
+    """Return every key of a configuration; raises OptionError for an unknown key.
+
+    Keys that begin with "_" are comments, as upstream ignores them.
+    """
     return list(_walk(configuration, ""))
 
 
@@ -52,6 +55,8 @@ def is_known(path: str) -> bool:
 
 def _walk(section: Mapping[str, Any], prefix: str) -> Iterator[GivenKey]:
     for name, value in section.items():
+        if name.startswith("_"):
+            continue
         path = f"{prefix}{name}"
         canonical = _canonical(path)
         if canonical in KEYS:

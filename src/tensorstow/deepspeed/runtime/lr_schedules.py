@@ -17,7 +17,27 @@ from torch.optim.lr_scheduler import LRScheduler
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.settings import Named
 
-__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+__all__ = [
+    "LR_RANGE_TEST",
+    "ONE_CYCLE",
+    "VALID_LR_SCHEDULES",
+    "WARMUP_COSINE_LR",
+    "WARMUP_DECAY_LR",
+    "WARMUP_LR",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+]
+
+LR_RANGE_TEST: Final = "LRRangeTest"
+ONE_CYCLE: Final = "OneCycle"
+WARMUP_LR: Final = "WarmupLR"
+WARMUP_DECAY_LR: Final = "WarmupDecayLR"
+WARMUP_COSINE_LR: Final = "WarmupCosineLR"
+VALID_LR_SCHEDULES: Final = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+"""What ``scheduler.type`` may be."""
 
 PerGroup = float | Sequence[float]
 LRs = Callable[[int], list[float]]
@@ -58,14 +78,27 @@ class LRSchedule(LRScheduler):
         """
         return list(self.lrs_after(self.last_epoch))
 
-    def step(self, epoch: int | None = None) -> None:
+    @property
+    def last_batch_iteration(self) -> int:
+        """The number of the last step, from 0; -1: none was taken."""
+        return self.last_epoch - 1
+
+    @last_batch_iteration.setter
+    def last_batch_iteration(self, number: int) -> None:
+        self.last_epoch = number + 1
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rates of the next step.
 
         Args:
-            epoch: The number of steps taken. Default: None, one more than at the last call.
+            last_batch_iteration: The number of the step that was taken, from 0. Default: None, one
+                more than at the last call.
         """
-        super().step(epoch)
-        self._set_betas()
+        if last_batch_iteration is None:
+            super().step()
+            self._set_betas()
+        else:
+            self.load_state_dict({"last_batch_iteration": last_batch_iteration})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that DeepSpeed's checkpoints hold.

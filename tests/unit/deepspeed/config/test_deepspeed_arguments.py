@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from tensorstow.deepspeed.initialize import add_config_arguments
+from tensorstow.deepspeed.initialization import add_config_arguments
 
 
 def parsed(*words: str) -> Namespace:

@@ -47,7 +47,7 @@ def test_a_wrong_value_is_refused_with_path_and_range(
         ({"amp": {"enabled": True}}, "bf16"),
         ({"sparse_gradients": True}, "dense embeddings"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "not rounded"),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "made in step()"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "updates are exact"),
         ({"curriculum_learning": {"enabled": True}}, "sampler"),
         ({"managed_gradient_accumulation": False}, "step()"),
         ({"gradient_allreduce_op": "SUM"}, "number of ranks"),
@@ -180,3 +180,9 @@ def test_two_spellings_of_one_key_agree_or_are_refused() -> None:
     assert "Keep aio.intra_op_parallelism" in refusal({"aio": {**twice, "num_threads": 3}})
     both = {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}
     assert "are the same key" in refusal({"zero_optimization": both})
+
+
+def test_keys_that_begin_with_an_underscore_are_comments() -> None:
+    inside = {"stage": 2, "_why": "gradients too"}
+    given = given_keys({"_comment": ["a run"], "zero_optimization": inside})
+    assert [one.path for one in given] == ["zero_optimization.stage"]

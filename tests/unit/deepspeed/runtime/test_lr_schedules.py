@@ -150,3 +150,24 @@ def test_values_that_make_no_sense_are_refused() -> None:
         OneCycle(adam(), cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_second_step_size=-1)
     with pytest.raises(OptionError, match="has 3 values, and the optimizer 1"):
         WarmupLR(adam(), warmup_min_lr=[1.0, 2.0, 3.0])
+
+
+def test_a_step_may_be_named_as_upstream_names_it() -> None:
+    named, counted = warm_up(), warm_up()
+    for number in range(4):
+        counted.step()
+        assert counted.last_batch_iteration == number
+    named.step(3)
+    assert named.get_last_lr() == counted.get_last_lr() == [0.1 * math.log(4) / math.log(10)]
+    named.step(last_batch_iteration=1)
+    assert named.get_last_lr() == [0.1 * math.log(2) / math.log(10)]
+    named.last_batch_iteration = 2
+    named.step()
+    assert named.get_last_lr() == counted.get_last_lr()
+
+
+def warm_up() -> WarmupLR:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = WarmupLR(optimizer, warmup_num_steps=10)
+    optimizer.step()
+    return schedule

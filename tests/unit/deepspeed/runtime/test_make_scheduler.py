@@ -111,7 +111,8 @@ def test_nulls_and_the_start_are_as_good_as_absent() -> None:
 
 
 def test_all_of_deepspeeds_names_are_there() -> None:
-    assert set(SCHEDULES) == set(lr_schedules.__all__)
+    assert set(SCHEDULES) == set(lr_schedules.VALID_LR_SCHEDULES)
+    assert {*SCHEDULES, "VALID_LR_SCHEDULES"} <= set(lr_schedules.__all__)
     assert all(getattr(lr_schedules, name) is cls for name, cls in SCHEDULES.items())
 
 

@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tensorstow.base.errors import BudgetError, OptionError
+from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed.checkpointing import configure
+from tensorstow.deepspeed.config.json_text import load
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.dataloader import make_dataloader
@@ -19,6 +22,7 @@ from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.optimizers import maker_of
 from tensorstow.deepspeed.plans import directory_of, dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.ranks import init_distributed
+from tensorstow.deepspeed.registry import PlacedParameters
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
 from tensorstow.fsdp.optimizer_factory import Make, move_schedule
 from tensorstow.fsdp.sharding import current_device, world_size
@@ -45,6 +49,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     config_params: Config = None,
     *,
     fill: Mapping[str, Any] | None = None,
+    overlap: Overlap | None = None,
 ) -> Started:
     """Place a model by a DeepSpeed configuration.
 
@@ -71,6 +76,10 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
         config_params: Another name of ``config``.
         fill: Values for "auto" that no other value decides, by path: ``{"optimizer.params.lr":
             1e-4}``.
+        overlap: When updates run: "none", "forward" or "backward", as in ``tensorstow.AdamW``; the
+            results are the same. Default: None, by the configuration, which is logged
+            (docs/guides/deepspeed.md). "none" and "forward" let gradients be read behind
+            ``backward`` and skip steps that are not finite, "backward" does not.
 
     Returns:
         The engine, its optimizer, the dataloader or None, and the scheduler or None.
@@ -87,9 +96,10 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     source = _source(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    settings = read_settings(source, world_size(), fill=fill)
+    written = load(source)
+    settings = read_settings(written, world_size(), fill=fill)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
-    placed, made = _placed(model, make, settings)
+    placed, made = _placed(model, make, settings, overlap)
     offloads = settings.activation_checkpointing.cpu_checkpointing
     configure(checkpoint_in_cpu=offloads)
     engine = DeepSpeedEngine(
@@ -98,21 +108,26 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
         settings,
         lr_scheduler=_schedule(lr_scheduler, settings, made),
         scale=None if settings.fp16 is None else LossScale(settings.fp16),
+        config=written,
     )
     if training_data is not None:
         engine.training_dataloader = make_dataloader(training_data, settings, collate_fn)
     return engine, made, engine.training_dataloader, engine.lr_scheduler
 
 
-def _placed(model: nn.Module, make: Make, settings: Settings) -> tuple[nn.Module, StowedAdam]:
-    plan = plan_of(settings, device_is_host=current_device().type == "cpu")
+def _placed(
+    model: nn.Module, make: Make, settings: Settings, overlap: Overlap | None
+) -> tuple[nn.Module, StowedAdam]:
+    plan = plan_of(settings, device_is_host=current_device().type == "cpu", overlap=overlap)
 
     def make_placed(named: Any, **placement: Any) -> StowedAdam:  # noqa: ANN401
         return make(named, **placement_keywords(settings, placement))
 
+    made = partial(make_placed, durability="none")  # the directory is for parameters on disk alone
+    before = PlacedParameters(model)
     master_weights = MasterWeights(model, dtype_of(settings))
     try:
-        placed, optimizer = stow(model, make_placed, plan=plan, dir=directory_of(settings))
+        placed, optimizer = stow(model, made, plan=plan, dir=directory_of(settings))
     except BudgetError as error:
         if plan.buffer_pool_bytes is None:
             raise
@@ -122,6 +137,7 @@ def _placed(model: nn.Module, make: Make, settings: Settings) -> tuple[nn.Module
         )
         raise BudgetError(message) from error
     master_weights.assign(placed, optimizer)
+    before.note(placed)
     return placed, optimizer
 
 

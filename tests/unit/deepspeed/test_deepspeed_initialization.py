@@ -18,7 +18,7 @@ from compare import all_equal
 from ranks.driven import Drive, by_hand, initialized
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import AbsentError, OptionError
 from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Zero
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}}
@@ -159,7 +159,7 @@ def test_functions_make_an_optimizer_and_a_schedule(
 
 
 def test_a_model_that_was_made_without_memory(opened: list[tensorstow.AdamW]) -> None:
-    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+    with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     engine, optimizer, *_ = deepspeed.initialize(model=model, config=CONFIG)
     opened.append(optimizer)
@@ -175,3 +175,24 @@ def test_what_cannot_be_is_refused(model: nn.Module) -> None:
         deepspeed.initialize(model=model)
     with pytest.raises(OptionError, match="data-parallel ranks only"):
         deepspeed.initialize(model=model, config=CONFIG, mesh_param=(1, 2))
+
+
+def test_inference_by_kernels_is_refused_by_name() -> None:
+    with pytest.raises(AbsentError, match=r"init_inference is not in .*stow\(model, None"):
+        deepspeed.init_inference(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("states", ["none", "cpu", "nvme"])
+def test_parameters_are_on_disk_wherever_states_are(
+    model: nn.Module, tmp_path: Path, states: str, opened: list[tensorstow.AdamW]
+) -> None:
+    place = str(tmp_path / "made")
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": place}}
+    zero["offload_optimizer"] = {"device": states, "nvme_path": place}
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, config={**CONFIG, "zero_optimization": zero}
+    )
+    opened.append(optimizer)
+    engine.backward(loss_of(engine, 0, 0, 0))
+    engine.step()
+    assert engine.was_step_applied()

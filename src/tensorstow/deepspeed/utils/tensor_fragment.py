@@ -1,4 +1,4 @@
-"""``deepspeed.utils``: whole fp32 weights, gradients and states of a parameter, to read and set.
+"""``deepspeed.utils.tensor_fragment``: whole fp32 weights, gradients and states of a parameter.
 
 The ``full`` ones are collective: every rank is to call them. The ``local`` ones are of this rank's
 elements. All of them wait for an update that is under way first.
@@ -7,7 +7,7 @@ elements. All of them wait for an update that is under way first.
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.registry import optimizer_of
+from tensorstow.deepspeed.registry import optimizer_of, placed_of
 from tensorstow.fsdp.full_tensors import full_tensor, to_local
 from tensorstow.step.managed_param import in_shape_of
 from tensorstow.step.step_plan import as_step
@@ -27,6 +27,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor:
     Returns:
         A fp32 tensor of the parameter's full shape, in host memory.
     """
+    param = placed_of(param)
     return full_tensor(safe_get_local_fp32_param(param), param)
 
 
@@ -40,7 +41,11 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 
     Returns:
         A fp32 tensor of the parameter's full shape, in host memory; None: there is no gradient.
+
+    Raises:
+        OptionError: Updates run beside backward, and this one has used the gradient.
     """
+    param = placed_of(param)
     own = safe_get_local_grad(param)
     return None if own is None else full_tensor(own, param)
 
@@ -55,6 +60,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     Returns:
         A fp32 tensor of the parameter's full shape, in host memory; None before the first step.
     """
+    param = placed_of(param)
     own = safe_get_local_optimizer_state(param, optim_state_key)
     return None if own is None else full_tensor(own, param)
 
@@ -69,6 +75,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     Raises:
         OptionError: The shape is another one.
     """
+    param = placed_of(param)
     safe_set_local_fp32_param(param, part_of(_like(param, value), param, "The value"))
 
 
@@ -85,6 +92,7 @@ def safe_set_full_optimizer_state(
     Raises:
         OptionError: The shape is another one, or the parameter has no such state.
     """
+    param = placed_of(param)
     own = part_of(_like(param, value), param, "The value")
     safe_set_local_optimizer_state(param, own, optim_state_key)
 
@@ -98,6 +106,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor:
     Returns:
         A fp32 tensor of the shard's shape, in host memory.
     """
+    param = placed_of(param)
     optimizer = optimizer_of(param)
     optimizer.wait([param])
     own = to_local(param).detach().cpu()
@@ -115,10 +124,20 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 
     Returns:
         A fp32 tensor of the shard's shape, in host memory; None: there is no gradient.
+
+    Raises:
+        OptionError: Updates run beside backward, and this one has used the gradient.
     """
+    param = placed_of(param)
     gradient = gradient_of(param)
-    if gradient is None or isinstance(gradient, ConsumedGradient):
+    if gradient is None:
         return None
+    if isinstance(gradient, ConsumedGradient):
+        message = (
+            "A gradient was requested that its update has used: updates run beside backward. Call"
+            ' initialize(..., overlap="none") to read gradients between backward and step.'
+        )
+        raise OptionError(message)
     return gradient.detach().cpu().float().clone()
 
 
@@ -137,6 +156,7 @@ def safe_get_local_optimizer_state(
     Raises:
         OptionError: The parameter has no such state.
     """
+    param = placed_of(param)
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()
@@ -158,6 +178,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         param: A parameter of an engine.
         value: A tensor of the shard's shape.
     """
+    param = placed_of(param)
     optimizer_of(param).wait()
     own = to_local(param)
     with torch.no_grad():
@@ -179,6 +200,7 @@ def safe_set_local_optimizer_state(
     Raises:
         OptionError: The parameter has no such state.
     """
+    param = placed_of(param)
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()

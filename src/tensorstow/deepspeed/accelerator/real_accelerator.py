@@ -1,0 +1,178 @@
+"""``deepspeed.accelerator.real_accelerator``: ``get_accelerator`` over ``torch.accelerator``."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from tensorstow.fsdp.sharding import backend_of, current_device
+
+__all__ = ["TorchAccelerator", "get_accelerator"]
+
+
+class TorchAccelerator:
+    """The accelerator that torch has, or the CPU: what scripts ask upstream's about.
+
+    Other names are those of the device's module in torch, ``torch.cuda`` or ``torch.cpu``.
+    """
+
+    def __init__(self) -> None:
+        """Take the kind of device that computes here."""
+        self._kind = current_device().type
+        self._is_host = self._kind == "cpu"
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever torch has
+        """Return what the device's module in torch has by this name."""
+        return getattr(self._module(), name)
+
+    def _module(self) -> Any:  # noqa: ANN401  # modules have no common type
+        """Return the device's module in torch: ``torch.cuda``, ``torch.cpu``, ..."""
+        return torch.get_device_module(self._kind)
+
+    def is_synchronized_device(self) -> bool:
+        """Return whether calls end when their work has.
+
+        Returns:
+            True for the CPU.
+        """
+        return self._is_host
+
+    def is_available(self) -> bool:
+        """Return whether there is a device.
+
+        Returns:
+            True.
+        """
+        return True
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return how torch names a device.
+
+        Args:
+            device_index: The device. Default: None, the kind of device alone.
+
+        Returns:
+            "cuda" or "cuda:1"; "cpu" for the CPU.
+        """
+        named = self._is_host or device_index is None
+        return self._kind if named else f"{self._kind}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        """Return a device.
+
+        Args:
+            device_index: The device. Default: None, the current one.
+
+        Returns:
+            The device, which is a context manager too.
+        """
+        return torch.device(self.device_name(device_index))
+
+    def current_device(self) -> int:
+        """Return the current device's index.
+
+        Returns:
+            The index; 0 for the CPU.
+        """
+        return 0 if self._is_host else torch.accelerator.current_device_index()
+
+    def current_device_name(self) -> str:
+        """Return how torch names the current device.
+
+        Returns:
+            "cuda:0"; "cpu" for the CPU.
+        """
+        return self.device_name(self.current_device())
+
+    def set_device(self, device_index: int) -> None:
+        """Make a device the current one.
+
+        Args:
+            device_index: The device; without effect for the CPU.
+        """
+        if not self._is_host:
+            torch.accelerator.set_device_index(device_index)
+
+    def device_count(self) -> int:
+        """Return the number of devices.
+
+        Returns:
+            Devices; 1 for the CPU.
+        """
+        return 1 if self._is_host else torch.accelerator.device_count()
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for the work of a device.
+
+        Args:
+            device_index: The device. Default: None, the current one.
+        """
+        if not self._is_host:
+            torch.accelerator.synchronize(device_index)
+
+    def communication_backend_name(self) -> str:
+        """Return the backend of collectives between devices.
+
+        Returns:
+            "nccl" for CUDA, "gloo" for the CPU, ...
+        """
+        return backend_of(current_device()).rpartition(":")[2]
+
+    def is_bf16_supported(self) -> bool:
+        """Return whether models may be in bf16.
+
+        Returns:
+            What the device's module says; True where it says nothing.
+        """
+        ask = getattr(self._module(), "is_bf16_supported", None)
+        return True if ask is None else bool(ask())
+
+    def is_fp16_supported(self) -> bool:
+        """Return whether models may be in fp16.
+
+        Returns:
+            True.
+        """
+        return True
+
+    def empty_cache(self) -> None:
+        """Give memory that no tensor uses back to the system."""
+        give_back = getattr(self._module(), "empty_cache", None)
+        if give_back is not None:
+            give_back()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the bytes of the tensors on a device.
+
+        Args:
+            device_index: The device. Default: None, the current one.
+
+        Returns:
+            Bytes; 0 for the CPU, whose memory torch does not count.
+        """
+        return self._bytes("memory_allocated", device_index)
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the most bytes that tensors had on a device.
+
+        Args:
+            device_index: The device. Default: None, the current one.
+
+        Returns:
+            Bytes; 0 for the CPU, whose memory torch does not count.
+        """
+        return self._bytes("max_memory_allocated", device_index)
+
+    def _bytes(self, name: str, device_index: int | None) -> int:
+        ask = getattr(self._module(), name, None)
+        return 0 if ask is None else int(ask(device_index))
+
+
+@cache
+def get_accelerator() -> TorchAccelerator:
+    """Return the accelerator.
+
+    Returns:
+        The same object at each call.
+    """
+    return TorchAccelerator()

@@ -1,0 +1,1 @@
+"""``deepspeed.checkpoint``: checkpoints of an engine, and copies of tensors to save."""

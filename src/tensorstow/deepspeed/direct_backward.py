@@ -1,0 +1,86 @@
+"""What ``loss.backward()`` lacks of ``engine.backward(loss)``: the division by micro-batches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tensorstow.base.errors import BackwardError
+from tensorstow.fsdp.module_hooks import tensors_of
+
+
+class DirectBackward:
+    """Divides gradients of a backward that the engine does not run, where that is enough.
+
+    Args:
+        micro_batches: The micro-batches of a step.
+        needs_scale: Whether losses are multiplied by a loss scale.
+        beside_backward: Whether updates run beside backward, with gradients that are final.
+    """
+
+    def __init__(
+        self, micro_batches: int, *, needs_scale: bool, beside_backward: bool = False
+    ) -> None:
+        """Expect backwards of the engine only to be right; the class documents the arguments."""
+        self._micro_batches = micro_batches
+        self._needs_scale = needs_scale
+        self._beside_backward = beside_backward
+        self._is_engines = False
+        self.is_scaled = False
+        """Whether ``engine.scale`` has scaled the loss that is to be gone through backward."""
+
+    @contextmanager
+    def engines_own(self) -> Iterator[None]:
+        """Return a context for a backward of the engine's, whose loss is divided and scaled."""
+        self._is_engines = True
+        try:
+            yield
+        finally:
+            self._is_engines = False
+
+    def watch(self, output: object) -> None:
+        """Watch what a forward with gradients returned.
+
+        Args:
+            output: Tensors, in containers and objects or not.
+        """
+        self.is_scaled = False
+        if self._micro_batches == 1 and not self._needs_scale:
+            return
+        tensors = tensors_of(output)
+        for tensor in tensors:
+            watch: Any = tensor.register_hook
+            watch(self._divide if len(tensors) == 1 else self._refuse)
+
+    def _divide(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        if self._is_engines:
+            return None
+        if self._needs_scale and not self.is_scaled:
+            message = (
+                "Loss scaling is required for this configuration, but backward() was called"
+                " directly without scaling the loss. Use engine.backward(loss), or"
+                " engine.scale(loss).backward()."
+            )
+            raise BackwardError(message)
+        if self._micro_batches == 1:
+            return gradient
+        if self._beside_backward:
+            message = (
+                "backward() was called directly, with gradient_accumulation_steps="
+                f'{self._micro_batches} and overlap="backward": which micro-batch is the last of a'
+                " step is known to engine.backward(loss) alone. Use that."
+            )
+            raise BackwardError(message)
+        return gradient / self._micro_batches
+
+    def _refuse(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        if self._is_engines or self._micro_batches == 1:
+            return self._divide(gradient)
+        # A loss that is computed of another output passes both, and would be divided twice.
+        message = (
+            "backward() was called directly, with gradient_accumulation_steps="
+            f"{self._micro_batches} and a model that returns several tensors: which of them the"
+            " gradients are to be divided at is not known. Use engine.backward(loss)."
+        )
+        raise BackwardError(message)

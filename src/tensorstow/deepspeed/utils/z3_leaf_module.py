@@ -1,0 +1,106 @@
+"""``deepspeed.utils.z3_leaf_module``: modules whose parameters are gathered together.
+
+Upstream gathers each module's own parameters as it is called, and hangs where ranks call different
+ones, as experts are. Here the parameters of a whole block are gathered together, those of all its
+experts among them. So every module in a block is such a leaf; what is set is noted for those who
+ask, and changes nothing.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+
+from tensorstow.base.errors import OptionError
+
+__all__ = [
+    "get_z3_leaf_modules",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
+
+_LEAVES: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+LeafClasses = Sequence[type[nn.Module] | str]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Return whether a module was set as a leaf.
+
+    Args:
+        model: The module.
+
+    Returns:
+        Whether it was.
+    """
+    return model in _LEAVES
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the leaves in a model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Modules, in the order of ``model.modules()``.
+    """
+    return [module for module in model.modules() if module in _LEAVES]
+
+
+def set_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: LeafClasses,
+    raise_if_not_found: bool = True,  # noqa: FBT001, FBT002  # upstream's
+) -> list[nn.Module]:
+    """Set the modules of some classes as leaves.
+
+    Args:
+        model: The model.
+        leaf_module_classes: Classes, their names, or their names with the module's before them.
+        raise_if_not_found: Whether it is an error that the model has none.
+
+    Returns:
+        The modules.
+
+    Raises:
+        OptionError: The model has none.
+    """
+    found = [m for m in model.modules() if _is_one_of(m, leaf_module_classes)]
+    if not found and raise_if_not_found:
+        message = (
+            f"set_z3_leaf_modules() was called with {list(leaf_module_classes)}, and the model has"
+            " no module of these classes. Give classes of its modules."
+        )
+        raise OptionError(message)
+    _LEAVES.update(found)
+    return found
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: LeafClasses,
+    raise_if_not_found: bool = True,  # noqa: FBT001, FBT002  # upstream's
+) -> list[nn.Module]:
+    """Take the modules of some classes from the leaves.
+
+    Args:
+        model: The model.
+        leaf_module_classes: As of ``set_z3_leaf_modules``.
+        raise_if_not_found: Whether it is an error that the model has none.
+
+    Returns:
+        The modules.
+
+    Raises:
+        OptionError: The model has none.
+    """
+    found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
+    _LEAVES.difference_update(found)
+    return found
+
+
+def _is_one_of(module: nn.Module, classes: LeafClasses) -> bool:
+    kind = type(module)
+    names = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+    return any(c in names if isinstance(c, str) else isinstance(module, c) for c in classes)

@@ -1,0 +1,72 @@
+"""What upstream writes on sharded parameters: ``ds_id``, ``ds_status``, ``ds_shape``, ``ds_numel``.
+
+Scripts look for these to see whether a parameter is to be gathered before it is read.
+"""
+
+from enum import Enum
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_IDS = count()
+
+
+class ZeroParamStatus(Enum):
+    """What of a sharded parameter a rank has."""
+
+    AVAILABLE = 1
+    """All of it."""
+    NOT_AVAILABLE = 2
+    """Its shard."""
+    INFLIGHT = 3
+    """Upstream's, for one that is being gathered; no parameter has it here."""
+
+
+def mark_parameters(module: nn.Module) -> None:
+    """Give the sharded parameters of a module upstream's attributes.
+
+    Args:
+        module: A model under stage 3, resharded.
+    """
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            mark(parameter, next(_IDS), ZeroParamStatus.NOT_AVAILABLE)
+
+
+def mark_whole(parameter: torch.Tensor, marked: torch.Tensor) -> None:
+    """Give a parameter that is whole for a while the attributes that its shard has.
+
+    Args:
+        parameter: The parameter.
+        marked: What holds its shard meanwhile; nothing is done where it has none of them.
+    """
+    number = getattr(marked, "ds_id", None)
+    if number is not None:
+        mark(parameter, number, ZeroParamStatus.AVAILABLE)
+
+
+def mark(parameter: Any, number: int, status: ZeroParamStatus) -> None:  # noqa: ANN401  # upstream's
+    """Write the attributes.
+
+    Args:
+        parameter: A parameter, of whose class none of them is an attribute.
+        number: Its number in this process.
+        status: What this rank has of it.
+    """
+    parameter.ds_id, parameter.ds_status = number, status
+    parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Return whether a parameter is sharded under stage 3.
+
+    Args:
+        parameter: Anything.
+
+    Returns:
+        Whether it has ``ds_id``.
+    """
+    return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
