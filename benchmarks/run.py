@@ -20,7 +20,10 @@ SUBJECTS = {
     "plans": "what the planner predicts against what runs hold and take",
     "gpu": "a model on an accelerator, where there is one: ours, no offload, and peers",
     "accelerator_model": "plans on the simulated accelerator: a step at break-even",
+    "activations": "saved activations of GPT-2 at 4 x 1024: kept, on disk, recomputed",
+    "vertical": "eight micro-batches with weights on disk: vertical order, and accumulation",
     "cross_entropy": "a loss over 131,072 classes in chunks, in fresh processes",
+    "generation": "generation with weights on disk: accelerate's offload, and a raw read",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }

@@ -28,13 +28,16 @@ from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile
 from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.placed_activations import PlacedActivations
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.stow import stow
+from tensorstow.fsdp.traced_placement import TracedPlacement
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.activations import trace
 from tensorstow.measure.calibration import calibrate
 from tensorstow.measure.models import build_model, from_config
 from tensorstow.optim.adam import AdamW
+from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
 from tensorstow.planner.search import PlanRequest, search
 from tensorstow.planner.seconds import MachineRates, time_of
@@ -89,6 +92,14 @@ _PLANS = {
     "all on DISK": Plan(Tier.DISK, Tier.DISK),
     "all on DISK, backward": Plan(Tier.DISK, Tier.DISK, overlap="backward"),
 }
+_ACTIVATIONS = {
+    "activations recomputed": Plan(activations="recompute"),
+    "activations on DISK": Plan(activations="disk", activation_ram_budget="32MiB"),
+    "all on DISK, activations too": Plan(
+        Tier.DISK, Tier.DISK, activations="disk", activation_ram_budget="32MiB"
+    ),
+}
+"""Of models that are traced: what blocks save is not there between forward and backward."""
 _BYTES_OFF, _SECONDS_OFF, _SPEED = 0.05, 0.2, 0.95
 _CHILD_SECONDS = 300
 
@@ -125,6 +136,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
         for plan, found in _each_alone(case, plans):
             yield from _compared(f"{model}, {plan}", found)
             seconds[plan], choices = found["seconds"][1], found["choices"]
+        for plan, found in _each_alone(case, {n: p.to_json() for n, p in _ACTIVATIONS.items()}):
+            yield from _compared(f"{model}, {plan}", found)
         more = {plan: plan for plan, _ in choices.values() if plan not in seconds}
         for plan, found in _each_alone(case, more):
             yield from _compared(f"{model}, {_told(plan)}", found)
@@ -209,7 +222,7 @@ def _run(case: Case) -> dict[str, Any]:
 
 def _run_other(case: Case, plan: Plan) -> dict[str, Any]:
     model, loss = OTHERS[case.model]()
-    predicted = _predicted(plan, model)
+    predicted = _predicted(plan, Sizes.of(units_of(model), 1), _HERE)
     measured, _ = _train(case, plan, model.train(), loss)
     found = {"bytes": _pairs(predicted, measured), "resident": None, "seconds": None}
     return found | {"is_bound": plan.overlap == "backward"}
@@ -222,14 +235,15 @@ def _run_traced(case: Case, plan: Plan) -> dict[str, Any]:
         named = build_model(str(file))
     finally:
         file.unlink()
-    traced = trace(named, _BATCH, _SEQUENCE)
-    conditions = Conditions(device_is_host=True)
+    placed = TracedPlacement(plan.activations, device_is_host=True)
+    traced = trace(named, _BATCH, _SEQUENCE, placed)
+    conditions = replace(_HERE, activations=traced.held())
     sizes = Sizes.of(units_of(named.module), 1)
     profile = Profile.from_json(case.profile)
     machine = MachineRates(profile, "cpu", profile.rates_of(Path(case.directory)))
     batch = traced.micro_batch(_BATCH * _SEQUENCE)
     step = time_of(plan, sizes, conditions, batch, machine)
-    predicted = _predicted(plan, named.module)
+    predicted = _predicted(plan, sizes, conditions)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now
     before = resident_bytes()
     model = from_config(named.config, "cpu").train()
@@ -240,13 +254,14 @@ def _run_traced(case: Case, plan: Plan) -> dict[str, Any]:
         return found
 
     measured, seconds = _train(case, plan, model, loss)
-    host = predicted[Tier.HOST] + max(traced.beside_gradients, 0)
+    host = bytes_of(plan, sizes, conditions)[Tier.HOST]
+    request = PlanRequest(sizes, Budget(), _HERE, batch=batch, machine=machine)
     return {
         "bytes": _pairs(predicted, measured),
         "is_bound": plan.overlap == "backward",
         "resident": (host, (peak_bytes() or 0) - before),
         "seconds": (step.seconds, statistics.median(seconds)),
-        "choices": _choices(PlanRequest(sizes, Budget(), conditions, batch=batch, machine=machine)),
+        "choices": _choices(request),
     }
 
 
@@ -282,12 +297,17 @@ def _is_like(known: Plan, plan: Plan) -> bool:
     return plan.but(buffer_pool_bytes=known.buffer_pool_bytes) == known
 
 
-def _predicted(plan: Plan, model: nn.Module) -> dict[Tier, int]:
-    """Return the bytes of each tier that the planner predicts."""
+_HERE = Conditions(device_is_host=True)
+
+
+def _predicted(plan: Plan, sizes: Sizes, conditions: Conditions) -> dict[Tier, int]:
+    """Return the bytes of each tier that the planner predicts, activations left out.
+
+    These are in the resident memory of the process alone; those that were moved elsewhere count.
+    """
     predicted = dict.fromkeys(Tier, 0)
-    sizes = Sizes.of(units_of(model), 1)
-    for item in items_of(plan, sizes, Conditions(device_is_host=True)):
-        predicted[item.tier] += item.nbytes
+    for item in items_of(plan, sizes, conditions):
+        predicted[item.tier] += item.nbytes * (item.what != "activations")
     return predicted
 
 
@@ -299,8 +319,8 @@ def _train(
     if plan.states != Tier.DISK:
         make = partial(AdamW, lr=1e-4)
     model, optimizer = stow(model, make, plan=plan)
-    seconds, gradients = [], 0
-    for turn in range(2 + case.steps):
+    seconds, gradients, turns = [], 0, 2 + case.steps
+    for turn in range(turns):
         start = time.perf_counter()
         loss(model).backward()
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -310,6 +330,7 @@ def _train(
             seconds.append(time.perf_counter() - start)
     optimizer.synchronize()
     held, weights = optimizer.memory(), parameter_bytes(model)
+    saved = _saved_bytes(optimizer)
     optimizer.close()
     if plan.overlap == "backward":
         gradients = held.gradient_bytes
@@ -317,10 +338,17 @@ def _train(
     own = own or sum(p.nbytes for p in model.parameters())
     measured = {
         Tier.DEVICE: 0,
-        Tier.HOST: held.ram_bytes + held.ring_bytes + gradients + own,
-        Tier.DISK: held.file_bytes + weights.disk_bytes,
+        Tier.HOST: held.ram_bytes + held.ring_bytes + gradients + own + saved[0],
+        Tier.DISK: held.file_bytes + weights.disk_bytes + saved[1] // turns,
     }
     return measured, seconds
+
+
+def _saved_bytes(optimizer: StowedAdam) -> tuple[int, int]:
+    """Return the most that saved activations had of host memory, and what they wrote to disk."""
+    parts = (make() for make in optimizer.recorded_parts)
+    counts = [each for p in parts if isinstance(p, PlacedActivations) for each in p.nbytes()]
+    return sum(c.most_host_bytes for c in counts), sum(c.bytes_written for c in counts)
 
 
 def _pairs(
