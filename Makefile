@@ -2,7 +2,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test gpu-test mutations soak accelerator check bench stub format lint native-tests sanitize clean
+.PHONY: help demo test docs aarch64 gpu-test mutations soak accelerator check bench stub format lint native-tests sanitize clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ DONE := $(VENV)/.tensorstow
 # Folders are listed too: their times change when a file is added or removed.
 NATIVE := $(shell find csrc) CMakeLists.txt pyproject.toml
 CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h')
-PYTHON_DIRS := src tests tools $(wildcard benchmarks examples)
+PYTHON_DIRS := src tests tools docs/conf.py $(wildcard benchmarks examples)
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -35,7 +35,7 @@ mutations: $(DONE)/test ## Take each wait for a device away in turn: a test must
 
 KILLS ?= 300
 
-soak: $(DONE)/test mutations ## That, and attack files and system calls, kill training runs, KILLS times (300) each; drop 200 of each
+soak: $(DONE)/test mutations aarch64 ## Both, and attack files and system calls, kill training runs, KILLS times (300) each; drop 200 of each
 	PYTHONPATH=tests $(BIN)/python -m attacks.soak $(KILLS)
 	PYTHONPATH=tests $(BIN)/python -m crash.soak $(KILLS)
 	TENSORSTOW_ROUNDS=200 $(BIN)/python -m pytest --timeout 3600 tests/faults/test_given_back.py
@@ -47,7 +47,7 @@ gpu-test: $(DONE)/test ## Run what needs an accelerator (skipped without one)
 accelerator: ## Run all that a real accelerator is for, from source, and keep what is measured
 	tools/accelerator.sh
 
-check: lint sanitize ## Run formatters, linters, types, layers and the native tests' sanitizers
+check: lint docs sanitize ## Run formatters, linters, types, layers, the site and the native tests' sanitizers
 
 bench: $(DONE)/bench ## Measure, print and save the figures
 	$(BIN)/python benchmarks/run.py
@@ -58,6 +58,10 @@ lint: $(DONE)/dev
 	$(BIN)/mypy --strict src
 	PYTHONPATH=src $(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+docs: $(DONE)/docs ## Build the documentation as a site in build/site, with warnings as errors
+	$(BIN)/python tools/site.py build/pages
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -c docs build/pages build/site
 
 stub: $(DONE)/native ## Write the native core's stub anew
 	$(BIN)/python -m nanobind.stubgen -q -m tensorstow._native -o src/tensorstow/_native.pyi
@@ -90,6 +94,13 @@ sanitize: $(DONE)/python
 	$(BIN)/cmake --build build/tsan
 	TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) $(CTEST) --test-dir build/tsan
 
+AARCH64 = -DCMAKE_TOOLCHAIN_FILE=tools/aarch64.cmake -DSTOW_ZIG=$(abspath $(BIN)/python)
+
+aarch64: $(DONE)/cross ## Build the native tests for aarch64 and run them under qemu-user
+	$(CMAKE_TESTS) -B build/aarch64 -DCMAKE_BUILD_TYPE=Release $(AARCH64)
+	$(BIN)/cmake --build build/aarch64
+	$(CTEST) --test-dir build/aarch64
+
 # Set-up, one file per finished step, so that nothing is done twice.
 $(DONE)/python: tools/setup.sh
 	tools/setup.sh python
@@ -99,7 +110,7 @@ $(DONE)/native: $(DONE)/python $(NATIVE)
 	tools/setup.sh native
 	@touch $@
 
-$(DONE)/demo $(DONE)/test $(DONE)/dev $(DONE)/bench: pyproject.toml | $(DONE)/native
+$(DONE)/demo $(DONE)/test $(DONE)/dev $(DONE)/bench $(DONE)/docs $(DONE)/cross: pyproject.toml | $(DONE)/native
 	tools/setup.sh extra $(@F)
 	@touch $@
 

@@ -28,7 +28,11 @@ from remote import make_remote
 from tensorstow.cli.main import make_parser
 from tree import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs/tutorial.md",
+    *sorted((ROOT / "docs/guides").glob("*.md")),
+]
 ALL = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "ARCHITECTURE.md", "docs/roadmap.md"))]
 SIZE = 6
 STEPS = 3
@@ -188,11 +192,11 @@ def code_of(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
 def test_commands_and_files_that_are_named_are_there(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
     actions = make_parser()._actions
     commands = next(a.choices for a in actions if isinstance(a, argparse._SubParsersAction))
     for code in code_of(page):
-        if found := re.match(r"make ([a-z-]+)", code):
+        if found := re.match(r"make ([a-z0-9-]+)", code):
             assert found[1] in targets, f"{page.name}: {code}"
         if found := re.match(r"tensorstow ([a-z]+)", code):
             assert found[1] in commands, f"{page.name}: {code}"
@@ -238,3 +242,10 @@ def test_a_decision_that_was_amended_says_so() -> None:
     }
     assert amended
     assert all(f"; {new} amends it" in status[old] for old, new in amended)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs/reference/python.md").read_text("utf-8")
+    shown = set(re.findall(r"\.\. auto\w+:: (?:[\w.]+\.)?(\w+)", page))
+    assert set(tensorstow.__all__) - {"__version__"} <= shown
+    assert {"chunked_cross_entropy", "chunk_loss", "TiledLinear"} <= shown

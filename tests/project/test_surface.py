@@ -39,10 +39,16 @@ def test_exported_names() -> None:
     ]
     assert tensorstow.deepspeed.__all__ == [
         "DeepSpeedEngine",
+        "__version__",
+        "accelerator",
         "add_config_arguments",
         "checkpointing",
+        "comm",
+        "get_accelerator",
         "init_distributed",
         "initialize",
+        "log_dist",
+        "logger",
         "ops",
         "runtime",
         "summary_of",

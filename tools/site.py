@@ -1,0 +1,114 @@
+"""Gather the pages of the site in one folder, for Sphinx: `make docs`.
+
+Beside docs/ these are files of the root, and pages of what code has: commands, keys of DeepSpeed's
+configuration, decisions. Links between files are written as they are in the repository, where
+people read them too; here they are moved to where the site has the pages.
+"""
+
+import argparse
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from tensorstow.cli.main import make_parser
+from tensorstow.deepspeed.config.keys import KEYS
+
+ROOT = Path(__file__).resolve().parent.parent
+MOVED = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/results/table.md": "figures.md",
+}
+"""Files of the repository outside of docs/, and where the site has them."""
+FOLDERS = {"docs/adr": "adr/index.md"}
+"""Folders that pages link to, and the pages that list them."""
+LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(#[^)\s]*)?(?=\))")
+"""The target of a link to another file."""
+
+
+def gather(folder: Path) -> None:
+    """Write all pages to ``folder``, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    docs = {
+        str(file.relative_to(ROOT)): str(file.relative_to(ROOT / "docs"))
+        for file in sorted((ROOT / "docs").rglob("*.md"))
+    }
+    for source, target in {**docs, **MOVED}.items():
+        _write(folder / target, moved((ROOT / source).read_text("utf-8"), source, target))
+    home = folder / "index.md"
+    _write(home, home.read_text("utf-8") + (ROOT / "docs/contents.txt").read_text("utf-8"))
+    for target, lines in (
+        ("adr/index.md", decisions()),
+        ("reference/commands.md", commands()),
+        ("reference/deepspeed-keys.md", keys()),
+    ):
+        _write(folder / target, "\n".join(lines) + "\n")
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, "utf-8")
+
+
+def moved(text: str, source: str, target: str) -> str:
+    """Return a page with its links to other files as the site has them.
+
+    Args:
+        text: The page, in Markdown.
+        source: Its path in the repository.
+        target: Its path in the site.
+    """
+
+    def of(match: re.Match[str]) -> str:
+        path = _normal(PurePosixPath(source).parent / match[1])
+        there = {**MOVED, **FOLDERS}.get(path) or path.removeprefix("docs/")
+        up = [".."] * (len(PurePosixPath(target).parts) - 1)
+        return "/".join([*up, there]) + (match[2] or "")
+
+    return LINK.sub(of, text)
+
+
+def _normal(path: PurePosixPath) -> str:
+    parts: list[str] = []
+    for part in path.parts:
+        if part == "..":
+            parts.pop()
+        else:
+            parts.append(part)
+    return "/".join(parts)
+
+
+def decisions() -> Iterator[str]:
+    """Yield the page that lists the decisions."""
+    yield from ("# Decisions", "", "What would surprise a newcomer, and why it is so.", "")
+    yield from ("```{toctree}", ":maxdepth: 1", "")
+    yield from (file.stem for file in sorted((ROOT / "docs/adr").glob("0*.md")))
+    yield "```"
+
+
+def commands() -> Iterator[str]:
+    """Yield a page of what `tensorstow --help` and `tensorstow COMMAND --help` print."""
+    parser = make_parser()
+    yield from ("# Commands", "", "```text", parser.format_help().rstrip(), "```")
+    actions = parser._actions  # noqa: SLF001  # argparse offers no other way
+    (found,) = (a for a in actions if isinstance(a, argparse._SubParsersAction))  # noqa: SLF001
+    for name, command in found.choices.items():
+        yield from ("", f"## {name}", "", "```text", command.format_help().rstrip(), "```")
+
+
+def keys() -> Iterator[str]:
+    """Yield a page of all keys of a DeepSpeed configuration."""
+    yield from ("# Keys of a DeepSpeed configuration", "")
+    yield "What each does here. A refused key is an error with any value but the one that is off."
+    yield from ("", "| key | values | | |", "|---|---|---|---|")
+    for key in KEYS.values():
+        cells = (f"`{key.path}`", key.kind.allowed, key.support.value, key.note)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    gather(Path(sys.argv[1]))
