@@ -3,13 +3,14 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from tensorstow.base.errors import OptionError
 
 Extra = Mapping[str, Any]
+Checkpoints = Literal["full", "ticket"]
 DEFAULT_EVERY = "10min"
 _UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d)?\s*")
@@ -55,3 +56,5 @@ class RunOptions:
     commit_every: Interval = field(default_factory=Interval)
     extra: Callable[[], Extra] | None = None
     """Called at each commit for what the caller keeps with it."""
+    checkpoints: Checkpoints = "full"
+    """What ``state_dict()`` returns: states, or the name of a snapshot that holds them."""

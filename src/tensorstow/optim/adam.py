@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.update_on import Overlap, UpdateOn
-from tensorstow.checkpoint.run import DEFAULT_EVERY, Extra
+from tensorstow.checkpoint.run import DEFAULT_EVERY, Checkpoints, Extra
 from tensorstow.optim import options
 from tensorstow.optim.options import DirectoryOption, Durability, StatePlacement
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -44,6 +44,7 @@ class Adam(StowedAdam):
         durability: As in ``AdamW``.
         commit_every: As in ``AdamW``.
         extra: As in ``AdamW``.
+        checkpoints: As in ``AdamW``.
         grad_dtype: As in ``AdamW``.
         policy: As in ``AdamW``.
 
@@ -79,10 +80,12 @@ class Adam(StowedAdam):
         durability: Durability = None,
         commit_every: str | int | None = DEFAULT_EVERY,
         extra: Callable[[], Extra] | None = None,
+        checkpoints: Checkpoints = "full",
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
     ) -> None:
         """Create the optimizer; the class documents the arguments."""
+        where = options.placement(states, dir, ram_budget, durability)
         super().__init__(
             params,
             {
@@ -99,7 +102,7 @@ class Adam(StowedAdam):
                 "decoupled_weight_decay": decoupled_weight_decay,
             },
             options.offload_policy(
-                options.placement(states, dir, ram_budget, durability),
+                where,
                 policy=policy,
                 overlap=overlap,
                 state_format=state_format,
@@ -111,6 +114,8 @@ class Adam(StowedAdam):
                 accumulation_steps=accumulation_steps,
                 commit_every=commit_every,
                 extra=extra,
+                checkpoints=checkpoints,
+                durable=where.durable,
             ),
             grad_dtype=grad_dtype,
         )
@@ -159,6 +164,8 @@ class AdamW(Adam):
         commit_every: A time ("10min"), a number of steps, or None for ``commit()`` by hand.
         extra: A function that returns a dict to save with each commit: numbers, text, bytes, lists,
             tuples, sets, dicts, tensors and NumPy arrays.
+        checkpoints: "full", or "ticket" with ``dir``: ``state_dict()`` then names a snapshot of the
+            run's directory and holds no states, and ``load_state_dict()`` goes on from there.
         grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
         policy: Sizes, threads and the I/O backend of the pipeline; no value changes a result.
 
@@ -193,6 +200,7 @@ class AdamW(Adam):
         durability: Durability = None,
         commit_every: str | int | None = DEFAULT_EVERY,
         extra: Callable[[], Extra] | None = None,
+        checkpoints: Checkpoints = "full",
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
     ) -> None:
@@ -221,6 +229,7 @@ class AdamW(Adam):
             durability=durability,
             commit_every=commit_every,
             extra=extra,
+            checkpoints=checkpoints,
             grad_dtype=grad_dtype,
             policy=policy,
         )

@@ -15,6 +15,7 @@ _OTHERS = ("params", "param_names", "initial_lr", "bias_correction")
 _OF_ALL = frozenset(
     {
         "accumulation_steps",
+        "checkpoints",
         "commit_every",
         "durability",
         "grad_dtype",

@@ -18,7 +18,7 @@ from tensorstow.base.update_on import (
     keyword_of,
     reaches_device,
 )
-from tensorstow.checkpoint.run import Extra, Interval, RunOptions
+from tensorstow.checkpoint.run import Checkpoints, Extra, Interval, RunOptions
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
@@ -96,12 +96,24 @@ def run_options(
     accumulation_steps: int,
     commit_every: str | int | None,
     extra: Callable[[], Extra] | None,
+    checkpoints: Checkpoints = "full",
+    durable: bool = True,
 ) -> RunOptions:
     """Return the options of keywords about a durable run.
 
     Raises:
-        OptionError: ``module`` is no module, ``extra`` no function, ``commit_every`` no interval.
+        OptionError: ``module`` is no module, ``extra`` no function, ``commit_every`` no interval,
+            or ``checkpoints`` asks for tickets of a run that is not ``durable``.
     """
+    if checkpoints not in get_args(Checkpoints):
+        message = f'checkpoints={checkpoints!r} was given: it is "full" or "ticket".'
+        raise OptionError(message)
+    if checkpoints == "ticket" and not durable:
+        message = (
+            'checkpoints="ticket" was given, and the states are scratch: a ticket would name what'
+            " ends with the process. Name the run's directory with dir=."
+        )
+        raise OptionError(message)
     if module is not None and not _is_module(module):
         message = f"module={module!r} was given: pass the model, a torch.nn.Module."
         raise OptionError(message)
@@ -116,6 +128,7 @@ def run_options(
         accumulation_steps=accumulation_steps,
         commit_every=Interval.parse(commit_every),
         extra=extra,
+        checkpoints=checkpoints,
     )
 
 

@@ -70,6 +70,8 @@ class OptimizerRuntime:
         self.call_lock = call_lock
         self.extra: dict[str, Any] = {}
         """``extra`` of the resumed commit."""
+        self.tickets = run.checkpoints == "ticket"
+        """Whether ``state_dict()`` names a snapshot instead of holding states."""
         self.last_recording = LastRecording()
         self.is_half_loaded = False
         """Groups were loaded, and the states that belong to them not yet."""

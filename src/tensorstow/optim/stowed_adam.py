@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError, StowError, UnlinkedError
-from tensorstow.checkpoint import agreement, optimizer_export
+from tensorstow.checkpoint import agreement, optimizer_export, ticket
 from tensorstow.checkpoint.commit_to import commit_to
 from tensorstow.checkpoint.commits import storage_of
+from tensorstow.checkpoint.content import refuse_other_groups
 from tensorstow.checkpoint.full_state import complete_state_dict
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.resume import resume
@@ -203,7 +204,11 @@ class StowedAdam(Optimizer):
 
         Returns:
             A dict with "state" and "param_groups". States on disk are tensors in a memory-mapped
-                file; see docs/guides/checkpoints.md.
+                file; see docs/guides/checkpoints.md. With ``checkpoints="ticket"`` it has no
+                states, and names a snapshot that holds them.
+
+        Raises:
+            OptionError: A ticket is asked for by one of several ranks before ``snapshot()``.
         """
         return super().state_dict()
 
@@ -213,11 +218,15 @@ class StowedAdam(Optimizer):
         Torch casts states to the parameter's dtype while it loads; here they stay fp32. The options
         ``foreach``, ``fused``, ``capturable`` and ``differentiable`` of saved groups are ignored.
 
+        A ticket (``checkpoints="ticket"``) goes on from its snapshot as ``resume()`` does, weights
+        included, and with the options of the groups that it has.
+
         Args:
             state_dict: What ``state_dict()`` returned.
 
         Raises:
-            OptionError: States that do not fit their parameter; nothing has changed.
+            OptionError: States that do not fit their parameter, or a ticket of a snapshot that is
+                not there; nothing has changed.
         """
         real = self._itself()
         if real is not self:
@@ -229,6 +238,9 @@ class StowedAdam(Optimizer):
 
     @exclusive_call("load_state_dict")
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if ticket.is_ticket(state_dict):
+            self._load_ticket(state_dict)
+            return
         self._runtime.steps.wait_idle()
         self._runtime.is_half_loaded = False
         loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -434,8 +446,10 @@ class StowedAdam(Optimizer):
             OptionError: The stored run has other parameters, or there is no such snapshot.
             RankError: The ranks have no commit in common.
         """
-        params = self._params()
-        storage = storage_of(params, "resume()")
+        return self._resume(which)
+
+    def _resume(self, which: str | int | None) -> int | None:
+        storage = storage_of(self._params(), "resume()")
         self._runtime.steps.wait_idle_or_abandon()
         self._call_resume_hooks()
         generation = agreement.choose(storage.store, which, self._runtime.ranks)
@@ -566,6 +580,9 @@ class StowedAdam(Optimizer):
             name: The name; one that exists is refused.
             extra: As in ``commit()``.
         """
+        self._snapshot(name, extra)
+
+    def _snapshot(self, name: str, extra: Mapping[str, Any] | None) -> None:
         storage = storage_of(self._params(), "snapshot()")
         self._runtime.steps.wait_idle()
         self._runtime.commits.refuse_strange(self._params())
@@ -776,6 +793,55 @@ class StowedAdam(Optimizer):
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         self._runtime.steps.update(divisor, found_inf, scale)
 
+    # --- tickets ([Note: Tickets] in checkpoint.ticket) ---
+
+    def _ticket(self) -> dict[str, Any]:
+        """Return a ticket of the current state; make the snapshot that it names."""
+        commits, store = self._runtime.commits, storage_of(self._params()).store
+        if self._call_lock.allows_reads:
+            message = (
+                "state_dict() was called by a function that the optimizer called, and a ticket"
+                ' needs a commit of its own. Leave it out of extra=, or use checkpoints="full".'
+            )
+            raise OptionError(message)
+        if self._is_fresh():
+            return ticket.ticket_of(0, None)
+        names = ticket.names_of_now(store, commits)
+        if not names:
+            if not self._runtime.ranks.alone:
+                message = (
+                    f"A ticket of step {commits.step} was requested, and no snapshot holds that"
+                    " step. Call snapshot(name) on every rank first."
+                )
+                raise OptionError(message)
+            names = (ticket.new_name(commits.step),)
+            self._snapshot(names[0], None)
+        return ticket.ticket_of(commits.step, names[-1])
+
+    def _load_ticket(self, state_dict: dict[str, Any]) -> None:
+        name, commits = ticket.snapshot_named_by(state_dict), self._runtime.commits
+        store = storage_of(self._params(), "load_state_dict() of a ticket").store
+        refuse_other_groups("The ticket", len(state_dict["param_groups"]), len(self.param_groups))
+        if name is None:
+            if not self._is_fresh():
+                message = (
+                    "A ticket of a run that had taken no step was given, and this optimizer has"
+                    f" taken {commits.step}. Make a new optimizer in an empty directory."
+                )
+                raise OptionError(message)
+        elif name not in ticket.names_of_now(store, commits):
+            if self._runtime.ranks.alone:
+                ticket.refuse_unknown(store, name)
+            self._resume(name)
+        # A schedule may have changed them behind the commit.
+        saved = options.with_own_flags(state_dict["param_groups"], self.param_groups)
+        for group, loaded in zip(self.param_groups, saved, strict=True):
+            group.update({k: v for k, v in loaded.items() if k != "params"})
+
+    def _is_fresh(self) -> bool:
+        """Return whether there is nothing to commit: no step, and no states that were loaded."""
+        return self._runtime.commits.step == 0 and not self.state
+
     # --- states that come from outside ---
 
     def _load_states(self, loaded: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
@@ -813,5 +879,7 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
     if not isinstance(optimizer, StowedAdam):
         message = f"The hook of StowedAdam was called for a {type(optimizer).__name__}."
         raise TypeError(message)
+    if optimizer._runtime.tickets:  # noqa: SLF001  # its own
+        return {**state_dict, "state": {}, ticket.KEY: optimizer._ticket()}  # noqa: SLF001
     complete_state_dict(state_dict["state"], list(optimizer._parameters()), optimizer._params())  # noqa: SLF001
     return state_dict

@@ -25,6 +25,7 @@ _OF_ADAM = {
     "module": "a stowed class needs no model, for it neither waits for weights nor commits",
     "durability": _SCRATCH,
     "commit_every": _SCRATCH,
+    "checkpoints": _SCRATCH,
     "extra": _SCRATCH,
     "state_format": "a stowed class's states are kept as the class makes them",
     "grad_dtype": "a stowed class takes gradients of the parameter's dtype, as torch does",
