@@ -45,7 +45,7 @@ class DeepSpeedEngine(nn.Module):
 
     Args:
         module: The model that ``stow`` returned.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer; None: the engine evaluates.
         settings: The configuration.
         lr_scheduler: A scheduler with ``step()`` and a state dict. Default: None.
         scale: The loss scale. Default: None, without fp16.
@@ -57,7 +57,7 @@ class DeepSpeedEngine(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: StowedAdam,
+        optimizer: StowedAdam | None,
         settings: Settings,
         *,
         lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or any object with step() and a state
@@ -77,12 +77,14 @@ class DeepSpeedEngine(nn.Module):
         self.world_size = world_of(settings)
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._scale = scale
-        self._optimizer_step = OptimizerStep(optimizer, settings.gradient_clipping, scale)
-        accumulation = settings.batch.accumulation
+        self._update = None
+        if optimizer is not None:
+            self._update = OptimizerStep(optimizer, settings.gradient_clipping, scale)
         self._direct = DirectBackward(
-            accumulation,
-            needs_scale=scale is not None,
-            beside_backward=optimizer.offload_policy.overlap == "backward",
+            1 if optimizer is None else settings.batch.accumulation,
+            needs_scale=optimizer is not None and scale is not None,
+            beside_backward=optimizer is not None
+            and optimizer.offload_policy.overlap == "backward",
         )
         self._boundary: bool | None = None
         self._in_no_sync = self._applied = False
@@ -93,10 +95,11 @@ class DeepSpeedEngine(nn.Module):
         )
         self.monitor = Monitor(settings, writes=self.global_rank == 0)
         self._loss = 0.0
-        self._placed = register(RegisteredModel(module, optimizer))
-        if settings.zero.stage == 3:
-            mark_parameters(module)
-        watch_loads(module, optimizer)
+        if optimizer is not None:
+            self._placed = register(RegisteredModel(module, optimizer))
+            if settings.zero.stage == 3:
+                mark_parameters(module)
+            watch_loads(module, optimizer)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature
         """Return an attribute of the module that the engine lacks."""
@@ -132,7 +135,18 @@ class DeepSpeedEngine(nn.Module):
     def destroy(self) -> None:
         """Close the optimizer and free its states, buffers and files; the weights stay."""
         self.monitor.close()
-        self.optimizer.close()
+        if self.optimizer is not None:
+            self.optimizer.close()
+
+    def _trained(self, call: str) -> tuple[StowedAdam, OptimizerStep]:
+        """Return what updates; raises OptionError where nothing does."""
+        if self.optimizer is None or self._update is None:
+            message = (
+                f"{call} was called on an engine without an optimizer, which evaluates: pass"
+                ' optimizer= to initialize(), or write a section "optimizer" in its configuration.'
+            )
+            raise OptionError(message)
+        return self.optimizer, self._update
 
     # --- a step ---
 
@@ -167,14 +181,18 @@ class DeepSpeedEngine(nn.Module):
 
         Returns:
             The loss, divided by the number of micro-batches unless ``scale_wrt_gas`` is False.
+
+        Raises:
+            OptionError: The engine has no optimizer.
         """
+        optimizer, update = self._trained("backward()")
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        factor = self._optimizer_step.factor
+        factor = update.factor
         scaled = loss if factor == 1.0 else loss.float() * factor
         # Beside backward gradients are used when they are final: the engine knows when.
         last = self.is_gradient_accumulation_boundary()
-        more = nullcontext() if last else self.optimizer.accumulate()
+        more = nullcontext() if last else optimizer.accumulate()
         with self._timer.measure("backward"), self._direct.engines_own(), more:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if self.monitor.enabled:
@@ -192,7 +210,7 @@ class DeepSpeedEngine(nn.Module):
             of micro-batches is made in that backward.
         """
         self._direct.is_scaled = True
-        factor = self._optimizer_step.factor
+        factor = self.loss_scale
         return loss if factor == 1.0 else loss.float() * factor
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -205,8 +223,10 @@ class DeepSpeedEngine(nn.Module):
 
         Raises:
             OptionError: The gradients are not finite, and updates by them run beside backward; or
-                it was called inside ``no_sync()``, where gradients are not reduced.
+                it was called inside ``no_sync()``, where gradients are not reduced; or the engine
+                has no optimizer.
         """
+        _, update = self._trained("step()")
         if self._in_no_sync:
             message = (
                 "step() was called inside no_sync(), where gradients are not reduced: call it"
@@ -216,7 +236,7 @@ class DeepSpeedEngine(nn.Module):
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             with self._timer.measure("step"):
-                self._applied = taken = self._optimizer_step.run()
+                self._applied = taken = update.run()
             if not taken:
                 self.skipped_steps += 1
             elif self.lr_scheduler is not None:
@@ -265,7 +285,10 @@ class DeepSpeedEngine(nn.Module):
         Args:
             set_to_none: Whether ``.grad`` becomes None rather than zeros.
         """
-        self.optimizer.zero_grad(set_to_none)
+        if self.optimizer is None:
+            self.module.zero_grad(set_to_none)
+        else:
+            self.optimizer.zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -365,10 +388,11 @@ class DeepSpeedEngine(nn.Module):
         folder = Path(load_dir) / tag
         kept = read_common(folder)
         load_module(folder, self.module, strict=load_module_strict)
-        drop_unused_masters(self.optimizer)
+        if self.optimizer is not None:
+            drop_unused_masters(self.optimizer)
         if load_module_only:
             return str(folder), _client_state(kept)
-        if load_optimizer_states:
+        if load_optimizer_states and self.optimizer is not None:
             load_states(folder, kept, self.module, self.optimizer)
             if self._scale is not None and kept["scale"] is not None:
                 self._scale.load_state_dict(kept["scale"])
@@ -564,7 +588,7 @@ class DeepSpeedEngine(nn.Module):
         Returns:
             One per parameter group.
         """
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self._groups]
 
     def get_mom(self) -> list[tuple[float, float]]:
         """Return the betas.
@@ -572,7 +596,12 @@ class DeepSpeedEngine(nn.Module):
         Returns:
             One pair per parameter group.
         """
-        return [(float(g["betas"][0]), float(g["betas"][1])) for g in self.optimizer.param_groups]
+        return [(float(g["betas"][0]), float(g["betas"][1])) for g in self._groups]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameter groups; none without an optimizer."""
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def dynamic_loss_scale(self) -> bool:
         """Return whether the loss scale is dynamic.
@@ -588,7 +617,8 @@ class DeepSpeedEngine(nn.Module):
         Returns:
             The 2-norm; None before the first step.
         """
-        return None if self._optimizer_step.norm is None else self._optimizer_step.norm.item()
+        norm = None if self._update is None else self._update.norm
+        return None if norm is None else norm.item()
 
     def was_step_applied(self) -> bool:
         """Return whether the last ``step()`` changed the weights.
@@ -601,7 +631,7 @@ class DeepSpeedEngine(nn.Module):
     @property
     def loss_scale(self) -> float:
         """The number that losses are multiplied by; 1 without fp16."""
-        return self._optimizer_step.factor
+        return 1.0 if self._update is None else self._update.factor
 
     cur_scale = loss_scale
 

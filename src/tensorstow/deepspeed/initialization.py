@@ -1,7 +1,8 @@
 """``deepspeed.initialize``: makes an engine of a model and a configuration."""
 
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -17,10 +18,17 @@ from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.dataloader import make_dataloader
 from tensorstow.deepspeed.engine import DeepSpeedEngine
+from tensorstow.deepspeed.evaluation import place_for_evaluation
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.optimizers import maker_of
-from tensorstow.deepspeed.plans import directory_of, dtype_of, placement_keywords, plan_of
+from tensorstow.deepspeed.plans import (
+    buffer_pool_bytes,
+    directory_of,
+    dtype_of,
+    placement_keywords,
+    plan_of,
+)
 from tensorstow.deepspeed.ranks import init_distributed
 from tensorstow.deepspeed.registry import PlacedParameters
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
@@ -30,7 +38,7 @@ from tensorstow.fsdp.stow import stow
 from tensorstow.optim.stowed_adam import StowedAdam
 
 Config = str | PathLike[str] | Mapping[str, Any] | None
-Started = tuple[DeepSpeedEngine, StowedAdam, DataLoader[Any] | None, Any]
+Started = tuple[DeepSpeedEngine, StowedAdam | None, DataLoader[Any] | None, Any]
 
 
 def initialize(  # noqa: PLR0913, PLR0917  # upstream's
@@ -61,7 +69,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
         model: The model.
         optimizer: Adam or AdamW over the model, torch's or tensorstow's, whose groups are used; a
             function of ``model_parameters`` that returns one; or what ``tensorstow.stow`` takes.
-            Default: None, the configuration's.
+            Default: None, the configuration's; without any the engine evaluates and generates.
         model_parameters: The parameters, or parameter groups. Default: None, all that require
             gradients.
         training_data: A dataset, for a dataloader of micro-batches.
@@ -82,7 +90,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
             ``backward`` and skip steps that are not finite, "backward" does not.
 
     Returns:
-        The engine, its optimizer, the dataloader or None, and the scheduler or None.
+        The engine, its optimizer or None, the dataloader or None, and the scheduler or None.
 
     Raises:
         OptionError: Something cannot be honoured; the model was not changed.
@@ -99,14 +107,19 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     written = load(source)
     settings = read_settings(written, world_size(), fill=fill)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
-    placed, made = _placed(model, make, settings, overlap)
+    made: StowedAdam | None = None
+    with _named_as_configured(settings):
+        if make is None:
+            placed = place_for_evaluation(model, settings)
+        else:
+            placed, made = _placed(model, make, settings, overlap)
     offloads = settings.activation_checkpointing.cpu_checkpointing
     configure(checkpoint_in_cpu=offloads)
     engine = DeepSpeedEngine(
         placed,
         made,
         settings,
-        lr_scheduler=_schedule(lr_scheduler, settings, made),
+        lr_scheduler=None if made is None else _schedule(lr_scheduler, settings, made),
         scale=None if settings.fp16 is None else LossScale(settings.fp16),
         config=written,
     )
@@ -126,19 +139,25 @@ def _placed(
     made = partial(make_placed, durability="none")  # the directory is for parameters on disk alone
     before = PlacedParameters(model)
     master_weights = MasterWeights(model, dtype_of(settings))
+    placed, optimizer = stow(model, made, plan=plan, dir=directory_of(settings))
+    master_weights.assign(placed, optimizer)
+    before.note(placed)
+    return placed, optimizer
+
+
+@contextmanager
+def _named_as_configured(settings: Settings) -> Iterator[None]:
+    """Call ``buffer_pool_bytes`` in an error by the key that it comes from."""
     try:
-        placed, optimizer = stow(model, made, plan=plan, dir=directory_of(settings))
+        yield
     except BudgetError as error:
-        if plan.buffer_pool_bytes is None:
+        if buffer_pool_bytes(settings) is None:
             raise
         message = (
             f"zero_optimization.offload_param.max_in_cpu={settings.zero.offload_param.max_in_cpu}"
             f" was given, and {error} (0: the minimum.)"
         )
         raise BudgetError(message) from error
-    master_weights.assign(placed, optimizer)
-    before.note(placed)
-    return placed, optimizer
 
 
 def _source(args: object, config: Config, config_params: Config) -> Any:  # noqa: ANN401

@@ -18,9 +18,6 @@ class MasterWeights:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Cast ``model`` and keep the values before the cast; those of rank 0, as the engine does.
 
-        Buffers keep their dtype, as upstream: a table of rotary frequencies is of no use in bf16.
-        Running statistics alone follow, for torch's batch norm takes none of another dtype.
-
         Parameters on the meta device have no values: their master weights start as their weights.
         """
         self._values = {
@@ -32,14 +29,7 @@ class MasterWeights:
         if group is not None:
             for values in self._values.values():
                 dist.broadcast(values, 0, group=group)
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)
-        for module in model.modules():
-            if isinstance(module, _NormBase):
-                for buffer in module.buffers(recurse=False):
-                    if buffer.is_floating_point():
-                        buffer.data = buffer.data.to(dtype)
+        cast_model(model, dtype)
 
     @torch.no_grad()
     def assign(self, model: nn.Module, optimizer: StowedAdam) -> None:
@@ -52,6 +42,22 @@ class MasterWeights:
                 master = part_of(values, named[name], name).clone()
                 begun[name] = {"step": as_step(0), "master": master}
         set_states(model, optimizer, begun)
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters of a model in place.
+
+    Buffers keep their dtype, as upstream: a table of rotary frequencies is of no use in bf16.
+    Running statistics alone follow, for torch's batch norm takes none of another dtype.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        if isinstance(module, _NormBase):
+            for buffer in module.buffers(recurse=False):
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(dtype)
 
 
 def _has_more(parameter: nn.Parameter, dtype: torch.dtype) -> bool:

@@ -32,21 +32,17 @@ def maker_of(
     optimizer: object,
     model: nn.Module,
     model_parameters: Iterable[Any] | None = None,
-) -> Make:
+) -> Make | None:
     """Return a function that creates the optimizer over a placed model's named parameters.
 
     ``optimizer`` is an Adam or AdamW, whose class and groups are used; a class of tensorstow's, or
     a function that takes ``(named, **placement)``; a function of ``model_parameters`` that returns
-    one of torch's; or None for ``named``, the one of the JSON. Raises OptionError for anything
-    else.
+    one of torch's; or None for ``named``, the one of the JSON: None of both, and it returns None.
+    Raises OptionError for anything else.
     """
     if optimizer is None:
         if named is None:
-            message = (
-                'No optimizer was given: neither optimizer= nor an "optimizer" section in the'
-                ' configuration. Add {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}.'
-            )
-            raise OptionError(message)
+            return None
         made = of_named(named)
         return with_groups(made, names_of(model, _groups(model, model_parameters)))
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):

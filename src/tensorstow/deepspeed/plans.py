@@ -16,7 +16,7 @@ from tensorstow.states.policy import PipelinePolicy
 
 logger = logging.getLogger("tensorstow")
 
-_PARAMETERS: Mapping[Device, Tier] = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+PARAMETER_TIERS: Mapping[Device, Tier] = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 _STATES: Mapping[Device, Tier] = {"none": Tier.HOST, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
@@ -42,7 +42,7 @@ def plan_of(settings: Settings, *, device_is_host: bool, overlap: Overlap | None
     are not on it, and for an ``overlap`` that cannot be had.
     """
     zero = settings.zero
-    parameters = _PARAMETERS[zero.offload_param.device]
+    parameters = PARAMETER_TIERS[zero.offload_param.device]
     update_on = _update_on(settings, parameters, device_is_host=device_is_host)
     plan = Plan(
         parameters=parameters,
@@ -51,7 +51,7 @@ def plan_of(settings: Settings, *, device_is_host: bool, overlap: Overlap | None
         replicas=_replicas(settings),
         update_on=update_on,
         accumulation_steps=settings.batch.accumulation,
-        buffer_pool_bytes=_buffer_pool_bytes(settings),
+        buffer_pool_bytes=buffer_pool_bytes(settings),
     )
     chosen, why = _overlap(settings, plan, overlap)
     logger.info(
@@ -131,6 +131,11 @@ def dtype_of(settings: Settings) -> torch.dtype:
     return torch.float32 if settings.fp16 is None else torch.float16
 
 
+def cast_of(settings: Settings) -> torch.dtype | None:
+    """Return what a model that evaluates is cast to; None: it is computed with as it is."""
+    return dtype_of(settings) if settings.bf16 or settings.fp16 is not None else None
+
+
 def directory_of(settings: Settings) -> str | None:
     """Return the directory of parameters on disk; None: there are none, or a disk is chosen."""
     param = settings.zero.offload_param
@@ -164,7 +169,8 @@ def state_format_of(dtype: torch.dtype) -> StateFormat | None:
     return StateFormat.SPLIT if dtype == torch.bfloat16 else None
 
 
-def _buffer_pool_bytes(settings: Settings) -> int | None:
+def buffer_pool_bytes(settings: Settings) -> int | None:
+    """Return what ``max_in_cpu`` means in bytes; None: the minimum, or nothing is on disk."""
     param = settings.zero.offload_param
     if param.device != "nvme" or not param.max_in_cpu:
         return None

@@ -35,21 +35,26 @@ Tensors = dict[str, torch.Tensor]
 
 
 def save(
-    folder: Path, module: nn.Module, optimizer: StowedAdam, kept: Mapping[str, Any], *, latest: bool
+    folder: Path,
+    module: nn.Module,
+    optimizer: StowedAdam | None,
+    kept: Mapping[str, Any],
+    *,
+    latest: bool,
 ) -> None:
     """Write a checkpoint to ``folder``; collective.
 
-    ``kept`` is what is the same on every rank. During the call a rank holds a copy of its weights;
-    states on disk are read through a mapped file.
+    ``optimizer`` None: there are no states. ``kept`` is what is the same on every rank. During the
+    call a rank holds a copy of its weights; states on disk are read through a mapped file.
     """
     tensors, named = _values_of(module), _parameters(module)
-    states = states_of(module, optimizer)
+    states = {} if optimizer is None else states_of(module, optimizer)
     for name, entry in states.items():
         for state, values in entry.items():
             if state != "step":
                 tensors[f"{_OPTIMIZER}{name}.{state}"] = host_dtensor(values, named[name])
-    groups = [dict(g) for g in optimizer.param_groups]
-    names = iter(owned_names(module, optimizer))
+    groups = [] if optimizer is None else [dict(g) for g in optimizer.param_groups]
+    names = iter([] if optimizer is None else owned_names(module, optimizer))
     for group in groups:
         group["params"] = [next(names) for _ in group["params"]]
     steps = {name: float(entry["step"]) for name, entry in states.items() if "step" in entry}

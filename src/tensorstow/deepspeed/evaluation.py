@@ -1,0 +1,120 @@
+"""Places a model without an optimizer, which evaluates and generates.
+
+[Note: Evaluation] Nothing is reduced, so nothing is sharded: every rank has a model of its own,
+with the values of rank 0. Weights that are where they are computed with are plain parameters, which
+may be written to (a moving average, a reference model that follows). Others are only read (ADR
+0037): on disk in one safetensors file for all ranks of a machine, which has no name any more once
+they have opened it.
+"""
+
+import logging
+import os
+import secrets
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+from tensorstow.base.directories import make_directories
+from tensorstow.base.errors import OptionError
+from tensorstow.base.plan import Plan
+from tensorstow.base.tiers import Tier
+from tensorstow.deepspeed.config.settings import Settings
+from tensorstow.deepspeed.master_weights import cast_model
+from tensorstow.deepspeed.plans import PARAMETER_TIERS, buffer_pool_bytes, cast_of, directory_of
+from tensorstow.deepspeed.ranks import local_rank, rank_here
+from tensorstow.fsdp.sharding import current_device, host_group
+from tensorstow.fsdp.stow import stow
+
+logger = logging.getLogger("tensorstow")
+
+
+def place_for_evaluation(model: nn.Module, settings: Settings) -> nn.Module:
+    """Cast a model, give it the values of rank 0, and place it; collective.
+
+    Raises OptionError if a parameter has no values.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            message = (
+                f"{name} is on the meta device, and initialize() was called without an optimizer: a"
+                " model that evaluates has values already. Load them before."
+            )
+            raise OptionError(message)
+    dtype = cast_of(settings)
+    if dtype is not None:
+        cast_model(model, dtype)
+    _share_values(model)
+    device = current_device()
+    tier = PARAMETER_TIERS[settings.zero.offload_param.device]
+    stays = tier == Tier.DEVICE or (tier == Tier.HOST and device.type == "cpu")
+    logger.info(
+        "initialize() was called without an optimizer: the model evaluates, whole on each rank,"
+        " parameters=%s",
+        tier,
+    )
+    if stays:
+        return model.to(device)
+    if tier == Tier.HOST:
+        return stow(model, None, plan=Plan(parameters=tier))[0]
+    return _stow_on_disk(model, settings)
+
+
+def _stow_on_disk(model: nn.Module, settings: Settings) -> nn.Module:
+    """Write the weights to a file in ``nvme_path`` and read them from there."""
+    plan = Plan(parameters=Tier.DISK, buffer_pool_bytes=buffer_pool_bytes(settings))
+    file = _file_of_machine(Path(directory_of(settings) or "."))
+    try:
+        if _writes_file():
+            make_directories([file.parent])
+            save_file({n: _own_memory(p) for n, p in model.named_parameters()}, file)
+        _wait_for_ranks()
+        placed = stow(model, None, plan=plan, weights=file)[0]
+        _wait_for_ranks()  # all have opened it
+    finally:
+        if _writes_file():
+            file.unlink(missing_ok=True)
+    return placed
+
+
+def _file_of_machine(directory: Path) -> Path:
+    """Return a new name, the same for all ranks of a machine."""
+    token = [secrets.token_hex(8)]
+    if host_group() is not None:
+        dist.broadcast_object_list(token, 0, host_group())
+    return directory / f"tensorstow-{token[0]}-{_first_of_machine()}.safetensors"
+
+
+def _first_of_machine() -> int:
+    """Return the first rank of this machine; this one where no launcher has said."""
+    return rank_here() - local_rank() if "LOCAL_RANK" in os.environ else rank_here()
+
+
+def _writes_file() -> bool:
+    return rank_here() == _first_of_machine()
+
+
+def _wait_for_ranks() -> None:
+    if host_group() is not None:
+        dist.barrier(host_group())
+
+
+def _own_memory(parameter: torch.Tensor) -> torch.Tensor:
+    """Return values that no other tensor's memory is around, as files of tensors have them."""
+    values = parameter.detach().cpu().contiguous()
+    is_own = values.untyped_storage().nbytes() == values.numel() * values.itemsize
+    return values if is_own else values.clone()
+
+
+@torch.no_grad()
+def _share_values(model: nn.Module) -> None:
+    """Give parameters and buffers the values of rank 0; collective."""
+    group = host_group()
+    if group is None:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        values = tensor.detach().cpu().contiguous()
+        dist.broadcast(values, 0, group)
+        tensor.copy_(values)

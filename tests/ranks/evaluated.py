@@ -1,0 +1,29 @@
+"""Engines without an optimizer, on every rank."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import tensorstow.deepspeed as deepspeed
+from ranks.stowed import model_of
+
+TOKENS = torch.arange(6).reshape(2, 3) % 5
+
+
+def logits_of_evaluation(config: dict[str, object], folder: str) -> tuple[bool, list[str]]:
+    """Return whether an engine computes what rank 0's model does, and what is left in a folder."""
+    model = model_of(torch.float32)
+    want = model_of(torch.float32)(TOKENS).detach()
+    if dist.is_initialized() and dist.get_rank() > 0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+    assert optimizer is None
+    engine.eval()
+    with torch.no_grad():
+        got = [engine(TOKENS) for _ in range(2)]
+    engine.destroy()
+    same = all(torch.equal(each, want) for each in got)
+    return same, [str(file) for file in Path(folder).rglob("*")]
