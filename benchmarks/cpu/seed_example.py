@@ -258,7 +258,7 @@ def main() -> None:
     files = list(_scratch_files())
     result |= {
         "rss_bytes": _rss_bytes(),
-        "page_cache_bytes": sum(resident_bytes(fd) for fd in files),
+        "page_cache_bytes": sum(page_cache_bytes(fd) for fd in files),
         "file_bytes": sum(os.fstat(fd).st_size for fd in files),
         "parameters": sum(p.numel() for p in parameters),
         "sizes": [p.numel() for p in parameters],
@@ -345,7 +345,7 @@ def _scratch_files() -> Iterator[int]:
             yield int(entry.name)
 
 
-def resident_bytes(fd: int) -> int:
+def page_cache_bytes(fd: int) -> int:
     """Return how much of the file is in the page cache."""
     size = os.fstat(fd).st_size
     pages = -(-size // mmap.PAGESIZE)

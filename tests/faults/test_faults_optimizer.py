@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from parity.quadratic import SLOT, STREAM, Training, training_on, undisturbed
+from process_counts import open_descriptors
 from tensorstow import AdamW, _native
 from tensorstow.base.errors import DirectoryError, PoisonedError, TransferError
 from tensorstow.io.engine import BACKENDS, probe_backend
@@ -247,11 +248,11 @@ def test_a_directory_that_is_too_full(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_directory_that_fills_up_before_space_is_reserved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_descriptors()
     monkeypatch.setattr(_native, "fallocate", lambda _fd, _length: errno.ENOSPC)
     with pytest.raises(DirectoryError, match="No space left"):
         training_on(tmp_path)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_descriptors() == before
 
 
 def test_a_directory_that_refuses_this_user(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tensorstow
+from process_counts import open_descriptors
 from tensorstow import AdamW, Plan, StowedOptimizer
 from tensorstow.colossalai import HybridAdam
 from tensorstow.states.state_store import _KEPT
@@ -114,7 +115,7 @@ def held() -> dict[str, int]:
     gc.collect()  # FSDP2's modules are in cycles, and hold what is in others past the collector
     return {
         "threads": len(list(Path("/proc/self/task").iterdir())),
-        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "files": open_descriptors(),
         "maps": len(Path("/proc/self/maps").read_text().splitlines()),
         "stores": len(_KEPT),
         "bytes": int(Path("/proc/self/statm").read_text().split()[1]) * PAGE,

@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from parity.piecewise import CHUNK, pair
+from process_counts import open_descriptors
 from tensorstow import PipelinePolicy, StowedOptimizer, _native
 from tensorstow.base.errors import (
     BudgetError,
@@ -178,11 +179,11 @@ def test_a_class_that_raises_in_the_middle(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_at_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_descriptors()
     monkeypatch.setattr(_native, "fallocate", lambda _fd, _length: errno.ENOSPC)
     with pytest.raises(DirectoryError, match="No space left"):
         Training(tmp_path)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_descriptors() == before
 
 
 def test_states_that_turn_up_later_and_do_not_fit(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_gradients_are_those_without_it(
         assert (moved.bytes_written > 0) is (where == "disk")
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_the_device_s_memory_is_free_behind_the_copy(device: torch.device, tmp_path: Path) -> None:
     """And a copy that nobody waited for is counted by the next forward or backward."""
     model, x = net(device), rows(device)

@@ -12,6 +12,7 @@ from tensorstow.measure.calibration import measure_link
 from tensorstow.measure.host_rates import measure_compute
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_the_link_is_measured(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_LINK_BYTES", 1 << 20)
     pinned: list[int] = []

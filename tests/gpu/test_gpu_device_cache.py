@@ -120,6 +120,7 @@ def test_what_is_written_between_steps_is_what_is_computed_with(device: torch.de
     optimizer.close()
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_no_more_stays_than_fits_what_a_step_leaves(
     device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """Gemini's plugin on an accelerator: what is placed where, and the bits of torch's training."""
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -293,6 +292,7 @@ def test_without_a_booster(device: torch.device, in_fp32: list[torch.Tensor]) ->
     assert GeminiDDP(model_of()).mixed_precision == torch.float16
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_the_accelerator_by_upstreams_calls(device: torch.device) -> None:
     here = get_accelerator()
     assert here.get_current_device() == device
@@ -303,6 +303,5 @@ def test_the_accelerator_by_upstreams_calls(device: torch.device) -> None:
     here.synchronize()
     assert here.max_memory_allocated() >= here.memory_allocated() >= kept.nbytes
     here.empty_cache()
-    gc.collect()  # what an earlier test left goes now, and not in between
     here.reset_peak_memory_stats()
     assert here.max_memory_allocated() == here.memory_allocated()

@@ -140,6 +140,7 @@ def test_pinned_memory_of_several_micro_batches_is_as_planned(device: torch.devi
     optimizer.close()
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_what_is_pinned_is_registered_to_the_byte(simulated: ModuleType) -> None:
     gc.collect()
     before = simulated.registered_bytes()
@@ -167,6 +168,7 @@ def test_the_host_waits_for_nothing_in_forward_and_backward(
     optimizer.close()
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_memory_that_copies_read_outlives_them(simulated: ModuleType, device: torch.device) -> None:
     model, optimizer = stowed(HOST)
     held = simulated.registered_bytes()
@@ -178,6 +180,7 @@ def test_memory_that_copies_read_outlives_them(simulated: ModuleType, device: to
     optimizer.close()
     del model, optimizer
     gc.collect()
+    gc.collect()  # what modules of FSDP2 in cycles held goes in the second pass
     assert simulated.registered_bytes() <= held - 2 * BLOCKS * BLOCK_BYTES
     assert torch.equal(y, expected)
 
@@ -208,6 +211,7 @@ def test_memory_that_cannot_be_pinned_is_pageable(
     optimizer.close()
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_a_limit_leaves_some_units_pageable(
     simulated: ModuleType, device: torch.device, want: list[torch.Tensor]
 ) -> None:
@@ -297,6 +301,7 @@ def test_compute_does_not_wait_where_the_link_suffices(
     optimizer.close()
 
 
+@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_the_device_holds_so_many_units_and_no_more(prefetch: int, device: torch.device) -> None:
     model, optimizer = stowed(HOST.but(prefetch=prefetch))

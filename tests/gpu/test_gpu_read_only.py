@@ -162,6 +162,7 @@ def test_a_new_buffer_is_filled_behind_the_last_use_of_its_memory(device: torch.
     assert copy.eq(1).all()
 
 
+@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_weights_go_up_from_pinned_memory(device: torch.device, tmp_path: Path, kind: str) -> None:
     from tensorstow.io.pinned import pinned_bytes  # noqa: PLC0415

@@ -1,7 +1,6 @@
 """Whole models through `stow` on an accelerator: the bits of the same training on the device."""
 
 import copy
-import gc
 from functools import partial
 from typing import Any
 
@@ -87,13 +86,13 @@ def test_a_unit_whose_update_nobody_waited_for_keeps_its_gradient(
     assert all_equal(train(model, optimizer), want)
 
 
+@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_gradients_leave_the_device(device: torch.device, overlap: str) -> None:
     whole = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).bfloat16()
     plan = Plan(parameters="device", overlap=overlap)
     model, optimizer = tensorstow.stow(whole, partial(tensorstow.AdamW, lr=1e-3), plan=plan)
     x = torch.ones(1, 1024, dtype=torch.bfloat16, device=device)
-    gc.collect()  # what an earlier test left goes now, and not in between
     before = torch.accelerator.memory_allocated()
     model(x).sum().backward()
     torch.accelerator.synchronize()

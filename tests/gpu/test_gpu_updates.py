@@ -1,6 +1,5 @@
 """Updates on the device: states go up and down at once, beside the update, through few chunks."""
 
-import gc
 from collections.abc import Sequence
 
 import pytest
@@ -93,6 +92,7 @@ ALL_FORMATS = [(dtype, kept, False) for dtype in DTYPES for kept in StateFormat]
 MAXIMA = [(torch.float32, StateFormat.FP32, True), (torch.bfloat16, StateFormat.SPLIT, True)]
 
 
+@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize(
     ("dtype", "state_format", "amsgrad", "size"),
     [
@@ -129,7 +129,6 @@ def test_a_step_holds_no_more_of_the_device_than_its_slots_and_one_update(
     held = optimizer.memory().device_bytes
     assert held == MOST_DEVICE_SLOTS * (states + choice.rule.table_bytes(2))
     torch.accelerator.synchronize()
-    gc.collect()  # what an earlier test left goes now, and not in between
     before = torch.accelerator.memory_allocated(device)
     torch.accelerator.reset_peak_memory_stats(device)
     optimizer.step()

@@ -2,7 +2,6 @@
 
 import ctypes
 import faulthandler
-import gc
 import os
 import signal
 import time
@@ -123,8 +122,8 @@ def test_a_forked_process_has_no_device(simulated: ModuleType, device: torch.dev
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_an_allocation_past_the_limit(simulated: ModuleType, device: torch.device) -> None:
-    gc.collect()  # what an earlier test left goes now, and not in between
     before = torch.accelerator.memory_allocated()
     simulated.set_memory_limit(before + (8 << 20))
     with pytest.raises(torch.OutOfMemoryError):
@@ -173,6 +172,7 @@ def test_a_source_that_changes_under_way_is_seen(
     assert any("source changed" in text for text in simulated.take_hazards())
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_host_memory_is_registered_to_the_byte(simulated: ModuleType, device: torch.device) -> None:
     runtime = torch.get_device_module(device).cudart()
     host = torch.ones(COUNT)

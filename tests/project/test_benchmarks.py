@@ -209,7 +209,7 @@ def test_page_cache_probe_sees_buffered_pages(measure: ModuleType, tmp_path: Pat
     with (tmp_path / "file").open("w+b") as file:
         file.write(bytes(1 << 20))
         file.flush()
-        assert seed_example.resident_bytes(file.fileno()) == 1 << 20
+        assert seed_example.page_cache_bytes(file.fileno()) == 1 << 20
 
 
 def test_shapes_are_those_of_gpt2(measure: ModuleType) -> None:

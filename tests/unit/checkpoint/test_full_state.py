@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from process_counts import open_descriptors
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DirectoryError, OptionError, TransferError
 from tensorstow.checkpoint import full_state
@@ -39,10 +40,6 @@ def trained(directory: Path, dtype: torch.dtype, steps: int = 2, **options: obje
             weight.grad = torch.randn(weight.shape, generator=generator).to(dtype)
         optimizer.step()
     return optimizer
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[object]:
@@ -78,9 +75,9 @@ def test_the_mapped_states_are_those_in_ram(
     optimizer = trained(tmp_path, dtype, **options)
     in_ram = copy.deepcopy(optimizer.state_dict())
     monkeypatch.setattr(full_state, "RAM_BYTES", -1)
-    opened = open_files()
+    opened = open_descriptors()
     mapped = optimizer.state_dict()
-    assert open_files() == opened + 1
+    assert open_descriptors() == opened + 1
     assert differing(mapped, in_ram) == []
     optimizer.close()
     assert differing(mapped, in_ram) == []
@@ -123,20 +120,20 @@ def test_a_weight_written_by_others_is_the_master(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("always", "garbage_apart")
 def test_the_file_is_gone_with_the_tensors(tmp_path: Path) -> None:
     optimizer = trained(tmp_path, torch.float32, durability="none")
-    names, before = list(tmp_path.iterdir()), open_files()
+    names, before = list(tmp_path.iterdir()), open_descriptors()
     saved = optimizer.state_dict()
     assert list(tmp_path.iterdir()) == names
     del saved
     gc.collect()
-    assert open_files() == before
+    assert open_descriptors() == before
 
 
 @pytest.mark.usefixtures("garbage_apart")
 def test_few_states_stay_in_ram(tmp_path: Path) -> None:
     optimizer = trained(tmp_path, torch.float32, durability="none")
-    before = open_files()
+    before = open_descriptors()
     saved = optimizer.state_dict()
-    assert open_files() == before
+    assert open_descriptors() == before
     assert saved["state"]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from process_counts import open_descriptors
 from tensorstow.base.errors import DirectoryError, TransferError
 from tensorstow.io import mapped as module
 from tensorstow.io.mapped import Mapped, replacing, scratch_pieces
@@ -49,19 +50,15 @@ def test_tensors_may_be_changed_and_outlive_everything(tmp_path: Path) -> None:
     assert a.untyped_storage().nbytes() == 4096  # what saves one does not save the other
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 @pytest.mark.usefixtures("garbage_apart")
 def test_a_mapping_goes_with_its_tensors(tmp_path: Path) -> None:
-    before = open_files()
+    before = open_descriptors()
     with scratch_pieces(tmp_path, MIB) as file:
         tensor = file.map().tensor(0, (4,), torch.float32)
-    assert open_files() == before + 1
+    assert open_descriptors() == before + 1
     del tensor
     gc.collect()
-    assert open_files() == before
+    assert open_descriptors() == before
 
 
 def test_nothing_maps_to_nothing(tmp_path: Path) -> None:

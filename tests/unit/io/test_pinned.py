@@ -75,6 +75,7 @@ def test_memory_is_registered_once_and_let_go_when_copies_are_over(
     assert driver.calls[1:] == [("unregister", address, 0)]
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_a_driver_that_refuses_is_told_once_and_forgets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_driver_that_refuses_is_told_once_and_forgets(
     assert all(call[0] == "register" for call in driver.calls)
 
 
+@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize("runtime", [Driver(), None])
 def test_memory_that_there_is_not_counts_against_no_limit(
     monkeypatch: pytest.MonkeyPatch, runtime: Driver | None
@@ -123,6 +125,7 @@ def test_memory_that_there_is_not_counts_against_no_limit(
     assert pinned.pinned_bytes() == before
 
 
+@pytest.mark.usefixtures("garbage_apart")
 @pytest.mark.parametrize("raised", [MemoryError, KeyboardInterrupt])
 def test_what_pinning_raises_leaves_nothing_counted(
     monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
@@ -138,6 +141,7 @@ def test_what_pinning_raises_leaves_nothing_counted(
     assert pinned.pinned_bytes() == before
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_no_more_is_pinned_than_the_limit_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,11 +2,14 @@ import itertools
 import mmap
 import time
 
+import pytest
+
 from tensorstow.report.rss import RssSampler, peak_bytes, resident_bytes, return_freed_memory
 
 SIZE = 64 << 20
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_touched_memory_is_seen_now_and_at_the_peak() -> None:
     before = resident_bytes()
     with mmap.mmap(-1, SIZE) as memory:

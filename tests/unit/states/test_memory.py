@@ -167,7 +167,7 @@ def test_rss_falls_by_what_was_predicted(tmp_path: Path) -> None:
 # --- the page cache ---
 
 
-def resident_bytes(path: Path) -> int:
+def page_cache_bytes(path: Path) -> int:
     """Return how much of a file the page cache holds; looking does not bring any in."""
     size = path.stat().st_size
     fd = os.open(path, os.O_RDWR)  # mincore(2) tells only who may write
@@ -190,17 +190,17 @@ def test_states_on_disk_are_not_in_the_page_cache(tmp_path: Path) -> None:
     files = scratch_files(tmp_path)
     sizes = sum(path.stat().st_size for path in files)
     assert sizes == optimizer.memory().file_bytes >= 8_000_000
-    assert sum(resident_bytes(path) for path in files) < MIB
+    assert sum(page_cache_bytes(path) for path in files) < MIB
     # The probe does see pages of such a file once somebody reads it through the cache.
     for path in files:
         path.read_bytes()
-    assert sum(resident_bytes(path) for path in files) >= 0.9 * sizes
+    assert sum(page_cache_bytes(path) for path in files) >= 0.9 * sizes
 
 
 def test_the_probe_sees_a_buffered_file(tmp_path: Path) -> None:
     path = tmp_path / "buffered"
     path.write_bytes(bytes(8 * MIB))
-    assert resident_bytes(path) == 8 * MIB
+    assert page_cache_bytes(path) == 8 * MIB
 
 
 # --- the steady state ---

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from process_counts import open_descriptors
 from tensorstow.base.errors import (
     BudgetError,
     DirectoryError,
@@ -253,13 +254,13 @@ def test_a_forked_child_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("garbage_apart")
 def test_dropping_the_store_closes_its_files(tmp_path: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_descriptors()
     store = store_at(tmp_path)
     store.extend([5000], [FP32])
-    assert len(list(Path("/proc/self/fd").iterdir())) > before
+    assert open_descriptors() > before
     del store
     gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_descriptors() == before
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:

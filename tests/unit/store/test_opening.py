@@ -8,6 +8,7 @@ import pytest
 
 from powerloss.events import Created, DirectorySynced, FileSynced, ManifestCommitted, Written
 from powerloss.recorder import RecordingDisk
+from process_counts import open_descriptors
 from tensorstow.base.errors import DirectoryError, LockedError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File
@@ -40,12 +41,12 @@ class BrokenDisk(SystemDisk):
 
 @pytest.mark.usefixtures("garbage_apart")
 def test_a_failure_lets_go_of_everything(tmp_path: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_descriptors()
     engine = open_engine()
     with pytest.raises(DirectoryError, match=r"states-0\.bin.*dmesg"):
         open_parts([tmp_path], engine, BrokenDisk())
     del engine
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_descriptors() == before
     Store.open([tmp_path], open_engine()).close()
 
 

@@ -1,10 +1,12 @@
 """The device of this process, by upstream's names."""
 
+import pytest
 import torch
 
 from tensorstow.deepspeed.accelerator import get_accelerator
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_the_cpu_is_an_accelerator_of_one_device() -> None:
     here = get_accelerator()
     assert get_accelerator() is here
