@@ -41,7 +41,7 @@ class Pages:
         for tensor in self.tensors:
             tensor.fill_(torch.nan)
 
-    def fetch(self) -> None:
+    def expect(self, following: Sequence["Pages"]) -> None:
         """Do nothing."""
 
     def can_pin(self, nbytes: int) -> bool:

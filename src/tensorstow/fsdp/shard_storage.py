@@ -250,8 +250,7 @@ class Prefetcher:
         if buffer is self._order.last[1]:
             return
         self._order.record(buffer)
-        for following in islice(self._order.following(), self._ahead):
-            following.fetch()
+        buffer.expect(list(islice(self._order.following(), self._ahead)))
 
     def _unpin(self) -> None:
         last, self._pinned = self._pinned, None

@@ -8,6 +8,9 @@ for the optimizer's kernels at all times.
     when the last pin of dirty bytes ends they are written, and evicted only when they are on disk
 
 The memory of all buffers stays within a capacity, unless more than that is pinned at once.
+
+[Note: Expected buffers] Those that are used next are read in their order, each as soon as there is
+room. None of them loses its memory to one that is needed later: it would be read twice.
 """
 
 import threading
@@ -59,9 +62,9 @@ class PooledBuffer:
         """
         return self._arena.tensor(at, torch.Size(shape).numel(), dtype).view(shape)
 
-    def fetch(self) -> None:
-        """Begin reading, where there is room without taking it from anybody."""
-        self.pool.fetch(self)
+    def expect(self, following: "Sequence[PooledBuffer]") -> None:
+        """Read what is used after this buffer, in its order, as soon as there is room."""
+        self.pool.expect([each for each in dict.fromkeys(following) if each is not self])
 
     def is_ready(self) -> bool:
         """Return whether a pin would wait for nothing."""
@@ -102,6 +105,10 @@ class BufferPool:
         """The bytes that may be held in memory."""
         self.total_bytes = self._largest = 0
         self._recent: dict[PooledBuffer, None] = {}
+        self._expected: list[PooledBuffer] = []
+        """What is used next, in order ([Note: Expected buffers])."""
+        self._unread: list[PooledBuffer] = []
+        """Those of them that there was no room for yet."""
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
         self.held_bytes = 0
@@ -131,11 +138,11 @@ class BufferPool:
         self._largest = max(self._largest, buffer.nbytes)
         return buffer
 
-    def fetch(self, buffer: PooledBuffer) -> None:
-        """Begin reading ``buffer``, unless memory would have to be waited for."""
+    def expect(self, buffers: Sequence[PooledBuffer]) -> None:
+        """Read ``buffers``, which are used next in this order, as soon as there is room."""
         with self._poisoning():
-            if not buffer.present and self._make_room(buffer.nbytes, wait=False):
-                self._bring(buffer)
+            self._expected, self._unread = list(buffers), list(buffers)
+            self._read_expected()
 
     def is_ready(self, buffer: PooledBuffer) -> bool:
         """Return whether ``buffer`` is in memory, and read."""
@@ -172,6 +179,7 @@ class BufferPool:
                 buffer.begun, buffer.seen_over = time.monotonic(), None
                 buffer.writing = self._file.write(buffer.bytes, buffer.offset)
                 self.bytes_written += buffer.nbytes
+            self._read_expected()
 
     def synchronize(self) -> None:
         """Return when nothing is under way; raises what failed."""
@@ -186,6 +194,17 @@ class BufferPool:
             self._file.close()
             for buffer in list(self._recent):
                 self._drop(buffer)
+
+    def _read_expected(self) -> None:
+        """Begin reading what is expected, as far as there is room; each of it once."""
+        while self._unread:
+            buffer = self._unread[0]
+            nearer = self._expected[: self._expected.index(buffer)]
+            if not buffer.present:
+                if not self._make_room(buffer.nbytes, wait=False, keep=nearer):
+                    return
+                self._bring(buffer)
+            del self._unread[0]
 
     def _bring(self, buffer: PooledBuffer) -> None:
         buffer.present = True
@@ -233,22 +252,17 @@ class BufferPool:
         if over is None:
             log.add(LoggedTransfer("stall", f"weights being {what}", since, end))
 
-    def _look(self) -> None:
-        """See which transfers are over."""
-        now = time.monotonic()
-        for buffer in self._recent:
-            for transfer in (buffer.reading, buffer.writing):
-                if transfer is not None and buffer.seen_over is None and transfer.done():
-                    buffer.seen_over = now
-
-    def _make_room(self, nbytes: int, *, wait: bool) -> bool:
+    def _make_room(self, nbytes: int, *, wait: bool, keep: Sequence[PooledBuffer] = ()) -> bool:
         """Evict the least recently used buffers until ``nbytes`` more fit; return whether they do.
 
         What is still being written is waited for, or without ``wait`` passed over, as are the two
-        used last: in a backward, one is computed with and the other will be updated.
+        used last: in a backward, one is computed with and the other will be updated. What is
+        expected goes after all others, the last one first, and none of ``keep``.
         """
         oldest = list(self._recent)
-        for buffer in oldest if wait else oldest[:-_KEPT]:
+        found = [each for each in (oldest if wait else oldest[:-_KEPT]) if each not in keep]
+        ranks = {each: rank for rank, each in enumerate(reversed(self._expected), start=1)}
+        for buffer in sorted(found, key=lambda each: ranks.get(each, 0)):
             if self.held_bytes + nbytes <= self.capacity:
                 break
             busy = buffer.reading or (buffer.writing is not None and not buffer.writing.done())
@@ -275,8 +289,11 @@ class BufferPool:
                     " resume() the last commit."
                 )
                 raise PoisonedError(message) from self._failure
-            if self._log is not None:
-                self._look()
+            now = time.monotonic()
+            for buffer in () if self._log is None else self._recent:
+                for transfer in (buffer.reading, buffer.writing):
+                    if transfer is not None and buffer.seen_over is None and transfer.done():
+                        buffer.seen_over = now
             try:
                 yield
             except BaseException as error:

@@ -14,6 +14,7 @@ parts of: states are cut so that this is one, unless they were cut for another p
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
@@ -27,6 +28,8 @@ from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.tensors.dtensor import Pager
 
 _AT_ONCE = 2
+_AHEAD = 2
+"""Units that are read beyond the one that is pinned last."""
 
 
 @dataclass(eq=False, slots=True)
@@ -146,8 +149,13 @@ class DiskFeed(GradientFeed):
     def close(self, sent: Callable[[], None]) -> None:
         """Pass on the rest, chunk by chunk: no more gradients come."""
         numbers = self._pipeline.order_now()
-        for part in self._by_pager([self._parts[n] for n in numbers if n in self._parts]):
+        parts = self._by_pager([self._parts[n] for n in numbers if n in self._parts])
+        updated = [self._keys(part.owners & self._gradients.keys()) for part in parts]
+        for index, part in enumerate(parts):
             self._pin_chunk(part)
+            for pager in updated[index].values():
+                following = (p for pagers in updated[index + 1 :] for p in pagers.values())
+                pager.expect([*islice(dict.fromkeys(following), _AHEAD)])
         sent()
 
     def end(self) -> None:

@@ -9,7 +9,7 @@ those of the shard, so code that reads bytes uses the shard, and the public inte
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,8 @@ class Pager(Protocol):
     def can_pin(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
 
-    def fetch(self) -> None:
-        """Begin reading the bytes, if there is memory."""
+    def expect(self, following: "Sequence[Self]") -> None:
+        """Read what is used after this, in its order, as soon as there is memory."""
 
     def pin(self, *, for_write: bool = False) -> None:
         """Return when the bytes are in memory; they stay until ``unpin``."""

@@ -77,7 +77,7 @@ def test_what_fits_leaves_room_for_one_more(tmp_path: Path) -> None:
     assert made[0].can_pin(SIZE)  # what is there and not pinned makes room
 
 
-def test_fetching_takes_no_memory_from_a_lease(tmp_path: Path) -> None:
+def test_reading_ahead_takes_no_memory_from_a_lease(tmp_path: Path) -> None:
     pool = BufferPool(tmp_path, 4 * SIZE, 3 * SIZE)
     made = [pool.add(SIZE) for _ in range(4)]
     for value, buffer in enumerate(made):
@@ -85,21 +85,21 @@ def test_fetching_takes_no_memory_from_a_lease(tmp_path: Path) -> None:
     pool.synchronize()
     for buffer in made[:3]:
         buffer.pin()
-    made[3].fetch()
+    made[2].expect([made[3]])
     assert not made[3].present
     for buffer in made[:3]:
         buffer.unpin()
-    made[3].fetch()
+    made[2].expect([made[3]])
     assert [buffer.present for buffer in made] == [False, True, True, True]
 
 
-def test_fetching_takes_no_memory_from_the_two_used_last(tmp_path: Path) -> None:
+def test_reading_ahead_takes_no_memory_from_the_two_used_last(tmp_path: Path) -> None:
     pool = BufferPool(tmp_path, 3 * SIZE, 2 * SIZE)
     made = [pool.add(SIZE) for _ in range(3)]
     for value, buffer in enumerate(made):
         _fill(buffer, value + 1)
     pool.synchronize()
-    made[0].fetch()
+    made[2].expect([made[0]])
     assert [buffer.present for buffer in made] == [False, True, True]
 
 
@@ -147,3 +147,38 @@ def test_a_capacity_that_changes_takes_and_gives_memory(tmp_path: Path) -> None:
     assert pool.held_bytes == 2 * SIZE  # the two used last stay until there is no room
     assert all(_all_are(buffer, value + 1) for value, buffer in enumerate(made))
     assert pool.held_bytes == SIZE
+
+
+def test_what_is_expected_loses_no_memory_to_what_is_needed_later(tmp_path: Path) -> None:
+    pool = BufferPool(tmp_path, 6 * SIZE, 4 * SIZE)
+    made = [pool.add(SIZE) for _ in range(6)]
+    for value, buffer in enumerate(made):
+        _fill(buffer, value + 1)
+        pool.synchronize()
+    assert [buffer.present for buffer in made] == [False, False, True, True, True, True]
+    made[5].expect([made[2], made[3], made[1]])
+    assert [buffer.present for buffer in made] == [False, False, True, True, True, True]
+    made[5].expect([made[3], made[1], made[0]])
+    assert [buffer.present for buffer in made] == [True, True, False, True, False, True]
+    made[0].pin()
+    made[2].pin()
+    made[4].pin()  # what is expected has to give room: what is needed later goes first
+    assert [buffer.present for buffer in made] == [True, False, True, True, True, False]
+    assert pool.bytes_read == 4 * SIZE
+
+
+def test_what_had_no_room_is_read_when_there_is_some(tmp_path: Path) -> None:
+    pool = BufferPool(tmp_path, 5 * SIZE, 3 * SIZE)
+    made = [pool.add(SIZE) for _ in range(5)]
+    for value, buffer in enumerate(made):
+        _fill(buffer, value + 1)
+    pool.synchronize()
+    for buffer in made[2:]:
+        buffer.pin()
+    made[4].expect([made[0], made[1]])
+    assert pool.bytes_read == 0
+    made[2].unpin()
+    assert [buffer.present for buffer in made] == [True, False, False, True, True]
+    made[0].pin()
+    made[3].unpin()
+    assert [buffer.present for buffer in made] == [True, True, False, False, True]

@@ -5,7 +5,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -557,7 +557,7 @@ class Counted:
     def __init__(self) -> None:
         self.pins = 0
 
-    def fetch(self) -> None:
+    def expect(self, following: Sequence["Counted"]) -> None:
         pass
 
     nbytes = 1

@@ -1,5 +1,6 @@
 """Leases: weights are in memory for the chunks that are worked on, and for few units at a time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,11 @@ class FakePager:
     for_write: bool | None = None
     nbytes: int = 100
     room: int = 1 << 20
+    expected: list[str] = field(default_factory=list)
 
-    def fetch(self) -> None:
-        """Do nothing."""
+    def expect(self, following: Sequence["FakePager"]) -> None:
+        """Note it."""
+        self.expected = [pager.name for pager in following]
 
     def can_pin(self, nbytes: int) -> bool:
         """Have room."""
@@ -213,6 +216,16 @@ def test_what_is_left_is_handed_over_unit_by_unit() -> None:
     disk_feed.end()
     pinned = [entry for entry in scene.log if entry[0] in "+-"]
     assert pinned == ["+a", "+b", "-a!", "+c", "-b!", "-c!"]
+
+
+def test_what_is_left_is_read_ahead_unit_by_unit() -> None:
+    scene = Scene([(0,), (2,), (4,), (1,), (3,), (5,)])
+    disk_feed = scene.feed(due=[0, 1, 4])
+    for param in scene.params:
+        if param.number in (0, 1, 4):
+            disk_feed.offer(param, GRADIENT)
+    disk_feed.close(sent)
+    assert [pager.expected for pager in scene.pagers] == [["c"], [], []]
 
 
 def test_a_lease_ends_when_all_chunks_of_it_are_updated() -> None:

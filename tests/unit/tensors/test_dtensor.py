@@ -1,5 +1,6 @@
 """Parameters that FSDP2 has sharded: each rank's optimizer updates its own, with the same bits."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ class PooledBuffer:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def fetch(self) -> None:
+    def expect(self, following: Sequence["PooledBuffer"]) -> None:
         """Do nothing."""
 
     def can_pin(self, nbytes: int) -> bool:
