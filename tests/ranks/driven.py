@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.plans import dtype_of, placement_keywords, plan_of
 from tensorstow.deepspeed.states import states_of
 from tensorstow.fsdp import full_tensors
+from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.tensors.dtensor import part_of
 
 STEPS = 3
@@ -72,10 +72,10 @@ class FixedScale:
 
 
 def placed(
-    settings: Settings, overlap: Overlap | None = None
+    settings: Settings, overlap: Overlap | None = None, model: nn.Module | None = None
 ) -> tuple[nn.Module, tensorstow.AdamW]:
-    """Place the tests' model as the settings say."""
-    model = model_of(torch.float32)
+    """Place a model, or the tests' model, as the settings say."""
+    model = model_of(torch.float32) if model is None else model
     masters = MasterWeights(model, dtype_of(settings))
 
     def make(named: object, **placement: object) -> tensorstow.AdamW:
@@ -88,17 +88,25 @@ def placed(
 
 
 def engine_of(
-    settings: Settings, overlap: Overlap | None = None, **more: object
+    settings: Settings,
+    overlap: Overlap | None = None,
+    model: nn.Module | None = None,
+    **more: object,
 ) -> DeepSpeedEngine:
-    """Return an engine over the tests' model."""
-    model, optimizer = placed(settings, overlap)
+    """Return an engine over a model, or the tests' model."""
+    model, optimizer = placed(settings, overlap, model)
     return DeepSpeedEngine(model, optimizer, settings, **more)
 
 
 def weights_of(module: nn.Module) -> list[torch.Tensor]:
     """Return whole weights."""
-    whole = partial(map, lambda p: p.full_tensor() if isinstance(p, DTensor) else p)
-    return [w.detach().clone() for w in whole(module.parameters())]
+    return [weights_of_one(p) for p in module.parameters()]
+
+
+def weights_of_one(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a whole weight."""
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach().clone()
 
 
 def step(engine: DeepSpeedEngine, number: int, times: float = 1.0) -> None:
@@ -200,6 +208,25 @@ def saving_half_way(drive: Drive, folder: str) -> list[torch.Tensor]:
         for number in range(1, STEPS):
             step(engine, number)
         return weights_of(engine.module)
+
+
+def saved_with_masters(drive: Drive, folder: str) -> dict[str, torch.Tensor]:
+    """Train a step with a frozen weight and save; return whole weights as fp32 has them."""
+    settings = drive.settings(dist.get_world_size())
+    model = model_of(torch.float32)
+    model.blocks[0].requires_grad_(False)  # noqa: FBT003
+    with closing(engine_of(settings, model=model)) as engine:
+        step(engine, 0)
+        with zero.GatheredParameters([engine.module.head.weight], modifier_rank=0):
+            engine.module.head.weight.data[0] = 3.0  # its master is another until the next step
+        engine.save_checkpoint(folder)
+        engine.save_checkpoint(folder, "trained", save_latest=False, exclude_frozen_parameters=True)
+        whole = {}
+        for name, parameter in resharded(engine.module).named_parameters():
+            get = utils.safe_get_full_fp32_param
+            trained = parameter.requires_grad
+            whole[name] = get(parameter) if trained else weights_of_one(parameter)
+        return whole
 
 
 def going_on(drive: Drive, folder: str) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.serialize import flatten, inflate
 from tensorstow.deepspeed.checkpoint.sharded import (
+    Contents,
     full_weights,
     latest_tag,
     load_module,
@@ -329,6 +330,7 @@ class DeepSpeedEngine(nn.Module):
         tag: str | int | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,  # noqa: FBT001, FBT002  # upstream's
+        exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
     ) -> bool:
         """Write weights, states and counters to ``save_dir/tag``; call it on every rank.
 
@@ -338,6 +340,9 @@ class DeepSpeedEngine(nn.Module):
             client_state: What ``load_checkpoint`` returns: numbers, text, bytes, lists, tuples,
                 sets, dicts, namespaces, paths, dtypes, devices, tensors and NumPy arrays.
             save_latest: Whether the file ``latest`` names the tag.
+            exclude_frozen_parameters: Whether parameters that require no gradients are left out:
+                ``load_checkpoint(..., load_module_strict=False)`` leaves those of the model as
+                they are.
 
         Returns:
             True.
@@ -353,7 +358,8 @@ class DeepSpeedEngine(nn.Module):
         kept["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         folder = Path(save_dir) / str(f"global_step{self.global_steps}" if tag is None else tag)
         folder.mkdir(parents=True, exist_ok=True)
-        save(folder, self.module, self.optimizer, kept, latest=save_latest)
+        contents = Contents(self.module, self.optimizer, frozen=not exclude_frozen_parameters)
+        save(folder, contents, kept, latest=save_latest)
         return True
 
     def load_checkpoint(

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tensorstow.base.errors import OptionError, StoreFormatError
 from tensorstow.deepspeed.states import owned_names, set_states, states_of
 from tensorstow.fsdp.full_tensors import host_dtensor, resharded, to_local
 from tensorstow.fsdp.sharding import host_group
+from tensorstow.fsdp.units import aliases_of
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.dtensor import is_sharded, shard_of
 
@@ -34,20 +36,27 @@ _MODULE, _OPTIMIZER = "module.", "optimizer."
 Tensors = dict[str, torch.Tensor]
 
 
-def save(
-    folder: Path,
-    module: nn.Module,
-    optimizer: StowedAdam | None,
-    kept: Mapping[str, Any],
-    *,
-    latest: bool,
-) -> None:
+@dataclass(frozen=True, eq=False, slots=True)
+class Contents:
+    """What is saved: a module with its optimizer or without one, and whether frozen weights are."""
+
+    module: nn.Module
+    optimizer: StowedAdam | None
+    frozen: bool = True
+
+
+def save(folder: Path, contents: Contents, kept: Mapping[str, Any], *, latest: bool) -> None:
     """Write a checkpoint to ``folder``; collective.
 
-    ``optimizer`` None: there are no states. ``kept`` is what is the same on every rank. During the
-    call a rank holds a copy of its weights; states on disk are read through a mapped file.
+    ``kept`` is what is the same on every rank. During the call a rank holds a copy of its weights;
+    states on disk are read through a mapped file.
     """
+    module, optimizer = contents.module, contents.optimizer
     tensors, named = _values_of(module), _parameters(module)
+    frozen = [name for name, p in named.items() if not p.requires_grad]
+    if not contents.frozen:
+        for name in frozen:
+            del tensors[_MODULE + name]
     states = {} if optimizer is None else states_of(module, optimizer)
     for name, entry in states.items():
         for state, values in entry.items():
@@ -58,10 +67,11 @@ def save(
     for group in groups:
         group["params"] = [next(names) for _ in group["params"]]
     steps = {name: float(entry["step"]) for name, entry in states.items() if "step" in entry}
+    told = {"groups": groups, "steps": steps, "frozen": frozen, "tied": aliases_of(module)}
     with _quietly():
         dcp_save(tensors, checkpoint_id=folder, process_group=host_group())
     if not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save({**kept, "groups": groups, "steps": steps}, folder / _KEPT)
+        torch.save({**kept, **told}, folder / _KEPT)
         if latest:
             _replace(folder.parent / LATEST, folder.name)
     if dist.is_initialized():
@@ -143,6 +153,54 @@ def load_states(
     set_states(module, optimizer, states)
     for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k not in {"params", "param_names"}})
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeight:
+    """A weight or buffer of a checkpoint, not read: its keys there, shape and dtype."""
+
+    key: str
+    master: str | None
+    """The key of its master weight; None: there is none."""
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def saved_weights(folder: Path) -> dict[str, SavedWeight]:
+    """Return the weights and buffers of a checkpoint by the model's names."""
+    there: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    found: dict[str, SavedWeight] = {}
+    for key in [k for k in there if k.startswith(_MODULE)]:
+        name = key.removeprefix(_MODULE)
+        master = f"{_OPTIMIZER}{name}.master"
+        entry = there[key]
+        found[name] = SavedWeight(
+            key, master if master in there else None, entry.size, entry.properties.dtype
+        )
+    return found
+
+
+def read_whole(folder: Path, weights: Mapping[str, SavedWeight]) -> Tensors:
+    """Return whole weights and buffers; this rank reads them by itself.
+
+    A weight that has a master weight is that, but for elements that were written to since.
+    """
+    room: Tensors = {}
+    for saved in weights.values():
+        room[saved.key] = torch.empty(saved.shape, dtype=saved.dtype)
+        if saved.master is not None:
+            room[saved.master] = torch.empty(saved.shape)
+    if room:
+        with _quietly():
+            dcp_load(room, checkpoint_id=folder, no_dist=True)
+    whole: Tensors = {}
+    for name, saved in weights.items():
+        values = room.pop(saved.key)
+        if saved.master is not None:
+            master = room.pop(saved.master)
+            values = torch.where(master.to(values.dtype) == values, master, values.float())
+        whole[name] = values
+    return whole
 
 
 def full_weights(module: nn.Module, *, frozen: bool) -> Tensors:
