@@ -19,6 +19,7 @@ from importlib.metadata import version
 
 from tensorstow.base.errors import StowError
 from tensorstow.cli.arguments import COMMANDS
+from tensorstow.cli.collector import collector_paused
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -53,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = argparse.Namespace()
     try:
         given = _parse(arguments)
-        status: int = import_module(given.module).run(given)
+        with collector_paused():
+            module = import_module(given.module)
+        status: int = module.run(given)
         if sys.stdout is not None:
             sys.stdout.flush()  # now, while an error can still be reported
     except BrokenPipeError:

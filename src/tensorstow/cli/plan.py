@@ -15,6 +15,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import parse_size
 from tensorstow.cli.arguments import DTYPES
+from tensorstow.cli.collector import collector_paused
 from tensorstow.cli.output import make_console, print_json, print_line
 from tensorstow.cli.plan_output import print_plan
 from tensorstow.cli.plan_page import compose
@@ -62,7 +63,8 @@ _ANY_TOKENS = 2048
 
 def run(given: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    facts = examine(given)
+    with collector_paused():
+        facts = examine(given)
     if given.html is not None:
         _write(given.html, compose(facts))
     if given.json:
@@ -236,12 +238,16 @@ def _placed_elsewhere(
     placements: tuple[ActivationPlacement, ...] = ("recompute", "disk")
     if not here:
         placements = ("recompute", "host", "disk")
+    found: list[MicroBatching] = []
     for placement in placements if names else ():
-        placed = TracedPlacement(placement, device_is_host=here)
-        traced = _traced(model, given, placed)
-        if traced is not None:
-            yield MicroBatching(1, _batch(model, traced, given), traced.held(), placement)
-        yield from _micro_batchings(model, traced, given, placed)
+        if here or placement != "disk":  # an accelerator has neither: it is as for "host"
+            placed = TracedPlacement(placement, device_is_host=here)
+            traced = _traced(model, given, placed)
+            found = [*_micro_batchings(model, traced, given, placed)]
+            if traced is not None:
+                whole = MicroBatching(1, _batch(model, traced, given), traced.held())
+                found.insert(0, whole)
+        yield from (replace(each, placement=placement) for each in found)
 
 
 def _micro_batchings(

@@ -128,9 +128,11 @@ def _with_activations(
     placements: tuple[ActivationPlacement, ...] = ("recompute", "disk")
     if device.type != "cpu":
         placements = ("recompute", "host", "disk")
-    tried = []
+    tried: list[MicroBatching] = []
+    found: Activations | None = None
     for placement in placements:
-        found = _largest_of_ranks(example.trace(placement, device))
+        if device.type == "cpu" or placement != "disk":  # a device has neither: as for "host"
+            found = _largest_of_ranks(example.trace(placement, device))
         if found is not None:
             done = found.micro_batch(tokens)
             tried.append(MicroBatching(1, done, found.held(), placement))

@@ -226,13 +226,13 @@ def _lines(plan: Plan, sizes: Sizes, conditions: Conditions) -> _Lines:
     for unit in sizes.units:
         # Units whose weights come and go by themselves share no chunk.
         line = unit.name if plan.tier_of(unit.name) == Tier.DISK else None
-        for dtype, elements in unit.trained:
-            lines.setdefault((dtype, line), []).append(elements)
+        for dtype, elements in unit.by_dtype.items():
+            lines.setdefault((dtype, line), []).extend(elements)
     return tuple((families[dtype], tuple(each)) for (dtype, _), each in lines.items())
 
 
 def _families(sizes: Sizes, plan: Plan, conditions: Conditions) -> dict[torch.dtype, Family]:
-    dtypes = {dtype for unit in sizes.units for dtype, _ in unit.trained}
+    dtypes = {dtype for unit in sizes.units for dtype in unit.by_dtype}
     return {dtype: _family(dtype, plan, conditions) for dtype in dtypes}
 
 
@@ -257,7 +257,8 @@ def _predict(
 
 def units_on(tier: Tier, plan: Plan, sizes: Sizes) -> list[UnitSizes]:
     """Return the units whose parameters a plan puts on ``tier``."""
-    return [unit for unit in sizes.units if plan.tier_of(unit.name) == tier]
+    units, others = plan.units, plan.parameters  # as plan.tier_of, which takes longer
+    return [unit for unit in sizes.units if units.get(unit.name, others) is tier]
 
 
 def is_whole(plan: Plan, sizes: Sizes, conditions: Conditions) -> bool:
@@ -389,9 +390,9 @@ def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[I
         tier = plan.tier_of(unit.name)
         if tier == Tier.DISK:
             continue
-        for dtype, elements in unit.trained:
-            counts.setdefault(dtype, []).append(elements)
-            ours.setdefault(dtype, []).append(tier == Tier.DEVICE)
+        for dtype, elements in unit.by_dtype.items():
+            counts.setdefault(dtype, []).extend(elements)
+            ours.setdefault(dtype, []).extend([tier == Tier.DEVICE] * len(elements))
     families = _families(sizes, plan, conditions)
     lines = tuple((families[d], tuple(own), tuple(ours[d])) for d, own in counts.items())
     staged, slots = _buffers_of(lines)
@@ -409,12 +410,15 @@ def _buffers_of(
 
     ``lines``: of each family the elements of its parameters, and which are on the device.
     """
-    chunks: list[tuple[Family, int]] = []
+    counts: dict[tuple[Family, int], int] = {}
     for line, elements, ours in lines:
-        alike = chunks_of([(line, elements)], PipelinePolicy().chunk_elements)
-        for family, each, count in alike:
+        for family, each, count in chunks_of([(line, elements)], PipelinePolicy().chunk_elements):
             if any(ours[run.parameter] for run in each.runs):
-                chunks += min(count, _most_slots(each.elements)) * [(family, each.elements)]
+                kind = (family, each.elements)
+                counts[kind] = counts.get(kind, 0) + count
+    chunks: list[tuple[Family, int]] = []
+    for kind, count in counts.items():
+        chunks += min(count, _most_slots(kind[1])) * [kind]
     slots, nbytes = device_slots(chunks)
     return plan_staging([elements for _, elements in chunks]).nbytes, slots * nbytes
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -33,6 +34,24 @@ class UnitSizes:
     """Of one rank, with the padding that makes all shards alike."""
     trained: tuple[tuple[torch.dtype, int], ...]
     """Of each trained parameter: its dtype, and this rank's elements."""
+    # What follows is of ``trained``, and is asked for again for each plan that is tried.
+    by_dtype: Mapping[torch.dtype, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    """This rank's elements of each trained parameter, by dtype."""
+    trained_elements: int = field(init=False, repr=False, compare=False)
+    """How many elements of this rank's share are trained."""
+    gradient_bytes: int = field(init=False, repr=False, compare=False)
+    """The bytes of the gradients of this rank's share."""
+
+    def __post_init__(self) -> None:
+        """Sum up what is trained."""
+        by_dtype: dict[torch.dtype, tuple[int, ...]] = {}
+        for dtype, elements in self.trained:
+            by_dtype[dtype] = (*by_dtype.get(dtype, ()), elements)
+        sums = {dtype: sum(each) for dtype, each in by_dtype.items()}
+        object.__setattr__(self, "by_dtype", by_dtype)
+        object.__setattr__(self, "trained_elements", sum(sums.values()))
+        nbytes = sum(dtype.itemsize * n for dtype, n in sums.items())
+        object.__setattr__(self, "gradient_bytes", nbytes)
 
     @classmethod
     def of(cls, unit: HasParameters, ranks: int) -> "UnitSizes":
@@ -44,16 +63,6 @@ class UnitSizes:
             sum(padded_bytes(p, ranks) for p in parameters),
             tuple((p.dtype, p.numel() // ranks) for p in parameters if p.requires_grad),
         )
-
-    @property
-    def trained_elements(self) -> int:
-        """Return how many elements of this rank's share are trained."""
-        return sum(elements for _, elements in self.trained)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Return the bytes of the gradients of this rank's share."""
-        return sum(dtype.itemsize * elements for dtype, elements in self.trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +123,13 @@ def bytes_around(units: Sequence[UnitSizes]) -> int:
     Args:
         units: Units of a model.
     """
-    parents = {name[:at] for name in (u.name for u in units) for at in _dots(name)}
+    parents = {parent for unit in units for parent in _parents(unit.name)}
     return max((unit.share_bytes for unit in units if unit.name in parents), default=0)
 
 
-def _dots(name: str) -> list[int]:
-    return [at for at, letter in enumerate(name) if letter == "."]
+@lru_cache(maxsize=4096)
+def _parents(name: str) -> tuple[str, ...]:
+    return tuple(name[:at] for at, letter in enumerate(name) if letter == ".")
 
 
 def least_in_memory(units: Iterable[int], around: int = 0) -> int:
