@@ -10,7 +10,9 @@ from torch import nn
 from training import spin
 
 import tensorstow
+from generated import AXES, allowed, both
 from models import ResidualStack
+from parity.cover import Row, all_pairs
 from tensorstow import Budget, Plan
 from tensorstow.base.errors import BudgetError
 from tensorstow.fsdp.read_only import stream_of
@@ -111,6 +113,20 @@ def test_a_budget_fills_the_device_then_the_host(device: torch.device, tmp_path:
     assert tensorstow.plan_of(model) == Plan()
     with pytest.raises(BudgetError, match="the largest unit has"):
         stowed(tmp_path, budget=Budget(device=BLOCK_BYTES // 2))
+
+
+# Beam search changes what it copies up before the copy is over, with all weights on the device too.
+ROWS = all_pairs({**AXES, "call": ("forward", "generate")}, allowed)[::3]
+"""Every third of the rows: tests/unit/fsdp/test_read_only_matrix.py has all of them on the CPU."""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
+def test_a_generating_model_has_the_bits_of_one_in_memory(
+    row: Row, device: torch.device, tmp_path: Path
+) -> None:
+    expected, told = both(row, tmp_path, device)
+    assert len(told) == len(expected) >= 2
+    assert all(torch.equal(a, b) for a, b in zip(told, expected, strict=True))
 
 
 # --- what is waited for ---
