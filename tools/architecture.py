@@ -13,7 +13,7 @@ BEGIN, END = "<!-- written by tools/architecture.py -->\n", "<!-- end of what it
 LAYERS = (
     *("base", "io", "tensors", "nn", "formats", "store", "states", "step", "activations"),
     *("losses", "checkpoint", "report", "optim"),
-    *("planner", "fsdp", "measure", "deepspeed", "colossalai", "tensornvme", "cli"),
+    *("planner", "fsdp", "measure", "deepspeed", "colossalai", "integrations", "tensornvme", "cli"),
 )
 """The packages, lowest first."""
 

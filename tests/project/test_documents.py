@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tensorstow
+import trainers
 from remote import make_remote
 from tensorstow.cli.main import make_parser
 from tree import ROOT
@@ -97,7 +98,9 @@ def prelude(place: Path, code: str) -> dict[str, Any]:
     (place / "ds_config.json").write_text(json.dumps(config), encoding="utf-8")
     (place / "checkpoint").mkdir()
     save_file(Model().state_dict(), place / "checkpoint/model.safetensors")
-    made: dict[str, Any] = {"model": LossModel() if "deepspeed" in code else Model()}
+    of_transformers = "from transformers import" in code
+    plain = LossModel if "deepspeed" in code else Model
+    made: dict[str, Any] = {"model": trainers.model() if of_transformers else plain()}
     makers: dict[str, Callable[[], object]] = {
         "Model": lambda: Model,
         "make_model": lambda: Model,
@@ -110,7 +113,7 @@ def prelude(place: Path, code: str) -> dict[str, Any]:
         "epoch": lambda: 1,
         "tensor": lambda: torch.arange(5000.0),
         "batch": lambda: lambda _: torch.randn(2, SIZE),
-        "dataset": lambda: torch.randn(4, SIZE),
+        "dataset": lambda: trainers.examples(2) if of_transformers else torch.randn(4, SIZE),
         "loader": lambda: [{"x": torch.randn(2, SIZE)} for _ in range(2)],
         "schedule": lambda: lambda step: 1 / (step + 1),
         "extra": lambda: lambda: {"epoch": 1},
@@ -162,6 +165,7 @@ def blocks() -> Iterator[Block]:
 
 # torch's, of a process alone that saves what torch.distributed.checkpoint is also for
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:.pin_memory. argument is set as true")  # transformers'
 @pytest.mark.parametrize("block", list(blocks()), ids=str)
 def test_a_block_runs_as_printed(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +183,8 @@ def test_a_block_runs_as_printed(
         for name in ("engine", "optimizer", "offloader"):
             for end in ("destroy", "close"):
                 getattr(names.get(name), end, lambda: None)()
+        if (trainer := names.get("trainer")) is not None:
+            getattr(trainer.optimizer, "optimizer", trainer.optimizer).close()
         names.clear()
         gc.collect()
 

@@ -1,0 +1,1 @@
+"""Other projects' trainers with these optimizers: a module for each, which imports that project."""

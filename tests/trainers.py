@@ -1,0 +1,92 @@
+"""What every trainer is tested with: a tiny language model, its batches, and the plain loop."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorstow import AdamW
+
+WORDS, LENGTH, BATCH = 32, 8, 2
+LEARNING_RATE = 1e-2
+
+
+def model() -> Any:  # noqa: ANN401  # another library's
+    """Return a GPT-2 with random weights, made without network; tied weights, no dropout."""
+    from transformers import AutoModelForCausalLM, GPT2Config  # noqa: PLC0415  # seconds
+
+    torch.manual_seed(0)
+    quiet = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16}
+    words = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(**words, **sizes, **quiet)
+    made = AutoModelForCausalLM.from_config(config)
+    made.loss_type = "ForCausalLM"  # GPT-2's class name says none, and labels are counted by it
+    return made
+
+
+def examples(batches: int) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(
+        WORDS, (batches * BATCH, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def micro_batches(batches: int) -> list[torch.Tensor]:
+    """Return the same in batches, in order."""
+    rows = examples(batches)
+    return [
+        torch.stack([row["input_ids"] for row in rows[i : i + BATCH]])
+        for i in range(0, len(rows), BATCH)
+    ]
+
+
+def windows(batches: int, accumulation: int) -> list[list[torch.Tensor]]:
+    """Return the micro-batches of each step; the last step may have fewer."""
+    found = micro_batches(batches)
+    return [found[i : i + accumulation] for i in range(0, len(found), accumulation)]
+
+
+def bits(net: nn.Module) -> list[bytes]:
+    return [t.detach().numpy().tobytes() for t in net.state_dict().values()]
+
+
+def plain_groups(net: nn.Module) -> list[dict[str, Any]]:
+    """Return one group of matrices that decay, and one of what does not."""
+    named = list(net.named_parameters())
+    return [
+        {"params": [p for _, p in named if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.ndim != 2], "weight_decay": 0.0},
+    ]
+
+
+def plain_loop(
+    steps: Sequence[Sequence[torch.Tensor]], *, clip: float = 1.0, total: int | None = None
+) -> list[bytes]:
+    """Train by hand with states in RAM; the learning rate falls to 0 in ``total`` steps."""
+    net = model()
+    optimizer = AdamW(plain_groups(net), lr=LEARNING_RATE)
+    total = len(steps) if total is None else total
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: max(0.0, (total - n) / max(1, total))
+    )
+    for window in steps:
+        items = sum(batch[:, 1:].numel() for batch in window)
+        for batch in window:
+            net(
+                input_ids=batch, labels=batch, num_items_in_batch=torch.tensor(items)
+            ).loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return bits(net)
+
+
+def nbytes_beside_weights(folder: Path) -> int:
+    """Return the bytes of a checkpoint folder without the weights."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".safetensors" for path in files)
+    return sum(path.stat().st_size for path in files if path.suffix != ".safetensors")

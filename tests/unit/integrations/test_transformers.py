@@ -1,0 +1,211 @@
+"""The Trainer of transformers: against the plain loop, and from checkpoint to checkpoint."""
+
+import gc
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tensorstow
+import trainers
+from tensorstow import PipelinePolicy
+from tensorstow.base.errors import OptionError
+from tensorstow.integrations.transformers import DropSnapshots, LateAdamW, adamw, attach
+
+SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
+PLACES: list[dict[str, Any]] = [
+    {"states": "disk"},
+    {"states": "disk", "overlap": "forward"},
+    {"states": 0.5, "dir": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """So small a model is slower with two, which spin beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def arguments(place: Path, **given: Any) -> transformers.TrainingArguments:  # noqa: ANN401
+    quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
+    plain: dict[str, Any] = {
+        "use_cpu": True,
+        "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": trainers.BATCH,
+        "learning_rate": trainers.LEARNING_RATE,
+        "weight_decay": 0.1,
+        "num_train_epochs": 1,
+        "save_strategy": "no",
+    }
+    return transformers.TrainingArguments(str(place / "out"), **{**plain, **quiet, **given})
+
+
+def trainer(
+    place: Path,
+    where: dict[str, Any],
+    *,
+    batches: int = 5,
+    callbacks: Any = (),  # noqa: ANN401
+    **given: Any,  # noqa: ANN401
+) -> transformers.Trainer:
+    if where.get("dir"):
+        where = {**where, "dir": place / "run"}
+    args = arguments(place, **given)
+    return transformers.Trainer(
+        trainers.model(),
+        args,
+        train_dataset=trainers.examples(batches),
+        eval_dataset=trainers.examples(1),
+        optimizer_cls_and_kwargs=adamw(args, policy=SMALL, **where),
+        callbacks=list(callbacks),
+    )
+
+
+def inner(made: transformers.Trainer) -> tensorstow.AdamW:
+    return made.optimizer.optimizer  # accelerate's wrapper holds it
+
+
+def finish(made: transformers.Trainer) -> list[bytes]:
+    optimizer = inner(made)
+    optimizer.commit() if optimizer.placement_of_states == "shared" else optimizer.wait()
+    found = trainers.bits(made.model)
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("where", PLACES, ids=str)
+def test_weights_are_those_of_the_plain_loop(where: dict[str, Any], tmp_path: Path) -> None:
+    """Evaluation between steps too: it changes nothing."""
+    made = trainer(tmp_path, where, eval_strategy="steps", eval_steps=2)
+    made.train()
+    assert finish(made) == trainers.plain_loop(trainers.windows(5, 1))
+
+
+def test_the_last_window_may_be_short(tmp_path: Path) -> None:
+    """Eight micro-batches by three; the norm is clipped as in the plain loop, which it changes."""
+    made = trainer(
+        tmp_path,
+        {"states": "disk"},
+        batches=8,
+        gradient_accumulation_steps=3,
+        max_grad_norm=0.1,
+    )
+    made.train()
+    by_hand = partial(trainers.plain_loop, trainers.windows(8, 3))
+    assert finish(made) == by_hand(clip=0.1) != by_hand(clip=1.0)
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """From the older of two, in new objects; checkpoints are small, and generation is allowed."""
+    where = {"states": "disk", "dir": True}
+    first = trainer(tmp_path, where, save_strategy="steps", save_steps=2)
+    first.train()
+    tokens = torch.tensor([[1, 2]])
+    first.model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    checkpoints = sorted((tmp_path / "out").glob("checkpoint-*"))
+    assert [path.name for path in checkpoints] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+    assert all(trainers.nbytes_beside_weights(path) < 1 << 20 for path in checkpoints)
+    assert (checkpoints[0] / "optimizer.pt").stat().st_size < 10_000
+    complete = finish(first)
+    del first
+    gc.collect()
+
+    second = trainer(tmp_path, where)
+    second.train(resume_from_checkpoint=str(checkpoints[0]))
+    assert second.state.global_step == 5
+    assert finish(second) == complete == trainers.plain_loop(trainers.windows(5, 1))
+
+
+def test_snapshots_go_with_their_checkpoints(tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    where = {"states": "disk", "dir": True}
+    first = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=3, **saves)
+    first.train()
+    (kept,) = inner(first).snapshots()
+    assert kept.step == 3
+    finish(first)
+    second = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=4, **saves)
+    second.train(resume_from_checkpoint=True)
+    (kept,) = inner(second).snapshots()  # the one of the process before is gone too
+    assert kept.step == 4
+    finish(second)
+
+
+def test_attach_is_the_same_for_a_trainer_that_is_made(tmp_path: Path) -> None:
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    made = transformers.Trainer(trainers.model(), args, train_dataset=trainers.examples(3))
+    attach(made, states="disk", dir=tmp_path / "run", policy=SMALL)
+    made.train()
+    assert any(isinstance(one, DropSnapshots) for one in made.callback_handler.callbacks)
+    with pytest.raises(OptionError, match="has an optimizer already"):
+        attach(made, states="disk")
+    assert finish(made) == trainers.plain_loop(trainers.windows(3, 1))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
+def test_adapters_of_peft_are_trained(tmp_path: Path) -> None:
+    """The base is frozen and in no group; what decays is what the Trainer's own groups have."""
+    import peft  # noqa: PLC0415  # seconds
+
+    def adapted() -> Any:  # noqa: ANN401
+        net = trainers.model()
+        torch.manual_seed(3)
+        kinds = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+        return peft.get_peft_model(net, peft.LoraConfig(r=2, lora_dropout=0.0, **kinds))
+
+    args = arguments(tmp_path)
+    results = []
+    for given in ({}, {"states": "disk", "policy": SMALL}):
+        made = transformers.Trainer(adapted(), args, train_dataset=trainers.examples(3))
+        if given:
+            attach(made, **given)
+        else:  # the class: the Trainer makes the groups
+            made.optimizer_cls_and_kwargs = (tensorstow.AdamW, {"lr": trainers.LEARNING_RATE})
+        made.train()
+        results.append(finish(made))
+    assert results[0] == results[1]
+
+
+def test_groups_and_options_are_the_trainers(tmp_path: Path) -> None:
+    args = arguments(tmp_path, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6)
+    made = transformers.Trainer(trainers.model(), args)
+    theirs = made.create_optimizer().param_groups
+    kind, options = adamw(args)
+    ours = kind()(made.model, args, **options).param_groups  # axolotl passes args too
+    for mine, other in zip(ours, theirs, strict=True):
+        assert [id(p) for p in mine["params"]] == [id(p) for p in other["params"]]
+        assert {mine[k] == other[k] for k in ("lr", "betas", "eps", "weight_decay")} == {True}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "backward": ({}, {"overlap": "backward"}, "norm of all gradients behind backward"),
+    "deepspeed": ({"deepspeed": {"bf16": {}}}, {}, "DeepSpeed's own optimizer"),
+    "fsdp": ({"fsdp": True}, {}, "exchanges the parameters"),
+    "ranks": ({"world_size": 2}, {"dir": "/nvme"}, "for 2 processes"),
+    "tries": ({"auto_find_batch_size": True}, {"dir": "/nvme"}, "second try"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_go_wrong_in_silence_is_refused(name: str) -> None:
+    given, where, message = REFUSED[name]
+    plain = {"deepspeed": None, "fsdp": None, "world_size": 1, "auto_find_batch_size": False}
+    with pytest.raises(OptionError, match=message):
+        adamw(SimpleNamespace(**{**plain, **given}), **where)  # type: ignore[arg-type]
+
+
+def test_a_factory_is_no_class_of_torchs() -> None:
+    """The Trainer would make its own groups for one, and pass no model."""
+    assert not issubclass(LateAdamW, torch.optim.Optimizer)
+    net = nn.Linear(2, 2)
+    made = LateAdamW()(net, lr=0.5)
+    assert [len(group["params"]) for group in made.param_groups] == [1, 1]
