@@ -38,6 +38,8 @@ def test_exported_names() -> None:
         "launch_from_torch",
     ]
     assert tensorstow.deepspeed.__all__ == [
+        "DeepSpeedConfig",
+        "DeepSpeedConfigError",
         "DeepSpeedEngine",
         "__version__",
         "accelerator",
@@ -49,6 +51,7 @@ def test_exported_names() -> None:
         "initialize",
         "log_dist",
         "logger",
+        "moe",
         "ops",
         "runtime",
         "summary_of",

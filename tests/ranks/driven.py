@@ -266,6 +266,9 @@ def read_and_set(drive: Drive) -> None:
         engine.backward(loss_of(engine, dist.get_rank(), 0, 0))
         gradient = utils.safe_get_full_grad(weight)
         assert gradient.shape == weight.shape
+        utils.safe_set_full_grad(weight, 2 * gradient)
+        assert torch.equal(utils.safe_get_full_grad(weight), 2 * gradient)
+        gradient = 2 * gradient
         engine.step()
         moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
         assert torch.allclose(moment, 0.1 * gradient, rtol=1e-5)

@@ -10,15 +10,27 @@ from typing import TYPE_CHECKING
 from tensorstow.base.errors import AbsentError
 
 if TYPE_CHECKING:
-    from tensorstow.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
+    from tensorstow.deepspeed import (
+        accelerator,
+        checkpointing,
+        comm,
+        moe,
+        ops,
+        runtime,
+        utils,
+        zero,
+    )
     from tensorstow.deepspeed.accelerator import get_accelerator
     from tensorstow.deepspeed.config.summary import summary_of
     from tensorstow.deepspeed.engine import DeepSpeedEngine
     from tensorstow.deepspeed.initialization import add_config_arguments, initialize
     from tensorstow.deepspeed.ranks import init_distributed
+    from tensorstow.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from tensorstow.deepspeed.utils import log_dist, logger
 
 __all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "__version__",
     "accelerator",
@@ -30,6 +42,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "moe",
     "ops",
     "runtime",
     "summary_of",
@@ -41,6 +54,8 @@ __version__ = "0.19.6"
 """The version of DeepSpeed whose interface this is, for scripts that compare it."""
 
 _MODULES = {
+    "DeepSpeedConfig": "runtime.config",
+    "DeepSpeedConfigError": "runtime.config",
     "DeepSpeedEngine": "engine",
     "add_config_arguments": "initialization",
     "get_accelerator": "accelerator",
@@ -53,10 +68,23 @@ _MODULES = {
 """Where each name is that is no module itself."""
 
 
+_NO_STAGES = (
+    "there are no pipeline stages. tensorstow.stow() takes a whole model, whose blocks may be on"
+    " disk"
+)
+_NO_KERNELS = "use torch's scaled_dot_product_attention and torch.compile in the model"
 _ABSENT = {
     "init_inference": "its kernels are not here. tensorstow.stow(model, None, weights=folder)"
     " places a model that is only read: on the device, in host memory or in its files"
     " (ZeRO-Inference)",
+    "PipelineModule": _NO_STAGES,
+    "pipe": _NO_STAGES,
+    "tp_model_init": "the engine shards whole parameters over data-parallel ranks, and takes no"
+    " DTensors. Leave it out",
+    "compression": "compress the model after training, by torchao",
+    "DeepSpeedTransformerLayer": _NO_KERNELS,
+    "DeepSpeedTransformerConfig": _NO_KERNELS,
+    "replace_transformer_layer": _NO_KERNELS,
 }
 """Why names of upstream are not here."""
 

@@ -1,6 +1,7 @@
 """``deepspeed.checkpointing``: activations that are computed again, and inputs in host memory."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -19,8 +20,10 @@ _IN_CPU = "activation_checkpointing.cpu_checkpointing"
 class _Recomputed(nn.Module):
     """Calls a function; of what it saves, its inputs alone are kept."""
 
-    def forward(self, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Call ``function``, which backward calls again."""
+        if kwargs:  # not handed to torch's function, which has keywords of its own
+            function = partial(function, **kwargs)
         return torch_checkpoint(function, *args, use_reentrant=False)
 
 
@@ -98,16 +101,21 @@ def reset() -> None:
     _now.recomputed = _Recomputed()
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401  # the function's
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,  # noqa: ANN401  # the function's
+    **kwargs: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
     """Call a function and keep only its inputs; backward calls it again.
 
     Args:
         function: The function.
         args: Its arguments.
+        kwargs: Its keywords.
 
     Returns:
         What ``function`` returned.
     """
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # inside of one that is called again
-        return torch_checkpoint(function, *args, use_reentrant=False)
-    return _now.recomputed(function, *args)
+        return torch_checkpoint(partial(function, **kwargs), *args, use_reentrant=False)
+    return _now.recomputed(function, *args, **kwargs)

@@ -1,30 +1,51 @@
 """The loader of training data: each rank's own micro-batches."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.ranks import rank_here
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Loading:
+    """How a data set is loaded: None of the batch size is the configuration's."""
+
+    batch_size: int | None = None
+    sampler: Sampler[Any] | None = None
+    """None: each rank has a share of the samples."""
+    shuffled: bool = True
+    workers: int = 0
+    pinned: bool = False
+
+
 def make_dataloader(
-    data: Dataset[Any], settings: Settings, collate_fn: Callable[[list[Any]], Any] | None = None
+    data: Dataset[Any],
+    settings: Settings,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    loading: Loading | None = None,
 ) -> DataLoader[Any]:
     """Return a dataloader of micro-batches, different ones on each rank.
 
     ``loader.sampler.set_epoch`` reshuffles. An iterable dataset is used as it is, and must
     select its rank's samples itself.
     """
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, world_of(settings), rank_here())
+    loading = loading or Loading()
+    sampler = loading.sampler
+    if sampler is None and not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(
+            data, world_of(settings), rank_here(), shuffle=loading.shuffled
+        )
     return DataLoader(
         data,
-        batch_size=settings.batch.micro,
+        batch_size=loading.batch_size or settings.batch.micro,
         sampler=sampler,
         collate_fn=collate_fn,
         drop_last=settings.dataloader_drop_last,
+        num_workers=loading.workers,
+        pin_memory=loading.pinned,
     )

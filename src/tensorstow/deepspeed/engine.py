@@ -1,7 +1,7 @@
 """``DeepSpeedEngine``: a module that runs backward and steps its optimizer."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.serialize import flatten, inflate
@@ -22,13 +23,18 @@ from tensorstow.deepspeed.checkpoint.sharded import (
     save,
 )
 from tensorstow.deepspeed.config.settings import Settings
+from tensorstow.deepspeed.dataloader import Loading, make_dataloader
 from tensorstow.deepspeed.direct_backward import DirectBackward
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.monitor import Monitor
 from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.ranks import local_rank, rank_here
 from tensorstow.deepspeed.registry import RegisteredModel, register
-from tensorstow.deepspeed.states import drop_unused_masters, watch_loads
+from tensorstow.deepspeed.states import (
+    drop_unused_masters,
+    refuse_states_that_stay,
+    watch_loads,
+)
 from tensorstow.deepspeed.step import OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.deepspeed.zero_params import mark_parameters
@@ -73,6 +79,7 @@ class DeepSpeedEngine(nn.Module):
         self.settings = settings
         self.config = {} if config is None else config
         self.training_dataloader: Any = None
+        self.collate_fn: Callable[[list[Any]], Any] | None = None
         self.device = current_device()
         self.global_rank, self.local_rank = rank_here(), local_rank()
         self.world_size = world_of(settings)
@@ -161,7 +168,9 @@ class DeepSpeedEngine(nn.Module):
         Returns:
             What the module returned.
         """
-        with self._timer.measure("forward"):
+        dtype = self.settings.autocast
+        casts = nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        with self._timer.measure("forward"), casts:
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._direct.watch(output)
@@ -469,6 +478,77 @@ class DeepSpeedEngine(nn.Module):
         whole = full_weights(self.module, frozen=not exclude_frozen_parameters)
         return whole if self.global_rank == 0 else None
 
+    # --- data, and where states are ---
+
+    def deepspeed_io(  # upstream's
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,  # noqa: FBT001, FBT002
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """Return a dataloader of micro-batches, different ones on each rank.
+
+        Args:
+            dataset: The data set; an iterable one selects its rank's samples itself.
+            batch_size: Samples of a batch. Default: None, those of a micro-batch.
+            route: "train": samples are shuffled; else they come in their order.
+            pin_memory: Whether batches for an accelerator are in pinned memory.
+            data_sampler: Selects samples. Default: None, a share of them for each rank.
+            collate_fn: Makes a batch of samples. Default: None, that of ``initialize``.
+            num_local_io_workers: Processes that load. Default: None, this one does.
+
+        Returns:
+            The dataloader.
+        """
+        loading = Loading(
+            batch_size,
+            data_sampler,
+            shuffled=route == "train",
+            workers=num_local_io_workers or 0,
+            pinned=pin_memory and self.device.type != "cpu",
+        )
+        return make_dataloader(dataset, self.settings, collate_fn or self.collate_fn, loading)
+
+    def offload_states(
+        self,
+        include: Container[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,  # noqa: FBT001, FBT002  # upstream's
+        non_blocking: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Free the accelerator of optimizer states and master weights, which are never on it.
+
+        Args:
+            include: What is to go, of ``OffloadStateTypeEnum``. Default: None, all; weights and
+                gradients on an accelerator stay there, which is logged.
+            device: "cpu".
+            pin_memory: Not used.
+            non_blocking: Not used.
+
+        Raises:
+            OptionError: ``device`` is another; weights or gradients are asked for that are on an
+                accelerator; or the engine has no optimizer.
+        """
+        del pin_memory, non_blocking
+        self._trained("offload_states()")
+        refuse_states_that_stay(self.module, include, device)
+
+    def reload_states(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002  # upstream's
+        """Undo ``offload_states``, which moved nothing.
+
+        Args:
+            non_blocking: Not used.
+
+        Raises:
+            OptionError: The engine has no optimizer.
+        """
+        del non_blocking
+        self._trained("reload_states()")
+
     # --- settings and results ---
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
@@ -595,6 +675,19 @@ class DeepSpeedEngine(nn.Module):
             One per parameter group.
         """
         return [float(group["lr"]) for group in self._groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group.
+
+        Args:
+            lr: The learning rate.
+
+        Raises:
+            OptionError: The engine has no optimizer.
+        """
+        optimizer, _ = self._trained("set_lr()")
+        for group in optimizer.param_groups:
+            group["lr"] = lr
 
     def get_mom(self) -> list[tuple[float, float]]:
         """Return the betas.

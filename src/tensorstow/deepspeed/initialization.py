@@ -123,6 +123,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
         scale=None if settings.fp16 is None else LossScale(settings.fp16),
         config=written,
     )
+    engine.collate_fn = collate_fn
     if training_data is not None:
         engine.training_dataloader = make_dataloader(training_data, settings, collate_fn)
     return engine, made, engine.training_dataloader, engine.lr_scheduler

@@ -1,7 +1,8 @@
 """Optimizer states by the model's names, as tensors of this rank's elements."""
 
+import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.full_tensors import resharded
+from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.optim.stowed_adam import StowedAdam
+
+logger = logging.getLogger("tensorstow")
 
 StatesByName = dict[str, dict[str, torch.Tensor]]
 
@@ -65,3 +69,27 @@ def watch_loads(module: nn.Module, optimizer: StowedAdam) -> None:
 
     register: Any = module.register_load_state_dict_post_hook
     register(loaded)
+
+
+_OF_DEVICE = ("lp_params", "lp_grads")
+"""What may be on an accelerator, of what upstream's ``offload_states`` moves."""
+
+
+def refuse_states_that_stay(module: nn.Module, include: Container[str] | None, device: str) -> None:
+    """Raise OptionError if what is asked for is on an accelerator; log it if all is asked for."""
+    if device != "cpu":
+        message = f"offload_states(device={str(device)!r}) was called: states are moved to the cpu."
+        raise OptionError(message)
+    if all(
+        p.device.type == "cpu" or storage_of(p) is not None for p in resharded(module).parameters()
+    ):
+        return
+    asked = [name for name in _OF_DEVICE if include is not None and name in include]
+    if asked:
+        message = (
+            f"offload_states() was asked for {', '.join(asked)}, which stay on the accelerator:"
+            ' weights are in host memory with zero_optimization.offload_param.device="cpu".'
+        )
+        raise OptionError(message)
+    if include is None:
+        logger.info("offload_states(): weights and gradients stay on the accelerator")

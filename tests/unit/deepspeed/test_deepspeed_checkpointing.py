@@ -75,3 +75,13 @@ def test_several_model_parallel_ranks_are_refused() -> None:
     with pytest.raises(OptionError, match="2 model-parallel ranks"):
         checkpointing.configure(Several())
     assert not checkpointing.is_configured()
+
+
+def test_keywords_are_the_functions() -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    def scaled(x: torch.Tensor, *, use_reentrant: float) -> torch.Tensor:
+        return x * use_reentrant
+
+    checkpointing.checkpoint(scaled, x, use_reentrant=3.0).sum().backward()
+    assert x.grad.tolist() == [3.0, 3.0]

@@ -6,7 +6,8 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from tensorstow.deepspeed.config.settings import Batch, Settings
-from tensorstow.deepspeed.dataloader import make_dataloader
+from tensorstow.deepspeed.dataloader import Loading, make_dataloader
+from tensorstow.deepspeed.runtime.dataloader import RepeatingLoader
 
 
 class Endless(IterableDataset[int]):
@@ -34,3 +35,17 @@ def test_what_is_left_over_may_be_dropped() -> None:
 def test_an_iterable_is_taken_as_it_is_and_collated() -> None:
     loader = make_dataloader(Endless(), settings(2), collate_fn=sum)
     assert list(loader) == [1, 5, 4]
+
+
+def test_samples_come_in_order_or_as_a_sampler_says() -> None:
+    data = TensorDataset(torch.arange(6))
+    in_order = make_dataloader(data, settings(1), loading=Loading(3, shuffled=False))
+    assert [b.tolist() for (b,) in in_order] == [[0, 1, 2], [3, 4, 5]]
+    chosen = make_dataloader(data, settings(1), loading=Loading(sampler=[5, 1]))
+    assert [b.tolist() for (b,) in chosen] == [[5, 1]]
+
+
+def test_a_loader_begins_again() -> None:
+    repeating = iter(RepeatingLoader([1, 2]))
+    assert [next(repeating) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert not list(RepeatingLoader([]))

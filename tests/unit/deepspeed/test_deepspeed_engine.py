@@ -24,7 +24,9 @@ from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Zero
+from tensorstow.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
+ENABLED = {"enabled": True}
 NVME, CPU = OffloadOptimizer("nvme"), OffloadOptimizer("cpu")
 DRIVES = [
     *(Drive(Zero(stage=stage, offload_optimizer=CPU), accumulation=2) for stage in (0, 1, 2)),
@@ -243,3 +245,51 @@ def test_a_part_of_a_checkpoint_is_loaded(
     assert all(torch.equal(saved[n], v) for n, v in engine.module.state_dict().items())
     engine.load_checkpoint(tmp_path, "first", load_optimizer_states=False)
     assert (engine.global_steps, engine.micro_steps) == (0, 0)
+
+
+def test_rates_and_loaders_are_made_by_hand(engine: deepspeed.DeepSpeedEngine) -> None:
+    engine.set_lr(0.25)
+    assert engine.get_lr() == [0.25]
+    engine.collate_fn = sum
+    assert list(engine.deepspeed_io(range(4), route="eval")) == [1, 5]
+    assert list(engine.deepspeed_io(range(4), 1, "eval", collate_fn=max)) == [0, 1, 2, 3]
+
+
+def test_states_are_in_host_memory_already(engine: deepspeed.DeepSpeedEngine) -> None:
+    weight = engine.module.head.weight.detach().clone()
+    engine.offload_states(include=[OffloadStateTypeEnum.optim_states], device="cpu")
+    engine.offload_states()
+    engine.reload_states()
+    assert torch.equal(engine.module.head.weight, weight)
+    with pytest.raises(OptionError, match=r"device='nvme'\) was called"):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autocast_is_round_forward(stage: int) -> None:
+    config = {
+        "train_batch_size": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    cast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    trained = []
+    for more in (cast, {}):
+        made, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config | more)
+        tokens = torch.arange(6).reshape(2, 3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not more):
+            out = made(tokens)
+        assert out.dtype == torch.bfloat16
+        made.backward(out.float().square().sum())
+        made.step()
+        made.optimizer.wait()
+        trained.append([p.detach().clone() for p in made.module.parameters()])
+        made.destroy()
+    assert all_equal(*trained)
+    for wrong in (
+        cast | {"bf16": {"enabled": True}},
+        {"torch_autocast": {**ENABLED, "dtype": "fp16"}},
+    ):
+        with pytest.raises(OptionError, match="torch_autocast"):
+            deepspeed.initialize(model=model_of(torch.float32), config=config | wrong)

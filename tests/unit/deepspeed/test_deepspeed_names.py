@@ -1,14 +1,23 @@
 """Names of upstream's that scripts use beside the engine."""
 
+from importlib import import_module
+
 import pytest
+import torch
 import torch.distributed as dist
 
 import tensorstow.deepspeed as deepspeed
+from tensorstow.base.errors import AbsentError, OptionError
 from tensorstow.deepspeed import comm
+from tensorstow.deepspeed.moe.utils import (
+    has_moe_layers,
+    split_params_into_different_moe_groups_for_optimizer,
+    split_params_into_shared_and_expert_params,
+)
 from tensorstow.deepspeed.runtime import lr_schedules
 from tensorstow.deepspeed.runtime.engine import DeepSpeedEngine
 from tensorstow.deepspeed.runtime.utils import see_memory_usage
-from tensorstow.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from tensorstow.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from tensorstow.deepspeed.utils import groups
 
 
@@ -30,6 +39,7 @@ def test_every_schedule_of_a_configuration_is_a_class() -> None:
 
 
 def test_devices_are_the_texts_of_a_configuration() -> None:
+    assert "optim_states" in [*OffloadStateTypeEnum]
     assert [*OffloadDeviceEnum] == ["none", "cpu", "nvme"]
     assert DeepSpeedEngine is deepspeed.DeepSpeedEngine
 
@@ -44,3 +54,50 @@ def test_scripts_write_to_the_log_of_this_package(caplog: pytest.LogCaptureFixtu
     assert first == "[Rank 0] here"
     assert second.startswith("behind the step: 0 B on the device")
     assert deepspeed.logger.name == "tensorstow"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("", "PipelineModule"),
+        ("pipe", "PipelineModule"),
+        ("compression", "init_compression"),
+        ("compression.compress", "init_compression"),
+        ("moe.layer", "MoE"),
+        ("ops.sparse_attention", "SparseSelfAttention"),
+        ("ops.transformer", "DeepSpeedTransformerLayer"),
+        ("", "tp_model_init"),
+    ],
+)
+def test_what_is_not_here_is_refused_with_advice(module: str, name: str) -> None:
+    place = import_module(f"tensorstow.deepspeed.{module}".rstrip("."))
+    with pytest.raises(AbsentError, match=f"{name} is not in tensorstow.deepspeed"):
+        getattr(place, name)
+    assert not hasattr(place, "__no_such__")
+
+
+def test_a_script_for_experts_runs_without_any() -> None:
+    model = torch.nn.Linear(2, 2)
+    given = {"params": (p for p in model.parameters()), "name": "all"}
+    (group,) = split_params_into_different_moe_groups_for_optimizer(given)
+    assert (group["name"], group["params"]) == ("all", list(model.parameters()))
+    assert has_moe_layers(model) == (False, 0)
+    model.bias.allreduce = False
+    shared, own = split_params_into_shared_and_expert_params(model.parameters())
+    assert shared[0] is model.weight
+    assert own[0] is model.bias
+    with pytest.raises(OptionError, match="whose allreduce is False"):
+        split_params_into_different_moe_groups_for_optimizer({"params": model.parameters()})
+
+
+def test_a_configuration_is_an_object() -> None:
+    adam = {"type": "Adam", "params": {"lr": 1.0}}
+    written = {"train_batch_size": 4, "gradient_accumulation_steps": 2, "optimizer": adam}
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    found = deepspeed.DeepSpeedConfig({**written, "zero_optimization": zero})
+    assert found.train_micro_batch_size_per_gpu * found.world_size == 2
+    assert (found.optimizer_name, found.optimizer_params) == ("Adam", {"lr": 1.0})
+    assert (found.scheduler_name, found.zero_enabled, found.bfloat16_enabled) == (None, True, False)
+    assert found.zero_config.offload_param.device == "cpu"
+    with pytest.raises(deepspeed.DeepSpeedConfigError):
+        deepspeed.DeepSpeedConfig({})

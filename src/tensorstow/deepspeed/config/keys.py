@@ -97,7 +97,14 @@ _PRECISION = [
         for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")
     ),
     section("amp", instead='use {"bf16": {"enabled": true}}'),
-    section("torch_autocast", instead="use torch.autocast around the forward pass, or bf16"),
+    honoured("torch_autocast.enabled", BOOL, off=False),
+    honoured("torch_autocast.dtype", _DTYPES, off=None),
+    *idle(
+        "torch_autocast.",
+        ANYTHING,
+        "lower_precision_safe_modules",
+        why="gradients are reduced in fp32, whatever the module",
+    ),
     honoured("communication_data_type", _DTYPE, off=None),
     *idle("data_types.", _DTYPES, "grad_accum_dtype", why="micro-batches are summed in fp32"),
     *(
@@ -191,8 +198,13 @@ _STAGE3 = with_prefix(
     [
         *idle(
             f"{_Z}stage3_",
+            number(),
+            "prefetch_bucket_size",  # of TRL 0.9 times a square, as it comes
+            why="units are fetched and let go in their order, not by counts of elements",
+        ),
+        *idle(
+            f"{_Z}stage3_",
             whole(0),
-            "prefetch_bucket_size",
             "max_live_parameters",
             "max_reuse_distance",
             "param_persistence_threshold",

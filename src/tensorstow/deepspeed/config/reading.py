@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.json_text import Source, load
 from tensorstow.deepspeed.config.settings import (
@@ -66,6 +68,7 @@ def _settings(values: Values, world: int) -> Settings:
         fp16=Fp16(**_fields(Fp16, "fp16", values)) if values["fp16.enabled"] else None,
         bf16=values["bf16.enabled"],
         check_grad_overflow=values["bf16.enabled"] and values["bf16.check_grad_overflow"],
+        autocast=_autocast(values),
         gradient_clipping=values["gradient_clipping"],
         zero=_zero(values),
         aio=Aio(
@@ -81,6 +84,26 @@ def _settings(values: Values, world: int) -> Settings:
         wandb=WandbMonitor(**_fields(WandbMonitor, "wandb", values)),
         dataloader_drop_last=values["dataloader_drop_last"],
     )
+
+
+def _autocast(values: Values) -> torch.dtype | None:
+    """Return the dtype of ``torch_autocast``; raises OptionError for one that cannot be."""
+    if not values["torch_autocast.enabled"]:
+        return None
+    dtype = values["torch_autocast.dtype"]
+    if values["fp16.enabled"] or values["bf16.enabled"]:
+        message = (
+            "torch_autocast.enabled is true with bf16 or fp16: parameters are fp32 under"
+            " torch_autocast. Keep one of both."
+        )
+        raise OptionError(message)
+    if dtype not in {None, "bf16", "bfloat16", "torch.bfloat16"}:
+        message = (
+            f"torch_autocast.dtype={dtype!r} was given: it may be bfloat16, which needs no loss"
+            ' scale. Use that, or the section "fp16".'
+        )
+        raise OptionError(message)
+    return torch.bfloat16
 
 
 def _zero(values: Values) -> Zero:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 Device = Literal["none", "cpu", "nvme"]
 
 
@@ -113,6 +115,8 @@ class Settings:
     bf16: bool = False
     check_grad_overflow: bool = False
     """Whether bf16 steps whose gradients are not finite must be skipped."""
+    autocast: torch.dtype | None = None
+    """The dtype of ``torch.autocast`` around forward; None: there is none."""
     gradient_clipping: float = 0.0
     zero: Zero = field(default_factory=Zero)
     aio: Aio = field(default_factory=Aio)

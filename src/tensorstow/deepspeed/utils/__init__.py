@@ -10,8 +10,10 @@ from tensorstow.deepspeed.utils.tensor_fragment import (
     safe_get_local_grad,
     safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
+    safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
 from tensorstow.deepspeed.utils.z3_leaf_module import (
@@ -34,8 +36,10 @@ __all__ = [
     "safe_get_local_grad",
     "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
+    "safe_set_full_grad",
     "safe_set_full_optimizer_state",
     "safe_set_local_fp32_param",
+    "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "set_z3_leaf_modules",
     "tensor_fragment",

@@ -79,6 +79,21 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     safe_set_local_fp32_param(param, part_of(_like(param, value), param, "The value"))
 
 
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set a parameter's full gradient, which exists between ``backward`` and ``step``.
+
+    Args:
+        param: A parameter of an engine. Call it on every rank.
+        value: A tensor of the parameter's full shape, the same on every rank; under fp16 it is
+            multiplied by the loss scale.
+
+    Raises:
+        OptionError: The shape is another one, or there is no gradient to set.
+    """
+    param = placed_of(param)
+    safe_set_local_grad(param, part_of(_like(param, value), param, "The value"))
+
+
 def safe_set_full_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
@@ -139,6 +154,28 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
         )
         raise OptionError(message)
     return gradient.detach().cpu().float().clone()
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set this rank's shard of the gradient.
+
+    Args:
+        param: A parameter of an engine.
+        value: A tensor of the shard's shape.
+
+    Raises:
+        OptionError: There is no gradient, or updates run beside backward and have used it.
+    """
+    param = placed_of(param)
+    gradient = gradient_of(param)
+    if gradient is None or isinstance(gradient, ConsumedGradient):
+        message = (
+            "A gradient was to be set that is not there: it exists between backward and step,"
+            ' unless updates run beside backward (initialize(..., overlap="none")).'
+        )
+        raise OptionError(message)
+    with torch.no_grad():
+        gradient.copy_(value)
 
 
 def safe_get_local_optimizer_state(

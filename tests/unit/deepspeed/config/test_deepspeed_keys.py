@@ -17,7 +17,8 @@ scheduler.type scheduler.params fp16.enabled fp16.auto_cast fp16.loss_scale
 fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis
 fp16.min_loss_scale fp16.fp16_master_weights_and_grads bf16.enabled bf16.immediate_grad_update
 bf16.check_grad_overflow bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states amp.*
-torch_autocast.* gradient_clipping prescale_gradients gradient_predivide_factor
+torch_autocast.enabled torch_autocast.dtype torch_autocast.lower_precision_safe_modules
+gradient_clipping prescale_gradients gradient_predivide_factor
 gradient_allreduce_op communication_data_type data_types.grad_accum_dtype
 zero_allow_untested_optimizer zero_force_ds_cpu_optimizer sparse_gradients sparse_attention.*
 elasticity.* autotuning.* compression_training.* data_efficiency.* curriculum_learning.*
@@ -96,7 +97,11 @@ def test_every_field_of_settings_is_filled_from_a_key() -> None:
     settings = Settings(Batch(1, 1, 1))
     for section in (settings.zero, settings.aio, settings.activation_checkpointing, settings):
         for field in fields(section):
-            if is_dataclass(getattr(section, field.name)) or field.name in {"fp16", "bf16"}:
+            if is_dataclass(getattr(section, field.name)) or field.name in {
+                "fp16",
+                "bf16",
+                "autocast",
+            }:
                 continue
             name = renamed.get(field.name, field.name)
             assert name in read or f"{name}.type" in KEYS, field.name

@@ -163,3 +163,10 @@ def test_a_type_without_parameters_is_enough_and_parameters_without_a_type_are_n
 def test_a_world_of_no_ranks_is_refused() -> None:
     with pytest.raises(OptionError, match="world=0"):
         read_settings(BATCH, 0)
+
+
+def test_a_bucket_may_be_a_fraction_as_trl_computes_it() -> None:
+    sizes = {"zero_optimization.stage3_prefetch_bucket_size": 0.9 * 33 * 33}
+    nested = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0.9 * 33 * 33}}
+    for given in (sizes, nested):
+        assert read_settings({"train_batch_size": 1, **given}, 1).batch.train == 1

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-__all__ = ["OffloadDeviceEnum"]
+__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
 
 
 class OffloadDeviceEnum(StrEnum):
@@ -11,3 +11,13 @@ class OffloadDeviceEnum(StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """What ``engine.offload_states`` may be asked for."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"

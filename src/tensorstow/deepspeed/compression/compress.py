@@ -1,0 +1,8 @@
+"""``deepspeed.compression.compress``: not here; its names are refused with advice."""
+
+from tensorstow.deepspeed.absent import refuse_names
+
+__getattr__ = refuse_names(
+    __name__,
+    "compress the model after training, by torchao",
+)
