@@ -168,7 +168,14 @@ class BufferPool:
             return pinned + nbytes + self._largest <= self.capacity
 
     def unpin(self, buffer: PooledBuffer, *, dirty: bool) -> None:
-        """End a pin; begin writing ``dirty`` bytes when it was the last one."""
+        """End a pin; begin writing ``dirty`` bytes when it was the last one.
+
+        Where the pool has failed nothing is written: whoever pins anything is told.
+        """
+        with self._lock:
+            if self._failure is not None:
+                buffer.pins -= 1
+                return
         with self._poisoning():
             buffer.pins -= 1
             buffer.dirty |= dirty
