@@ -1,18 +1,20 @@
 """The search for a plan: the fastest by the rates of those that fit; without rates the first.
 
 [Note: What is tried] Parameters and states on each tier; where that does not fit, some units there
-and the rest on each tier below; of those that fit, each overlap, host memory that is left for
-states, and updates on the device. All of it again in smaller formats, with the batch in more
-micro-batches, and with activations that are not kept, where the caller allows that: a placement
-that fits with fewer micro-batches, or with activations kept, is not tried again, which only adds
-work. Where nothing fits that refuses nothing, all of it again
-beside backward, and with states in host memory while parameters are on disk.
+and the rest on each tier below, or some on the device and the rest on host and disk; of those that
+fit, each overlap, host memory that is left for states, and updates on the device. All of it again
+in smaller formats, with the batch in more micro-batches, and with activations that are not kept,
+where the caller allows that: a placement that fits with fewer micro-batches, or with activations
+kept, is not tried again, which only adds work. Where nothing fits that refuses nothing, all of it
+again beside backward, and with states in host memory while parameters are on disk.
 
 [Note: How many units] Units go up by size, from the largest down (what the others pass through is
 as large as the largest of them) and from the smallest up; of equal ones the first of the model,
 whose gradients land last. Models have units of two sizes, blocks and what is around them: these two
 orders then have every choice that differs. Bytes and seconds are nearly convex in how many go up,
-so a few numbers are tried, and then those beside the best.
+so a few numbers are tried, and then those beside the best. On three tiers the device has what it
+has beside the disk alone, and the host takes of the rest: weights on the device have a copy there,
+which updates write, so that fewer of them would make no room for others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,7 +82,7 @@ class SearchResult:
             short = other.short.items()
             return ", ".join(f"{format_bytes(n)} of {tier.upper()} short" for tier, n in short)
         if other.step is None or self.chosen.step is None:
-            return "it fits, and holds less than it could"
+            return "it fits too; without rates the first that fits is chosen"
         if other.plan.overlap == "backward" and self.chosen.plan.overlap != "backward":
             refused = "clipping and loss scaling are refused beside backward"
             return f"{other.step.seconds:.3g} s per step; {refused}: ask for it"
@@ -302,8 +304,19 @@ def _try_with_units(plan: Plan, request: PlanRequest) -> Iterator[Alternative]:
         if mixed is None:
             continue
         yield mixed
+        if lower == Tier.DISK and plan.parameters == Tier.DEVICE and not mixed.short:
+            three = _with_some_between(plan, mixed.plan, request)
+            if three is not None:
+                yield three
         if not mixed.short and request.machine is None:
             return
+
+
+def _with_some_between(plan: Plan, found: Plan, request: PlanRequest) -> Alternative | None:
+    """Return ``plan`` with the units on DEVICE that ``found`` has there, the rest on two tiers."""
+    there = [unit.name for unit in request.sizes.units if found.tier_of(unit.name) == Tier.DEVICE]
+    between = plan.but(parameters=Tier.HOST, units=dict.fromkeys(there, Tier.DEVICE))
+    return _best_units(between, Tier.DISK, request)
 
 
 def _is_below(lower: Tier, upper: Tier) -> bool:
@@ -320,11 +333,12 @@ def _takes_disk(plan: Plan, request: PlanRequest) -> bool:
 def _best_units(plan: Plan, lower: Tier, request: PlanRequest) -> Alternative | None:
     """Return the best plan with some units where ``plan`` has all, the rest on ``lower``.
 
-    The fastest that fits; without rates the one with most units above; where none fits, the one
-    that the least is short of. None: the model has no two units. [Note: How many units]
+    Those that ``plan.units`` names stay where it has them. The fastest that fits; without rates the
+    one with most units above; where none fits, the one that the least is short of. None: there are
+    no two units. [Note: How many units]
     """
     units = sorted(
-        (unit for unit in request.sizes.units if unit.share_bytes),
+        (u for u in request.sizes.units if u.share_bytes and u.name not in plan.units),
         key=lambda unit: -unit.share_bytes,
     )
     orders = [units]
@@ -374,8 +388,9 @@ def _with_units(plan: Plan, lower: Tier, units: Sequence[UnitSizes], count: int)
     """Return a plan with the first ``count`` units where ``plan`` has all, in as few words."""
     up, down = units[:count], units[count:]
     if len(up) < len(down):
-        return plan.but(parameters=lower, units={u.name: plan.parameters for u in up})
-    return plan.but(units={u.name: lower for u in down})
+        up_there = {u.name: plan.parameters for u in up}
+        return plan.but(parameters=lower, units={**plan.units, **up_there})
+    return plan.but(units={**plan.units, **{u.name: lower for u in down}})
 
 
 def _try_times(found: Alternative, request: PlanRequest) -> Iterator[Alternative]:

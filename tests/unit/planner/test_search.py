@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations_with_replacement, product
 from typing import get_args
 
 import pytest
@@ -11,12 +11,12 @@ import torch
 from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, PROFILE, SIZES, UNITS, G
 from tensorstow import Budget, Plan, Tier
 from tensorstow.base.errors import BudgetError
-from tensorstow.base.profile import DirectoryRates
+from tensorstow.base.profile import DirectoryRates, LinkRates
 from tensorstow.base.update_on import Overlap
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import Conditions, HeldActivations, bytes_of, fit
 from tensorstow.planner.search import MicroBatching, PlanRequest, candidates, search, uses_disk
-from tensorstow.planner.seconds import MicroBatch, time_of
+from tensorstow.planner.seconds import MachineRates, MicroBatch, time_of
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 
 HOST_BYTES = 4 * UNITS * G
@@ -192,6 +192,7 @@ def test_activations_go_where_that_is_fastest() -> None:
     assert search(replace(request, machine=None)).chosen.plan.activations == "recompute"
 
 
+SLOW_LINK = replace(CUDA, profile=PROFILE.but(link=LinkRates(2 * G, 2 * G, 3 * G)))
 BLOCKS = Sizes(
     (
         UnitSizes("root", 3 * G, 3 * G, 2 * ((torch.float32, 3 * G // 8),)),
@@ -202,35 +203,31 @@ BLOCKS = Sizes(
 
 
 def every_placement(conditions: Conditions) -> Iterator[Plan]:
-    """Yield every choice of units on two tiers, of states and of overlap."""
+    """Yield every choice of units on the tiers, of states and of overlap."""
     tiers = [Tier.HOST, Tier.DISK] if conditions.device_is_host else list(Tier)
-    names = [unit.name for unit in BLOCKS.units]
-    for upper, lower in combinations(tiers, 2):
-        for blocks, root in product(range(5), (False, True)):
-            up = names[1 : 1 + blocks] + (["root"] if root else [])
-            placed = {"units": dict.fromkeys(up, upper), "parameters": lower}
-            if len(up) == len(names):
-                placed = {"parameters": upper}
-            on_disk = Tier.DISK in {placed["parameters"], *placed.get("units", {}).values()}
+    blocks = [unit.name for unit in BLOCKS.units[1:]]
+    for placed in combinations_with_replacement(tiers, len(blocks)):
+        for root in tiers:
+            units = {**dict(zip(blocks, placed, strict=True)), "root": root}
             for states, overlap in product((Tier.HOST, Tier.DISK), get_args(Overlap)):
-                if not (on_disk and overlap == "forward"):
-                    yield Plan(**placed, states=states, overlap=overlap)
+                if not (Tier.DISK in units.values() and overlap == "forward"):
+                    yield Plan(units=units, parameters=root, states=states, overlap=overlap)
 
 
 BUDGETS = [
-    *((HERE, Budget(host=h * G, disk=d * G)) for h, d in product((4, 9, 14, 18, 24), (9, 22))),
+    *((HERE, Budget(host=h * G, disk=d * G), CPU) for h, d in product((4, 9, 14, 18, 24), (9, 22))),
     *(
-        (AWAY, Budget(c * G, h * G, d * G))
-        for c, h, d in product((10, 12, 16), (10, 15, 20), (15, 30))
+        (AWAY, Budget(c * G, h * G, d * G), machine)
+        for c, h, d in product((10, 12, 16), (10, 12, 15, 20), (15, 30))
+        for machine in (CUDA, SLOW_LINK)
     ),
 ]
 
 
-@pytest.mark.parametrize(("conditions", "budget"), BUDGETS, ids=lambda each: str(each)[:60])
+@pytest.mark.parametrize(("conditions", "budget", "machine"), BUDGETS)
 def test_a_search_finds_what_trying_everything_finds(
-    conditions: Conditions, budget: Budget
+    conditions: Conditions, budget: Budget, machine: MachineRates
 ) -> None:
-    machine = CPU if conditions.device_is_host else CUDA
     best: dict[bool, float] = {}
     for plan in every_placement(conditions):
         fitted = fit(plan, BLOCKS, budget, conditions)
@@ -249,6 +246,24 @@ def test_a_search_finds_what_trying_everything_finds(
     assert (chosen.plan.overlap == "backward") == (False not in best)
     assert 0.98 * chosen.step.seconds <= best[min(best)]  # beside backward if nothing else fits
     search(replace(request, machine=None))
+
+
+def test_units_are_on_three_tiers_where_two_are_slower() -> None:
+    """All that is beside the device does not fit the host, and the link is as slow as the disk."""
+    budget = Budget(device=8 * G, host=20 * G)
+    batch = MicroBatch(100, 10**12)
+    request = PlanRequest(
+        SIZES, budget, AWAY, overlap="none", spend=False, batch=batch, machine=SLOW_LINK
+    )
+    found = search(request)
+    there = [found.chosen.plan.tier_of(unit.name) for unit in SIZES.units]
+    assert set(there) == set(Tier)
+    assert isinstance(fit(found.chosen.plan, SIZES, budget, AWAY), Plan)
+    two = [e for e in found.tried if len({e.plan.parameters, *e.plan.units.values()}) == 2]
+    seconds = [each.step.seconds for each in two if each.step is not None]
+    assert found.chosen.step is not None
+    assert seconds
+    assert found.chosen.step.seconds < 0.99 * min(seconds)
 
 
 def test_a_chosen_plan_is_never_over_budget_and_nothing_faster_was_free() -> None:
