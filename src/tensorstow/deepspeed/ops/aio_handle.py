@@ -1,0 +1,253 @@
+"""``aio_handle``: upstream's reads and writes of files, over this package's I/O."""
+
+import os
+import weakref
+from pathlib import Path
+
+import torch
+
+from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.io.engine import open_engine
+from tensorstow.io.files import ALIGN, File, IoFuture, open_file
+
+
+class AioHandle:
+    """Reads and writes tensors in host memory, by name of a file; ``wait`` ends what is under way.
+
+    A transfer that fails raises ``TransferError`` with its place, where upstream returns -1.
+
+    Args:
+        block_size: The bytes that a transfer is cut into, a multiple of 4096.
+        queue_depth: Blocks in flight.
+        single_submit: No effect: what is ready is submitted together.
+        overlap_events: No effect: submitting and completing overlap.
+        intra_op_parallelism: No effect: one thread keeps all blocks in flight.
+
+    Raises:
+        OptionError: A value that cannot be used.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,  # noqa: FBT001, FBT002  # upstream's
+        overlap_events: bool = False,  # noqa: FBT001, FBT002
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        """Start the I/O; the class documents the arguments."""
+        self._engine = open_engine(depth=queue_depth, block_bytes=block_size, said_by="queue_depth")
+        self._block_size, self._queue_depth = block_size, queue_depth
+        self._flags = single_submit, overlap_events
+        self._parallelism = intra_op_parallelism
+        self._pending: list[tuple[IoFuture, File]] = []
+        self._locked: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def get_block_size(self) -> int:
+        """Return the bytes that a transfer is cut into."""
+        return self._block_size
+
+    def get_queue_depth(self) -> int:
+        """Return how many blocks are in flight."""
+        return self._queue_depth
+
+    def get_single_submit(self) -> bool:
+        """Return what was given."""
+        return self._flags[0]
+
+    def get_overlap_events(self) -> bool:
+        """Return what was given."""
+        return self._flags[1]
+
+    def get_intra_op_parallelism(self) -> int:
+        """Return what was given."""
+        return self._parallelism
+
+    def get_alignment(self) -> int:
+        """Return of what number of bytes a length must be a multiple: of any."""
+        return 1
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        """Fill a tensor from a file, and wait for all that is under way.
+
+        Args:
+            buffer: A contiguous tensor in host memory.
+            filename: The file.
+            file_offset: The byte that it begins at.
+
+        Returns:
+            How many transfers have ended.
+        """
+        self._start("read", buffer, filename, file_offset)
+        return self.wait()
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        """Write a tensor to a file, and wait for all that is under way.
+
+        Args:
+            buffer: A contiguous tensor in host memory.
+            filename: The file; it is made if it is not there, and keeps its other bytes.
+            file_offset: The byte that it begins at.
+
+        Returns:
+            How many transfers have ended.
+        """
+        self._start("write", buffer, filename, file_offset)
+        return self.wait()
+
+    def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        """Start filling a tensor from a file.
+
+        Args:
+            buffer: A contiguous tensor in host memory.
+            filename: The file.
+            file_offset: The byte that it begins at.
+
+        Returns:
+            0.
+        """
+        self._start("read", buffer, filename, file_offset)
+        return 0
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        """Start writing a tensor to a file; it must not change until ``wait``.
+
+        Args:
+            buffer: A contiguous tensor in host memory.
+            filename: The file; it is made if it is not there, and keeps its other bytes.
+            file_offset: The byte that it begins at.
+
+        Returns:
+            0.
+        """
+        self._start("write", buffer, filename, file_offset)
+        return 0
+
+    def pread(
+        self,
+        buffer: torch.Tensor,
+        filename: str,
+        validate: bool,  # noqa: FBT001  # upstream's
+        async_op: bool,  # noqa: FBT001
+        file_offset: int = 0,
+    ) -> int:
+        """Read as ``async_pread`` or ``sync_pread``.
+
+        Args:
+            buffer: A contiguous tensor in host memory.
+            filename: The file.
+            validate: No effect: each result is checked.
+            async_op: Whether it only starts.
+            file_offset: The byte that it begins at.
+
+        Returns:
+            What that one returns.
+        """
+        del validate
+        read = self.async_pread if async_op else self.sync_pread
+        return read(buffer, filename, file_offset)
+
+    def pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: str,
+        validate: bool,  # noqa: FBT001  # upstream's
+        async_op: bool,  # noqa: FBT001
+        file_offset: int = 0,
+    ) -> int:
+        """Write as ``async_pwrite`` or ``sync_pwrite``.
+
+        Args:
+            buffer: A contiguous tensor in host memory.
+            filename: The file; it is made if it is not there, and keeps its other bytes.
+            validate: No effect: each result is checked.
+            async_op: Whether it only starts.
+            file_offset: The byte that it begins at.
+
+        Returns:
+            What that one returns.
+        """
+        del validate
+        write = self.async_pwrite if async_op else self.sync_pwrite
+        return write(buffer, filename, file_offset)
+
+    def wait(self) -> int:
+        """Wait for all that is under way, and close its files.
+
+        Returns:
+            How many transfers have ended.
+
+        Raises:
+            TransferError: One has failed; all have ended.
+        """
+        pending, self._pending = self._pending, []
+        failed: list[OSError] = []
+        for future, file in pending:
+            try:
+                future.wait()
+            except OSError as error:
+                failed.append(error)
+            file.close()
+        if failed:
+            raise failed[0]
+        return len(pending)
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in host memory, which is pinned where there is an accelerator.
+
+        Args:
+            num_elem: Its elements.
+            example_tensor: A tensor of its dtype.
+
+        Returns:
+            The tensor, filled with zeros.
+        """
+        pin = torch.accelerator.is_available()
+        made = torch.zeros(num_elem, dtype=example_tensor.dtype, device="cpu", pin_memory=pin)
+        self._locked.add(made.untyped_storage())
+        return made
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``new_cpu_locked_tensor`` has made a tensor; its memory goes with it.
+
+        Args:
+            tensor: Any tensor.
+
+        Returns:
+            False for another one, or at the second call.
+        """
+        storage = tensor.untyped_storage()
+        is_known = storage in self._locked
+        self._locked.discard(storage)
+        return is_known
+
+    def _start(self, operation: str, buffer: torch.Tensor, name: str, offset: int) -> None:
+        path = Path(name)
+        if not buffer.is_contiguous():
+            message = f"A buffer of strides {buffer.stride()} was given: it must be contiguous."
+            raise OptionError(message)
+        if operation == "read":
+            file = open_file(self._engine, path, access=os.O_RDONLY)
+        else:
+            file = self._open_to_write(path, direct=not (offset % ALIGN or buffer.nbytes % ALIGN))
+        try:
+            future = (file.read if operation == "read" else file.write)(buffer, offset)
+        except BaseException:
+            file.close()
+            raise
+        self._pending.append((future, file))
+
+    def _open_to_write(self, path: Path, *, direct: bool) -> File:
+        """Open a file, and make it if need be; raises DirectoryError."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            message = (
+                f"File {path} was requested: {error.strerror}. Name a file in a directory that"
+                " exists and this user may write to."
+            )
+            raise DirectoryError(message) from error
+        if not direct:
+            return File(self._engine, fd, path, direct=False, cached=True)
+        os.close(fd)
+        return open_file(self._engine, path)
