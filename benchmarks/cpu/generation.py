@@ -35,7 +35,9 @@ from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memor
 _SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24}
 _QUICK = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 _CLASSES, _BATCH, _PROMPT = 4096, 8, 16
-_WAYS = ("ours", "disk_offload", "disk_offload from the page cache", "cpu_offload", "in memory")
+_INT8 = "ours in int8"
+_PEERS = ("disk_offload", "disk_offload from the page cache", "cpu_offload")
+_WAYS = ("ours", *_PEERS, "in memory", _INT8)
 _MIB = 1 << 20
 
 
@@ -57,7 +59,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
         read,
         detail={"tokens_per_second": rates, "weights_mib": ours[0]["weights"] // _MIB},
     )
-    for way, limit in zip(_WAYS[1:], (at_least(2.0), None, None, None), strict=True):
+    for way in _WAYS[1:]:
+        limit = at_least(2.0) if way == "disk_offload" else None
         name = f"generation from disk: tokens per second / {way}"
         if "why" in runs[way][0]:
             yield Figure(name, limit, None, detail={"why": runs[way][0]["why"]})
@@ -106,14 +109,15 @@ def _measure(way: str, folder: Path, *, quick: bool) -> dict[str, Any]:
     rounds, tokens = (1, 2) if quick else (3, 8)
     file = folder / "model.safetensors"
     result: dict[str, Any] = {"rounds": []}
-    if way == "ours":
+    if way in {"ours", _INT8}:
         with torch.device("meta"):
             model = _make(quick=quick)
+        files = folder if way == "ours" else tensorstow.quantize_to_int8(model, file, folder / "8")
         _touch_libraries()
         return_freed_memory()
         before = resident_bytes()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now
-        model, _ = tensorstow.stow(model, None, plan=Plan(parameters="disk"), weights=folder)
+        model, _ = tensorstow.stow(model, None, plan=Plan(parameters="disk"), weights=files)
     else:
         from safetensors.torch import load_file  # noqa: PLC0415
 

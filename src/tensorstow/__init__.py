@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tensorstow.base.plan import Plan
     from tensorstow.base.tiers import Tier
     from tensorstow.checkpoint.optimizer_export import state_dict_of
+    from tensorstow.checkpoint.quantized_weights import quantize_to_int8
     from tensorstow.fsdp.export import save_safetensors
     from tensorstow.fsdp.report import parameter_bytes
     from tensorstow.fsdp.stow import plan_of, stow
@@ -35,6 +36,7 @@ __all__ = [
     "offload_activations",
     "parameter_bytes",
     "plan_of",
+    "quantize_to_int8",
     "save_safetensors",
     "state_dict_of",
     "stow",
@@ -54,6 +56,7 @@ _MODULES = {
     "offload_activations": "tensorstow.activations.offload",
     "parameter_bytes": "tensorstow.fsdp.report",
     "plan_of": "tensorstow.fsdp.stow",
+    "quantize_to_int8": "tensorstow.checkpoint.quantized_weights",
     "save_safetensors": "tensorstow.fsdp.export",
     "state_dict_of": "tensorstow.checkpoint.optimizer_export",
     "stow": "tensorstow.fsdp.stow",

@@ -23,6 +23,7 @@ def test_exported_names() -> None:
         "offload_activations",
         "parameter_bytes",
         "plan_of",
+        "quantize_to_int8",
         "save_safetensors",
         "state_dict_of",
         "stow",

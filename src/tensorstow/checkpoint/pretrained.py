@@ -4,15 +4,18 @@
 checkpoints have: experts as one tensor, vision towers under other names. Its own conversions map
 tensors of a file to those of the model; they are applied tensor by tensor, so that memory is that
 of one tensor and its sources. For other models the names in the files are the model's.
+
+[Note: Weights in int8] A tensor that is int8 beside another one with its name and ``SCALE`` at the
+end is read, for a parameter of floating point, as the values that these stand for.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tensorstow.base.errors import StoreFormatError
+from tensorstow.formats.row_scales import dequantize_rows
 
 RowReader = Callable[[int, int], torch.Tensor]
 """Returns rows of a parameter from the first to before the second number, on the CPU."""
 Read = Callable[[str], torch.Tensor]
 """Returns a tensor of the files by its name there."""
+SCALE = "_scale"
+"""Ends the name of the scales of a tensor's rows."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -45,12 +51,20 @@ class PretrainedFiles:
         """
         self._of: dict[str, Path] = {}
         shapes: dict[str, Sequence[int]] = {}
+        coded: set[str] = set()
         for file in _files_of(Path(path)):
             with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  # no mapping
                     self._of[name] = file
-                    shapes[name] = opened.get_slice(name).get_shape()
-        self._origins = origins_of(model, shapes)
+                    part = opened.get_slice(name)
+                    shapes[name] = part.get_shape()
+                    if part.get_dtype() == "I8":
+                        coded.add(name)
+        self._origins = {
+            name: replace(origin, scale=_scale_of(origin, coded, shapes))
+            for name, origin in origins_of(model, shapes).items()
+        }
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.path = path
 
     def has(self, name: str) -> bool:
@@ -74,6 +88,8 @@ class PretrainedFiles:
                 made = origin.make(self._read_whole)
                 return (made[start:stop] if like.ndim else made).to(like.dtype)
             source = origin.sources[0]
+            if origin.scale is not None and like.is_floating_point():
+                return self._read_coded(source, origin.scale, slice(start, stop), like.dtype)
             with _open(self._of[source]) as file:
                 part: torch.Tensor = (
                     file.get_slice(source)[start:stop] if like.ndim else file.get_tensor(source)
@@ -107,6 +123,8 @@ class PretrainedFiles:
                 f"{name!r} in {self.path} is {origin.shape} and the model's is {tuple(like.shape)}."
             )
             raise StoreFormatError(message)
+        if like.is_floating_point():
+            self._validate_scale(origin)
         return origin
 
     @property
@@ -120,8 +138,28 @@ class PretrainedFiles:
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Return the tensors of the files that no tensor called one of ``names`` is made of."""
-        used = {s for n in names if n in self._origins for s in self._origins[n].sources}
-        return sorted(set(self._of) - used)
+        used = [self._origins[name] for name in names if name in self._origins]
+        taken = {source for origin in used for source in (*origin.sources, origin.scale)}
+        return sorted(set(self._of) - taken)
+
+    def _validate_scale(self, origin: "Origin") -> None:
+        """Raise StoreFormatError unless a tensor in int8 is a matrix with a scale for each row."""
+        shape = self._shapes.get(origin.scale or "")
+        if shape is not None and (
+            len(origin.shape) != 2 or shape not in {origin.shape[:1], (origin.shape[0], 1)}
+        ):
+            message = (
+                f"{origin.scale!r} in {self.path} is {shape}, and {origin.sources[0]!r} in int8 is"
+                f" {origin.shape}: scales are read that are one for each row of a matrix."
+            )
+            raise StoreFormatError(message)
+
+    def _read_coded(self, source: str, scale: str, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        with _open(self._of[source]) as file:
+            codes: torch.Tensor = file.get_slice(source)[rows]
+        values = torch.empty(codes.shape, dtype=dtype, device="cpu")
+        dequantize_rows(codes, self._read_whole(scale)[rows], values)
+        return values
 
     def _read_whole(self, source: str) -> torch.Tensor:
         with _open(self._of[source]) as file:
@@ -182,6 +220,15 @@ class Origin:
     """Names in the files."""
     make: Callable[[Read], torch.Tensor] | None = None
     """None: it is the one source."""
+    scale: str | None = None
+    """The name in the files of the scales of the one source, which is int8."""
+
+
+def _scale_of(origin: Origin, coded: Collection[str], names: Collection[str]) -> str | None:
+    """Return the name of the scales of an origin that is one of the tensors in int8."""
+    scale = origin.sources[0] + SCALE
+    is_coded = origin.make is None and origin.sources[0] in coded
+    return scale if is_coded and scale in names else None
 
 
 def is_of_transformers(model: nn.Module) -> bool:

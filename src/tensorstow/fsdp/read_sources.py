@@ -6,7 +6,7 @@ and the modules that get them.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
 from tensorstow.fsdp.initialization import Init, InitialValues
 from tensorstow.fsdp.read_units import ReadUnit
 from tensorstow.fsdp.units import aliases_of
-from tensorstow.fsdp.weight_stream import BufferLayout, FileTensor, StreamedUnit, runs_of
+from tensorstow.fsdp.weight_stream import BufferLayout, FileTensor, RowScale, StreamedUnit, runs_of
 from tensorstow.io.arena import PAGE
 from tensorstow.io.device_link import DeviceLink, is_away
 from tensorstow.io.pinned import PinnedBlock
@@ -89,23 +89,37 @@ class Sources:
         if files is None or self._opened is None:
             return None
         found: list[tuple[Path, int, str, Entry]] = []
+        of_scale: dict[str, str] = {}
         for name, parameter in unit.parameters.items():
             origin = files.origin([name, *self.aliases.get(name, [])], parameter)
             if origin.make is not None:
                 return None
-            path = files.path_of(origin.sources[0])
-            entry = self._opened.by_path[path].entries[origin.sources[0]]
-            found.append((path, entry.offset, name, entry))
+            sources = {name: origin.sources[0]}
+            if origin.scale is not None and parameter.is_floating_point():
+                of_scale[name] = origin.scale
+                sources[origin.scale] = origin.scale
+            for called, source in sources.items():
+                path = files.path_of(source)
+                entry = self._opened.by_path[path].entries[source]
+                found.append((path, entry.offset, called, entry))
         layout = BufferLayout()
-        tensors: list[tuple[WeightFile, FileTensor]] = []
+        placed: dict[str, tuple[Entry, int, int | None]] = {}
+        stored: list[tuple[WeightFile, Entry, int]] = []
         # As the files have them: what follows each other is read at once.
-        for path, _, name, entry in sorted(found, key=lambda each: each[:3]):
-            parameter = unit.parameters[name]
-            where = layout.place(entry, self._options.dtype_of(parameter))
-            tensor = self._tensor(name, parameter, entry, *where)
-            tensors.append((self._opened.by_path[path], tensor))
-        nbytes, runs = round_up(layout.nbytes, PAGE), runs_of(tensors)
-        return StreamedUnit(unit.name, [tensor for _, tensor in tensors], nbytes, runs)
+        for path, _, called, entry in sorted(found, key=lambda each: each[:3]):
+            known = unit.parameters.get(called)
+            dtype = entry.dtype if known is None else self._options.dtype_of(known)
+            at, cast_at = layout.place(entry, dtype)
+            placed[called] = (entry, at, cast_at)
+            stored.append((self._opened.by_path[path], entry, at))
+        tensors: list[FileTensor] = []
+        for name, parameter in unit.parameters.items():
+            scale = None
+            if name in of_scale:
+                entry, at, _ = placed[of_scale[name]]
+                scale = RowScale(entry.dtype, at)
+            tensors.append(replace(self._tensor(name, parameter, *placed[name]), scale=scale))
+        return StreamedUnit(unit.name, tensors, round_up(layout.nbytes, PAGE), runs_of(stored))
 
     def in_host_memory(self, unit: ReadUnit, link: DeviceLink) -> StreamedUnit:
         """Return a unit whose values are in pinned host memory from now on."""

@@ -27,6 +27,7 @@ from torch import nn
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import round_up
 from tensorstow.checkpoint.weight_files import WeightFile
+from tensorstow.formats.row_scales import dequantize_rows
 from tensorstow.fsdp.unit_buffers import UnitBuffers
 from tensorstow.io.arena import Arena
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
@@ -59,6 +60,15 @@ class DeviceMemory:
         return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class RowScale:
+    """The scales of the rows of a weight in int8."""
+
+    dtype: torch.dtype
+    at: int
+    """Where they begin in the buffer."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class FileTensor:
     """One parameter of a unit: where it is in the unit's buffer, and in modules."""
@@ -75,10 +85,17 @@ class FileTensor:
     """Where its bytes begin in the buffer."""
     cast_at: int | None
     """Where its values in the dtype of ``absent`` begin; None: it is stored in that dtype."""
+    scale: "RowScale | None" = None
+    """Of a weight that is stored in int8."""
 
     def cast(self, memory: HostMemory) -> None:
         """Compute the values in the parameter's dtype, where they are stored in another one."""
-        if self.cast_at is not None:
+        if self.scale is not None:
+            shape, scale = self.absent.shape, self.scale
+            codes = memory.tensor(self.at, self.absent.numel(), torch.int8).view(shape)
+            scales = memory.tensor(scale.at, shape[0], scale.dtype)
+            dequantize_rows(codes, scales, self.values(memory).view(shape))
+        elif self.cast_at is not None:
             stored = memory.tensor(self.at, self.absent.numel(), self.entry.dtype)
             self.values(memory).copy_(stored)
 
@@ -141,15 +158,15 @@ class BufferLayout:
         return at
 
 
-def runs_of(tensors: Iterable[tuple[WeightFile, FileTensor]]) -> list[Run]:
+def runs_of(tensors: Iterable[tuple[WeightFile, Entry, int]]) -> list[Run]:
     """Return what is read for tensors: those that follow each other in file and buffer at once.
 
     Args:
-        tensors: The tensors and their files, in the order of the buffer.
+        tensors: Their files, what they are there, and where they begin in the buffer; in its order.
     """
     runs: list[Run] = []
-    for file, tensor in tensors:
-        offset, at, nbytes = tensor.entry.offset, tensor.at, tensor.entry.nbytes
+    for file, entry, at in tensors:
+        offset, nbytes = entry.offset, entry.nbytes
         last = runs[-1] if runs else None
         if (
             last is not None

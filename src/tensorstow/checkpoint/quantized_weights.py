@@ -1,0 +1,140 @@
+"""``quantize_to_int8``: a copy of a model's files with the weights of its linear layers in int8.
+
+[Note: Names] A weight ``x.weight`` is int8 there, and ``x.weight_scale`` has the scales of its
+rows: the names that compressed-tensors has for such weights.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.checkpoint.pretrained import SCALE, PretrainedFiles
+from tensorstow.formats.row_scales import quantize_rows
+from tensorstow.io.mapped import Mapped, PieceFile, replacing
+from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
+
+_FILE = "model.safetensors"
+_SOURCE = "tensorstow.int8_of"
+"""The key in a file's metadata of what it was made of."""
+_PIECE = 4 << 20
+"""Elements that are in memory at once."""
+
+
+def quantize_to_int8(
+    model: nn.Module, weights: str | os.PathLike[str], into: str | os.PathLike[str]
+) -> Path:
+    """Write a copy of a model's files in which weights of linear layers are int8, if there is none.
+
+    It is inexact: a weight is at most half of its row's scale beside the original, and a row's
+    scale is its largest magnitude divided by 127. Weights that another kind of layer shares (a tied
+    embedding), and all other tensors, are copied as they are.
+
+    Args:
+        model: The model, which may be on the meta device: its linear layers count.
+        weights: Its safetensors, a file or a directory.
+        into: The directory of the copy, made if there is none. A copy that is there of the same
+            files stays as it is; one of other files is replaced, durably and as a whole.
+
+    Returns:
+        The directory, for ``stow(model, None, weights=...)``.
+
+    Raises:
+        StoreFormatError: The files are not the model's, or a weight is not finite.
+        OptionError: Something else is in the directory.
+        DirectoryError: There is no room, or the directory cannot be made.
+    """
+    files = PretrainedFiles(weights, model)
+    folder = Path(into)
+    target = folder / _FILE
+    others = sorted({*folder.glob("*.safetensors"), *folder.glob("*.index.json")} - {target})
+    if others:
+        raise _refuse_other(others[0])
+    tables = {path: read_table(path) for path in sorted(files.paths)}
+    found = {n: (path, e) for path, table in tables.items() for n, e in table.entries.items()}
+    chosen = {
+        name
+        for name in _linear_weights(model, files)
+        if found[name][1].dtype.is_floating_point and name + SCALE not in found
+    }
+    source = _describe(tables, chosen)
+    if target.exists():
+        known = read_table(target).metadata.get(_SOURCE)
+        if known is None:
+            raise _refuse_other(target)
+        if known == source:
+            return folder
+    entries = {name: entry for name, (_, entry) in found.items()}
+    for name in sorted(chosen):
+        shape = entries[name].shape
+        entries[name] = Entry(torch.int8, shape)
+        entries[name + SCALE] = Entry(torch.float32, shape[:1])
+    folder.mkdir(parents=True, exist_ok=True)
+    table = lay_out(entries, {"format": "pt", _SOURCE: source})
+    with replacing(target, table.nbytes) as file:
+        file.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
+        for path, old in tables.items():
+            _copy(path, old, table, chosen, file)
+    return folder
+
+
+def _refuse_other(path: Path) -> OptionError:
+    message = (
+        f"{path} is in the directory of a copy in int8, and quantize_to_int8() has not made it:"
+        " name a directory for the copy alone."
+    )
+    return OptionError(message)
+
+
+def _linear_weights(model: nn.Module, files: PretrainedFiles) -> set[str]:
+    """Return the files' names of weights that linear layers alone have."""
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    other: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():  # noqa: SLF001  # tied ones too
+            if parameter is None:
+                continue
+            if not (isinstance(module, nn.Linear) and name == "weight"):
+                other.add(id(parameter))
+            parameters[id(parameter)] = parameter
+            names.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
+    origins = [files.origin(names[key], p) for key, p in parameters.items() if key not in other]
+    return {o.sources[0] for o in origins if o.make is None and o.scale is None}
+
+
+def _describe(tables: Mapping[Path, Table], chosen: set[str]) -> str:
+    """Return what changes with the files and with what is quantized of them."""
+    facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in tables]
+    return hashlib.sha256(json.dumps([facts, sorted(chosen)]).encode()).hexdigest()
+
+
+def _copy(path: Path, old: Table, new: Table, chosen: set[str], file: PieceFile) -> None:
+    """Write the tensors of a file, a piece at a time."""
+    mapped = Mapped.read(path)
+    for name, entry in old.entries.items():
+        values = mapped.tensor(entry.offset, entry.shape, entry.dtype)
+        at = new.entries[name].offset
+        if name not in chosen:
+            flat = values.reshape(-1)
+            for start in range(0, flat.numel(), _PIECE):
+                file.write(flat[start : start + _PIECE], at + start * entry.dtype.itemsize)
+            continue
+        count = max(1, _PIECE // max(1, entry.shape[1]))
+        for start in range(0, entry.shape[0], count):
+            rows = values[start : start + count].float()
+            if not rows.isfinite().all():
+                message = (
+                    f"{name!r} in {path} has a value that is not finite, for which int8 has no"
+                    " scale: the file is damaged, or its training was. Take the original, or the"
+                    " weights as they are."
+                )
+                raise StoreFormatError(message)
+            codes, scale = quantize_rows(rows)
+            file.write(codes, at + start * entry.shape[1])
+            file.write(scale, new.entries[name + SCALE].offset + 4 * start)

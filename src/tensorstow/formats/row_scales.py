@@ -1,0 +1,37 @@
+"""Matrices in int8, with a scale in fp32 for each row: weights alone, and inexact.
+
+A weight ``w`` of a row with the scale ``s`` is kept as ``round(w / s)`` and read as that times
+``s``: at most ``s / 2`` beside ``w``, and fp32's rounding. ``s`` is the row's largest magnitude
+divided by 127.
+"""
+
+import torch
+from torch import Tensor
+
+_MOST = 127
+_BLOCK = 1 << 20
+"""Elements whose fp32 values are in memory at once."""
+_LEAST = 2.0**-100
+"""Rows without a greater magnitude than this are kept as zeros."""
+
+
+def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and the scales of rows.
+
+    Args:
+        values: A finite matrix in fp32.
+    """
+    most = values.abs().amax(1)
+    # Of rows that are kept as zeros no scale below this has a half that is as large as they are.
+    scale = torch.where(most > _LEAST, most / _MOST, 2 * most)
+    divisor = torch.where(most > _LEAST, scale, torch.inf)
+    codes = (values / divisor[:, None]).round_().clamp_(-_MOST, _MOST)
+    return codes.to(torch.int8), scale
+
+
+def dequantize_rows(codes: Tensor, scale: Tensor, into: Tensor) -> None:
+    """Compute the values of ``quantize_rows`` in fp32, and round them to the dtype of ``into``."""
+    count = max(1, _BLOCK // max(1, codes.shape[1]))
+    for start in range(0, codes.shape[0], count):
+        rows = slice(start, start + count)
+        into[rows].copy_(codes[rows].float() * scale[rows].float().reshape(-1, 1))
