@@ -41,6 +41,7 @@ MODULES = (
     "tensorstow.deepspeed.runtime.zero.tiling",
     "tensorstow.deepspeed.utils",
     "tensorstow.deepspeed.zero",
+    "tensorstow.integrations.accelerate",
     "tensorstow.integrations.transformers",
     "tensorstow.losses",
     "tensorstow.nn",

@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import DataLoader
 
 import tensorstow
 import trainers
@@ -114,7 +115,7 @@ def prelude(place: Path, code: str) -> dict[str, Any]:
         "tensor": lambda: torch.arange(5000.0),
         "batch": lambda: lambda _: torch.randn(2, SIZE),
         "dataset": lambda: trainers.examples(2) if of_transformers else torch.randn(4, SIZE),
-        "loader": lambda: [{"x": torch.randn(2, SIZE)} for _ in range(2)],
+        "loader": lambda: DataLoader([{"x": torch.randn(SIZE)} for _ in range(4)], batch_size=2),
         "schedule": lambda: lambda step: 1 / (step + 1),
         "extra": lambda: lambda: {"epoch": 1},
         "optimizer": lambda: durable(made["model"], place),
@@ -166,6 +167,8 @@ def blocks() -> Iterator[Block]:
 # torch's, of a process alone that saves what torch.distributed.checkpoint is also for
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:.pin_memory. argument is set as true")  # transformers'
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # Lightning's
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec")  # Lightning's
 @pytest.mark.parametrize("block", list(blocks()), ids=str)
 def test_a_block_runs_as_printed(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -183,8 +186,10 @@ def test_a_block_runs_as_printed(
         for name in ("engine", "optimizer", "offloader"):
             for end in ("destroy", "close"):
                 getattr(names.get(name), end, lambda: None)()
-        if (trainer := names.get("trainer")) is not None:
-            getattr(trainer.optimizer, "optimizer", trainer.optimizer).close()
+        trainer, held = names.get("trainer"), [names.get("optimizer")]
+        held += getattr(trainer, "optimizers", [getattr(trainer, "optimizer", None)])
+        for wrapper in held:  # accelerate's and Lightning's
+            getattr(getattr(wrapper, "optimizer", None), "close", lambda: None)()
         names.clear()
         gc.collect()
 

@@ -1,9 +1,12 @@
-"""The values of ``overlap=`` and ``update_on=``, as types."""
+"""The values of ``overlap=``, ``accumulation_steps=`` and ``update_on=``, as types."""
 
+from collections.abc import Callable
 from typing import Literal, TypeGuard
 
 Overlap = Literal["none", "forward", "backward"]
 """What updates run beside: nothing, the next forward, or the backward that makes gradients."""
+AccumulationSteps = int | Callable[[], bool]
+"""Backward passes per step, or whether the one under way is the last of its step."""
 UpdateOn = Literal["host", "device", "hybrid", "auto"] | float
 """A number: "hybrid" whose device updates this share of the states."""
 _WORDS = ("host", "device", "hybrid", "auto")

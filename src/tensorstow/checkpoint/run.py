@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.update_on import AccumulationSteps
 
 Extra = Mapping[str, Any]
 Checkpoints = Literal["full", "ticket"]
@@ -51,8 +52,8 @@ class RunOptions:
 
     module: torch.nn.Module | None = None
     """The model: gives names, buffers, and the places where new weights are waited for."""
-    accumulation_steps: int = 1
-    """Backward passes per step, where updates run beside the last one."""
+    accumulation_steps: AccumulationSteps = 1
+    """Backward passes per step, where updates run beside the last one; or a function."""
     commit_every: Interval = field(default_factory=Interval)
     extra: Callable[[], Extra] | None = None
     """Called at each commit for what the caller keeps with it."""

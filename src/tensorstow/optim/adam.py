@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.update_on import Overlap, UpdateOn
+from tensorstow.base.update_on import AccumulationSteps, Overlap, UpdateOn
 from tensorstow.checkpoint.run import DEFAULT_EVERY, Checkpoints, Extra
 from tensorstow.optim import options
 from tensorstow.optim.options import DirectoryOption, Durability, StatePlacement
@@ -76,7 +76,7 @@ class Adam(StowedAdam):
         update_on: UpdateOn | None = None,
         overlap: Overlap = "none",
         module: torch.nn.Module | None = None,
-        accumulation_steps: int = 1,
+        accumulation_steps: AccumulationSteps = 1,
         durability: Durability = None,
         commit_every: str | int | None = DEFAULT_EVERY,
         extra: Callable[[], Extra] | None = None,
@@ -159,7 +159,8 @@ class AdamW(Adam):
             GradScaler.
         module: The model that owns the parameters: for names, buffers, and hooks that wait for
             updates.
-        accumulation_steps: Backward passes per step; used by ``overlap="backward"`` only.
+        accumulation_steps: Backward passes per step, or a function that returns whether the one
+            under way is the last; used by ``overlap="backward"`` only.
         durability: "commit" or "none". Default: None, "commit" with ``dir``, else "none".
         commit_every: A time ("10min"), a number of steps, or None for ``commit()`` by hand.
         extra: A function that returns a dict to save with each commit: numbers, text, bytes, lists,
@@ -196,7 +197,7 @@ class AdamW(Adam):
         update_on: UpdateOn | None = None,
         overlap: Overlap = "none",
         module: torch.nn.Module | None = None,
-        accumulation_steps: int = 1,
+        accumulation_steps: AccumulationSteps = 1,
         durability: Durability = None,
         commit_every: str | int | None = DEFAULT_EVERY,
         extra: Callable[[], Extra] | None = None,

@@ -12,6 +12,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.update_on import (
     CHOICES,
+    AccumulationSteps,
     Overlap,
     UpdateOn,
     is_update_on,
@@ -93,7 +94,7 @@ def offload_policy(
 def run_options(
     module: torch.nn.Module | None,
     *,
-    accumulation_steps: int,
+    accumulation_steps: AccumulationSteps,
     commit_every: str | int | None,
     extra: Callable[[], Extra] | None,
     checkpoints: Checkpoints = "full",

@@ -6,7 +6,8 @@ bytes. The window is several times what the ring works on, so the disk is never 
 and the time that backward loses would otherwise be lost at the end of the step.
 
 [Note: Final] A parameter's gradient is final when autograd has accumulated it in the last backward
-of the step. The last backward is found by counting (``accumulation_steps``), or all others run in
+of the step. The last backward is found by counting (``accumulation_steps``) or by asking a function
+that was given in its place, for the last step of an epoch may have fewer; or all others run in
 ``accumulate()``. Gradients of parameters that took part in fewer of them are final when ``step()``
 is called.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.update_on import AccumulationSteps
 from tensorstow.io.device_link import DeviceEvent
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.chunk_order import by_last
@@ -60,9 +62,11 @@ def newest_backward() -> int:
 class ConsumedGradients:
     """The gradients of a step that updates have consumed, held while they are still read."""
 
-    def __init__(self, accumulation_steps: int, is_published: Callable[[int], bool]) -> None:
+    def __init__(
+        self, accumulation_steps: AccumulationSteps, is_published: Callable[[int], bool]
+    ) -> None:
         """Hold a gradient until ``is_published`` of its parameter's number."""
-        if accumulation_steps < 1:
+        if not callable(accumulation_steps) and accumulation_steps < 1:
             message = f"accumulation_steps={accumulation_steps} was given: it is at least 1."
             raise OptionError(message)
         self._accumulation_steps = accumulation_steps
@@ -101,8 +105,7 @@ class ConsumedGradients:
         """
         if self._accumulating:
             return False
-        self._counts[number] = self._counts.get(number, 0) + 1
-        if self._counts[number] < self._accumulation_steps:
+        if not self._is_last(number):
             return False
         # What torch calls a graph task is one call of backward; a reentrant checkpoint has its own.
         task = torch._C._current_graph_task_id()  # noqa: SLF001
@@ -118,6 +121,13 @@ class ConsumedGradients:
             )
             raise OptionError(message)
         return True
+
+    def _is_last(self, number: int) -> bool:
+        """Return whether this is the parameter's last backward of the step."""
+        if callable(self._accumulation_steps):
+            return self._accumulation_steps()
+        self._counts[number] = self._counts.get(number, 0) + 1
+        return self._counts[number] >= self._accumulation_steps
 
     def consume(
         self,

@@ -53,7 +53,7 @@ def refuse_disk(overlap: Overlap) -> None:
         raise OptionError(message)
 
 
-def check_overlap(overlap: Overlap, module: torch.nn.Module | None, steps: int) -> None:
+def check_overlap(overlap: Overlap, module: torch.nn.Module | None, steps: object) -> None:
     """Raise OptionError for a schedule whose requirements are not met, or that cannot be exact."""
     if overlap == "forward" and module is None:
         message = (

@@ -120,6 +120,24 @@ class StateOnDisk(Placeholder):
 
     refuse = staticmethod(_refuse_state)
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as above
+        cls,
+        func: Any,  # noqa: ANN401  # torch's own signature
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Placeholder:
+        """Stay where it is when asked to go to a device: trainers move all of an optimizer's state.
+
+        The update finds states where they are; a copy to another dtype would need the values.
+        """
+        given = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and given.get("dtype") in {None, args[0].dtype}:  # noqa: SLF001
+            itself: Placeholder = args[0]
+            return itself
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
 
 def _refuse_weight(operation: str) -> NoReturn:
     message = (
