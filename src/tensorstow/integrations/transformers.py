@@ -20,6 +20,8 @@ import transformers
 
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.ticket import is_ticket, snapshot_named_by
+from tensorstow.deepspeed.config.json_text import Source
+from tensorstow.integrations.deepspeed_files import placement_in
 from tensorstow.optim.adam import AdamW
 
 _OPTIMIZER = "optimizer.pt"
@@ -128,6 +130,34 @@ def adamw(
     return LateAdamW, {**options, **where}
 
 
+def from_deepspeed(
+    source: Source,
+    args: transformers.TrainingArguments,
+    **where: Any,  # noqa: ANN401  # AdamW's keywords
+) -> tuple[type[LateAdamW], dict[str, Any]]:
+    """Return what ``Trainer(optimizer_cls_and_kwargs=)`` takes, by a DeepSpeed configuration.
+
+    Leave ``deepspeed=`` out of the Trainer's arguments and keep the file: the optimizer's states go
+    where ``offload_optimizer`` says, on disk as scratch files, or with ``dir`` as a durable run.
+
+    Args:
+        source: A JSON file or a dict. "auto" takes the Trainer's values.
+        args: The Trainer's arguments.
+        **where: As for ``adamw``; they come before the file's.
+
+    Returns:
+        A factory and its keywords.
+
+    Raises:
+        OptionError: As for ``adamw``; the file contradicts ``args``, or asks for more than a place
+            for the states: parameters off the device, several ranks, schedulers, other optimizers.
+    """
+    placed = placement_in(source, args)
+    if "dir" in where:
+        placed.pop("durability", None)
+    return adamw(args, **{**placed, **where})
+
+
 def attach(trainer: transformers.Trainer, **where: Any) -> None:  # noqa: ANN401  # AdamW's keywords
     """Let a trainer that is made already train with ``adamw``.
 
@@ -174,8 +204,8 @@ def _named_below(folder: Path) -> set[str]:
 
 _DEEPSPEED = (
     "A Trainer with deepspeed= was given: accelerate would put DeepSpeed's own optimizer in the"
-    " place of this one, with another weight decay. Leave deepspeed= out;"
-    " tensorstow.deepspeed.initialize runs its configuration in a loop of your own."
+    " place of this one, with another weight decay. Leave deepspeed= out, and"
+    " pass from_deepspeed(file, args) as optimizer_cls_and_kwargs."
 )
 _FSDP = (
     "A Trainer with fsdp= was given: it exchanges the parameters when the optimizer is made, whose"
