@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import tensorstow
 from stopped import stop
-from tensorstow.base.errors import CommitError, RankError, StowError
+from tensorstow.base.errors import CommitError, OptionError, RankError, StowError
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.store.records import Content, Generation
 from tensorstow.store.store import Store
@@ -189,6 +189,32 @@ def with_a_failing_rank(directory: Path, where: str, steps: int) -> tuple[str, s
     assert facts == undisturbed(steps), "not the run that nothing happened to"
     run.stop()
     return (*names, found)
+
+
+def with_tickets(directory: Path) -> tuple[str, bool, int | None]:
+    """Save as a trainer does, by rank 0 alone; go on from what it saved on all."""
+    run = DurableRun(directory, commit_every=None, checkpoints="ticket")
+    run.train(2)
+    try:
+        run.optimizer.state_dict()
+    except OptionError as error:
+        said = str(error)
+    run.optimizer.snapshot("two")  # on all
+    saved = [run.optimizer.state_dict() if dist.get_rank() == 0 else None]
+    run.train(4)
+    weights = {name: digest(value) for name, value in run.model.state_dict().items()}
+    run.stop()
+
+    run = DurableRun(directory, commit_every=None, checkpoints="ticket")
+    dist.broadcast_object_list(saved)
+    assert saved[0] is not None
+    run.optimizer.load_state_dict(saved[0])
+    run.step = saved[0]["tensorstow"]["step"]
+    found = run.step
+    run.train(4)
+    again = {name: digest(value) for name, value in run.model.state_dict().items()}
+    run.stop()
+    return said, again == weights, found
 
 
 def with_snapshots(directory: Path) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from ranks.durable import with_tickets
+from ranks.pool import Ranks
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.ticket import KEY, snapshot_named_by
@@ -171,3 +174,10 @@ def test_a_ticket_within_extra_is_refused(tmp_path: Path) -> None:
         made[0].optimizer.commit()
     asks = False
     made[0].optimizer.close()
+
+
+def test_one_rank_saves_what_all_go_on_from(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    """Trainers ask rank 0 alone: the snapshot is made by all before."""
+    for said, equal, step in ranks(2).run(with_tickets, tmp_path):
+        assert said.startswith("A ticket of step 2 was requested, and no snapshot holds that step.")
+        assert (equal, step) == (True, 2)
