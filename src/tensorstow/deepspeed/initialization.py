@@ -19,6 +19,7 @@ from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.dataloader import make_dataloader
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.evaluation import place_for_evaluation
+from tensorstow.deepspeed.external_parameters import blocks_to_gather
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.optimizers import maker_of
@@ -140,7 +141,8 @@ def _placed(
     made = partial(make_placed, durability="none")  # the directory is for parameters on disk alone
     before = PlacedParameters(model)
     master_weights = MasterWeights(model, dtype_of(settings))
-    placed, optimizer = stow(model, made, plan=plan, dir=directory_of(settings))
+    blocks = blocks_to_gather(model) if plan.stage == 3 else None
+    placed, optimizer = stow(model, made, plan=plan, dir=directory_of(settings), units=blocks)
     master_weights.assign(placed, optimizer)
     before.note(placed)
     return placed, optimizer

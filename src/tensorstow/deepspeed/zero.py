@@ -23,6 +23,10 @@ from tensorstow.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from tensorstow.deepspeed.external_parameters import (
+    register_external_parameter,
+    unregister_external_parameter,
+)
 from tensorstow.deepspeed.ranks import rank_here
 from tensorstow.deepspeed.registry import owner_of, placed_of, registered
 from tensorstow.deepspeed.zero_params import mark_whole
@@ -38,6 +42,8 @@ __all__ = [
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "register_external_parameter",
+    "unregister_external_parameter",
 ]
 
 
