@@ -1,8 +1,8 @@
-"""The loader of training data: each rank's own micro-batches."""
+"""The loader of training data: each rank's own micro-batches, once or again and again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
@@ -49,3 +49,28 @@ def make_dataloader(
         num_workers=loading.workers,
         pin_memory=loading.pinned,
     )
+
+
+class RepeatingLoader:
+    """An iterator over a loader that begins again where the loader ends.
+
+    Args:
+        loader: What is iterated over, again and again.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        """Begin; the class documents the arguments."""
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __next__(self) -> Any:  # noqa: ANN401  # the loader's
+        """Return the next batch; StopIteration where the loader has none at all."""
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)

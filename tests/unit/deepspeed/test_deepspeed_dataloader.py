@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
+from tensorstow.deepspeed import utils
 from tensorstow.deepspeed.config.settings import Batch, Settings
 from tensorstow.deepspeed.dataloader import Loading, make_dataloader
 from tensorstow.deepspeed.runtime.dataloader import RepeatingLoader
@@ -46,6 +47,7 @@ def test_samples_come_in_order_or_as_a_sampler_says() -> None:
 
 
 def test_a_loader_begins_again() -> None:
+    assert utils.RepeatingLoader is RepeatingLoader
     repeating = iter(RepeatingLoader([1, 2]))
     assert [next(repeating) for _ in range(5)] == [1, 2, 1, 2, 1]
     assert not list(RepeatingLoader([]))

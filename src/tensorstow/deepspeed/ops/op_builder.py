@@ -11,6 +11,8 @@ __all__ = ["AsyncIOBuilder"]
 class AsyncIOBuilder:
     """Where scripts look for ``aio_handle``."""
 
+    NAME = "async_io"
+
     def is_compatible(self, verbose: bool = False) -> bool:  # noqa: FBT001, FBT002  # upstream's
         """Return whether files can be read and written: on every machine.
 

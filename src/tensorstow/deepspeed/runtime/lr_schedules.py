@@ -360,6 +360,14 @@ class OneCycle(LRSchedule):
             betas_after = _cycled_betas(cycle, slow, fast, decay_mom_rate)
         super().__init__(optimizer, lrs_after, betas_after, last_batch_iteration)
 
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of the step that ``last_epoch`` counts.
+
+        Returns:
+            One pair per parameter group; None where momenta are not cycled.
+        """
+        return None if self.betas_after is None else list(self.betas_after(self.last_epoch))
+
 
 SCHEDULES: Final[Mapping[str, Callable[..., LRSchedule]]] = MappingProxyType(
     {
@@ -535,7 +543,9 @@ def _per_group(optimizer: Optimizer, value: PerGroup, name: str) -> list[float]:
 
 
 def _steps(value: float, name: str, *, least: int = 1) -> int:
-    if value < least or value != int(value):
+    given: object = value  # of a configuration
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or value < least or value != int(value):
         message = (
             f"scheduler.params.{name}={value!r} was given: it is a number of steps, at least"
             f" {least}."

@@ -1,5 +1,6 @@
 """``deepspeed.utils``: whole weights, gradients and states of a parameter, leaf modules."""
 
+from tensorstow.deepspeed.dataloader import RepeatingLoader
 from tensorstow.deepspeed.utils import groups, logging, tensor_fragment
 from tensorstow.deepspeed.utils.logging import log_dist, logger
 from tensorstow.deepspeed.utils.tensor_fragment import (
@@ -24,6 +25,7 @@ from tensorstow.deepspeed.utils.z3_leaf_module import (
 )
 
 __all__ = [
+    "RepeatingLoader",
     "get_z3_leaf_modules",
     "groups",
     "log_dist",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tensorstow.base.errors import AbsentError, DirectoryError, OptionError, TransferError
+from tensorstow.deepspeed import ops
 from tensorstow.deepspeed.ops import op_builder
 from tensorstow.deepspeed.ops.aio_handle import AioHandle
 from tensorstow.deepspeed.ops.op_builder import AsyncIOBuilder
@@ -23,6 +24,7 @@ def handle() -> AioHandle:
 
 def test_it_says_what_it_was_told(handle: AioHandle) -> None:
     assert AsyncIOBuilder().is_compatible()
+    assert ops.__compatible_ops__[AsyncIOBuilder.NAME]
     assert (handle.get_block_size(), handle.get_queue_depth()) == (1 << 16, 8)
     assert (handle.get_single_submit(), handle.get_overlap_events()) == (False, True)
     assert (handle.get_intra_op_parallelism(), handle.get_alignment()) == (2, 1)

@@ -132,7 +132,10 @@ def test_momentum_goes_the_other_way() -> None:
 
 def test_momentum_is_left_alone_where_it_is_not_cycled_or_not_there() -> None:
     options: dict[str, Any] = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0}
-    assert OneCycle(adam(), **options, cycle_momentum=False).betas_after is None
+    assert OneCycle(adam(), **options, cycle_momentum=False).get_mom() is None
+    cycled = OneCycle(adam(), **options)
+    cycled.step(3)
+    assert cycled.get_mom() == [group["betas"] for group in cycled.optimizer.param_groups]
     assert OneCycle(SGD([torch.ones(1)]), **options).betas_after is None
 
 
@@ -146,6 +149,8 @@ def test_values_that_make_no_sense_are_refused() -> None:
         WarmupLR(adam(), warmup_type="cubic")
     with pytest.raises(OptionError, match=r"warmup_num_steps=1\.5"):
         WarmupLR(adam(), warmup_num_steps=1.5)
+    with pytest.raises(OptionError, match="warmup_num_steps=None was given"):
+        WarmupLR(adam(), warmup_num_steps=None)
     with pytest.raises(OptionError, match="at least 0"):
         OneCycle(adam(), cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_second_step_size=-1)
     with pytest.raises(OptionError, match="has 3 values, and the optimizer 1"):
