@@ -122,8 +122,15 @@ class ActivationPool:
             if storage is None:
                 self._make_room(source.nbytes())  # until then it is what forward holds anyway
                 storage = self._take_over(tensor, source)
-            elif storage.sources:
-                storage.sources.append(tensor)  # an alias may count its versions for itself
+            else:
+                if storage.sources:
+                    storage.sources.append(tensor)  # an alias may count its versions for itself
+                for storages in (self._needed, self._unwritten, self._written, self._absent):
+                    storages.discard(storage)
+                storage.number = self._next  # backward needs it for this tensor first
+                self._needed.add(storage)
+                self._list(storage)
+            self._next += 1
             storage.tensors += 1
             saved = SavedTensor(
                 storage,
@@ -155,7 +162,6 @@ class ActivationPool:
             storage.copied = link.d2h([(storage.host, whole)], [link.record_event()])
             self._copying.append(storage)
         storage.sources.append(tensor)
-        self._next += 1
         self._by_key[storage.key] = storage
         self._needed.add(storage)
         self._enter_memory(storage)

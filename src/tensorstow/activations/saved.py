@@ -48,7 +48,8 @@ class SavedStorage:
     """One storage: on its device, in host memory, on disk, or in several of these."""
 
     number: int
-    """Storages are numbered in the order in which forward saves them; backward needs the last."""
+    """Storages are numbered in the order in which forward saves them last; backward needs the
+    highest number first."""
     forward: int
     """Which forward saved it: what a later one saves may have other bytes."""
     device: torch.device
