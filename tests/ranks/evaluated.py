@@ -1,12 +1,15 @@
-"""Engines without an optimizer, on every rank."""
+"""Models without an optimizer, on every rank."""
 
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import tensorstow
 import tensorstow.deepspeed as deepspeed
+from models import ResidualStack
 from ranks.stowed import model_of
+from tensorstow import Plan
 
 TOKENS = torch.arange(6).reshape(2, 3) % 5
 
@@ -27,3 +30,13 @@ def logits_of_evaluation(config: dict[str, object], folder: str) -> tuple[bool, 
     engine.destroy()
     same = all(torch.equal(each, want) for each in got)
     return same, [str(file) for file in Path(folder).rglob("*")]
+
+
+def outputs_from_files(
+    folder: str, tier: str, width: int, blocks: int, x: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return what a stack that is only read computes in two forwards."""
+    with torch.device("meta"):
+        model = ResidualStack(width, blocks)
+    model, _ = tensorstow.stow(model, None, plan=Plan(parameters=tier), weights=folder)
+    return [model(x) for _ in range(2)]

@@ -51,15 +51,15 @@ class PretrainedFiles:
         """
         self._of: dict[str, Path] = {}
         shapes: dict[str, Sequence[int]] = {}
-        coded: set[str] = set()
+        self._dtypes: dict[str, str] = {}
         for file in _files_of(Path(path)):
             with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  # no mapping
                     self._of[name] = file
                     part = opened.get_slice(name)
                     shapes[name] = part.get_shape()
-                    if part.get_dtype() == "I8":
-                        coded.add(name)
+                    self._dtypes[name] = part.get_dtype()
+        coded = {name for name, dtype in self._dtypes.items() if dtype == "I8"}
         self._origins = {
             name: replace(origin, scale=_scale_of(origin, coded, shapes))
             for name, origin in origins_of(model, shapes).items()
@@ -124,7 +124,7 @@ class PretrainedFiles:
             )
             raise StoreFormatError(message)
         if like.is_floating_point():
-            self._validate_scale(origin)
+            self._validate_floating(origin)
         return origin
 
     @property
@@ -142,8 +142,16 @@ class PretrainedFiles:
         taken = {source for origin in used for source in (*origin.sources, origin.scale)}
         return sorted(set(self._of) - taken)
 
-    def _validate_scale(self, origin: "Origin") -> None:
-        """Raise StoreFormatError unless a tensor in int8 is a matrix with a scale for each row."""
+    def _validate_floating(self, origin: "Origin") -> None:
+        """Raise StoreFormatError if a tensor is of integers without a scale for each row."""
+        dtype = self._dtypes[origin.sources[0]]
+        if origin.make is None and origin.scale is None and dtype[0] in "IU":
+            message = (
+                f"{origin.sources[0]!r} in {self.path} is of integers ({dtype}), and the model's is"
+                " of floating point: it is quantized in a way that is not read here. Take the"
+                " original, or tensorstow.quantize_to_int8() of that."
+            )
+            raise StoreFormatError(message)
         shape = self._shapes.get(origin.scale or "")
         if shape is not None and (
             len(origin.shape) != 2 or shape not in {origin.shape[:1], (origin.shape[0], 1)}

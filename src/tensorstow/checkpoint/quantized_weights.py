@@ -4,16 +4,18 @@
 rows: the names that compressed-tensors has for such weights.
 """
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.base.errors import OptionError, StoreFormatError, named
 from tensorstow.checkpoint.pretrained import SCALE, PretrainedFiles
 from tensorstow.formats.row_scales import quantize_rows
 from tensorstow.io.mapped import Mapped, PieceFile, replacing
@@ -63,24 +65,49 @@ def quantize_to_int8(
         if found[name][1].dtype.is_floating_point and name + SCALE not in found
     }
     source = _describe(tables, chosen)
-    if target.exists():
-        known = read_table(target).metadata.get(_SOURCE)
-        if known is None:
-            raise _refuse_other(target)
-        if known == source:
-            return folder
+    with _locked(folder):  # the ranks of a machine may all ask for it
+        if target.exists():
+            known = read_table(target).metadata.get(_SOURCE)
+            if known is None:
+                raise _refuse_other(target)
+            if known == source:
+                return folder
+        for left in folder.glob(f".{_FILE}.*"):  # by a process that was killed
+            left.unlink()
+        _write(target, tables, found, chosen, source)
+    return folder
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make a directory if there is none, and keep other processes from writing a copy there."""
+    with named("A directory for a copy in int8,", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _write(
+    target: Path,
+    tables: Mapping[Path, Table],
+    found: Mapping[str, tuple[Path, Entry]],
+    chosen: set[str],
+    source: str,
+) -> None:
     entries = {name: entry for name, (_, entry) in found.items()}
     for name in sorted(chosen):
         shape = entries[name].shape
         entries[name] = Entry(torch.int8, shape)
         entries[name + SCALE] = Entry(torch.float32, shape[:1])
-    folder.mkdir(parents=True, exist_ok=True)
     table = lay_out(entries, {"format": "pt", _SOURCE: source})
     with replacing(target, table.nbytes) as file:
         file.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
         for path, old in tables.items():
             _copy(path, old, table, chosen, file)
-    return folder
 
 
 def _refuse_other(path: Path) -> OptionError:

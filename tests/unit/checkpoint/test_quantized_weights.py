@@ -99,6 +99,8 @@ def test_a_copy_is_made_once_and_again_of_other_files(tmp_path: Path) -> None:
     saved(tmp_path / "model")
     made = quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8") / "model.safetensors"
     first = made.stat()
+    left = made.with_name(".model.safetensors.0123")  # as by a process that was killed
+    left.touch()
     quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8")
     assert (made.stat().st_ino, made.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
     path = tmp_path / "model" / "b.safetensors"
@@ -108,6 +110,7 @@ def test_a_copy_is_made_once_and_again_of_other_files(tmp_path: Path) -> None:
     before = load_file(made)["blocks.1.weight_scale"].clone()
     quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8")
     assert torch.equal(load_file(made)["blocks.1.weight_scale"], 2 * before)
+    assert not left.exists()
 
 
 def test_what_fails_leaves_the_old_copy_or_none(
@@ -147,6 +150,10 @@ def test_what_it_is_not_for_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     tensors["blocks.1.weight_scale"] = torch.ones(5)
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(StoreFormatError, match=r"blocks\.1\.weight_scale.* is \(5,\)"):
+        tensorstow.stow(on_meta(), None, weights=tmp_path / "x.safetensors", plan=Plan())
+    del tensors["blocks.1.weight_scale"]
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(StoreFormatError, match=r"is of integers \(I8\)"):
         tensorstow.stow(on_meta(), None, weights=tmp_path / "x.safetensors", plan=Plan())
     damaged = {**net.state_dict(), "blocks.2.weight": torch.full((WIDTH, WIDTH), torch.inf)}
     save_file(damaged, tmp_path / "x.safetensors")

@@ -1,5 +1,6 @@
 """Models that are only read: the same bits as in memory, and what is refused by name."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch import nn
 
 import tensorstow
 from models import ResidualStack
+from ranks.evaluated import outputs_from_files
+from ranks.pool import Ranks
 from tensorstow import Budget, Plan
 from tensorstow.base.errors import (
     BudgetError,
@@ -357,3 +360,55 @@ def test_a_read_that_fails_is_told_and_the_next_pass_goes_on(tmp_path: Path) -> 
     # What was read ahead was read before or after it.
     with pytest.raises((TransferError, DamageError), match=r"the end of the file|was changed"):
         model(TOKENS)
+
+
+@pytest.mark.parametrize("units", [{}, {"": "host", "body.blocks.3": "host"}], ids=["all", "some"])
+def test_files_that_were_written_to_are_refused_from_then_on(
+    tmp_path: Path, units: dict[str, Any]
+) -> None:
+    _, expected = saved(tmp_path)
+    plan = Plan(parameters="disk", units=units, prefetch=0)
+    model, _ = tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
+    assert torch.equal(model(TOKENS), expected)
+    path = tmp_path / "b.safetensors"
+    seen, content = path.stat(), bytearray(path.read_bytes())
+    content[-4:] = b"\0\0\0\0"
+    path.write_bytes(content)
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns + 1))
+    for _ in range(2):
+        with pytest.raises(DamageError, match=r"b\.safetensors was changed while a model is"):
+            model(TOKENS)
+    model, _ = tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
+    assert not torch.equal(model(TOKENS), expected)
+
+
+def test_a_new_file_of_the_same_name_is_another_one(tmp_path: Path) -> None:
+    _, expected = saved(tmp_path)
+    model, _ = tensorstow.stow(on_meta(), None, plan=DISK, weights=tmp_path)
+    (tmp_path / "b.safetensors").unlink()
+    for _ in range(2):
+        assert torch.equal(model(TOKENS), expected)
+
+
+def test_an_index_that_names_no_file_or_a_strange_one_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for name, told in (("c.safetensors", "cannot be read as safetensors"), ("../a", "no file be")):
+        index.write_text(json.dumps({"weight_map": {"embed.weight": name}}), encoding="utf-8")
+        model = on_meta()
+        with pytest.raises(StoreFormatError, match=told):
+            tensorstow.stow(model, None, plan=DISK, weights=tmp_path)
+        assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_each_rank_has_a_model_of_its_own(
+    tmp_path: Path, tier: str, ranks: Callable[[int], Ranks]
+) -> None:
+    torch.manual_seed(0)
+    net, x = ResidualStack(WIDTH, BLOCKS), torch.randn(3, WIDTH)
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    with torch.no_grad():
+        expected = net(x)
+    for found in ranks(2).run(outputs_from_files, str(tmp_path), tier, WIDTH, BLOCKS, x):
+        assert all(torch.equal(each, expected) for each in found)
