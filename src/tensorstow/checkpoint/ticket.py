@@ -73,6 +73,11 @@ def names_of_now(store: Store, commits: Commits) -> tuple[str, ...]:
     return next(newest, ())
 
 
+def is_own(name: str) -> bool:
+    """Return whether a snapshot was made for a ticket, so that it may go with the ticket."""
+    return name.startswith(PREFIX)
+
+
 def refuse_unknown(store: Store, name: str) -> None:
     """Raise OptionError, naming the snapshots that are there, if ``name`` is none of them."""
     there = [name for summary in store.generations() for name in summary.names]

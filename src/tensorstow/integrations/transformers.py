@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from tensorstow.base.errors import OptionError
-from tensorstow.checkpoint.ticket import is_ticket, snapshot_named_by
+from tensorstow.checkpoint.ticket import is_own, is_ticket, snapshot_named_by
 from tensorstow.deepspeed.config.json_text import Source
 from tensorstow.integrations.deepspeed_files import placement_in
 from tensorstow.optim.adam import AdamW
@@ -195,7 +195,8 @@ def _named_below(folder: Path) -> set[str]:
     for path in folder.glob(f"checkpoint-*/{_OPTIMIZER}"):
         if path.stat().st_size <= _LARGEST_TICKET:
             saved = torch.load(path, map_location="cpu", weights_only=True)
-            if is_ticket(saved) and (name := snapshot_named_by(saved)) is not None:
+            name = snapshot_named_by(saved) if is_ticket(saved) else None
+            if name is not None and is_own(name):
                 found.add(name)
     return found
 

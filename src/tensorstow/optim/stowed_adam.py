@@ -806,9 +806,11 @@ class StowedAdam(Optimizer):
             raise OptionError(message)
         if self._is_fresh():
             return ticket.ticket_of(0, None)
-        names = ticket.names_of_now(store, commits)
+        alone, names = self._runtime.ranks.alone, ticket.names_of_now(store, commits)
+        if alone:  # a snapshot of the user's may be dropped at any time
+            names = tuple(filter(ticket.is_own, names))
         if not names:
-            if not self._runtime.ranks.alone:
+            if not alone:
                 message = (
                     f"A ticket of step {commits.step} was requested, and no snapshot holds that"
                     " step. Call snapshot(name) on every rank first."

@@ -90,6 +90,19 @@ def test_what_wrappers_load_at_once_changes_and_reads_nothing(tmp_path: Path) ->
     run.optimizer.close()
 
 
+def test_a_snapshot_of_the_users_is_no_tickets(tmp_path: Path) -> None:
+    """Each is dropped by who made it."""
+    run = Run(tmp_path)
+    run.train(range(1))
+    run.optimizer.snapshot("best")
+    ticket = run.optimizer.state_dict()
+    run.optimizer.drop("best")
+    run.train(range(1, 2))
+    run.optimizer.load_state_dict(ticket)
+    assert run.bits() == undisturbed(1)
+    run.optimizer.close()
+
+
 def test_an_older_ticket_goes_back_in_the_same_process(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(range(2))
