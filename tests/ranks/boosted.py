@@ -13,6 +13,7 @@ from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import GeminiPlugin, Plugin
 from tensorstow.fsdp.sharding import current_device
+from tensorstow.tensors.dtensor import layout_of
 
 
 def model_of() -> nn.Module:
@@ -61,7 +62,7 @@ def losses_on_all(
     shape: Any = None
     if mesh:
         (parameter, *_) = model.parameters()
-        shape = tuple(parameter.device_mesh.shape)
+        shape = tuple(layout_of(parameter).device_mesh.shape)
     optimizer.zero_grad()
     if hasattr(optimizer.unwrap(), "close"):
         optimizer.unwrap().close()

@@ -14,7 +14,7 @@ from tensorstow.io.mapped import ALIGN, scratch_pieces
 from tensorstow.states.state_store import StateStore
 from tensorstow.step.managed_param import ManagedParam, in_shape_of
 from tensorstow.step.param_table import ParamTable
-from tensorstow.tensors.dtensor import is_sharded, sharded_like
+from tensorstow.tensors.dtensor import is_sharded, layout_of, sharded_like
 from tensorstow.tensors.placeholder import StateOnDisk
 
 RAM_BYTES = 64 << 20
@@ -77,7 +77,7 @@ def complete_state_dict(
         entries[index] = {**entry, **shaped, **without_placeholders(entry)}
         entries[index]["step"] = entry["step"].clone()
     for i, param in found.items():
-        if is_sharded(param.owner):
+        if layout_of(param.owner) is not None:
             entries[i] = _as_sharded(entries[i], param)
 
 

@@ -18,7 +18,7 @@ from tensorstow.base.directories import make_directories
 from tensorstow.checkpoint.coordinator import Coordinator
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.store.rank_dirs import rank_directory, refuse_other_worlds
-from tensorstow.tensors.dtensor import is_sharded
+from tensorstow.tensors.dtensor import layout_of
 
 _T = TypeVar("_T")
 
@@ -41,7 +41,7 @@ class Ranks:
         if (
             not several
             or not offload_policy.placement.durable
-            or not any(map(is_sharded, parameters))
+            or all(layout_of(p) is None for p in parameters)
         ):
             return cls()
         group: Any = dist.group.WORLD

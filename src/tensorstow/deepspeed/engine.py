@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tensorstow.base.errors import OptionError
@@ -40,6 +39,7 @@ from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.deepspeed.zero_params import mark_parameters
 from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.sharding import current_device
+from tensorstow.fsdp.unshard import not_reduced
 from tensorstow.optim.stowed_adam import StowedAdam
 
 _COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
@@ -320,16 +320,13 @@ class DeepSpeedEngine(nn.Module):
         if self._in_no_sync:
             message = "no_sync() was called inside no_sync(): one context is enough. Leave one out."
             raise OptionError(message)
-        sharded = self.module if isinstance(self.module, FSDPModule) and stage == 0 else None
-        if sharded is not None:  # stage 1 reduces with the last micro-batch alone, at any time
-            sharded.set_requires_gradient_sync(False)
         self._in_no_sync = True
         try:
-            yield
+            # Stage 1 reduces with the last micro-batch alone, at any time.
+            with nullcontext() if stage else not_reduced(self.module):
+                yield
         finally:
             self._in_no_sync = False
-            if sharded is not None:
-                sharded.set_requires_gradient_sync(True)
 
     # --- checkpoints ---
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tensorstow.tensors.dtensor import part_of
+from tensorstow.tensors.shares import share_of
 
 
 def resharded(module: nn.Module) -> nn.Module:
@@ -38,6 +39,9 @@ def whole_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def host_dtensor(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a DTensor in host memory, sharded as ``parameter`` is, of which this is a shard."""
+    share = share_of(parameter)
+    if share is not None:
+        return own if isinstance(own, DTensor) else share.sharded(own)
     if not isinstance(parameter, DTensor) or isinstance(own, DTensor):
         return own
     return DTensor.from_local(

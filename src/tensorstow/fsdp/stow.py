@@ -44,10 +44,11 @@ from tensorstow.fsdp.sharding import (
     shard_unit,
     world_size,
 )
+from tensorstow.fsdp.shared_weights import SharedWeights
 from tensorstow.fsdp.state_dicts import register_state_dict_hooks
 from tensorstow.fsdp.traced_model import ExampleBatch
 from tensorstow.fsdp.units import Unit, aliases_of, found_in, units_of
-from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks
+from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks, reduce_with_last
 from tensorstow.fsdp.validation import (
     OptimizerFactory,
     accepts,
@@ -62,6 +63,7 @@ from tensorstow.fsdp.validation import (
     validate_factory,
     validate_init,
     validate_mesh,
+    validate_no_hooks_of,
     validate_optimizer,
     validate_parameters,
     validate_same_on_ranks,
@@ -252,31 +254,40 @@ def stow(  # noqa: PLR0913  # the one door to everything
         made = _to_be_reported(_place_whole(request), request, sizes, choice)
         _PLANS[model] = plan
         return model, made
-    validate_parameters(chosen)
+    ranks = world_size() if mesh is None else mesh.size()
+    is_shared = ranks > 1 and _is_shared(plan, chosen, device, compute_dtype)
+    (validate_no_hooks_of if is_shared else validate_parameters)(chosen)
     mesh = mesh or make_mesh(device, stage=plan.stage, replicas=plan.replicas)
     validate_mesh(mesh, plan, device)
-    precision = _precision(plan, compute_dtype)
-    h2d_prefetcher = _h2d_prefetcher(plan, device)
-    sharding = Sharding(
-        mesh,
-        device,
-        precision,
-        plan.stage == 3,
-        unsharded=frozenset(plan.unsharded),
-        h2d_prefetcher=h2d_prefetcher,
-    )
     group = host_group()
     arguments = {"plan": plan.to_json(), "compute_dtype": str(compute_dtype)}
-    validate_same_on_ranks({**arguments, **describe_units(chosen)}, group)
+    validate_same_on_ranks(arguments | dict(describe_units(chosen)), group)
     values = InitialValues(weights, init, group, model)
-    sizes = Sizes.of(chosen, sharding.ranks)
+    sizes = Sizes.of(chosen, mesh.size(mesh.ndim - 1))
     request = _Request(model, chosen, plan, device, values, optimizer, dir)
-    made = _place_sharded(request, sharding)
+    made = (
+        _place_shared(request, mesh)
+        if is_shared
+        else _place_sharded(request, _sharding(plan, compute_dtype, mesh, device))
+    )
     made = _to_be_reported(made, request, sizes, choice)
     if plan.micro_batches > 1:  # round what recomputes activations: that is for each micro-batch
         VerticalOrder(model, chosen, plan.micro_batches, device).register()
     _PLANS[model] = plan
     return model, made
+
+
+def _sharding(
+    plan: Plan, compute_dtype: torch.dtype | None, mesh: DeviceMesh, device: torch.device
+) -> Sharding:
+    return Sharding(
+        mesh,
+        device,
+        _precision(plan, compute_dtype),
+        plan.stage == 3,
+        unsharded=frozenset(plan.unsharded),
+        h2d_prefetcher=_h2d_prefetcher(plan, device),
+    )
 
 
 def _precision(plan: Plan, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
@@ -339,6 +350,38 @@ def _place_whole(request: _Request) -> StowedAdam:
     return _make_optimizer(request)
 
 
+def _is_shared(
+    plan: Plan, units: Iterable[Unit], device: torch.device, compute_dtype: torch.dtype | None
+) -> bool:
+    """Return whether every rank keeps the whole weights as plain parameters ([Note: Shares]).
+
+    Else FSDP2 has them: it casts them, and knows those that come from host memory or disk.
+    """
+    return (
+        plan.stage < 3
+        and not is_away(device)
+        and compute_dtype is None
+        and plan.overlap != "backward"
+        and plan.micro_batches == 1
+        and Tier.DISK not in {plan.tier_of(unit.name) for unit in units}
+    )
+
+
+def _place_shared(request: _Request, mesh: DeviceMesh) -> StowedAdam:
+    """Give every rank the whole weights, and its optimizer this rank's rows of them."""
+    model, plan = request.model, request.plan
+    request.values.check(request.units, aliases_of(model))
+    request.values.fill(request.units, aliases_of(model))
+    request.values.buffers(model)
+    reduce_dtype = _precision(plan, None).reduce_dtype
+    shared = SharedWeights(model, request.units, mesh, reduce_dtype)
+    made = _make_optimizer(request)
+    shared.register(made)
+    if plan.stage == 1:
+        MicroBatches(shared.set_reduces, plan.accumulation_steps).register(model, made)
+    return made
+
+
 def _place_activations(request: _Request, made: StowedAdam) -> None:
     """Place what forward saves for backward as the plan says, until the optimizer is closed."""
     if request.plan.activation_placements == {"keep"}:
@@ -389,7 +432,7 @@ def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
     register_state_dict_hooks(model)
     guard_modules(model)
     if plan.stage == 1 and isinstance(model, FSDPModule):
-        MicroBatches(model, plan.accumulation_steps).register(model, made)
+        MicroBatches(reduce_with_last(model), plan.accumulation_steps).register(model, made)
     return made
 
 

@@ -21,7 +21,9 @@ and gradients unreduced before the last one; with it they are reduced and weight
 the next forward unshards new ones.
 """
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from tensorstow.fsdp.units import Unit
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.placeholder import ABORT_ADVICE, ConsumedGradient
 
-_INCOMPLETE = (
+INCOMPLETE = (
     "behind a backward that did not end: some parameters have their gradients and others lost them."
 )
 _UNREDUCED = (
@@ -92,7 +94,7 @@ class UnshardHooks:
         if module is self._root and (self._recover() or self._lost):
             # What is in .grad is its owner's to drop, unless updates by it have begun.
             begun = any(isinstance(p.grad, ConsumedGradient) for p in self._root.parameters())
-            self._lost = _INCOMPLETE if begun else ""
+            self._lost = INCOMPLETE if begun else ""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False), torch.no_grad():
                 if module is self._root:
@@ -111,14 +113,14 @@ class UnshardHooks:
 
     def _pre_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401
         if self._recover():
-            self._lost = _INCOMPLETE
+            self._lost = INCOMPLETE
         unreduced = self._drop_unsharded_gradients(which_are_to_be_reduced=True)
         if unreduced:
             self._lost = _UNREDUCED
         if self._lost:
             given = [p.grad for group in optimizer.param_groups for p in group["params"]]
             if unreduced or any(gradient is not None for gradient in given):
-                message = f"step() was called {self._lost} {_advice(given)}"
+                message = f"step() was called {self._lost} {advice_for(given)}"
                 raise OptionError(message)
             self._lost = ""
         self._reshard()
@@ -192,29 +194,57 @@ class UnshardHooks:
             module.reshard()
 
 
+def reduce_with_last(model: FSDPModule) -> Callable[[bool], None]:
+    """Return what makes FSDP2 reduce gradients, and reshard, in the last micro-batch alone."""
+
+    def set_last(last: bool) -> None:  # noqa: FBT001
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+    return set_last
+
+
+@contextmanager
+def not_reduced(model: nn.Module) -> Iterator[None]:
+    """Leave gradients unreduced inside; no-op for a model on one rank, which has none to reduce."""
+    placed: Any = model
+    if not hasattr(placed, "set_requires_gradient_sync"):
+        yield
+        return
+    placed.set_requires_gradient_sync(False)  # torch's
+    try:
+        yield
+    finally:
+        placed.set_requires_gradient_sync(True)
+
+
 class MicroBatches:
     """Counts the micro-batches of a step, and makes FSDP2 reduce gradients in the last one."""
 
-    def __init__(self, model: FSDPModule, steps: int) -> None:
-        """Take the sharded ``model`` and how many micro-batches (``steps``) a step has."""
-        self._model = model
+    def __init__(self, set_last: Callable[[bool], None], steps: int) -> None:
+        """Call ``set_last`` before each of the ``steps`` micro-batches that a step has."""
+        self._set_last = set_last
         self._steps = steps
         self._seen = 0
 
     def register(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks in place on ``module``, the model, and on its optimizer."""
-        module.register_forward_pre_hook(self._pre_forward, prepend=True)
+        known = weakref.ref(module)
+
+        def pre_forward(called: nn.Module, _: object) -> None:
+            if called is known():  # a copy of the module has its hooks
+                self._pre_forward()
+
+        module.register_forward_pre_hook(pre_forward, prepend=True)
         optimizer.register_step_pre_hook(self._pre_step)
 
-    def _pre_forward(self, *_: Any) -> None:  # noqa: ANN401  # torch's own signature
+    def _pre_forward(self) -> None:
         if not torch.is_grad_enabled():
             return
         self._seen += 1
         if self._seen > self._steps:
             self._seen = 1
-        last = self._seen == self._steps
-        self._model.set_requires_gradient_sync(last)
-        self._model.set_reshard_after_backward(last)
+        self._set_last(self._seen == self._steps)
 
     def _pre_step(self, *_: Any) -> None:  # noqa: ANN401
         if self._seen % self._steps:
@@ -227,7 +257,8 @@ class MicroBatches:
         self._seen = 0
 
 
-def _advice(gradients: Iterable[torch.Tensor | None]) -> str:
+def advice_for(gradients: Iterable[torch.Tensor | None]) -> str:
+    """Return what to do where ``gradients`` are those of a backward that did not end."""
     if any(isinstance(gradient, ConsumedGradient) for gradient in gradients):
         return f'With overlap="backward" updates by some have begun: {ABORT_ADVICE}.'
     return "Call zero_grad() and go on with the next batch."

@@ -27,6 +27,7 @@ from tensorstow.base.update_on import keyword_of, reaches_device
 from tensorstow.fsdp.units import Unit, is_read_only
 from tensorstow.io import device_link
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.tensors.shares import share_of
 
 OptimizerFactory = Callable[..., StowedAdam]
 """Called with named parameters and the keywords that place the states."""
@@ -197,6 +198,11 @@ def _validate_new(model: nn.Module) -> None:
         if isinstance(parameter, DTensor):
             message = f"{name} is a DTensor: give stow() a model whose parameters are whole."
             raise OptionError(message)
+        if share_of(parameter) is not None:
+            message = (
+                f"{name} was placed before, by stow(): give it the model as its class makes it."
+            )
+            raise OptionError(message)
 
 
 # --- the plan, the device and the mesh ---
@@ -323,6 +329,17 @@ def validate_parameters(units: Iterable[Unit]) -> None:
         _validate_one_dtype(unit)
 
 
+def validate_no_hooks_of(units: Iterable[Unit]) -> None:
+    """Check that no parameter has a hook of the user's, which would see unreduced gradients.
+
+    Raises:
+        OptionError: One has; it is named.
+    """
+    for unit in units:
+        for name, parameter in unit.parameters.items():
+            validate_no_hooks(parameter, name)
+
+
 def validate_no_hooks(parameter: torch.Tensor, name: str) -> None:
     """Check that a parameter has no hook of the user's, which FSDP2 would never call.
 
@@ -335,8 +352,8 @@ def validate_no_hooks(parameter: torch.Tensor, name: str) -> None:
     """
     if parameter._backward_hooks:  # noqa: SLF001  # what register_hook fills
         message = (
-            f"{name} has a hook (register_hook), and FSDP2 sets gradients of what it shards without"
-            " calling any: take it away, and change gradients between backward and step()."
+            f"{name} has a hook (register_hook), which sees gradients that are not reduced yet,"
+            " or none: take it away, and change gradients between backward and step()."
         )
         raise OptionError(message)
 

@@ -166,6 +166,8 @@ class StepRunner:
         self.clip = ClipFactor()
         self.scaled = ScaledLoss()
         self.contents = OptimizerContents()
+        self.behind_updates: list[Callable[[], None]] = []
+        """Called in every step that updates, before it commits."""
         self._open_commits = False
         """Whether the step that is open commits."""
 
@@ -262,6 +264,8 @@ class StepRunner:
             self._param_filter.update_others(
                 self.contents.groups, self.contents.states, factor / scale
             )
+            for hook in self.behind_updates:
+                hook()
             self._count_step()
         self._commit_step(commits=commits)
 
@@ -387,6 +391,8 @@ class StepRunner:
         with self._commits.reporting_errors(commits=commits), whole:
             updates = [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in late]
             schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.contents.states)
+            for hook in self.behind_updates:
+                hook()
             self._count_step()
         self._commit_step(commits=commits)
 

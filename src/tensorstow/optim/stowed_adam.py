@@ -474,6 +474,16 @@ class StowedAdam(Optimizer):
         """
         self._around_resume.append(hook)
 
+    def register_update_hook(self, hook: Callable[[], None]) -> None:
+        """Register a function that is called in each step, behind its updates or their start.
+
+        An exception of it leaves weights half updated: later steps raise PoisonedError.
+
+        Args:
+            hook: Takes no arguments; its result is ignored.
+        """
+        self._runtime.steps.behind_updates.append(hook)
+
     def register_close_hook(self, hook: Callable[[], None]) -> None:
         """Register a function that is called when the optimizer has been closed.
 

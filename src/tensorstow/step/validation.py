@@ -16,7 +16,7 @@ from tensorstow.io import device_link
 from tensorstow.states.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.states.native_pipeline import PLAIN_TENSORS
 from tensorstow.step.unpublished import Unpublished
-from tensorstow.tensors.dtensor import is_sharded
+from tensorstow.tensors.dtensor import layout_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -97,7 +97,7 @@ def refuse_ranks(module: torch.nn.Module | None, parameters: Iterable[torch.Tens
     """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if isinstance(module, torch.nn.parallel.DistributedDataParallel) or (
-        several and not all(is_sharded(p) for p in parameters)
+        several and any(layout_of(p) is None for p in parameters)
     ):
         message = (
             'overlap="backward" was requested in a run of several ranks: a gradient is not final'

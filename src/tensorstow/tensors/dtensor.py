@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
 from tensorstow.tensors.placeholder import ConsumedGradient
+from tensorstow.tensors.shares import RankShare, is_unreduced, share_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,6 +90,11 @@ def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "device_mesh")
 
 
+def layout_of(parameter: torch.Tensor) -> "DTensor | RankShare | None":
+    """Return what has the mesh and placements of a parameter; None: this rank has it alone."""
+    return parameter if is_sharded(parameter) else share_of(parameter)
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard; ``tensor`` itself if it is no DTensor. Called often in a step."""
     if not is_sharded(tensor):
@@ -97,9 +103,15 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
 
 
+def _local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements of a parameter, by ``_local`` or its share."""
+    share = share_of(parameter)
+    return _local(parameter) if share is None else share.rows(parameter)
+
+
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds this rank's elements of ``parameter``; itself for most."""
-    local = _local(parameter)
+    local = _local_of(parameter)
     return local.local_shard if isinstance(local, OffloadedWeight) else local
 
 
@@ -141,7 +153,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def pager_of(parameter: torch.Tensor) -> Pager | None:
     """Return the buffer that the shard of ``parameter`` is in; None: it stays in memory."""
-    local = _local(parameter)
+    local = _local_of(parameter)
     return local.pager if isinstance(local, OffloadedWeight) else None
 
 
@@ -173,11 +185,14 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, ConsumedGradient):
         return gradient
-    if is_sharded(gradient) and is_sharded(parameter):
-        wanted = parameter.placements
+    layout = layout_of(parameter)
+    if layout is not None and is_sharded(gradient):
+        wanted = layout.placements
         if gradient.placements != wanted:
             with torch.no_grad():
                 parameter.grad = gradient = gradient.redistribute(placements=wanted)
+    elif isinstance(layout, RankShare):  # given by the user, or by what makes states before loading
+        return None if is_unreduced(gradient) else layout.rows(gradient)
     local = _local(gradient)
     return local.elements if isinstance(local, OffloadedGradient) else local
 
@@ -215,6 +230,9 @@ def sharded_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
     A DTensor over ``shard`` where ``parameter`` is one; it stays where it is.
     """
+    share = share_of(parameter)
+    if share is not None:
+        return share.sharded(shard)
     if not is_sharded(parameter):
         return shard
     # Not by from_local, which would move what is in host memory to the devices of the mesh.
@@ -232,22 +250,23 @@ def part_of(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Te
     Raises OptionError where it is sharded over other ranks, or the parameter in another way than
     by rows or columns.
     """
+    layout = layout_of(parameter)
     if is_sharded(whole):
-        if not is_sharded(parameter):
+        if layout is None:
             return whole.full_tensor()
-        if whole.device_mesh != parameter.device_mesh:
+        if whole.device_mesh != layout.device_mesh:
             message = (
                 f"{name} is a DTensor over {whole.device_mesh}, and its parameter is sharded over"
-                f" {parameter.device_mesh}. Let torch.distributed.checkpoint load it, which"
+                f" {layout.device_mesh}. Let torch.distributed.checkpoint load it, which"
                 " reshards."
             )
             raise OptionError(message)
-        return whole.redistribute(placements=parameter.placements).to_local()
-    if not is_sharded(parameter):
+        return whole.redistribute(placements=layout.placements).to_local()
+    if layout is None:
         return whole
     part = whole.reshape(parameter.shape)
-    mesh = parameter.device_mesh
-    for mesh_dim, placement in _in_order_of_cuts(parameter.placements):
+    mesh = layout.device_mesh
+    for mesh_dim, placement in _in_order_of_cuts(layout.placements):
         if placement.is_partial():
             message = (
                 f"{name} is whole and its parameter is sharded as {placement}: give it as a DTensor"
@@ -295,10 +314,11 @@ def groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
     Several where it is sharded over several dimensions (FSDP2 over tensor parallelism); none where
     this rank has it whole. Replicas of a shard have groups of their own.
     """
-    if not is_sharded(parameter):
+    layout = layout_of(parameter)
+    if layout is None:
         return []
-    mesh = parameter.device_mesh
-    dims = [i for i, _ in _in_order_of_cuts(parameter.placements) if mesh.size(i) > 1]
+    mesh = layout.device_mesh
+    dims = [i for i, _ in _in_order_of_cuts(layout.placements) if mesh.size(i) > 1]
     return [mesh.get_group(i) for i in sorted(dims)]
 
 

@@ -136,7 +136,7 @@ def test_what_a_forward_unsharded_is_read_and_not_written(ranks: "Ranks") -> Non
 
 
 def between_forward_and_backward() -> None:
-    with closing(engine_of(Drive(Zero(2)).settings(2))) as engine:
+    with closing(engine_of(Drive(Zero(2)).settings(2), "backward")) as engine:
         loss = loss_of(engine, dist.get_rank(), 0, 0)
         weight = engine.module.embedding.weight
         assert not isinstance(weight, DTensor)

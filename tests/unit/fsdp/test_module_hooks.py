@@ -279,7 +279,9 @@ def called_alone(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("plan", [Plan(), FETCHED, Plan(stage=2)], ids=["host", "disk", "stage 2"])
+@pytest.mark.parametrize(
+    "plan", [Plan(), FETCHED, Plan(stage=2, overlap="backward")], ids=["host", "disk", "stage 2"]
+)
 def test_a_part_is_called_by_itself(ranks: Pool, plan: Plan, world: int) -> None:
     ranks(world).run(called_alone, plan)
 

@@ -225,8 +225,11 @@ def _values_of(module: nn.Module) -> Tensors:
     tensors: Tensors = {}
     for name, values in module.state_dict().items():
         if name in named:
-            own = values.to_local() if is_sharded(values) else values
-            tensors[_MODULE + name] = host_dtensor(own.detach().clone().cpu(), named[name])
+            if is_sharded(values):
+                own = values.to_local().detach().clone().cpu()
+                tensors[_MODULE + name] = host_dtensor(own, named[name])
+            else:
+                tensors[_MODULE + name] = values.detach().clone().cpu()
         elif name not in dict(module.named_parameters(remove_duplicate=False)):
             tensors[_MODULE + name] = values
     return tensors

@@ -13,6 +13,7 @@ from tensorstow.step.managed_param import in_shape_of
 from tensorstow.step.step_plan import as_step
 from tensorstow.tensors.dtensor import gradient_of, part_of, shard_of
 from tensorstow.tensors.placeholder import ConsumedGradient, StateOnDisk
+from tensorstow.tensors.shares import share_of
 
 _FP32 = "fp32"
 _MASTER = "master"
@@ -76,7 +77,11 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         OptionError: The shape is another one.
     """
     param = placed_of(param)
-    safe_set_local_fp32_param(param, part_of(_like(param, value), param, "The value"))
+    own = part_of(_like(param, value), param, "The value")
+    safe_set_local_fp32_param(param, own)
+    if share_of(param) is not None:  # whole on every rank
+        with torch.no_grad():
+            param.copy_(value)
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -124,7 +129,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor:
     param = placed_of(param)
     optimizer = optimizer_of(param)
     optimizer.wait([param])
-    own = to_local(param).detach().cpu()
+    own = _own(param).detach().cpu()
     if own.dtype != torch.float32:
         master = safe_get_local_optimizer_state(param, _MASTER)
         return own.float() if master is None else master
@@ -217,7 +222,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     param = placed_of(param)
     optimizer_of(param).wait()
-    own = to_local(param)
+    own = _own(param)
     with torch.no_grad():
         own.copy_(value)
     if own.dtype != torch.float32:
@@ -247,6 +252,12 @@ def safe_set_local_optimizer_state(
     entry = optimizer.state[param]
     entry.setdefault("step", as_step(0))
     entry[name] = value.detach().to("cpu", torch.float32).clone()
+
+
+def _own(param: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements of a parameter, to read and to write."""
+    share = share_of(param)
+    return to_local(param) if share is None else share.rows(param)
 
 
 def _check_name(name: str, known: tuple[str, ...]) -> None:

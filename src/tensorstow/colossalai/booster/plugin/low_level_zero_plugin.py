@@ -1,13 +1,12 @@
 """``LowLevelZeroPlugin``: ZeRO stages 1 and 2, with states on the device or in host memory."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
@@ -26,6 +25,7 @@ from tensorstow.colossalai.booster.plugin.place_model import (
 from tensorstow.colossalai.booster.plugin.plugin_base import Plugin
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
 from tensorstow.colossalai.interface import ModelWrapper
+from tensorstow.fsdp.unshard import not_reduced
 
 _REFUSED: Mapping[str, tuple[object, str]] = {
     "norm_type": (2.0, "gradients are clipped by their 2-norm"),
@@ -175,7 +175,7 @@ class LowLevelZeroPlugin(Plugin):
         """
         if self._stage != 1 or not isinstance(model, ModelWrapper):
             return super().no_sync(model, optimizer)
-        return _not_reduced(model.module)
+        return not_reduced(model.module)
 
     def _decide(self, asked: PlacementRequest) -> Decision:
         plan = Plan(
@@ -186,15 +186,3 @@ class LowLevelZeroPlugin(Plugin):
         )
         every = [name for unit in asked.units for name in unit.parameters]
         return plan, every if self._cpu_offload else ()
-
-
-@contextmanager
-def _not_reduced(module: nn.Module) -> Iterator[None]:
-    if not isinstance(module, FSDPModule):  # one rank, whose gradients are not reduced
-        yield
-        return
-    module.set_requires_gradient_sync(False)  # torch's
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)

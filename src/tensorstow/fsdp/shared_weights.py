@@ -1,0 +1,176 @@
+"""Weights that are whole on every rank, as plain parameters ([Note: Shares])."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.gradient_reduction import GradientReduction, RowLayout
+from tensorstow.fsdp.units import Unit, found_in
+from tensorstow.fsdp.unshard import INCOMPLETE, advice_for
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.tensors.dtensor import rows_of_rank
+from tensorstow.tensors.shares import RankShare, share_out
+
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""By its name of torch 2.13, or the one before."""
+_SHARED: "weakref.WeakKeyDictionary[nn.Module, SharedWeights]" = weakref.WeakKeyDictionary()
+
+
+def shared_weights_of(model: nn.Module) -> "SharedWeights | None":
+    """Return what a model has whose weights are whole on every rank; None: it is another one."""
+    return found_in(_SHARED, model)
+
+
+class SharedWeights:
+    """The plain parameters of a model, of which each rank updates its rows."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        mesh: DeviceMesh,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        """Share out the parameters, and reduce their gradients from now on.
+
+        Args:
+            model: The model, whose parameters have the same values on every rank.
+            units: Its units; backward is expected to come to the last block first, and to end in
+                the root.
+            mesh: (shard,) or (replicate, shard).
+            reduce_dtype: What gradients are summed in; None: their own dtype.
+        """
+        self._model = weakref.ref(model)
+        self._mesh = mesh
+        *blocks, root = [list(unit.parameters.values()) for unit in units]
+        order = [*reversed(blocks), root]
+        for parameter in (p for unit in order for p in unit):
+            share_out(parameter, _share(parameter, mesh))
+        self._units = order
+        self._reduction = GradientReduction(order, mesh, reduce_dtype)
+        self._lost = False
+        _SHARED[model] = self
+
+    def set_reduces(self, reduces: bool) -> None:  # noqa: FBT001  # as FSDP2's
+        """Reduce the gradients of the next backward, with those that wait, or let them wait."""
+        self._reduction.reduces = reduces
+
+    def register(self, optimizer: StowedAdam) -> None:
+        """Put the hooks in place: gather new weights, and refuse gradients that are incomplete."""
+        model, itself = self._model, self
+
+        def pre_forward(called: nn.Module, _: object) -> None:
+            if called is model():  # a copy of the module has its hooks
+                itself._pre_forward()  # its own
+
+        known = weakref.ref(optimizer)
+
+        def gather() -> None:
+            alive = known()
+            if alive is not None:
+                itself._gather([b.layout for b in itself._reduction.buckets], alive)
+
+        def around_resume() -> None:
+            itself._lost = False
+            itself._reduction.recover()
+            alive = known()
+            if alive is not None:
+                itself._gather(itself._layouts(), alive)
+
+        def set_reduces(reduces: bool) -> None:  # noqa: FBT001  # torch's
+            itself.set_reduces(reduces)
+
+        root: Any = model()
+        if root is not None:
+            root.set_requires_gradient_sync = set_reduces  # FSDP2's name; copies share the function
+            root.register_forward_pre_hook(pre_forward, prepend=True)
+        optimizer.register_step_pre_hook(self._pre_step)
+        optimizer.register_update_hook(gather)
+        optimizer.register_resume_hook(around_resume)
+
+    # --- inside ---
+
+    def _layouts(self) -> list[RowLayout]:
+        """Return where all parameters are gathered, also frozen ones, which a commit has too."""
+        return [
+            RowLayout([p for p in unit if p.dtype == dtype], self._mesh)
+            for unit in self._units
+            for dtype in dict.fromkeys(p.dtype for p in unit)
+        ]
+
+    @torch.no_grad()
+    def _gather(self, layouts: Iterable[RowLayout], optimizer: StowedAdam) -> None:
+        """Gather all ranks' rows of parameters, once they are updated; collective."""
+        if self._mesh.size(self._mesh.ndim - 1) == 1:
+            return  # every rank updates the whole
+        group = self._mesh.get_group(self._mesh.ndim - 1)
+        pending: tuple[RowLayout, torch.Tensor, Any] | None = None
+        for layout in layouts:
+            optimizer.wait(layout.parameters)
+            own = torch.zeros(layout.length, dtype=layout.parameters[0].dtype)
+            for index, parameter in enumerate(layout.parameters):
+                rows = layout.rows(parameter.data, layout.rank)
+                layout.place(index, own, rows).copy_(rows)
+            gathered = own.new_empty(layout.ranks * layout.length)
+            work = _all_gather(gathered, own, group, async_op=True)
+            if pending is not None:
+                _copy_out(*pending)
+            pending = layout, gathered, work
+        if pending is not None:
+            _copy_out(*pending)
+
+    def _pre_forward(self) -> None:
+        self._lost |= self._reduction.recover()
+        if self._lost:  # until what the rest of that backward left is dropped
+            self._lost = any(p.grad is not None for unit in self._units for p in unit)
+        self._reduction.register_unfrozen()
+
+    def _pre_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401  # torch's
+        self._lost |= self._reduction.recover()
+        given = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        if self._lost and any(gradient is not None for gradient in given):
+            message = f"step() was called {INCOMPLETE} {advice_for(given)}"
+            raise OptionError(message)
+        self._lost = False
+        if self._reduction.has_unreduced:
+            message = (
+                "step() was called with gradients that are not reduced over the ranks yet: the"
+                " last backward of a step is to reduce them."
+            )
+            raise OptionError(message)
+
+
+def _copy_out(layout: RowLayout, gathered: torch.Tensor, work: Any) -> None:  # noqa: ANN401
+    """Copy other ranks' rows to the parameters, when they are there.
+
+    Apart from the version counters, which the update has increased: what it has written is whole
+    now.
+    """
+    work.wait()
+    for rank, run in enumerate(gathered.view(layout.ranks, -1)):
+        if rank == layout.rank:
+            continue
+        for index, parameter in enumerate(layout.parameters):
+            rows = layout.rows(parameter.data, rank)
+            if rows.ndim:
+                rows.copy_(layout.place(index, run, rows))
+
+
+def _share(parameter: torch.Tensor, mesh: DeviceMesh) -> RankShare:
+    """Return the rows that FSDP2 would give this rank; all of a scalar, which has none."""
+    last = mesh.ndim - 1
+    start, stop, cut = 0, 0, False
+    if parameter.ndim:
+        start, stop = rows_of_rank(parameter.shape[0], mesh.get_local_rank(last), mesh.size(last))
+        cut = True
+    placements: Iterable[Any] = [Replicate()] * last + [Shard(0) if cut else Replicate()]
+    meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
+    return RankShare(start, stop, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), DTensor)
