@@ -55,9 +55,21 @@ def test_generation_from_disk_is_that_of_the_model_in_memory(
     assert stream is not None
     before = stream.bytes_read
     told, expected = (
-        each.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW)
+        each.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=NEW,
+            return_dict_in_generate=True,
+        )
         for each in (model, whole)
     )
+    layers = told.past_key_values.layers
+    width = 32 if kind == "gpt2" else 16  # of two of four heads
+    assert sum(t.nbytes for layer in layers for t in (layer.keys, layer.values)) == (
+        2 * 3 * 3 * (7 + NEW - 1) * width * dtype.itemsize  # blocks, sequences, tokens
+    )
+    assert stream.host.high_water_bytes <= stream.host.capacity
+    told, expected = told.sequences, expected.sequences
     assert torch.equal(told, expected)
     assert told.shape == (3, 7 + NEW)
     # The last pass has read ahead for the next one; a tied weight may be read at both ends.
