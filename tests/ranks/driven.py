@@ -14,6 +14,7 @@ import tensorstow.deepspeed as deepspeed
 from compare import all_equal
 from ranks.stowed import loss_of, model_of
 from ranks.twin import mesh_here
+from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed import utils, zero
 from tensorstow.deepspeed.config.settings import Batch, Settings, Zero
@@ -227,6 +228,18 @@ def saved_with_masters(drive: Drive, folder: str) -> dict[str, torch.Tensor]:
             trained = parameter.requires_grad
             whole[name] = get(parameter) if trained else weights_of_one(parameter)
         return whole
+
+
+def saving_by_rank(drive: Drive, folder: str) -> list[str]:
+    """Save to no directory, and by a tag of each rank; return what is said."""
+    said = []
+    with closing(engine_of(drive.settings(dist.get_world_size()))) as engine:
+        for place in ("", folder):
+            try:
+                engine.save_checkpoint(place, f"rank{dist.get_rank()}")
+            except OptionError as error:
+                said.append(str(error))
+    return said
 
 
 def going_on(drive: Drive, folder: str) -> list[torch.Tensor]:

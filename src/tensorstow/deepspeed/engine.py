@@ -20,6 +20,7 @@ from tensorstow.deepspeed.checkpoint.sharded import (
     load_states,
     read_common,
     save,
+    validate_same_tag,
 )
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.dataloader import Loading, make_dataloader
@@ -355,14 +356,20 @@ class DeepSpeedEngine(nn.Module):
 
         Raises:
             TypeError: A value in ``client_state`` of another type.
+            OptionError: There is no directory, or ranks gave different tags.
         """
+        if not save_dir:
+            message = f"save_checkpoint({save_dir!r}) was called: name a directory."
+            raise OptionError(message)
         client_state = client_state or {}
         plain = flatten(client_state, "client_state")
         kept = {name: getattr(self, name) for name in _COUNTS}
         kept["client_state"] = plain
         kept["scale"] = None if self._scale is None else self._scale.state_dict()
         kept["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        folder = Path(save_dir) / str(f"global_step{self.global_steps}" if tag is None else tag)
+        tag = str(f"global_step{self.global_steps}" if tag is None else tag)
+        validate_same_tag(tag)
+        folder = Path(save_dir) / tag
         folder.mkdir(parents=True, exist_ok=True)
         contents = Contents(self.module, self.optimizer, frozen=not exclude_frozen_parameters)
         save(folder, contents, kept, latest=save_latest)

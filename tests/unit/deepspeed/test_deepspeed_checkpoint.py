@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compare import all_equal
-from ranks.driven import Drive, going_on, loaded, saving_half_way
+from ranks.driven import Drive, going_on, loaded, saving_by_rank, saving_half_way
 from ranks.pool import Ranks
 from tensorstow.base.errors import StoreFormatError
 from tensorstow.deepspeed.checkpoint.sharded import latest_tag, read_common
@@ -44,6 +44,13 @@ def test_another_number_of_ranks_loads_it(
         masters = [torch.cat([own[name] for _, own in each]) for each in (got, want)]
         assert torch.equal(*masters), name
     assert ranks(loaded_by).run(going_on, drive, str(tmp_path))
+
+
+def test_ranks_with_different_tags_are_told(ranks: "Ranks", tmp_path: Path) -> None:
+    for told in ranks(2).run(saving_by_rank, DRIVES[0], str(tmp_path)):
+        assert told[0] == "save_checkpoint('') was called: name a directory."
+        assert "with the tags ['rank0', 'rank1'] on ranks 0 to 1" in told[1]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:

@@ -78,6 +78,21 @@ def save(folder: Path, contents: Contents, kept: Mapping[str, Any], *, latest: b
         dist.barrier(host_group())
 
 
+def validate_same_tag(tag: str) -> None:
+    """Raise OptionError on every rank if one has another tag: no folder would be whole."""
+    group = host_group()
+    if group is None:
+        return
+    tags: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(tags, tag, group=group)
+    if len(set(tags)) > 1:
+        message = (
+            f"save_checkpoint() was called with the tags {tags} on ranks 0 to {len(tags) - 1}:"
+            " each rank saves a part of one checkpoint. Give the same tag on every rank."
+        )
+        raise OptionError(message)
+
+
 def latest_tag(directory: Path) -> str | None:
     """Return the tag in ``latest``; None if nothing was saved."""
     file = directory / LATEST

@@ -268,7 +268,12 @@ _CHECKPOINTS = [
     *idle(_AC, whole(1), "number_checkpoints", why="each call of checkpoint() is one"),
     *idle(_AC, BOOL, "contiguous_memory_optimization", why="torch's allocator is kept"),
     *idle(_AC, BOOL, "synchronize_checkpoint_boundary", "profile", why="use torch.profiler"),
-    *idle(_CK, one_of("ignore", "warn", "fail"), "tag_validation", why="tags are not compared"),
+    *idle(
+        _CK,
+        one_of("ignore", "warn", "fail"),
+        "tag_validation",
+        why="different tags on ranks are an error",
+    ),
     refused(
         f"{_CK}load_universal",
         BOOL,

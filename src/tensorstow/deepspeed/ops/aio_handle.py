@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.base.sizes import round_up
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import ALIGN, File, IoFuture, open_file
 
@@ -17,7 +18,7 @@ class AioHandle:
     A transfer that fails raises ``TransferError`` with its place, where upstream returns -1.
 
     Args:
-        block_size: The bytes that a transfer is cut into, a multiple of 4096.
+        block_size: The bytes that a transfer is cut into, rounded up to a multiple of 4096.
         queue_depth: Blocks in flight.
         single_submit: No effect: what is ready is submitted together.
         overlap_events: No effect: submitting and completing overlap.
@@ -36,7 +37,8 @@ class AioHandle:
         intra_op_parallelism: int = 1,
     ) -> None:
         """Start the I/O; the class documents the arguments."""
-        self._engine = open_engine(depth=queue_depth, block_bytes=block_size, said_by="queue_depth")
+        whole = round_up(block_size, ALIGN)
+        self._engine = open_engine(depth=queue_depth, block_bytes=whole, said_by="queue_depth")
         self._block_size, self._queue_depth = block_size, queue_depth
         self._flags = single_submit, overlap_events
         self._parallelism = intra_op_parallelism

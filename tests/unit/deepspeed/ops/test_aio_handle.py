@@ -28,6 +28,7 @@ def test_it_says_what_it_was_told(handle: AioHandle) -> None:
     assert (handle.get_block_size(), handle.get_queue_depth()) == (1 << 16, 8)
     assert (handle.get_single_submit(), handle.get_overlap_events()) == (False, True)
     assert (handle.get_intra_op_parallelism(), handle.get_alignment()) == (2, 1)
+    assert AioHandle(block_size=1000).get_block_size() == 1000
     with pytest.raises(OptionError, match="queue_depth=0 was given"):
         AioHandle(queue_depth=0)
 
