@@ -5,14 +5,16 @@ anyway: nothing is waited for, and no result changes. One line says what was fou
 
 [Note: Host room] A plan counts no activations on the CPU: it leaves half of the free memory to
 them. The first steps show what they take. Then buffers of parameters on disk get what stayed free
-beyond a fifth, so that more units stay in memory from one use to the next, or give back what is
-lacking of it. Only where the machine is the budget: one that was given is kept to. Copies on an
-accelerator follow its memory by themselves (``fsdp.device_cache``). Ranks decide alone.
+beyond a fifth, or give back what is lacking of it. What they get beyond the plan's holds whole
+units: these move from DISK to HOST, the first of the model first. Their buffer stays in memory, and
+is neither read nor written any more; what states and commits are is as before, so no bit changes.
+Only where the machine is the budget: one that was given is kept to. Copies on an accelerator follow
+its memory by themselves (``fsdp.device_cache``). Ranks decide alone.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,9 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.fsdp.automatic import free_host_bytes
-from tensorstow.io.buffer_pool import BufferPool
+from tensorstow.fsdp.stowed_parameter import storage_of
+from tensorstow.fsdp.units import Unit
+from tensorstow.io.buffer_pool import BufferPool, PooledBuffer
 from tensorstow.io.local_ranks import local_ranks
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.report.rss import peak_bytes, resident_bytes
@@ -49,34 +53,80 @@ class ChosenPlan:
     """Whether the machine was the budget."""
 
 
-class HostRoom:
-    """The least host memory that was free, and the buffers that follow it ([Note: Host room])."""
+def buffers_of(units: Iterable[Unit]) -> dict[str, PooledBuffer]:
+    """Return the buffers of a placed model's units on disk, by the units' names, in their order.
 
-    def __init__(self, pools: Sequence[BufferPool]) -> None:
-        """Measure nothing yet; ``pools`` are resized."""
-        self._pools = [pool for pool in pools if pool.capacity < pool.total_bytes]
+    Args:
+        units: All of the model, those inside of others first.
+    """
+    found: dict[str, PooledBuffer] = {}
+    for unit in units:
+        shards = [storage_of(parameter) for parameter in unit.module.parameters()]
+        pagers = [shard.pager for shard in shards if shard is not None and shard.pager is not None]
+        own = next((pager for pager in pagers if pager not in found.values()), None)
+        if own is not None:
+            found[unit.name] = own
+    return found
+
+
+class HostRoom:
+    """The least host memory that was free, and the units that follow it ([Note: Host room])."""
+
+    def __init__(self, units: Mapping[str, PooledBuffer]) -> None:
+        """Measure nothing yet; ``units`` are those on disk, with their buffers."""
+        self._units = units
+        pools = dict.fromkeys(buffer.pool for buffer in units.values())
+        self._planned = {p: p.capacity for p in pools if p.capacity < p.total_bytes}
+        self._in_memory: dict[str, PooledBuffer] = {}
+        """The units that were moved to HOST: one pin of each is ours."""
         self._least: tuple[int, int] | None = None
 
     def measure(self) -> None:
         """Look at what is free now, and what this process has."""
-        if self._pools:
+        if self._planned:
             now = (free_host_bytes() // local_ranks().count, resident_bytes())
             self._least = now if self._least is None else min(self._least, now)
 
     def follow(self) -> None:
-        """Resize the buffers by what was free at the least, and log it."""
+        """Resize the buffers by what was free at the least, move units, and log it."""
         if self._least is None:
             return
         change = spare_bytes(*self._least)
-        for pool in self._pools:
+        for pool, planned in self._planned.items():
             before = pool.capacity
-            pool.resize(before + change // len(self._pools))
+            pool.resize(before + change // len(self._planned))
             if pool.capacity != before:
                 logger.info(
                     "%s of the %s of parameters on disk may stay in memory now, before %s: %s of"
                     " host memory were free at the least",
                     *map(format_bytes, (pool.capacity, pool.total_bytes, before, self._least[0])),
                 )
+            everything = pool.capacity == pool.total_bytes
+            self._move(pool, pool.capacity if everything else pool.capacity - planned)
+
+    def _move(self, pool: BufferPool, room: int) -> None:
+        """Let as many units of a pool be on HOST as ``room`` bytes hold."""
+        wanted: dict[str, PooledBuffer] = {}
+        for name, buffer in self._units.items():
+            if buffer.pool is pool and buffer.nbytes <= room:
+                wanted[name] = buffer
+                room -= buffer.nbytes
+        mine = {name for name, buffer in self._in_memory.items() if buffer.pool is pool}
+        for name in mine - wanted.keys():
+            self._in_memory.pop(name).unpin()
+        pool.resize(pool.capacity)  # what was let go of is evicted
+        for name, buffer in wanted.items():
+            if name not in mine:
+                buffer.pin()
+                self._in_memory[name] = buffer
+        _log_moved([name for name in wanted if name not in mine], "DISK to HOST")
+        _log_moved([name for name in self._units if name in mine - wanted.keys()], "HOST to DISK")
+
+
+def _log_moved(names: Sequence[str], where: str) -> None:
+    if names:
+        told = ", ".join(name or "root" for name in names)
+        logger.info("%s moved from %s: %s", format_count(len(names), "unit"), where, told)
 
 
 def spare_bytes(free: int, resident: int) -> int:

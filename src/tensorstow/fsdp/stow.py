@@ -23,7 +23,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on, reaches_device
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.automatic import choose_plan
-from tensorstow.fsdp.first_steps import ChosenPlan, FirstSteps, HostRoom
+from tensorstow.fsdp.first_steps import ChosenPlan, FirstSteps, HostRoom, buffers_of
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.gradient_offload import GradientOffload
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
@@ -324,7 +324,7 @@ def _to_be_reported(
     made.recorded_parts.append(part)
     _place_activations(request, made)
     if choice is not None:
-        room = HostRoom(part().pools) if choice.is_of_machine else None
+        room = HostRoom(buffers_of(request.units)) if choice.is_of_machine else None
         first = FirstSteps(lambda optimizer: part().compared(optimizer.memory()), step, room)
         first.watch(request.model, made)
     return made

@@ -16,6 +16,7 @@ from tensorstow import AdamW, Budget
 from tensorstow.base.profile import identify_machine, write_profile
 from tensorstow.fsdp import automatic, first_steps
 from tensorstow.fsdp.first_steps import HostRoom, compared_line, resident_line, spare_bytes
+from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.report.run_record import Compared, PredictedStep
 
@@ -71,12 +72,16 @@ def trained(count: int = 8, **given: object) -> tuple[nn.Module, AdamW]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(count)))
     model, optimizer = tensorstow.stow(model, partial(AdamW, lr=1e-2), **given)  # type: ignore[arg-type]
-    for _ in range(5):
+    assert isinstance(optimizer, AdamW)
+    train(model, optimizer, 5)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: AdamW, steps: int) -> None:
+    for _ in range(steps):
         model(torch.ones(2, 1024)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert isinstance(optimizer, AdamW)
-    return model, optimizer
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -138,7 +143,16 @@ def test_buffers_of_parameters_on_disk_follow_what_is_free(
         model, optimizer = trained(dir=tmp_path / str(number), **given)
         assert tensorstow.plan_of(model).parameters == "disk"
         told = [text for text in caplog.messages if "may stay in memory now" in text]
-        assert len(told) == (not given)
+        moved = [text for text in caplog.messages if "moved from" in text]
+        assert len(told) == len(moved) == (not given)
+        before = parameter_bytes(model)
+        train(model, optimizer, 1)
+        after = parameter_bytes(model)
+        transfers = (
+            after.bytes_read - before.bytes_read,
+            after.bytes_written - before.bytes_written,
+        )
+        assert (transfers == (0, 0)) == (not given)  # all units have moved to HOST
         weights.append([p.full_tensor() for p in model.parameters()])
         optimizer.close()
     assert all_equal(*weights)
@@ -148,17 +162,32 @@ def test_buffers_are_resized_by_the_least_that_was_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = BufferPool(tmp_path, 8 << 20, 4 << 20, 1 << 20)
-    for _ in range(8):
-        pool.add(1 << 20)
-    room = HostRoom([pool])
+    buffers = [pool.add(1 << 20) for _ in range(8)]
+    for number, buffer in enumerate(buffers):
+        buffer.pin()
+        buffer.bytes.fill_(number)
+        buffer.unpin(dirty=True)
+    room = HostRoom({str(number): buffer for number, buffer in enumerate(buffers)})
     monkeypatch.setattr(first_steps, "resident_bytes", lambda: 5 << 20)
     for free in (9, 5, 7):
         monkeypatch.setattr(first_steps, "free_host_bytes", lambda free=free: free << 20)
         room.measure()
     room.follow()
     assert pool.capacity == 7 << 20  # 5 MiB were free, and a fifth of 10 stays so
+    assert [buffer.pins for buffer in buffers] == 3 * [1] + 5 * [0]  # 3 MiB more than planned
+    buffers[2].bytes.fill_(42)
+    buffers[2].pin(for_write=True)
+    written = pool.bytes_written
+    buffers[2].unpin(dirty=True)
+    assert pool.bytes_written == written  # it is on HOST
     monkeypatch.setattr(first_steps, "free_host_bytes", lambda: 0)
     room.measure()
     room.follow()
     assert pool.capacity == 6 << 20
+    assert [buffer.pins for buffer in buffers] == [1, 1, *6 * [0]]
+    assert pool.bytes_written == written + (1 << 20)
+    for number, buffer in [*enumerate(buffers), *enumerate(buffers)]:  # others are evicted
+        buffer.pin()
+        assert buffer.bytes.eq(42 if number == 2 else number).all()
+        buffer.unpin()
     pool.close()
