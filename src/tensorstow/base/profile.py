@@ -164,7 +164,7 @@ class Profile:
                 message = f"what differs: {', '.join(sorted(missing))}"
                 raise ValueError(message)  # noqa: TRY301  # as what json raises
             for each in given["directories"].values():
-                each.pop("verdict")
+                each.pop("verdict", None)  # it follows from the rates
             return cls(
                 machine=given["machine"],
                 memory_read=float(given["memory_read"]),
@@ -253,9 +253,10 @@ def read_profile(path: Path | None = None) -> Profile | None:
     except (OSError, UnicodeDecodeError) as error:
         message = f"A profile was requested in {found}: {error}."
         raise OptionError(message) from error
-    except OptionError:
+    except OptionError as error:
         if path is not None:
-            raise
+            message = f"A profile was requested in {found}: {error}"
+            raise OptionError(message) from error
         # For example of another version; everything works without a profile.
         logger.warning("%s is no profile of this version: run `tensorstow calibrate`", found)
         return None

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +117,11 @@ def test_a_cache_of_another_version_is_warned_of(caplog: pytest.LogCaptureFixtur
         read_profile(path)
     with pytest.raises(OptionError, match="no such file"):
         read_profile(path.parent / "missing")
+    lacking = made().as_dict()
+    del lacking["memory_read"]
+    path.write_text(json.dumps(lacking))
+    with pytest.raises(OptionError, match=rf"in {re.escape(str(path))}: .* differs: memory_read"):
+        read_profile(path)
 
 
 def test_a_cache_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
