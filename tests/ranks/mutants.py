@@ -76,8 +76,7 @@ def unreduced(patches: ExitStack) -> None:
 
     def before_forward(self: MicroBatches, *_: object) -> None:
         self._seen = (self._seen + 1) % self._steps
-        self._model.set_requires_gradient_sync(self._seen != 0)
-        self._model.set_reshard_after_backward(True)
+        self._set_last(self._seen != 0)
 
     patches.enter_context(patch.object(MicroBatches, "_pre_forward", before_forward))
 
