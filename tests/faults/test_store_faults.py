@@ -247,7 +247,7 @@ while True:
 """
     dice = random.Random(0)  # noqa: S311
     told = 0
-    for _ in range(4):
+    for killed in range(4):
         run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert run.stdout is not None
         told = int(run.stdout.readline())
@@ -258,7 +258,8 @@ while True:
         run.stdout.close()
         found = is_whole(tmp_path)
         assert found[-1] in {told, told + 1}
-        assert len(found) <= 3
+        # A run killed between a snapshot and the drop of the one before leaves it for good.
+        assert len(found) <= 3 + killed
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
