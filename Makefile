@@ -2,7 +2,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test docs aarch64 gpu-test mutations soak accelerator check bench stub format lint native-tests sanitize clean
+.PHONY: help demo test docs aarch64 wheels gpu-test mutations soak accelerator check bench stub format lint native-tests sanitize clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -94,12 +94,17 @@ sanitize: $(DONE)/python
 	$(BIN)/cmake --build build/tsan
 	TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) $(CTEST) --test-dir build/tsan
 
-AARCH64 = -DCMAKE_TOOLCHAIN_FILE=tools/aarch64.cmake -DSTOW_ZIG=$(abspath $(BIN)/python)
+AARCH64 = -DCMAKE_TOOLCHAIN_FILE=tools/zig.cmake -DSTOW_ZIG=$(abspath $(BIN)/python) -DSTOW_TARGET=aarch64-linux-musl
 
 aarch64: $(DONE)/cross ## Build the native tests for aarch64 and run them under qemu-user
 	$(CMAKE_TESTS) -B build/aarch64 -DCMAKE_BUILD_TYPE=Release $(AARCH64)
 	$(BIN)/cmake --build build/aarch64
 	$(CTEST) --test-dir build/aarch64
+
+WHEEL_PYTHONS ?= python3.11 python3.12
+
+wheels: $(DONE)/cross ## Build the source archive and wheels for x86-64 and aarch64 into dist/, for WHEEL_PYTHONS
+	tools/wheels.sh $(WHEEL_PYTHONS)
 
 # Set-up, one file per finished step, so that nothing is done twice.
 $(DONE)/python: tools/setup.sh

@@ -60,21 +60,27 @@ std::uint32_t four_crcs(const void* data, std::int64_t nbytes, std::uint32_t see
 }
 
 #ifdef STOW_X86
-// The instruction is named here, not for the whole file: this file runs on every x86-64.
+// The instruction is named here, not for the whole file: this file runs on every x86-64. Clang has
+// a name of its own for it, which older versions of GCC do not know.
+#ifdef __clang__
+#define STOW_CRC_TARGET "sse4.2,crc32"
+#else
+#define STOW_CRC_TARGET "sse4.2"
+#endif
 struct Sse42Crc {
-  __attribute__((target("sse4.2"))) static std::uint32_t byte(std::uint32_t crc,
-                                                              std::uint8_t value) {
+  __attribute__((target(STOW_CRC_TARGET))) static std::uint32_t byte(std::uint32_t crc,
+                                                                     std::uint8_t value) {
     return _mm_crc32_u8(crc, value);
   }
-  __attribute__((target("sse4.2"))) static std::uint32_t word(std::uint32_t crc,
-                                                              std::uint64_t value) {
+  __attribute__((target(STOW_CRC_TARGET))) static std::uint32_t word(std::uint32_t crc,
+                                                                     std::uint64_t value) {
     return static_cast<std::uint32_t>(_mm_crc32_u64(crc, value));
   }
 };
 
-__attribute__((target("sse4.2"), flatten)) std::uint32_t checksum_sse42(const void* data,
-                                                                        std::int64_t nbytes,
-                                                                        std::uint32_t seed) {
+__attribute__((target(STOW_CRC_TARGET), flatten)) std::uint32_t checksum_sse42(const void* data,
+                                                                               std::int64_t nbytes,
+                                                                               std::uint32_t seed) {
   return four_crcs<Sse42Crc>(data, nbytes, seed);
 }
 

@@ -1,8 +1,9 @@
-"""The wheel alone: what it declares is all that it imports."""
+"""The wheel alone: what it declares is all that it imports, and it needs no compiler."""
 
 import re
 import subprocess
 import sys
+import venv
 import zipfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -17,12 +18,29 @@ sys.path[:0] = sys.argv[1:]
 import tensorstow
 names = [m.name for m in pkgutil.walk_packages(tensorstow.__path__, "tensorstow.")]
 for name in names:
-    # What the demonstration trains is the extra [demo], and Triton is the extra [kernel]; nothing
-    # else of the package imports these modules where the extra is not installed.
-    if not name.startswith(("tensorstow.cli.demo.", "tensorstow.step.fused_kernel")):
+    # The demonstration is the extra [demo], Triton is the extra [kernel], and who imports
+    # an integration has its trainer; nothing else of the package imports these modules.
+    if not name.startswith(
+        ("tensorstow.cli.demo.", "tensorstow.step.fused_kernel", "tensorstow.integrations.")
+    ):
         importlib.import_module(name)
 from tensorstow import *
 print(len(names), tensorstow.__file__)
+"""
+
+TRAIN = """
+import torch, tensorstow
+weights = [torch.nn.Parameter(torch.ones(1000)) for _ in range(2)]
+optimizers = [
+    tensorstow.AdamW(weights[:1], lr=0.1, states="disk", dir="run"),
+    torch.optim.AdamW(weights[1:], lr=0.1),
+]
+for weight, optimizer in zip(weights, optimizers):
+    for _ in range(3):
+        weight.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(torch.allclose(*weights, rtol=1e-6))
 """
 
 
@@ -74,9 +92,39 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built_in(tmp_path_factory.mktemp("wheel"))
 
 
-def test_every_module_imports_with_what_the_wheel_declares(wheel: Path, tmp_path: Path) -> None:
-    declared = linked(declared_by(wheel), tmp_path / "declared")
-    assert {"torch", "safetensors"} <= {path.name for path in declared.iterdir()}
+@pytest.fixture(scope="module")
+def declared(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = linked(declared_by(wheel), tmp_path_factory.mktemp("linked") / "declared")
+    assert {"torch", "safetensors"} <= {path.name for path in folder.iterdir()}
+    return folder
+
+
+def test_it_trains_in_an_environment_without_a_compiler(
+    wheel: Path, declared: Path, tmp_path: Path
+) -> None:
+    fresh = tmp_path / "fresh"
+    venv.create(fresh)
+    packages = fresh / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    (packages / "declared.pth").write_text(f"{declared}\n")
+    (file,) = wheel.parent.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(fresh)]
+    subprocess.run(
+        [*pip, "install", "--quiet", "--no-deps", "--no-index", str(file)], check=True, timeout=60
+    )
+    subprocess.run([*pip, "check"], check=True, timeout=60)
+    environment = {"PATH": str(fresh / "bin"), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    for command in (["tensorstow", "doctor", "--directory", "."], ["python", "-c", TRAIN]):
+        done = subprocess.run(
+            [fresh / "bin" / command[0], *command[1:]],
+            check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+
+
+def test_every_module_imports_with_what_the_wheel_declares(
+    wheel: Path, declared: Path, tmp_path: Path
+) -> None:
     # -S: nothing of this environment is seen; -I: nor of its variables.
     command = [sys.executable, "-I", "-S", "-c", IMPORT_ALL, str(wheel), str(declared)]
     done = subprocess.run(
