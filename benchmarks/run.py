@@ -18,6 +18,7 @@ SUBJECTS = {
     "overlap": "updates beside backward and beside the next forward",
     "engine": "whole models through stow",
     "plans": "what the planner predicts against what runs hold and take",
+    "plan_bytes": "peak bytes predicted for an accelerator, on the simulated one",
     "gpu": "a model on an accelerator, where there is one: ours, no offload, and peers",
     "accelerator_model": "plans on the simulated accelerator: a step at break-even",
     "activations": "saved activations of GPT-2 at 4 x 1024: kept, on disk, recomputed",
@@ -28,7 +29,7 @@ SUBJECTS = {
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }
 
-FOLDERS = {"gpu": "accelerator", "accelerator_model": "accelerator"}
+FOLDERS = dict.fromkeys(("gpu", "accelerator_model", "plan_bytes"), "accelerator")
 """Of the others: cpu."""
 
 

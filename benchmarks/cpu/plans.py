@@ -46,7 +46,7 @@ from tensorstow.report.rss import peak_bytes, resident_bytes
 
 _BATCH, _SEQUENCE = 4, 128
 _WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
-_MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "gpt2, 6 layers": {
         "model_type": "gpt2",
         "n_layer": 6,
@@ -81,7 +81,7 @@ _MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 16000,
     },
 }
-_QUICK_MODELS: dict[str, dict[str, Any]] = {
+QUICK_MODELS: dict[str, dict[str, Any]] = {
     "gpt2, tiny": {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 2, "vocab_size": 512}
 }
 _PLANS = {
@@ -124,7 +124,7 @@ def figures(settings: Settings) -> Iterator[Figure]:
     directory = settings.scratch(8 << 30)
     profile = calibrate([directory])
     text = json.dumps(profile.as_dict())
-    for model in _QUICK_MODELS if settings.quick else [*_MODELS, *OTHERS]:
+    for model in QUICK_MODELS if settings.quick else [*MODELS, *OTHERS]:
         steps = 2 if settings.quick else max(settings.pairs // 3, 3)
         plans = {name: plan.to_json() for name, plan in _PLANS.items()}
         case = Case(model, plans, str(directory), text, steps)
@@ -230,7 +230,7 @@ def _run_other(case: Case, plan: Plan) -> dict[str, Any]:
 
 def _run_traced(case: Case, plan: Plan) -> dict[str, Any]:
     file = Path(case.directory) / f".tensorstow-bench-{time.monotonic_ns()}.json"
-    file.write_text(json.dumps({**_MODELS, **_QUICK_MODELS}[case.model]), encoding="utf-8")
+    file.write_text(json.dumps({**MODELS, **QUICK_MODELS}[case.model]), encoding="utf-8")
     try:
         named = build_model(str(file))
     finally:

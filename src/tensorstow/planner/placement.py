@@ -145,25 +145,25 @@ def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
         conditions: What else decides.
     """
     gradients = list(_gradients(plan, sizes, conditions))
+    there = sum(item.nbytes for item in gradients if item.tier == conditions.compute_tier)
     items = [
         *_parameters(plan, sizes, conditions),
         *gradients,
         *_states(plan, sizes, conditions),
-        *_activations(plan, conditions, sum(item.nbytes for item in gradients)),
+        *_activations(plan, sizes, conditions, there),
     ]
     return [item for item in items if item.nbytes > 0]
 
 
-def _activations(plan: Plan, conditions: Conditions, gradients: int) -> Iterable[Item]:
+def _activations(
+    plan: Plan, sizes: Sizes, conditions: Conditions, gradients: int
+) -> Iterable[Item]:
     """Return activations where they are computed, and those that wait elsewhere.
 
-    ``gradients``: the bytes that are counted for them. Where the CPU computes, fewer of them are
-    there when activations have their peak, by so much as the peak may be higher.
+    ``gradients``: the bytes that are counted for them there.
     """
     held = conditions.activations
-    there = held.peak
-    if conditions.device_is_host:
-        there = max(held.beside_gradients, held.peak - gradients)
+    there = _activations_beside(gradients, plan, sizes, conditions)
     yield Item(conditions.compute_tier, "activations", there)
     if plan.activations == "host":
         yield Item(Tier.HOST, "saved activations", held.saved)
@@ -171,6 +171,24 @@ def _activations(plan: Plan, conditions: Conditions, gradients: int) -> Iterable
         most = activation_budget(plan) + held.largest_saved
         yield Item(Tier.HOST, "saved activations", min(held.saved, most))
         yield Item(Tier.DISK, "saved activations", moved_activations(plan, held).written)
+
+
+def _activations_beside(gradients: int, plan: Plan, sizes: Sizes, conditions: Conditions) -> int:
+    """Return the bytes of activations to count beside those counted for gradients.
+
+    Activations have their peak when backward begins. Gradients of micro-batches before are there
+    then; of a single one few are, so both together are less than their sum.
+    """
+    held, several = conditions.activations, plan.accumulation_steps > 1
+    if conditions.device_is_host and not several:
+        return max(held.beside_gradients, held.peak - gradients)
+    if several or plan.micro_batches > 1:
+        return held.peak
+    # At any time at most ``gradients`` are there, others have left; and activations and gradients
+    # together are at most ``beside_gradients`` and all gradients. A rank keeps its share of them.
+    others = held.peak * (sizes.ranks - 1)
+    together = (held.beside_gradients + others) // sizes.ranks + _waiting(sizes.units, wide=False)
+    return min(held.peak, max(held.peak, together) - gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,8 +371,9 @@ def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Ite
         yield Item(Tier.HOST, "gradients of the first micro-batch", own)
     if several:
         yield Item(Tier.HOST, "buffers for gradients", PIECE_BUFFERS * PIECE_BYTES)
-    if not beside or several:
-        yield Item(Tier.DEVICE, "gradients on their way", min(own, MAX_IN_FLIGHT_BYTES))
+    # Beside backward no more of them leave than may wait for their updates.
+    leaving = own if several else min(own, waiting)
+    yield Item(Tier.DEVICE, "gradients on their way", min(leaving, MAX_IN_FLIGHT_BYTES))
 
 
 def _waiting(units: Iterable[UnitSizes], *, wide: bool) -> int:

@@ -319,8 +319,14 @@ def test_beside_backward_gradients_wait_where_their_unit_is(parameters: Tier) ->
     assert held == {parameters: (COUNT - 1) * UNIT, other: UNIT}
 
 
+def test_gradients_that_leave_beside_backward_are_counted_on_the_device() -> None:
+    plan = Plan(Tier.HOST, overlap="backward")
+    held = {i.tier: i.nbytes for i in items_of(plan, sizes(1), AWAY) if "on their way" in i.what}
+    assert held == {Tier.DEVICE: MAX_IN_FLIGHT_BYTES}
+
+
 def test_what_is_short_is_said() -> None:
-    with pytest.raises(BudgetError, match=r"11\.0 GiB of DEVICE"):
+    with pytest.raises(BudgetError, match=r"11\.2 GiB of DEVICE"):
         auto_plan(sizes(4), Budget(device=0), AWAY)
     with pytest.raises(BudgetError, match=r"11\.0 GiB of HOST.*with overlap=\"backward\""):
         auto_plan(sizes(1), Budget(disk=0, host=LESS - 1), HERE)
@@ -351,6 +357,24 @@ def test_what_weights_pass_through_counts_where_the_device_has_memory(parameters
 def test_host_weights_count_where_parameters_are_on_the_device() -> None:
     held = bytes_of(auto_plan(sizes(4), Budget(), AWAY), sizes(4), AWAY)
     assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 4 * COUNT * G + STAGED, Tier.DISK: 0}
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_of_one_micro_batch_gradients_come_when_activations_go(
+    away: bool,  # noqa: FBT001
+    micro_batches: int,
+) -> None:
+    peak = 10 * sizes(1).gradient_bytes
+    held = HeldActivations(peak=peak, beside_gradients=peak // 100)
+    conditions = replace(AWAY if away else HERE, activations=held)
+    plan = Plan("device", accumulation_steps=micro_batches)
+    tier = Tier.DEVICE if away else Tier.HOST
+    items = {i.what: i.nbytes for i in items_of(plan, sizes(1), conditions) if i.tier == tier}
+    gradients = items.get("gradients", 0) + items.get("gradients on their way", 0)
+    assert gradients > 0
+    # Of two the first one's gradients are there when the second one's backward begins.
+    assert items["activations"] == (peak - gradients if micro_batches == 1 else peak)
 
 
 MOVED = HeldActivations(peak=100 << 20, beside_gradients=20 << 20, saved=G, largest_saved=8 << 20)
