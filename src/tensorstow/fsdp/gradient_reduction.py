@@ -7,6 +7,10 @@ before it, and what still lacks gradients when backward ends is reduced then. So
 other parameters, or use them in another order, still meet. A number beside each gradient tells
 whether any rank had one: where none had, ``.grad`` stays None and the parameter is not updated; a
 rank that alone has none adds zeros.
+
+Reentrant checkpointing runs backward inside of backward, so that a parameter may get one more
+gradient when its bucket is under way. The last bucket is reduced at the end, with a number that
+says whether any rank has such gradients: then all buckets are reduced once more.
 """
 
 import weakref
@@ -94,6 +98,13 @@ class Bucket:
         self._own: torch.Tensor | None = None
         self._work: Any = None
         self._source: torch.Tensor | None = None
+        self.more_follows = False
+        """Whether any rank that launched the last reduction said so."""
+
+    @property
+    def has_some(self) -> bool:
+        """Whether a parameter has a gradient that is not under way."""
+        return bool(self._given)
 
     @property
     def is_complete(self) -> bool:
@@ -106,17 +117,22 @@ class Bucket:
         before = self._given.get(index)  # of a graph within this one
         self._given[index] = gradient if before is None else before.float() + gradient
 
-    def launch(self) -> None:
-        """Begin the reduction of what there is, with zeros for the rest."""
+    def launch(self, *, more_follows: bool = False) -> None:
+        """Begin the reduction of what there is, with zeros for the rest.
+
+        Args:
+            more_follows: What to tell other ranks.
+        """
         layout, count = self.layout, len(self.parameters)
         device = self.parameters[0].device
-        shape = (layout.ranks, layout.length + count)
+        shape = (layout.ranks, layout.length + count + 1)
         source = torch.zeros(shape, dtype=self._dtype, device=device)
         for index, gradient in self._given.items():
             for rank in range(layout.ranks):
                 rows = layout.rows(gradient, rank)
                 layout.place(index, source[rank], rows).copy_(rows)
             source[:, layout.length + index] = 1.0
+        source[:, -1] = float(more_follows)
         self._given.clear()
         before, _ = self._divisors()
         if before != 1:
@@ -146,7 +162,8 @@ class Bucket:
         _, behind = self._divisors()
         if behind != 1:
             own.div_(behind)
-        there = own[self.layout.length :].float().tolist()
+        *there, more = own[self.layout.length :].float().tolist()
+        self.more_follows = more != 0.0
         found = []
         for index, parameter in enumerate(self.parameters):
             if there[index] == 0.0:
@@ -193,7 +210,7 @@ class GradientReduction:
         """Take the parameters of each unit in the order in which backward comes to them.
 
         Args:
-            units: Parameters that have shares; the frozen ones get hooks once they are trained.
+            units: Parameters that have shares; the frozen ones are reduced once they are trained.
             mesh: (shard,) or (replicate, shard).
             reduce_dtype: What gradients are summed over ranks in; None: their own dtype.
         """
@@ -201,16 +218,22 @@ class GradientReduction:
         self._mesh, self._reduce_dtype = mesh, reduce_dtype
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
+        self._accumulators: list[Any] = []
+        """Autograd's nodes, which have the hooks: they would go with the last graph."""
         self._next = 0
         self._is_in_backward = False
+        self._graph_task = -1
         self._sums: dict[int, torch.Tensor] = {}
         """Gradients of micro-batches before, set aside while autograd makes the next one's."""
         self.reduces = True
         """Whether the next backward's gradients are reduced, with those that wait unreduced."""
-        self.register_unfrozen()
+        for parameter in (p for unit in self._units for p in unit):
+            if parameter.is_floating_point():
+                self._hook(parameter)
+        self.include_unfrozen()
 
-    def register_unfrozen(self) -> None:
-        """Register hooks on parameters that are trained by now, and make their buckets."""
+    def include_unfrozen(self) -> None:
+        """Make buckets that have the parameters that are trained by now."""
         trained = {id(p) for unit in self._units for p in unit if p.requires_grad}
         if trained <= self._bucket_of.keys():
             return
@@ -225,14 +248,11 @@ class GradientReduction:
                 bucket = Bucket(parameters, self._mesh, self._reduce_dtype or dtype)
                 self.buckets.append(bucket)
                 self._bucket_of |= {id(p): bucket for p in parameters}
-                for parameter in parameters:
-                    if id(parameter) not in known:
-                        self._hook(parameter)
 
     def _hook(self, parameter: Any) -> None:  # noqa: ANN401  # torch's hooks are not typed
         whom, itself = weakref.ref(parameter), weakref.ref(self)
 
-        def before(_: torch.Tensor) -> None:
+        def before(_: object) -> None:
             tensor, alive = whom(), itself()
             if tensor is not None and alive is not None and tensor.grad is not None:
                 alive._sums[id(tensor)] = tensor.grad  # noqa: SLF001  # its own
@@ -243,47 +263,70 @@ class GradientReduction:
             if alive is not None:
                 alive._take(tensor)  # noqa: SLF001
 
-        parameter.register_hook(before)
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(requires_grad=True)
+        with torch.enable_grad():
+            accumulator: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+        # Of the node, not of the parameter: autograd.grad() calls those too, and accumulates not.
+        accumulator.register_prehook(before)
+        self._accumulators.append(accumulator)
         parameter.register_post_accumulate_grad_hook(behind)
+        parameter.requires_grad_(requires_grad=is_trained)
 
     # --- in backward ---
 
     @torch.no_grad()
     def _take(self, parameter: torch.Tensor) -> None:
         if not self._is_in_backward:
+            self.include_unfrozen()
             self._is_in_backward, self._next = True, 0
+            self._graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
             _engine.queue_callback(self._end)
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
         before = self._sums.get(id(parameter))
-        if before is not None and is_unreduced(before):
+        if before is not None and not isinstance(before, DTensor):  # unreduced, or the user's
             gradient = before.float().add_(gradient)
             del self._sums[id(parameter)]
         if not self.reduces:
             if isinstance(before, DTensor):
-                raise OptionError(_REDUCED_BEFORE)
+                if before.to_local().any():
+                    raise OptionError(_REDUCED_BEFORE)
+                del self._sums[id(parameter)]  # zero_grad(set_to_none=False)
             wide = gradient.float() if self._reduce_dtype is not None else gradient
             set_gradient(parameter, wide)
             mark_unreduced(wide)
             return
         self._bucket_of[id(parameter)].take(parameter, gradient)
-        self._launch(lambda bucket: bucket.is_complete)
+        # A backward inside of this one may come to a parameter again.
+        if torch._C._current_graph_task_id() == self._graph_task:  # noqa: SLF001
+            self._launch(lambda bucket: bucket.is_complete)
 
     def _launch(self, may_begin: Callable[[Bucket], bool]) -> None:
-        while self._next < len(self.buckets) and may_begin(self.buckets[self._next]):
+        """Begin those that may, in order, but for the last."""
+        while self._next < len(self.buckets) - 1 and may_begin(self.buckets[self._next]):
             self.buckets[self._next].launch()
             self._next += 1
+
+    def _reduce_rest(self) -> bool:
+        """Reduce what is left; return whether there are gradients that came too late for it."""
+        self._launch(lambda _: True)
+        *rest, last = self.buckets
+        last.launch(more_follows=any(bucket.has_some for bucket in rest))
+        for bucket in self.buckets:
+            for parameter, rows in bucket.finish():
+                self._set(parameter, rows)
+        self._next = 0
+        return last.more_follows
 
     @torch.no_grad()
     def _end(self) -> None:
         """Reduce what is left: backward is over."""
         if self.reduces:
             self._take_waiting()
-            self._launch(lambda _: True)
-            for bucket in self.buckets:
-                for parameter, rows in bucket.finish():
-                    self._set(parameter, rows)
+            while self._reduce_rest():
+                pass
         self._put_back()
         self._is_in_backward = False
 

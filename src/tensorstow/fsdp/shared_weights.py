@@ -76,6 +76,7 @@ class SharedWeights:
         def gather() -> None:
             alive = known()
             if alive is not None:
+                itself._reduction.include_unfrozen()
                 itself._gather([b.layout for b in itself._reduction.buckets], alive)
 
         def around_resume() -> None:
@@ -131,7 +132,6 @@ class SharedWeights:
         self._lost |= self._reduction.recover()
         if self._lost:  # until what the rest of that backward left is dropped
             self._lost = any(p.grad is not None for unit in self._units for p in unit)
-        self._reduction.register_unfrozen()
 
     def _pre_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401  # torch's
         self._lost |= self._reduction.recover()

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
+from ranks.stowed import WIDTH, loss_of, model_of
 from ranks.twin import ADAMW, Twins
 from tensorstow import AdamW, Plan, stow
 from tensorstow.base.errors import OptionError
@@ -216,6 +217,14 @@ def wait_unreduced() -> None:
     assert isinstance(model.weight.grad, DTensor)
     assert model.weight.grad.to_local().unique().tolist() == [4.0]
     optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert isinstance(model.weight.grad, DTensor)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 2)).sum().backward()  # zeros of the step before are no gradients
+    model.weight.grad = 2 * model.weight.grad  # as unreduced as it was
+    model.set_requires_gradient_sync(True)
+    model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+    assert model.weight.grad.to_local().unique().tolist() == [2.5]
     model.set_requires_gradient_sync(False)
     with pytest.raises(OptionError, match="came behind one of the same step"):
         model(torch.ones(1, 2)).sum().backward()
@@ -264,6 +273,85 @@ def unfreeze() -> None:
 
 def test_what_is_unfrozen_later_is_reduced_and_gathered(ranks: "Ranks") -> None:
     ranks(2).run(unfreeze)
+
+
+def of_part(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    """Return a loss that the forward of the model itself has no part in."""
+    part: Any = model.blocks
+    found: torch.Tensor = part[1](torch.full((2, WIDTH), float(1 + rank + batch)))
+    return found.square().sum()
+
+
+def part_frozen() -> nn.Module:
+    model = model_of(torch.float32)
+    model.blocks[1].requires_grad_(requires_grad=False)
+    return model
+
+
+def unfreeze_part() -> None:
+    both = Twins(part_frozen, of_part, Plan(stage=2))
+    for model in (both.stowed, both.alone):
+        model.get_submodule("blocks.1").requires_grad_(requires_grad=True)
+    both.backward(0)
+    both.compare_gradients()
+    both.step()
+    both.close()
+
+
+def test_what_is_unfrozen_is_reduced_without_a_forward_of_the_whole(ranks: "Ranks") -> None:
+    ranks(2).run(unfreeze_part)
+
+
+class Again(nn.Module):
+    """Comes to its blocks again, in backwards that reentrant checkpoints run inside of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 2.0)  # sums are exact in any order
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        if rank == 0:
+            x = checkpoint(self.blocks[1], x, use_reentrant=True)
+        out: torch.Tensor = self.blocks[1](x)  # its gradients come first, and are under way
+        return out
+
+
+def loss_of_again(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    found: torch.Tensor = model(torch.full((1, 2), 1.0 + batch, requires_grad=True), rank)
+    return found.sum()
+
+
+def go_through_again(stage: int) -> None:
+    both = Twins(Again, loss_of_again, Plan(stage=stage))
+    for batch in range(2):
+        both.backward(batch)
+        both.compare_gradients()
+    both.step()
+    both.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_that_come_when_others_are_under_way_count(ranks: "Ranks", stage: int) -> None:
+    ranks(2).run(go_through_again, stage)
+
+
+def ask_for_gradients() -> None:
+    """Call torch.autograd.grad between backward and step."""
+    both = twins(Plan(stage=2))
+    both.backward(0)
+    given = torch.autograd.grad(loss(both.stowed, both.rank, 1), list(both.stowed.parameters()))
+    assert {type(gradient) for gradient in given} == {torch.Tensor}
+    both.compare_gradients()
+    both.step()
+    both.close()
+
+
+def test_autograd_grad_leaves_gradients_in_place(ranks: "Ranks") -> None:
+    ranks(2).run(ask_for_gradients)
 
 
 def kinds() -> list[bool]:
