@@ -1,8 +1,8 @@
 """The command `tensorstow`: parses arguments, runs a subcommand, prints errors.
 
 Exit statuses: 0; 1, something was found: damage, an unusable directory, results that differ; 2, the
-request cannot be carried out; 130, interrupted; 141, the reader of the output has closed it (``|
-head``), as the shell reports for SIGPIPE.
+request cannot be carried out; 130, interrupted; 143, terminated, and 129, the terminal was closed;
+141, the reader of the output has closed it (``| head``), as the shell reports for SIGPIPE.
 
 An error is a line on standard error. With ``--json`` it is an object on standard output, too:
 ``{"error": {"type": "OptionError", "message": ...}}``.
@@ -11,11 +11,14 @@ An error is a line on standard error. With ``--json`` it is an object on standar
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import version
+from types import FrameType
 
 from tensorstow.base.errors import StowError
 from tensorstow.cli.arguments import COMMANDS
@@ -24,6 +27,16 @@ from tensorstow.cli.collector import collector_paused
 USAGE_ERROR = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Terminated(BaseException):
+    """A signal asked the process to end: raised in the main thread, as Ctrl-C is."""
+
+    def __init__(self, number: int) -> None:
+        """Keep the signal's number."""
+        super().__init__(signal.strsignal(number))
+        self.status = 128 + number
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             each.name,
             help=each.summary,
-            description=f"{each.summary}.".capitalize(),
+            description=f"{each.summary[0].upper()}{each.summary[1:]}.",
             allow_abbrev=False,
         )
         each.declare(command)
@@ -54,9 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = argparse.Namespace()
     try:
         given = _parse(arguments)
-        with collector_paused():
-            module = import_module(given.module)
-        status: int = module.run(given)
+        with _terminations_raised():
+            with collector_paused():
+                module = import_module(given.module)
+            status: int = module.run(given)
         if sys.stdout is not None:
             sys.stdout.flush()  # now, while an error can still be reported
     except BrokenPipeError:
@@ -68,7 +82,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while what a command needs is being imported, too
         _print_error(given, "KeyboardInterrupt", "interrupted")
         return INTERRUPTED
+    except Terminated as ended:
+        _print_error(given, "Terminated", str(ended).lower())
+        return ended.status
     return status
+
+
+@contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """Raise ``Terminated`` for a signal that would end the process before it removes its files."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise Terminated(number)
+
+    replaced = []
+    if threading.current_thread() is threading.main_thread():
+        # nohup has them ignored, and who calls main() may handle them.
+        replaced = [each for each in _ENDING if signal.getsignal(each) is signal.SIG_DFL]
+    for each in replaced:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in replaced:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -2,10 +2,13 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -173,6 +176,53 @@ def test_errors_have_a_status_and_are_an_object_with_json(
     assert err == f"tensorstow: {told}\n"
 
 
+@pytest.mark.parametrize(
+    ("number", "status", "told"),
+    [(signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "hangup")],
+)
+def test_a_command_that_is_ended_by_a_signal_removes_its_files(
+    number: signal.Signals,
+    status: int,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ended(_given: argparse.Namespace) -> int:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            # Not to the process: without a handler the tests would end.
+            handler = signal.getsignal(number)
+            assert callable(handler)
+            handler(number, None)
+        raise AssertionError
+
+    monkeypatch.setattr(doctor, "run", ended)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        assert main(["doctor"]) == status
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+    assert capsys.readouterr() == ("", f"tensorstow: {told}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def look(_given: argparse.Namespace) -> int:
+        seen.append(signal.getsignal(signal.SIGHUP))
+        return 0
+
+    monkeypatch.setattr(doctor, "run", look)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert main(["doctor"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert seen == [signal.SIG_IGN]
+
+
 def test_an_interrupt_while_a_command_is_imported_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +255,16 @@ def test_help_and_usage_errors_do_not_wait_for_torch(arguments: list[str]) -> No
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.name)
 def test_each_command_is_there(command: Command) -> None:
     assert callable(import_module(command.module).run)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.name)
+def test_help_says_what_a_command_does_in_the_words_of_the_list(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command.name, "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"{command.summary[1:]}." in told
 
 
 @pytest.mark.parametrize("command", ["plan", "calibrate", "doctor", "demo", "verify"])
