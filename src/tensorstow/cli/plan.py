@@ -355,13 +355,14 @@ def _wear(plan: Plan, request: PlanRequest, tbw: str | None) -> dict[str, Any]:
 
 
 def _told(each: Alternative, found: SearchResult) -> dict[str, Any]:
+    guessed = each.batch is not None and each.batch.is_estimate
     return {
         "plan": fields_of(each.plan),
         "state_format": None
         if each.conditions.state_format is None
         else str(each.conditions.state_format),
         "short": {str(tier): n for tier, n in each.short.items()},
-        "seconds": None if each.step is None else each.step.seconds,
+        "seconds": None if each.step is None or guessed else each.step.seconds,
         "reason": "chosen" if each is found.chosen else found.reason(each),
     }
 

@@ -83,10 +83,17 @@ class SearchResult:
             return ", ".join(f"{format_bytes(n)} of {tier.upper()} short" for tier, n in short)
         if other.step is None or self.chosen.step is None:
             return "it fits too; without rates the first that fits is chosen"
+        took, least = other.step.seconds, self.chosen.step.seconds
+        cost = f"{took:.3g} s per step"
+        if other.batch is not None and other.batch.is_estimate:
+            # Seconds of a batch that nobody named would be taken for those of the run.
+            tokens = f"{other.batch.tokens:,} tokens"
+            cost = f"about {took / least:.3g} times the chosen plan's time, at {tokens} a step"
         if other.plan.overlap == "backward" and self.chosen.plan.overlap != "backward":
-            refused = "clipping and loss scaling are refused beside backward"
-            return f"{other.step.seconds:.3g} s per step; {refused}: ask for it"
-        return f"{other.step.seconds:.3g} s per step"
+            return f"{cost}; clipping and loss scaling are refused beside backward: ask for it"
+        if took < least:
+            return f"{cost}; less than {_GAIN:.0%} faster than the simpler plan that was chosen"
+        return cost
 
 
 @dataclass(frozen=True, slots=True)

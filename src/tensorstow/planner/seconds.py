@@ -52,6 +52,8 @@ class MicroBatch:
     """Random numbers drawn, for dropout."""
     large_bytes: int = 0
     """Of all large tensors that operations make; ``base.allocator`` says what is large."""
+    is_estimate: bool = False
+    """Whether nothing was traced, so that only ratios of the seconds count."""
 
     @classmethod
     def estimate(cls, parameters: int, tokens: int) -> "MicroBatch":
@@ -61,7 +63,7 @@ class MicroBatch:
             parameters: Of the whole model.
             tokens: Of the micro-batch.
         """
-        return cls(tokens, _FLOPS_PER_TOKEN * parameters * tokens)
+        return cls(tokens, _FLOPS_PER_TOKEN * parameters * tokens, is_estimate=True)
 
 
 @dataclass(frozen=True, slots=True)

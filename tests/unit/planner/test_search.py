@@ -47,6 +47,25 @@ def test_rates_choose_when_updates_run() -> None:
     assert "of HOST short" in found.reason(found.tried[0])
 
 
+def test_reasons_tell_small_gains_and_name_no_seconds_of_a_batch_that_nobody_named() -> None:
+    request = PlanRequest(SIZES, Budget(), HERE, batch=BATCH, machine=CPU)
+    found = search(request)
+    chosen = found.chosen
+    assert chosen.step is not None
+    seconds = chosen.step.seconds
+    assert found.reason(chosen) == f"{seconds:.3g} s per step"
+    phases = tuple(
+        replace(each, loads={name: 1.01 * load for name, load in each.loads.items()})
+        for each in chosen.step.phases
+    )
+    slower = replace(found, chosen=replace(chosen, step=replace(chosen.step, phases=phases)))
+    simpler = "less than 2% faster than the simpler plan that was chosen"
+    assert slower.reason(chosen) == f"{seconds:.3g} s per step; {simpler}"
+    guessed = search(replace(request, batch=replace(BATCH, is_estimate=True)))
+    told = guessed.reason(guessed.chosen)
+    assert told == "about 1 times the chosen plan's time, at 1,000 tokens a step"
+
+
 def test_memory_that_is_left_holds_states() -> None:
     left = 4 * G
     host = 2 * UNITS * G + left

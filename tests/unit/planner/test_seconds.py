@@ -211,7 +211,7 @@ def test_both_sides_update_so_that_they_end_together() -> None:
 
 
 def test_an_estimate_is_six_operations_for_each_parameter_and_token() -> None:
-    assert MicroBatch.estimate(7, 11) == MicroBatch(11, 6 * 7 * 11)
+    assert MicroBatch.estimate(7, 11) == MicroBatch(11, 6 * 7 * 11, is_estimate=True)
 
 
 def test_activations_cross_the_disk_and_the_link_once_each_way() -> None:
