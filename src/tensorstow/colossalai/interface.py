@@ -16,6 +16,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
 from tensorstow.fsdp.full_tensors import full_tensor
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.tensors.dtensor import layout_of
 
 logger = logging.getLogger("tensorstow")
 
@@ -374,7 +375,8 @@ class OptimizerWrapper(Optimizer):
 def _whole(value: Any, parameter: torch.Tensor, name: str) -> Any:  # noqa: ANN401
     if not isinstance(value, torch.Tensor):
         return value
-    if name != "step" and isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
+    layout = layout_of(parameter)
+    if name != "step" and layout is not None and layout.device_mesh.size() > 1:
         value = full_tensor(value, parameter)
     elif isinstance(value, DTensor):
         value = value.to_local()

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import time
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from ranks.pool import Ranks
 from ranks.stowed import WIDTH, loss_of, model_of
 from ranks.twin import ADAMW, Twins
-from tensorstow import AdamW, Plan, stow
+from tensorstow import AdamW, Plan, _native, stow
 from tensorstow.base.errors import OptionError
+from tensorstow.base.update_on import Overlap
 from tensorstow.fsdp.shared_weights import shared_weights_of
 from tensorstow.tensors.dtensor import gradient_of
 from tensorstow.tensors.shares import share_of
@@ -72,6 +74,29 @@ def on_one_rank(plan: Plan) -> None:
 )
 def test_one_rank_alone_reads_copies_and_saves(ranks: "Ranks", plan: Plan) -> None:
     ranks(2).run(on_one_rank, plan)
+
+
+def where_one_rank_is_late(plan: Plan) -> None:
+    """Let the second rank come later to backward and to the step, and updates take their time."""
+    both = twins(plan)
+
+    def come_late(*_: object) -> None:
+        time.sleep(0.05 * dist.get_rank())
+
+    both.stowed.register_forward_hook(come_late)
+    both.ours.register_step_pre_hook(come_late)
+    _native.slow_down(update_elements_per_s=2e4)
+    try:
+        both.train()
+    finally:
+        _native.slow_down()
+    both.compare()
+    both.close()
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_other_ranks_and_updates_are_waited_for(ranks: "Ranks", overlap: Overlap) -> None:
+    ranks(2).run(where_one_rank_is_late, Plan(stage=2, overlap=overlap))
 
 
 class Odd(nn.Module):
