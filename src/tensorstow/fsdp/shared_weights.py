@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.full_tensors import to_local
 from tensorstow.fsdp.gradient_reduction import GradientReduction, RowLayout
 from tensorstow.fsdp.units import Unit, found_in
 from tensorstow.fsdp.unshard import INCOMPLETE, advice_for
@@ -131,7 +132,8 @@ class SharedWeights:
     def _pre_forward(self) -> None:
         self._lost |= self._reduction.recover()
         if self._lost:  # until what the rest of that backward left is dropped
-            self._lost = any(p.grad is not None for unit in self._units for p in unit)
+            given = [p.grad for unit in self._units for p in unit if p.grad is not None]
+            self._lost = any(bool(to_local(gradient).any()) for gradient in given)
 
     def _pre_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401  # torch's
         self._lost |= self._reduction.recover()

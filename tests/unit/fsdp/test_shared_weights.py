@@ -221,6 +221,11 @@ def fail_in_backward() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(1, 2), fails=True).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
     optimizer.close()
 
 
