@@ -88,7 +88,7 @@ class SearchResult:
         if other.batch is not None and other.batch.is_estimate:
             # Seconds of a batch that nobody named would be taken for those of the run.
             tokens = f"{other.batch.tokens:,} tokens"
-            cost = f"about {took / least:.3g} times the chosen plan's time, at {tokens} a step"
+            cost = f"about {took / least:.2f} times the chosen plan's time, at {tokens} a step"
         if other.plan.overlap == "backward" and self.chosen.plan.overlap != "backward":
             return f"{cost}; clipping and loss scaling are refused beside backward: ask for it"
         if took < least:

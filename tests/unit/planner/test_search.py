@@ -63,7 +63,7 @@ def test_reasons_tell_small_gains_and_name_no_seconds_of_a_batch_that_nobody_nam
     assert slower.reason(chosen) == f"{seconds:.3g} s per step; {simpler}"
     guessed = search(replace(request, batch=replace(BATCH, is_estimate=True)))
     told = guessed.reason(guessed.chosen)
-    assert told == "about 1 times the chosen plan's time, at 1,000 tokens a step"
+    assert told == "about 1.00 times the chosen plan's time, at 1,000 tokens a step"
 
 
 def test_memory_that_is_left_holds_states() -> None:

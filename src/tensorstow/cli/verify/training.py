@@ -95,4 +95,6 @@ def train(
                 optimizer.commit({"losses": list(losses)})
         optimizer.synchronize()
         digests, states = digests_of(model), digests_of_states(optimizer, model)
+        if run.is_killed:
+            optimizer.commit()  # else closing warns of steps that are not committed
     return Outcome(tuple(losses), digests, states, time.monotonic() - begun)

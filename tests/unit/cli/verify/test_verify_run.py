@@ -58,7 +58,11 @@ class Noted(AdamW):
 
 
 def test_all_runs_of_a_model_are_equal_and_leave_nothing(
-    model: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And each is what it is called."""
     monkeypatch.setattr(Noted, "made", [], raising=False)
@@ -80,6 +84,7 @@ def test_all_runs_of_a_model_are_equal_and_leave_nothing(
     assert Noted.made == [(r.states, r.state_format, r.overlap) for r in runs_of(["fp32"])]
     assert Noted.resumed == [COMMITTED]
     assert list(place.iterdir()) == []
+    assert caplog.messages == []  # a warning would stand beside the outcome
 
 
 def pretended(monkeypatch: pytest.MonkeyPatch, wrong: VerifiedRun) -> None:
