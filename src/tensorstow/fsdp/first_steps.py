@@ -226,8 +226,10 @@ def compared_line(
     for tier in dict.fromkeys(each.tier for each in counted):
         own = [each for each in counted if each.tier == tier]
         predicted, measured = sum(e.predicted for e in own), sum(e.measured or 0 for e in own)
+        left_out = ", ".join(e.what for e in items if e.tier == tier and e.measured is None)
         told.append(
             f"{tier} {format_bytes(predicted)} predicted, {format_bytes(measured)} measured"
+            + (f" (without {left_out})" if left_out else "")
         )
         if abs(measured - predicted) > _OFF * predicted:
             worst = max(own, key=lambda each: abs((each.measured or 0) - each.predicted))

@@ -38,8 +38,8 @@ def test_what_is_as_planned_is_told() -> None:
     level, line = compared_line(items, STEP, 1.19)
     assert level == logging.INFO
     assert line == (
-        "first steps as planned: HOST 1000.0 MiB predicted, 1.2 GiB measured; DISK 1.0 GiB"
-        " predicted, 1.0 GiB measured; a step 1 s predicted, 1.19 s measured"
+        "first steps as planned: HOST 1000.0 MiB predicted, 1.2 GiB measured (without gradients);"
+        " DISK 1.0 GiB predicted, 1.0 GiB measured; a step 1 s predicted, 1.19 s measured"
     )
 
 
