@@ -34,7 +34,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.overlap}-{c.state_format}")
+@pytest.mark.parametrize(
+    "case",
+    # The one of int8 commits every step beside backward, which takes ten seconds.
+    [pytest.param(c, marks=[pytest.mark.soak] * (c.state_format == "int8")) for c in CASES],
+    ids=lambda c: f"{c.overlap}-{c.state_format}",
+)
 def test_every_commit_survives(case: Case, tmp_path: Path) -> None:
     root = tmp_path / "run"
     events = record_training(case, root, TrainingDisk(), stops=(5, 9))

@@ -173,7 +173,7 @@ def test_ends_badly(late): pass
 """
 
 
-@pytest.mark.parametrize("processes", ["0", "2"])
+@pytest.mark.parametrize("processes", ["0", pytest.param("2", marks=pytest.mark.soak)])
 def test_what_has_passed_is_not_run_again(tmp_path: Path, processes: str) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     kept = tmp_path / "kept.jsonl"
