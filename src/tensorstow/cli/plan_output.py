@@ -67,8 +67,8 @@ def _worth_telling(tried: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _print_lacks(console: Console, lacks: dict[str, Any]) -> None:
     """Print what a form cannot say of the plan."""
     if lacks:
-        told = ", ".join(f"{name} (it has {value!r})" for name, value in lacks.items())
-        print_line(console, f"  it cannot say the plan's {told}")
+        told = ", ".join(f"{name} ({value!r} here)" for name, value in lacks.items())
+        print_line(console, f"  differs from the plan in {told}")
 
 
 def describe(facts: dict[str, Any]) -> list[tuple[str, str]]:

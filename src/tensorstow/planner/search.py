@@ -479,10 +479,8 @@ def _what_is_short(tried: Sequence[Alternative], budget: Budget) -> str:
     """Return what the nearest placement lacks, and the smallest change of the budget that fits."""
     nearest = min(tried, key=lambda each: (len(each.short), sum(each.short.values())))
     told = " and ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in nearest.short.items())
-    least = " and ".join(
-        f"{tier}={(budget.bytes_of(tier) or 0) + missing}"
-        for tier, missing in nearest.short.items()
-    )
+    enough = {t: (budget.bytes_of(t) or 0) + missing for t, missing in nearest.short.items()}
+    least = " and ".join(f"{tier}={n} ({format_bytes(n)})" for tier, n in enough.items())
     beside = nearest.plan.overlap == "backward"
     but = ' (with overlap="backward", which refuses clipping and loss scaling)' if beside else ""
     return (

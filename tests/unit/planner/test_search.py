@@ -320,7 +320,7 @@ def test_the_smallest_change_fits_and_nothing_less() -> None:
     with pytest.raises(BudgetError, match="smallest change") as caught:
         search(request)
     named = str(caught.value).split("in bytes: ")[1].split(";")[0].split(" and ")
-    least = {tier: int(n) for tier, n in (each.split("=") for each in named)}
+    least = {tier: int(n.split()[0]) for tier, n in (each.split("=") for each in named)}
     raised = {"host": HOST_BYTES // 2, "disk": 0} | least
     search(replace(request, budget=Budget(**raised)))
     for tier in least:
