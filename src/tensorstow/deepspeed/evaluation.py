@@ -76,6 +76,7 @@ def _stow_on_disk(model: nn.Module, settings: Settings) -> nn.Module:
     finally:
         if _writes_file():
             file.unlink(missing_ok=True)
+    _wait_for_ranks()  # on none it has a name any more
     return placed
 
 
