@@ -261,8 +261,10 @@ print(left)
 """
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-@pytest.mark.parametrize("how", ["exit", "delete"])
+@pytest.mark.parametrize(
+    ("how", "overlap"),
+    [("exit", "forward"), ("exit", "backward"), ("delete", "none"), ("delete", "backward")],
+)
 def test_children_forked_in_mid_step_exit(overlap: str, how: str) -> None:
     out = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", IN_MID_STEP, overlap, how],

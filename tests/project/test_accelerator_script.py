@@ -45,7 +45,7 @@ def results(folder: Path) -> dict[str, str]:
     return {stage["stage"]: stage["result"] for stage in saved["stages"]}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_rehearsal_leaves_figures_and_is_not_repeated(tmp_path: Path) -> None:
     sanitizer = tmp_path / "bin" / "compute-sanitizer"
