@@ -1,7 +1,9 @@
 """Models without an optimizer, on every rank."""
 
+import errno
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -10,6 +12,8 @@ import tensorstow.deepspeed as deepspeed
 from models import ResidualStack
 from ranks.stowed import model_of
 from tensorstow import Plan
+from tensorstow.base.errors import StowError
+from tensorstow.deepspeed import evaluation
 
 TOKENS = torch.arange(6).reshape(2, 3) % 5
 
@@ -30,6 +34,20 @@ def logits_of_evaluation(config: dict[str, object], folder: str) -> tuple[bool, 
     engine.destroy()
     same = all(torch.equal(each, want) for each in got)
     return same, [str(file) for file in Path(folder).rglob("*")]
+
+
+def error_where_the_disk_is_full(config: dict[str, object]) -> str:
+    """Return what is raised where rank 0 cannot write the weights."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(evaluation, "save_file", full)
+        with pytest.raises((OSError, StowError)) as caught:
+            deepspeed.initialize(model=model_of(torch.float32), config=config)
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def outputs_from_files(

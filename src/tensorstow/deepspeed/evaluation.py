@@ -10,7 +10,9 @@ they have opened it.
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tensorstow.base.directories import make_directories
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.settings import Settings
@@ -29,6 +31,8 @@ from tensorstow.fsdp.sharding import current_device, host_group
 from tensorstow.fsdp.stow import stow
 
 logger = logging.getLogger("tensorstow")
+
+_Found = TypeVar("_Found")
 
 
 def place_for_evaluation(model: nn.Module, settings: Settings) -> nn.Module:
@@ -66,18 +70,21 @@ def _stow_on_disk(model: nn.Module, settings: Settings) -> nn.Module:
     """Write the weights to a file in ``nvme_path`` and read them from there."""
     plan = Plan(parameters=Tier.DISK, buffer_pool_bytes=buffer_pool_bytes(settings))
     file = _file_of_machine(Path(directory_of(settings) or "."))
-    try:
+
+    def write() -> None:
         if _writes_file():
             make_directories([file.parent])
             save_file({n: _own_memory(p) for n, p in model.named_parameters()}, file)
-        _wait_for_ranks()
-        placed = stow(model, None, plan=plan, weights=file)[0]
-        _wait_for_ranks()  # all have opened it
-    finally:
+
+    def remove() -> None:
         if _writes_file():
             file.unlink(missing_ok=True)
-    _wait_for_ranks()  # on none it has a name any more
-    return placed
+
+    try:
+        _on_every_rank(write)
+        return _on_every_rank(lambda: stow(model, None, plan=plan, weights=file)[0])
+    finally:  # once all have opened it
+        _on_every_rank(remove)
 
 
 def _file_of_machine(directory: Path) -> Path:
@@ -97,9 +104,27 @@ def _writes_file() -> bool:
     return rank_here() == _first_of_machine()
 
 
-def _wait_for_ranks() -> None:
-    if host_group() is not None:
-        dist.barrier(host_group())
+def _on_every_rank(act: Callable[[], _Found]) -> _Found:
+    """Return what ``act`` does when all ranks have done it; raise on each what fails on one."""
+    failure: Exception | None = None
+    try:
+        found = act()
+    except Exception as error:  # noqa: BLE001  # it is raised below
+        failure = error
+    group = host_group()
+    if group is not None:
+        failures: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(failures, failure and repr(failure), group)
+        other = next((rank for rank, text in enumerate(failures) if text), None)
+        if failure is None and other is not None:
+            message = (
+                f"Rank {other} could not place the model: {failures[other]}. That rank has the"
+                " traceback."
+            )
+            raise StowError(message)
+    if failure is not None:
+        raise failure
+    return found
 
 
 def _own_memory(parameter: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 import tensorstow.deepspeed as deepspeed
 from compare import all_equal
-from ranks.evaluated import TOKENS, logits_of_evaluation
+from ranks.evaluated import TOKENS, error_where_the_disk_is_full, logits_of_evaluation
 from ranks.pool import Ranks
 from ranks.stowed import model_of
 from tensorstow.base.errors import BudgetError, OptionError
@@ -35,6 +35,13 @@ def test_every_rank_computes_with_the_first_ones_weights(
     for same, files in ranks(world).run(logits_of_evaluation, config, str(tmp_path)):
         assert same
         assert not [file for file in files if file.endswith(".safetensors")]
+
+
+def test_what_fails_on_one_rank_is_told_on_every_rank(ranks: "Ranks", tmp_path: Path) -> None:
+    here, there = ranks(2).run(error_where_the_disk_is_full, config_of(3, "nvme", tmp_path))
+    assert here == "OSError: [Errno 28] No space left on device"
+    assert there.startswith("StowError: Rank 0 could not place the model: OSError(28")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_training_is_refused_by_name() -> None:
