@@ -14,6 +14,7 @@ from ranks.stowed import model_of
 from tensorstow import Plan
 from tensorstow.base.errors import StowError
 from tensorstow.deepspeed import evaluation
+from tensorstow.deepspeed.checkpoint import sharded
 
 TOKENS = torch.arange(6).reshape(2, 3) % 5
 
@@ -36,17 +37,22 @@ def logits_of_evaluation(config: dict[str, object], folder: str) -> tuple[bool, 
     return same, [str(file) for file in Path(folder).rglob("*")]
 
 
-def error_where_the_disk_is_full(config: dict[str, object]) -> str:
-    """Return what is raised where rank 0 cannot write the weights."""
+def error_where_the_disk_is_full(config: dict[str, object], folder: str) -> str:
+    """Return what is raised where rank 0 cannot write the weights, or a checkpoint's last file."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def save() -> None:
+        engine, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+        engine.save_checkpoint(folder)
+
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
             patch.setattr(evaluation, "save_file", full)
+            patch.setattr(sharded, "_replace", full)
         with pytest.raises((OSError, StowError)) as caught:
-            deepspeed.initialize(model=model_of(torch.float32), config=config)
+            save()
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -10,9 +10,7 @@ they have opened it.
 import logging
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,19 +18,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tensorstow.base.directories import make_directories
-from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.master_weights import cast_model
 from tensorstow.deepspeed.plans import PARAMETER_TIERS, buffer_pool_bytes, cast_of, directory_of
 from tensorstow.deepspeed.ranks import local_rank, rank_here
-from tensorstow.fsdp.sharding import current_device, host_group
+from tensorstow.fsdp.sharding import current_device, host_group, on_every_rank
 from tensorstow.fsdp.stow import stow
 
 logger = logging.getLogger("tensorstow")
-
-_Found = TypeVar("_Found")
 
 
 def place_for_evaluation(model: nn.Module, settings: Settings) -> nn.Module:
@@ -76,15 +72,18 @@ def _stow_on_disk(model: nn.Module, settings: Settings) -> nn.Module:
             make_directories([file.parent])
             save_file({n: _own_memory(p) for n, p in model.named_parameters()}, file)
 
+    def place() -> nn.Module:
+        return stow(model, None, plan=plan, weights=file)[0]
+
     def remove() -> None:
         if _writes_file():
             file.unlink(missing_ok=True)
 
     try:
-        _on_every_rank(write)
-        return _on_every_rank(lambda: stow(model, None, plan=plan, weights=file)[0])
+        on_every_rank(write, "write the model's weights")
+        return on_every_rank(place, "place the model")
     finally:  # once all have opened it
-        _on_every_rank(remove)
+        on_every_rank(remove, "remove a file")
 
 
 def _file_of_machine(directory: Path) -> Path:
@@ -102,29 +101,6 @@ def _first_of_machine() -> int:
 
 def _writes_file() -> bool:
     return rank_here() == _first_of_machine()
-
-
-def _on_every_rank(act: Callable[[], _Found]) -> _Found:
-    """Return what ``act`` does when all ranks have done it; raise on each what fails on one."""
-    failure: Exception | None = None
-    try:
-        found = act()
-    except Exception as error:  # noqa: BLE001  # it is raised below
-        failure = error
-    group = host_group()
-    if group is not None:
-        failures: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(failures, failure and repr(failure), group)
-        other = next((rank for rank, text in enumerate(failures) if text), None)
-        if failure is None and other is not None:
-            message = (
-                f"Rank {other} could not place the model: {failures[other]}. That rank has the"
-                " traceback."
-            )
-            raise StowError(message)
-    if failure is not None:
-        raise failure
-    return found
 
 
 def _own_memory(parameter: torch.Tensor) -> torch.Tensor:

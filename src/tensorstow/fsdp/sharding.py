@@ -1,10 +1,10 @@
 """Shards a model: the device mesh, each rank's rows, and the units given to FSDP2."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.checkpoint.pretrained import RowReader
@@ -28,6 +28,8 @@ from tensorstow.io.device_link import is_away
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.planner.sizes import padded_bytes
 from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
+
+_Found = TypeVar("_Found")
 
 # --- ranks ---
 
@@ -89,6 +91,39 @@ def host_group() -> dist.ProcessGroup | None:
         return whole
     own: dist.ProcessGroup = dist.new_group(backend="gloo")
     return own
+
+
+def on_every_rank(act: Callable[[], _Found], what: str) -> _Found:
+    """Do something on every rank, and raise on all of them what fails on one; collective.
+
+    Args:
+        act: What is done; where it is collective itself, it fails on all ranks or on none.
+        what: What it does, for the error on the other ranks: "write a file".
+
+    Returns:
+        What ``act`` returns here, when all ranks have done it.
+
+    Raises:
+        StowError: It failed on another rank. Here the error of ``act`` is raised as it is.
+    """
+    failure: Exception | None = None
+    try:
+        found = act()
+    except Exception as error:  # noqa: BLE001  # it is raised below
+        failure = error
+    group = host_group()
+    if group is not None:
+        failures: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(failures, failure and repr(failure), group)
+        other = next((rank for rank, text in enumerate(failures) if text), None)
+        if failure is None and other is not None:
+            message = (
+                f"Rank {other} could not {what}: {failures[other]}. That rank has the traceback."
+            )
+            raise StowError(message)
+    if failure is not None:
+        raise failure
+    return found
 
 
 def backend_of(device: torch.device) -> str:

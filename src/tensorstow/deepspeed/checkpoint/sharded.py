@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from tensorstow.base.errors import OptionError, StoreFormatError
 from tensorstow.deepspeed.states import owned_names, set_states, states_of
 from tensorstow.fsdp.full_tensors import host_dtensor, resharded, to_local
-from tensorstow.fsdp.sharding import host_group
+from tensorstow.fsdp.sharding import host_group, on_every_rank
 from tensorstow.fsdp.units import aliases_of
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.dtensor import is_sharded, shard_of
@@ -70,12 +70,14 @@ def save(folder: Path, contents: Contents, kept: Mapping[str, Any], *, latest: b
     told = {"groups": groups, "steps": steps, "frozen": frozen, "tied": aliases_of(module)}
     with _quietly():
         dcp_save(tensors, checkpoint_id=folder, process_group=host_group())
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save({**kept, **told}, folder / _KEPT)
-        if latest:
-            _replace(folder.parent / LATEST, folder.name)
-    if dist.is_initialized():
-        dist.barrier(host_group())
+
+    def write() -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            torch.save({**kept, **told}, folder / _KEPT)
+            if latest:
+                _replace(folder.parent / LATEST, folder.name)
+
+    on_every_rank(write, f"write to {folder}")
 
 
 def validate_same_tag(tag: str) -> None:
