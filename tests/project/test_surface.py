@@ -42,6 +42,7 @@ def test_exported_names() -> None:
         "DeepSpeedConfig",
         "DeepSpeedConfigError",
         "DeepSpeedEngine",
+        "OnDevice",
         "__version__",
         "accelerator",
         "add_config_arguments",

@@ -1,8 +1,8 @@
 """Training a model through DeepSpeed's engine, and the same through ``stow`` by hand."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,7 @@ class FixedScale:
 
     scale: float = 1024.0
     told: list[bool] = field(default_factory=list)
+    dynamic: bool = False
 
     def update(self, *, overflowed: bool) -> None:
         """Note it."""
@@ -281,6 +282,9 @@ def read_and_set(drive: Drive) -> None:
         assert gradient.shape == weight.shape
         utils.safe_set_full_grad(weight, 2 * gradient)
         assert torch.equal(utils.safe_get_full_grad(weight), 2 * gradient)
+        utils.safe_update_full_grad_vectorized([weight], lambda full, _: 2 * full)
+        assert torch.equal(utils.safe_get_full_grad(weight), 4 * gradient)
+        utils.safe_set_full_grad(weight, 2 * gradient)
         gradient = 2 * gradient
         engine.step()
         moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
@@ -378,6 +382,63 @@ def boundary_by_hand(drive: Drive) -> list[bool]:
         assert engine.global_steps == 1
         assert engine.micro_steps == 3
     return changed
+
+
+def with_boundaries_of_its_own(stage: int) -> None:
+    """End steps in each way that is not counting calls of step(), and compare with that."""
+    settings = Drive(Zero(stage=stage), accumulation=2).settings(dist.get_world_size())
+    found = {way: _after_steps(settings, way) for way in ("counted", "by hand", "alone")}
+    for taken in found.values():
+        assert all_equal(taken[0], found["counted"][0])
+    assert all_equal(found["by hand"][1], found["alone"][1])
+    unmanaged = replace(settings, managed_accumulation=False)
+    for way, told in (("coalesced", settings), ("unmanaged", unmanaged)):
+        for got, want in zip(_after_steps(told, way), found["by hand"], strict=True):
+            # Stage 1 reduces the sum of micro-batches, and these ways each of them.
+            assert all(torch.allclose(*pair) for pair in zip(got, want, strict=True))
+            assert stage == 1 or all_equal(got, want)
+
+
+def _after_steps(settings: Settings, way: str) -> list[list[torch.Tensor]]:
+    """Return the weights behind a step of 2 micro-batches, and behind one of 3 if not counted."""
+    rank, taken, seen = dist.get_rank(), [], 0
+    with closing(engine_of(settings)) as engine:
+        for number, count in enumerate((2,) if way == "counted" else (2, 3)):
+            together = way == "coalesced"
+            with engine.coalesce_grad_reduction() if together else nullcontext():
+                for micro in range(count):
+                    if settings.managed_accumulation and way != "counted":
+                        engine.set_gradient_accumulation_boundary(micro == count - 1)
+                    if way == "alone" and rank == 0 and settings.zero.stage < 3:
+                        loss_of(engine, rank, 9, 9)  # a forward that goes nowhere
+                    engine.backward(loss_of(engine, rank, number, micro))
+                    if way == "counted":
+                        engine.step()
+            if way != "counted":
+                engine.step()
+            seen += count
+            assert engine.was_step_applied()
+            taken.append(weights_of(engine.module))
+        if way in {"counted", "unmanaged"}:
+            assert engine.global_samples == seen * 2 * dist.get_world_size()
+    return taken
+
+
+def summed(stage: int) -> None:
+    """Take gradients that are summed over ranks, by the engine and without it."""
+    norms: dict[tuple[bool, bool], float] = {}
+    for sums in (False, True):
+        settings = Drive(Zero(stage=stage), accumulation=2).settings(dist.get_world_size())
+        for direct in (False, True):
+            with closing(engine_of(replace(settings, sums_gradients=sums))) as engine:
+                for micro in range(2):
+                    loss = loss_of(engine, dist.get_rank(), 0, micro)
+                    loss.backward() if direct else engine.backward(loss)
+                    engine.step()
+                norms[sums, direct] = engine.get_global_grad_norm()
+    assert norms[True, False] == norms[True, True]
+    assert norms[False, False] == norms[False, True]
+    assert norms[True, True] == dist.get_world_size() * norms[False, True]
 
 
 def sharded_and_full(stage: int) -> None:

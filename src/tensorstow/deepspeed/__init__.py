@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tensorstow.deepspeed.config.summary import summary_of
     from tensorstow.deepspeed.engine import DeepSpeedEngine
     from tensorstow.deepspeed.initialization import add_config_arguments, initialize
+    from tensorstow.deepspeed.on_device import OnDevice
     from tensorstow.deepspeed.ranks import init_distributed
     from tensorstow.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from tensorstow.deepspeed.utils import log_dist, logger
@@ -32,6 +33,7 @@ __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
+    "OnDevice",
     "__version__",
     "accelerator",
     "add_config_arguments",
@@ -52,11 +54,13 @@ __all__ = [
 
 __version__ = "0.19.6"
 """The version of DeepSpeed whose interface this is, for scripts that compare it."""
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 6
 
 _MODULES = {
     "DeepSpeedConfig": "runtime.config",
     "DeepSpeedConfigError": "runtime.config",
     "DeepSpeedEngine": "engine",
+    "OnDevice": "on_device",
     "add_config_arguments": "initialization",
     "get_accelerator": "accelerator",
     "init_distributed": "ranks",

@@ -17,15 +17,23 @@ class DirectBackward:
         micro_batches: The micro-batches of a step.
         needs_scale: Whether losses are multiplied by a loss scale.
         beside_backward: Whether updates run beside backward, with gradients that are final.
+        times: What gradients are multiplied by: the number of ranks, for a sum over them.
     """
 
     def __init__(
-        self, micro_batches: int, *, needs_scale: bool, beside_backward: bool = False
+        self,
+        micro_batches: int,
+        *,
+        needs_scale: bool,
+        beside_backward: bool = False,
+        times: int = 1,
     ) -> None:
         """Expect backwards of the engine only to be right; the class documents the arguments."""
-        self._micro_batches = micro_batches
+        self.micro_batches = micro_batches
+        """Those of a step; the engine may change them."""
         self._needs_scale = needs_scale
         self._beside_backward = beside_backward
+        self._times = times
         self._is_engines = False
         self.is_scaled = False
         """Whether ``engine.scale`` has scaled the loss that is to be gone through backward."""
@@ -46,12 +54,17 @@ class DirectBackward:
             output: Tensors, in containers and objects or not.
         """
         self.is_scaled = False
-        if self._micro_batches == 1 and not self._needs_scale:
+        if self._keeps_gradients and not self._needs_scale:
             return
         tensors = tensors_of(output)
         for tensor in tensors:
             watch: Any = tensor.register_hook
             watch(self._divide if len(tensors) == 1 else self._refuse)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether a step is one micro-batch, averaged over ranks."""
+        return self.micro_batches == 1 and self._times == 1
 
     def _divide(self, gradient: torch.Tensor) -> torch.Tensor | None:
         if self._is_engines:
@@ -63,24 +76,25 @@ class DirectBackward:
                 " engine.scale(loss).backward()."
             )
             raise BackwardError(message)
-        if self._micro_batches == 1:
+        if self._keeps_gradients:
             return gradient
-        if self._beside_backward:
+        if self._beside_backward and self.micro_batches > 1:
             message = (
                 "backward() was called directly, with gradient_accumulation_steps="
-                f'{self._micro_batches} and overlap="backward": which micro-batch is the last of a'
+                f'{self.micro_batches} and overlap="backward": which micro-batch is the last of a'
                 " step is known to engine.backward(loss) alone. Use that."
             )
             raise BackwardError(message)
-        return gradient / self._micro_batches
+        return gradient * self._times / self.micro_batches
 
     def _refuse(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        if self._is_engines or self._micro_batches == 1:
+        if self._is_engines or self._keeps_gradients:
             return self._divide(gradient)
         # A loss that is computed of another output passes both, and would be divided twice.
         message = (
             "backward() was called directly, with gradient_accumulation_steps="
-            f"{self._micro_batches} and a model that returns several tensors: which of them the"
-            " gradients are to be divided at is not known. Use engine.backward(loss)."
+            f"{self.micro_batches}, gradients that are multiplied by {self._times}, and a"
+            " model that returns several tensors: which of them the gradients are to be multiplied"
+            " at is not known. Use engine.backward(loss)."
         )
         raise BackwardError(message)

@@ -1,7 +1,7 @@
 """``DeepSpeedEngine``: a module that runs backward and steps its optimizer."""
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from tensorstow.deepspeed.checkpoint.sharded import (
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.dataloader import Loading, make_dataloader
 from tensorstow.deepspeed.direct_backward import DirectBackward
+from tensorstow.deepspeed.engine_settings import ConfiguredModule
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.monitor import Monitor
-from tensorstow.deepspeed.plans import world_of
 from tensorstow.deepspeed.ranks import local_rank, rank_here
 from tensorstow.deepspeed.registry import RegisteredModel, register
 from tensorstow.deepspeed.states import (
@@ -40,13 +40,17 @@ from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.deepspeed.zero_params import mark_parameters
 from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.sharding import current_device
-from tensorstow.fsdp.unshard import not_reduced
+from tensorstow.fsdp.unshard import micro_batches_of, not_reduced
 from tensorstow.optim.stowed_adam import StowedAdam
 
 _COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+_NESTED = (
+    "no_sync() or coalesce_grad_reduction() was called inside of one of them: one context is"
+    " enough. Leave one out."
+)
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(ConfiguredModule):
     """A placed model with its optimizer and scheduler: ``engine(...)``, ``backward``, ``step``.
 
     Attributes that the engine lacks are the module's. ``initialize`` creates it.
@@ -73,30 +77,35 @@ class DeepSpeedEngine(nn.Module):
         config: dict[str, Any] | None = None,
     ) -> None:
         """Create the engine; the class documents the arguments."""
-        super().__init__()
+        super().__init__(settings, {} if config is None else config)
         self.module = module
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.settings = settings
-        self.config = {} if config is None else config
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self.device = current_device()
         self.global_rank, self.local_rank = rank_here(), local_rank()
-        self.world_size = world_of(settings)
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._scale = scale
         self._update = None
         if optimizer is not None:
             self._update = OptimizerStep(optimizer, settings.gradient_clipping, scale)
+        self._times = self.world_size if settings.sums_gradients else 1
+        """What losses are multiplied by: reductions take a mean over the ranks."""
         self._direct = DirectBackward(
             1 if optimizer is None else settings.batch.accumulation,
             needs_scale=optimizer is not None and scale is not None,
             beside_backward=optimizer is not None
             and optimizer.offload_policy.overlap == "backward",
+            times=self._times,
         )
         self._boundary: bool | None = None
-        self._in_no_sync = self._applied = False
+        self._in_no_sync = self._is_coalescing = self._is_stepping = self._applied = False
+        self._backwards = 0
+        """Of the engine, since the last step."""
+        self._micro_batches = micro_batches_of(module)
+        if self._micro_batches is not None:
+            self._micro_batches.ask(self._ends_step)
         self._timer = StepTimer(
             settings.steps_per_print,
             timed=settings.wall_clock_breakdown,
@@ -174,6 +183,8 @@ class DeepSpeedEngine(nn.Module):
         with self._timer.measure("forward"), casts:
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
+            if self.optimizer is not None:
+                self._direct.micro_batches = self.gradient_accumulation_steps()
             self._direct.watch(output)
         return output
 
@@ -199,15 +210,18 @@ class DeepSpeedEngine(nn.Module):
         optimizer, update = self._trained("backward()")
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        factor = update.factor
+        factor = update.factor * self._times
         scaled = loss if factor == 1.0 else loss.float() * factor
         # Beside backward gradients are used when they are final: the engine knows when.
-        last = self.is_gradient_accumulation_boundary()
+        last = self._ends_step()
         more = nullcontext() if last else optimizer.accumulate()
+        if self._micro_batches is not None:
+            self._micro_batches.tell()
         with self._timer.measure("backward"), self._direct.engines_own(), more:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if self.monitor.enabled:
             self._loss += float(loss.detach())
+        self._backwards += 1
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -234,30 +248,41 @@ class DeepSpeedEngine(nn.Module):
 
         Raises:
             OptionError: The gradients are not finite, and updates by them run beside backward; or
-                it was called inside ``no_sync()``, where gradients are not reduced; or the engine
+                it was called inside ``no_sync()`` or ``coalesce_grad_reduction()``; or the engine
                 has no optimizer.
         """
         _, update = self._trained("step()")
         if self._in_no_sync:
             message = (
-                "step() was called inside no_sync(), where gradients are not reduced: call it"
-                " behind the context, in which all but the last backward of a step are."
+                "step() was called inside no_sync() or coalesce_grad_reduction(), whose gradients"
+                " need not be reduced yet: call it behind the context."
             )
             raise OptionError(message)
         self._applied = False
-        if self.is_gradient_accumulation_boundary():
-            with self._timer.measure("step"):
-                self._applied = taken = update.run()
-            if not taken:
-                self.skipped_steps += 1
-            elif self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
-            self.global_steps += 1
-            self.global_samples += self.train_batch_size()
-            facts = {"skipped": self.skipped_steps, "lr": self.get_lr(), "scale": self.loss_scale}
-            self._timer.log_step(self.global_steps, facts)
-            self._monitor_step()
+        self._is_stepping = True
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self._step(update, lr_kwargs)
+        finally:
+            self._is_stepping = False
         self.micro_steps += 1
+
+    def _step(self, update: OptimizerStep, lr_kwargs: dict[str, Any] | None) -> None:
+        """Update and step the scheduler."""
+        with self._timer.measure("step"):
+            self._applied = taken = update.run()
+        if not taken:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.global_steps += 1
+        train, micro, _ = self.get_batch_info()
+        managed = self.managed_gradient_accumulation()
+        self.global_samples += train if managed else micro * self.world_size * self._backwards
+        self._backwards = 0
+        facts = {"skipped": self.skipped_steps, "lr": self.get_lr(), "scale": self.loss_scale}
+        self._timer.log_step(self.global_steps, facts)
+        self._monitor_step()
 
     def _monitor_step(self) -> None:
         """Write the scalars of a step, by the names that upstream gives them."""
@@ -274,20 +299,35 @@ class DeepSpeedEngine(nn.Module):
         """Return whether this micro-batch is the last one of a step.
 
         Returns:
-            What ``set_gradient_accumulation_boundary`` set, else by counting.
+            What ``set_gradient_accumulation_boundary`` set, else by counting; without
+            ``managed_gradient_accumulation`` whether ``step()`` runs.
         """
+        if not self.managed_gradient_accumulation():
+            return self._is_stepping
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
+    def _ends_step(self) -> bool:
+        """Return whether the next backward is to reduce what gradients there are."""
+        managed = self.managed_gradient_accumulation() and not self._is_coalescing
+        return not managed or self.is_gradient_accumulation_boundary()
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:  # noqa: FBT001
         """Set whether this micro-batch, and those after it, end a step.
 
-        In stage 1 the number of micro-batches per step still holds.
-
         Args:
             is_boundary: Whether the next ``step()`` updates.
+
+        Raises:
+            OptionError: Every ``step()`` does, without ``managed_gradient_accumulation``.
         """
+        if not self.managed_gradient_accumulation():
+            message = (
+                "set_gradient_accumulation_boundary() was called with"
+                " managed_gradient_accumulation=false: each call of step() is one. Leave it out."
+            )
+            raise OptionError(message)
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
@@ -319,8 +359,7 @@ class DeepSpeedEngine(nn.Module):
             )
             raise OptionError(message)
         if self._in_no_sync:
-            message = "no_sync() was called inside no_sync(): one context is enough. Leave one out."
-            raise OptionError(message)
+            raise OptionError(_NESTED)
         self._in_no_sync = True
         try:
             # Stage 1 reduces with the last micro-batch alone, at any time.
@@ -328,6 +367,41 @@ class DeepSpeedEngine(nn.Module):
                 yield
         finally:
             self._in_no_sync = False
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Return a context of several backwards that belong to one step, called behind it.
+
+        Each of them reduces its gradients here, where upstream reduces their sum: the results are
+        the same but for rounding.
+
+        Returns:
+            The context manager.
+
+        Raises:
+            OptionError: The stage is 0, updates run beside backward, ``step()`` is the only
+                boundary already, or the context is inside of another one.
+        """
+        optimizer, _ = self._trained("coalesce_grad_reduction()")
+        if self._in_no_sync:
+            raise OptionError(_NESTED)
+        without = {
+            "ZeRO stage 0": not self.zero_optimization(),
+            "managed_gradient_accumulation=false": not self.managed_gradient_accumulation(),
+            'overlap="backward"': optimizer.offload_policy.overlap == "backward",
+        }
+        for reason, given in without.items():
+            if given:
+                message = (
+                    f"coalesce_grad_reduction() was called with {reason}. Use gradient_accumulation"
+                    "_steps, or leave one of both out."
+                )
+                raise OptionError(message)
+        self._in_no_sync = self._is_coalescing = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = self._is_coalescing = False
 
     # --- checkpoints ---
 
@@ -553,124 +627,11 @@ class DeepSpeedEngine(nn.Module):
         del non_blocking
         self._trained("reload_states()")
 
-    # --- settings and results ---
+    def empty_partition_cache(self) -> None:
+        """Free the whole weights that the last forward left on this rank, under stage 3."""
+        resharded(self.module)
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return whether a script that saves the model is to gather its weights.
-
-        Returns:
-            The configuration's ``stage3_gather_16bit_weights_on_model_save``, False where it says
-            nothing.
-        """
-        section = self.config.get("zero_optimization")
-        zero = section if isinstance(section, Mapping) else {}
-        names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
-        return any(zero.get(name) is True for name in names)
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Return whether gradients are sharded.
-
-        Returns:
-            Whether the stage is 2 or 3.
-        """
-        return self.zero_optimization_stage() > 1
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Return whether parameters are sharded.
-
-        Returns:
-            Whether the stage is 3.
-        """
-        return self.zero_optimization_stage() == 3
-
-    def train_batch_size(self) -> int:
-        """Return how many samples all ranks use in one step.
-
-        Returns:
-            Samples.
-        """
-        return self.settings.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return how many samples one forward uses.
-
-        Returns:
-            Samples.
-        """
-        return self.settings.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return how many micro-batches a step has.
-
-        Returns:
-            Micro-batches.
-        """
-        return self.settings.batch.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the three batch sizes.
-
-        Returns:
-            Samples of a step, samples of a forward, micro-batches of a step.
-        """
-        batch = self.settings.batch
-        return batch.train, batch.micro, batch.accumulation
-
-    def steps_per_print(self) -> int:
-        """Return after how many steps one is logged.
-
-        Returns:
-            Steps.
-        """
-        return self.settings.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        """Return whether the parts of a step are timed.
-
-        Returns:
-            The configuration's value.
-        """
-        return self.settings.wall_clock_breakdown
-
-    def gradient_clipping(self) -> float:
-        """Return the largest norm of the gradients.
-
-        Returns:
-            The norm; 0: nothing is clipped.
-        """
-        return self.settings.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        """Return the ZeRO stage.
-
-        Returns:
-            0 to 3.
-        """
-        return self.settings.zero.stage
-
-    def zero_optimization(self) -> bool:
-        """Return whether anything is sharded.
-
-        Returns:
-            Whether the stage is above 0.
-        """
-        return self.zero_optimization_stage() > 0
-
-    def bfloat16_enabled(self) -> bool:
-        """Return whether the model is in bf16.
-
-        Returns:
-            The configuration's value.
-        """
-        return self.settings.bf16
-
-    def fp16_enabled(self) -> bool:
-        """Return whether the model is in fp16.
-
-        Returns:
-            The configuration's value.
-        """
-        return self.settings.fp16 is not None
+    # --- results ---
 
     def get_lr(self) -> list[float]:
         """Return the learning rates.
@@ -705,14 +666,6 @@ class DeepSpeedEngine(nn.Module):
     def _groups(self) -> list[dict[str, Any]]:
         """The parameter groups; none without an optimizer."""
         return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale is dynamic.
-
-        Returns:
-            False without fp16 or with a static scale.
-        """
-        return self.settings.fp16 is not None and self.settings.fp16.loss_scale == 0.0
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients over all ranks, before clipping.

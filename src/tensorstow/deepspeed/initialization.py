@@ -66,7 +66,8 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     joined if a launcher started several ranks.
 
     Args:
-        args: An object that may have ``deepspeed_config``, as a script's arguments have.
+        args: An object that may have ``deepspeed_config`` (or ``deepscale_config``), as a script's
+            arguments have.
         model: The model.
         optimizer: Adam or AdamW over the model, torch's or tensorstow's, whose groups are used; a
             function of ``model_parameters`` that returns one; or what ``tensorstow.stow`` takes.
@@ -165,7 +166,7 @@ def _named_as_configured(settings: Settings) -> Iterator[None]:
 
 def _source(args: object, config: Config, config_params: Config) -> Any:  # noqa: ANN401
     """Return the configuration; raises OptionError unless exactly one was given."""
-    of_args = getattr(args, "deepspeed_config", None)
+    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = [c for c in (config, config_params, of_args) if c is not None]
     if len(given) != 1:
         message = (

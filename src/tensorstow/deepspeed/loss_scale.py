@@ -33,6 +33,18 @@ class LossScale:
             raise OptionError(message)
         self._patience = settings.hysteresis
         self._good_steps = 0
+        self.cur_iter = 0
+        """Steps that a dynamic scale has seen, by upstream's name."""
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale, by upstream's name."""
+        return self.scale
+
+    @property
+    def scale_window(self) -> int:
+        """``loss_scale_window``, by upstream's name."""
+        return self._settings.loss_scale_window
 
     def update(self, *, overflowed: bool) -> None:
         """Record a step; one that overflowed is skipped by the caller.
@@ -41,6 +53,7 @@ class LossScale:
         """
         if not self.dynamic:
             return
+        self.cur_iter += 1
         if overflowed:
             self._good_steps = 0
             self._back_off()
@@ -60,6 +73,7 @@ class LossScale:
             "scale": self.scale,
             "patience": self._patience,
             "good_steps": self._good_steps,
+            "cur_iter": self.cur_iter,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -68,6 +82,7 @@ class LossScale:
             self.scale = float(state["scale"])
             self._patience = int(state["patience"])
             self._good_steps = int(state["good_steps"])
+            self.cur_iter = int(state.get("cur_iter", self._good_steps))
 
     def _back_off(self) -> None:
         if self._patience > 1:

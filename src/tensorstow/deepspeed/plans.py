@@ -67,12 +67,13 @@ def _overlap(settings: Settings, plan: Plan, asked: Overlap | None) -> tuple[Ove
         "gradient_clipping": settings.gradient_clipping > 0.0,
         "fp16": settings.fp16 is not None,
         "bf16.check_grad_overflow": settings.check_grad_overflow,
+        "managed_gradient_accumulation=false": not settings.managed_accumulation,
     }
     behind = ", ".join(name for name, given in needs.items() if given)
     if asked == "backward" and behind:
         message = (
             f'overlap="backward" was given with {behind}: beside backward gradients are used before'
-            ' the norm of all is known. Use overlap="none", or leave one of them out.'
+            ' all of a step are there. Use overlap="none", or leave one of them out.'
         )
         raise OptionError(message)
     if asked is not None:
@@ -81,8 +82,8 @@ def _overlap(settings: Settings, plan: Plan, asked: Overlap | None) -> tuple[Ove
         return "forward", "exact with clipping, scaling and skipped steps"
     beside = "parameters are on disk" if plan.parameters == Tier.DISK else "ratio is below 1"
     if behind:
-        return "none", f"{beside}, and {behind} needs the norm of all gradients before an update"
-    return "backward", f"{beside}, and nothing needs the norm of all gradients before an update"
+        return "none", f"{beside}, and {behind} needs all gradients before an update"
+    return "backward", f"{beside}, and nothing needs all gradients before an update"
 
 
 def _update_on(settings: Settings, parameters: Tier, *, device_is_host: bool) -> UpdateOn | None:

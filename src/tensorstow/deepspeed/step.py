@@ -51,6 +51,8 @@ class OptimizerStep:
         told: Any = self._optimizer
         told.overflow = overflow
         told.loss_scale = told.cur_scale = self.factor
+        told.loss_scaler = self._scale
+        told.dynamic_loss_scale = self._scale is not None and self._scale.dynamic
 
     def _begin_and_end(self) -> bool:
         factor = self.factor

@@ -37,6 +37,7 @@ from tensorstow.nn.tiled_linear import TiledLinear
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "TiledLinear",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
@@ -147,6 +148,9 @@ class Init:
         if child is not None:
             _keep_values_of_first_rank(child.parameters())
 
+
+MiCS_Init = Init
+"""Upstream's for `mics_shard_size`, which the configuration of `initialize` says."""
 
 _OF_FIRST_RANK: Any = WeakIdKeyDictionary()
 """Parameters that have values on the first rank alone, until ``initialize`` places them."""

@@ -1,4 +1,4 @@
-"""What upstream writes on sharded parameters: ``ds_id``, ``ds_status``, ``ds_shape``, ``ds_numel``.
+"""What upstream writes on sharded parameters: ``ds_id``, ``ds_status``, ``ds_shape``, ...
 
 Scripts look for these to see whether a parameter is to be gathered before it is read.
 """
@@ -58,6 +58,7 @@ def mark(parameter: Any, number: int, status: ZeroParamStatus) -> None:  # noqa:
     """
     parameter.ds_id, parameter.ds_status = number, status
     parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+    parameter.ds_persist = False  # none stays whole between uses
 
 
 def is_zero_param(parameter: object) -> bool:

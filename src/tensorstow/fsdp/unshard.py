@@ -16,9 +16,9 @@ and FSDP2's own methods:
   they would be stale after an update.
 
 [Note: Micro-batches] Under stage 1 gradients stay unreduced between micro-batches and are reduced
-with the last one. A micro-batch is a forward with gradients. FSDP2 is set to keep weights unsharded
-and gradients unreduced before the last one; with it they are reduced and weights resharded, so that
-the next forward unshards new ones.
+with the last one. A micro-batch is a forward with gradients, unless a frontend says which is the
+last. FSDP2 is set to keep weights unsharded and gradients unreduced before the last one; with it
+they are reduced and weights resharded, so that the next forward unshards new ones.
 """
 
 import weakref
@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError, PoisonedError
-from tensorstow.fsdp.units import Unit
+from tensorstow.fsdp.units import Unit, found_in
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.placeholder import ABORT_ADVICE, ConsumedGradient
 
@@ -219,16 +219,29 @@ def not_reduced(model: nn.Module) -> Iterator[None]:
 
 
 class MicroBatches:
-    """Counts the micro-batches of a step, and makes FSDP2 reduce gradients in the last one."""
+    """Has gradients reduced in the last micro-batch of a step ([Note: Micro-batches])."""
 
     def __init__(self, set_last: Callable[[bool], None], steps: int) -> None:
         """Call ``set_last`` before each of the ``steps`` micro-batches that a step has."""
         self._set_last = set_last
         self._steps = steps
         self._seen = 0
+        self._is_last: Any = None
+        self._told = True
+
+    def ask(self, is_last: Callable[[], bool]) -> None:
+        """Ask a bound method whether a micro-batch is the last one, and count no more."""
+        self._is_last = weakref.WeakMethod(is_last)
+
+    def tell(self) -> None:
+        """Have the next backward's gradients reduced, or not, by what the method says now."""
+        is_last = None if self._is_last is None else self._is_last()
+        self._told = is_last is None or is_last()
+        self._set_last(self._told)
 
     def register(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks in place on ``module``, the model, and on its optimizer."""
+        _MICRO_BATCHES[module] = weakref.ref(self)
         known = weakref.ref(module)
 
         def pre_forward(called: nn.Module, _: object) -> None:
@@ -241,12 +254,21 @@ class MicroBatches:
     def _pre_forward(self) -> None:
         if not torch.is_grad_enabled():
             return
+        if self._is_last is not None:
+            self.tell()
+            return
         self._seen += 1
         if self._seen > self._steps:
             self._seen = 1
         self._set_last(self._seen == self._steps)
 
     def _pre_step(self, *_: Any) -> None:  # noqa: ANN401
+        if not self._told:
+            message = (
+                "step() was called, and the last backward was not to reduce its gradients: under"
+                " stage 1 that of the last micro-batch does. Take it before, or use stage 2 or 3."
+            )
+            raise OptionError(message)
         if self._seen % self._steps:
             message = (
                 f"step() was called after {self._seen} of accumulation_steps={self._steps}"
@@ -255,6 +277,17 @@ class MicroBatches:
             )
             raise OptionError(message)
         self._seen = 0
+
+
+_MICRO_BATCHES: Any = weakref.WeakKeyDictionary()
+"""Weak references, by the model: the optimizer has them."""
+
+
+def micro_batches_of(module: nn.Module) -> MicroBatches | None:
+    """Return what reduces the gradients of a model of stage 1; None: another stage, or one rank."""
+    known: Any = found_in(_MICRO_BATCHES, module)
+    found: MicroBatches | None = None if known is None else known()
+    return found
 
 
 def advice_for(gradients: Iterable[torch.Tensor | None]) -> str:

@@ -18,6 +18,8 @@ from ranks.driven import (
     exported,
     overflowing,
     scaled,
+    summed,
+    with_boundaries_of_its_own,
     with_norms,
 )
 from ranks.pool import Ranks
@@ -73,6 +75,39 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: "Ranks", world: in
 def test_boundaries_may_be_said_by_hand(ranks: "Ranks", world: int) -> None:
     for changed in ranks(world).run(boundary_by_hand, Drive(Zero(stage=0))):
         assert changed == [False, False, True]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_ends_where_the_engine_is_told(ranks: "Ranks", stage: int) -> None:
+    ranks(2).run(with_boundaries_of_its_own, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_are_summed_over_ranks_where_that_is_asked(ranks: "Ranks", stage: int) -> None:
+    ranks(2).run(summed, stage)
+
+
+def test_who_owns_the_boundary_does_not_set_it() -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}}
+    config["managed_gradient_accumulation"] = False
+    engine, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    with pytest.raises(OptionError, match="managed_gradient_accumulation=false"):
+        engine.set_gradient_accumulation_boundary(is_boundary=True)
+    with pytest.raises(OptionError, match="with ZeRO stage 0"), engine.coalesce_grad_reduction():
+        pass
+    assert not engine.is_gradient_accumulation_boundary()
+    engine.destroy()
+
+
+def test_steps_and_other_contexts_are_refused_among_backwards_of_one_step(
+    engine: deepspeed.DeepSpeedEngine,
+) -> None:
+    with engine.coalesce_grad_reduction():
+        with pytest.raises(OptionError, match="inside no_sync"):
+            engine.step()
+        with pytest.raises(OptionError, match="one context"), engine.coalesce_grad_reduction():
+            pass
+    engine.empty_partition_cache()
 
 
 @pytest.mark.parametrize("stage", [2, 3])

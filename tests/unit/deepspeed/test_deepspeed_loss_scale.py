@@ -85,3 +85,14 @@ def test_a_static_scale_is_not_loaded() -> None:
     scale = LossScale(Fp16(loss_scale=8.0))
     scale.load_state_dict(LossScale(Fp16()).state_dict())
     assert scale.scale == 8.0
+
+
+def test_scripts_read_it_by_upstream_s_names() -> None:
+    scale = LossScale(Fp16(initial_scale_power=1, loss_scale_window=3))
+    for number in range(5):
+        assert (scale.cur_iter, scale.scale_window) == (number, 3)
+        scale.update(overflowed=False)
+    assert scale.cur_scale == scale.scale == 4.0
+    again = LossScale(Fp16())
+    again.load_state_dict(scale.state_dict())
+    assert (again.cur_iter, again.cur_scale) == (5, 4.0)

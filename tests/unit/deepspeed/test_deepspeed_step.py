@@ -20,6 +20,8 @@ def weights_behind(gradient: list[float], clipping: float, scale: float | None) 
     assert weight.grad is None
     assert not hasattr(optimizer, "found_inf")
     assert not hasattr(optimizer, "grad_scale")
+    assert optimizer.loss_scaler is update._scale
+    assert not optimizer.dynamic_loss_scale
     if math.isfinite(sum(gradient)):
         assert update.norm == pytest.approx(math.hypot(*gradient))
     optimizer.close()

@@ -1,8 +1,11 @@
 """Whole weights, gradients and states of one parameter."""
 
+from functools import partial
+
 import pytest
 import torch
 
+import tensorstow.deepspeed as deepspeed
 from ranks.driven import Drive, read_and_set
 from ranks.pool import Ranks
 from tensorstow.base.errors import OptionError
@@ -26,3 +29,31 @@ def test_a_parameter_of_nobody_is_refused() -> None:
         utils.safe_get_full_fp32_param(torch.nn.Parameter(torch.ones(3)))
     with pytest.raises(OptionError, match="that is not there"):
         utils.safe_set_full_grad(torch.nn.Parameter(torch.ones(3)), torch.ones(3))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_frozen_parameter_has_no_fp32_weight_and_no_states(stage: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    model[0].requires_grad_(requires_grad=False)
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "Adam"},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+    engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
+    engine.step()
+    frozen, trained = engine.module[0].weight, engine.module[1].weight
+    for read in (
+        utils.safe_get_full_fp32_param,
+        utils.safe_get_local_fp32_param,
+        utils.safe_get_full_grad,
+        partial(utils.safe_get_full_optimizer_state, optim_state_key="exp_avg"),
+    ):
+        assert read(frozen) is None
+    assert utils.safe_get_full_fp32_param(trained).dtype == torch.float32
+    utils.safe_set_full_fp32_param(frozen, torch.full((3, 2), 0.5))
+    assert frozen.eq(0.5).all()
+    assert frozen not in optimizer.state
+    engine.destroy()

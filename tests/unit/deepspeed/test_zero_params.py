@@ -29,6 +29,7 @@ def said() -> None:
         assert is_zero_param(parameter)
         assert parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
         assert (parameter.ds_shape, parameter.ds_numel) == (parameter.shape, parameter.numel())
+        assert not parameter.ds_persist
         number = parameter.ds_id
         with deepspeed.zero.GatheredParameters(parameter):
             assert parameter.ds_status == ZeroParamStatus.AVAILABLE

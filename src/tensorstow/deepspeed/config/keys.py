@@ -44,12 +44,7 @@ _BATCH = [
     honoured("train_batch_size", whole(1), off=None),
     honoured("train_micro_batch_size_per_gpu", whole(1), off=None),
     honoured("gradient_accumulation_steps", whole(1), off=None),
-    refused(
-        "managed_gradient_accumulation",
-        BOOL,
-        off=True,
-        instead="call step() after each micro-batch, and they are counted for you",
-    ),
+    honoured("managed_gradient_accumulation", BOOL, off=True),
     honoured("dataloader_drop_last", BOOL, off=False),
 ]
 
@@ -117,12 +112,7 @@ _PRECISION = [
 _REDUCTION = [
     *idle("", BOOL, "prescale_gradients", why="a mean is taken when gradients are reduced"),
     *idle("", positive(), "gradient_predivide_factor", why="gradients are reduced to a mean"),
-    refused(
-        "gradient_allreduce_op",
-        one_of("mean", "sum"),
-        off="mean",
-        instead="multiply the loss by the number of ranks for a sum",
-    ),
+    honoured("gradient_allreduce_op", one_of("mean", "sum"), off="mean"),
     *idle("", BOOL, "disable_allgather", why="FSDP2 gathers"),
     refused("sparse_gradients", BOOL, off=False, instead="use dense embeddings (sparse=False)"),
     refused("sequence_parallel_size", whole(1), off=1, instead="split sequences in the model"),

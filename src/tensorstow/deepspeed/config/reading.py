@@ -63,6 +63,8 @@ def _settings(values: Values, world: int) -> Settings:
             values["gradient_accumulation_steps"],
             world,
         ),
+        managed_accumulation=values["managed_gradient_accumulation"],
+        sums_gradients=values["gradient_allreduce_op"] == "sum",
         optimizer=_named(values, "optimizer"),
         scheduler=_named(values, "scheduler"),
         fp16=Fp16(**_fields(Fp16, "fp16", values)) if values["fp16.enabled"] else None,

@@ -109,6 +109,10 @@ class Settings:
     """A whole configuration, checked; None for a section that is absent or disabled."""
 
     batch: Batch
+    managed_accumulation: bool = True
+    """Whether ``step()`` is called after each micro-batch; False: after the last of a step."""
+    sums_gradients: bool = False
+    """Whether gradients are summed over ranks; False: averaged."""
     optimizer: Named | None = None
     scheduler: Named | None = None
     fp16: Fp16 | None = None

@@ -1,8 +1,10 @@
 """``deepspeed.ops``: optimizers by upstream's names, and I/O."""
 
-from tensorstow.deepspeed.ops import adam, op_builder
+from tensorstow.deepspeed.ops import adam, aio, op_builder
 
-__all__ = ["adam", "op_builder"]
+__all__ = ["adam", "aio", "op_builder"]
 
-__compatible_ops__ = {op_builder.AsyncIOBuilder.NAME: True}
+_BUILDERS = (op_builder.AsyncIOBuilder, op_builder.CPUAdamBuilder, op_builder.FusedAdamBuilder)
+
+__compatible_ops__ = {builder.NAME: True for builder in _BUILDERS}
 """Upstream's table of what a machine can build."""

@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from fcntl import F_GETFL, fcntl
 from pathlib import Path
 
 import torch
@@ -111,18 +112,34 @@ class AioHandle:
         self._start("read", buffer, filename, file_offset)
         return 0
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def async_pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: str | int | None = None,
+        file_offset: int = 0,
+        fd: int | None = None,
+    ) -> int:
         """Start writing a tensor to a file; it must not change until ``wait``.
 
         Args:
             buffer: A contiguous tensor in host memory.
-            filename: The file; it is made if it is not there, and keeps its other bytes.
+            filename: The file; it is made if it is not there, and keeps its other bytes. A number
+                is a descriptor.
             file_offset: The byte that it begins at.
+            fd: In place of ``filename``, a descriptor that may be written to; it may be closed
+                before ``wait``.
 
         Returns:
             0.
+
+        Raises:
+            OptionError: Neither a name nor a descriptor was given, or both.
         """
-        self._start("write", buffer, filename, file_offset)
+        given = [place for place in (filename, fd) if place is not None]
+        if len(given) != 1:
+            message = f"filename={filename!r} and fd={fd!r} were given: give one of both."
+            raise OptionError(message)
+        self._start("write", buffer, given[0], file_offset)
         return 0
 
     def pread(
@@ -223,15 +240,19 @@ class AioHandle:
         self._locked.discard(storage)
         return is_known
 
-    def _start(self, operation: str, buffer: torch.Tensor, name: str, offset: int) -> None:
-        path = Path(name)
+    def _start(self, operation: str, buffer: torch.Tensor, name: str | int, offset: int) -> None:
         if not buffer.is_contiguous():
             message = f"A buffer of strides {buffer.stride()} was given: it must be contiguous."
             raise OptionError(message)
-        if operation == "read":
-            file = open_file(self._engine, path, access=os.O_RDONLY)
+        if isinstance(name, int):
+            is_direct = bool(fcntl(name, F_GETFL) & os.O_DIRECT)
+            path = Path(f"/dev/fd/{name}")
+            file = File(self._engine, os.dup(name), path, direct=is_direct, cached=True)
+        elif operation == "read":
+            file = open_file(self._engine, Path(name), access=os.O_RDONLY)
         else:
-            file = self._open_to_write(path, direct=not (offset % ALIGN or buffer.nbytes % ALIGN))
+            direct = not (offset % ALIGN or buffer.nbytes % ALIGN)
+            file = self._open_to_write(Path(name), direct=direct)
         try:
             future = (file.read if operation == "read" else file.write)(buffer, offset)
         except BaseException:

@@ -2,10 +2,11 @@
 
 from types import SimpleNamespace
 
+from tensorstow.base.errors import AbsentError
 from tensorstow.deepspeed.absent import refuse_names
 from tensorstow.deepspeed.ops.aio_handle import AioHandle
 
-__all__ = ["AsyncIOBuilder"]
+__all__ = ["AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder"]
 
 
 class AsyncIOBuilder:
@@ -36,6 +37,56 @@ class AsyncIOBuilder:
         """
         del verbose
         return SimpleNamespace(aio_handle=AioHandle)
+
+
+class CPUAdamBuilder:
+    """What scripts load before ``initialize``, to have upstream's Adam compiled."""
+
+    NAME = "cpu_adam"
+
+    def is_compatible(self, verbose: bool = False) -> bool:  # noqa: FBT001, FBT002  # upstream's
+        """Return whether the CPU updates: on every machine.
+
+        Args:
+            verbose: Not used.
+
+        Returns:
+            True.
+        """
+        del verbose
+        return True
+
+    def load(self, verbose: bool = True) -> "PackagedKernels":  # noqa: FBT001, FBT002  # upstream's
+        """Return the kernels, which need not be compiled.
+
+        Args:
+            verbose: Not used.
+
+        Returns:
+            An object without names of its own.
+        """
+        del verbose
+        return PackagedKernels()
+
+
+class FusedAdamBuilder(CPUAdamBuilder):
+    """The same for ``FusedAdam``."""
+
+    NAME = "fused_adam"
+
+
+class PackagedKernels:
+    """The kernels of this package: their names are those of ``deepspeed.ops.adam``."""
+
+    def __getattr__(self, name: str) -> object:
+        """Refuse a name of upstream's extension."""
+        if name.startswith("__"):  # what Python itself looks for
+            raise AttributeError(name)
+        message = (
+            f"{name} is a function of upstream's extension: here deepspeed.ops.adam has the"
+            " optimizers, and calls its kernels itself."
+        )
+        raise AbsentError(message)
 
 
 __getattr__ = refuse_names(

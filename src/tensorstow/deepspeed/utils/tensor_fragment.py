@@ -4,6 +4,8 @@ The ``full`` ones are collective: every rank is to call them. The ``local`` ones
 elements. All of them wait for an update that is under way first.
 """
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from tensorstow.base.errors import OptionError
@@ -19,17 +21,18 @@ _FP32 = "fp32"
 _MASTER = "master"
 
 
-def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor:
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter's full fp32 weight: the master weight of a 16-bit parameter.
 
     Args:
         param: A parameter of an engine. Call it on every rank.
 
     Returns:
-        A fp32 tensor of the parameter's full shape, in host memory.
+        A fp32 tensor of the parameter's full shape, in host memory; None: it is not trained.
     """
     param = placed_of(param)
-    return full_tensor(safe_get_local_fp32_param(param), param)
+    own = safe_get_local_fp32_param(param)
+    return None if own is None else full_tensor(own, param)
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -99,6 +102,28 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     safe_set_local_grad(param, part_of(_like(param, value), param, "The value"))
 
 
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[torch.Tensor],
+    update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Replace the full gradients of parameters, between ``backward`` and ``step``.
+
+    Args:
+        param_list: Parameters of an engine, the same on every rank; those without a gradient are
+            left out.
+        update_func: Takes a full fp32 gradient in host memory, and its parameter; returns the new
+            gradient, the same on every rank.
+
+    Raises:
+        OptionError: A new gradient has another shape, or updates run beside backward and have used
+            one.
+    """
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
 def safe_set_full_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
@@ -117,17 +142,20 @@ def safe_set_full_optimizer_state(
     safe_set_local_optimizer_state(param, own, optim_state_key)
 
 
-def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor:
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's shard of the fp32 weight.
 
     Args:
         param: A parameter of an engine.
 
     Returns:
-        A fp32 tensor of the shard's shape, in host memory.
+        A fp32 tensor of the shard's shape, in host memory; None: no group of the optimizer has the
+        parameter.
     """
     param = placed_of(param)
     optimizer = optimizer_of(param)
+    if optimizer._params().find(param) is None:  # noqa: SLF001
+        return None
     optimizer.wait([param])
     own = _own(param).detach().cpu()
     if own.dtype != torch.float32:
@@ -221,11 +249,12 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         value: A tensor of the shard's shape.
     """
     param = placed_of(param)
-    optimizer_of(param).wait()
+    optimizer = optimizer_of(param)
+    optimizer.wait()
     own = _own(param)
     with torch.no_grad():
         own.copy_(value)
-    if own.dtype != torch.float32:
+    if own.dtype != torch.float32 and optimizer._params().find(param) is not None:  # noqa: SLF001
         safe_set_local_optimizer_state(param, value, _MASTER)
 
 

@@ -7,7 +7,7 @@ ask, and changes nothing.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -16,6 +16,8 @@ from tensorstow.base.errors import OptionError
 __all__ = [
     "get_z3_leaf_modules",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]
@@ -77,6 +79,52 @@ def set_z3_leaf_modules(
     return found
 
 
+def set_z3_leaf_modules_by_name(
+    model: nn.Module,
+    module_names: Sequence[str],
+    flag: bool = True,  # noqa: FBT001, FBT002  # upstream's
+    raise_if_not_found: bool = True,  # noqa: FBT001, FBT002
+) -> tuple[list[nn.Module], list[str]]:
+    """Set modules as leaves by their names in ``model.named_modules()``.
+
+    Args:
+        model: The model.
+        module_names: The names.
+        flag: False: they are taken from the leaves.
+        raise_if_not_found: Whether a name that the model has not is an error.
+
+    Returns:
+        The modules, and the names that the model has not.
+
+    Raises:
+        OptionError: The model has not all of them.
+    """
+    return _set_by(str.__eq__, model, module_names, (flag, raise_if_not_found))
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Sequence[str],
+    flag: bool = True,  # noqa: FBT001, FBT002  # upstream's
+    raise_if_not_found: bool = True,  # noqa: FBT001, FBT002
+) -> tuple[list[nn.Module], list[str]]:
+    """Set modules as leaves by what their names in ``model.named_modules()`` end in.
+
+    Args:
+        model: The model.
+        module_name_suffixes: The ends.
+        flag: False: they are taken from the leaves.
+        raise_if_not_found: Whether an end that no name has is an error.
+
+    Returns:
+        The modules, and the ends that no name has.
+
+    Raises:
+        OptionError: One of them is no name's.
+    """
+    return _set_by(str.endswith, model, module_name_suffixes, (flag, raise_if_not_found))
+
+
 def unset_z3_leaf_modules(
     model: nn.Module,
     leaf_module_classes: LeafClasses,
@@ -98,6 +146,28 @@ def unset_z3_leaf_modules(
     found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
     _LEAVES.difference_update(found)
     return found
+
+
+def _set_by(
+    matches: Callable[[str, str], bool],
+    model: nn.Module,
+    wanted: Sequence[str],
+    flags: tuple[bool, bool],
+) -> tuple[list[nn.Module], list[str]]:
+    """Set the modules whose names match; ``flags``: whether as leaves, and whether all must."""
+    is_leaf, must_all = flags
+    named = list(model.named_modules())
+    by_text = {text: [m for name, m in named if matches(name, text)] for text in wanted}
+    missing = [text for text, found in by_text.items() if not found]
+    if missing and must_all:
+        message = (
+            f"Modules {missing} were to be leaves, and the model has none of these names. Give"
+            " names of model.named_modules()."
+        )
+        raise OptionError(message)
+    found = list(dict.fromkeys(m for modules in by_text.values() for m in modules))
+    (_LEAVES.update if is_leaf else _LEAVES.difference_update)(found)
+    return found, missing
 
 
 def _is_one_of(module: nn.Module, classes: LeafClasses) -> bool:

@@ -93,7 +93,12 @@ def test_without_any_key_all_is_as_settings_say() -> None:
 
 def test_every_field_of_settings_is_filled_from_a_key() -> None:
     read = {k.path.rpartition(".")[2] for k in KEYS.values() if k.support is not Support.REFUSED}
-    renamed = {"threads": "intra_op_parallelism", "hpz_partition_size": "zero_hpz_partition_size"}
+    renamed = {
+        "threads": "intra_op_parallelism",
+        "hpz_partition_size": "zero_hpz_partition_size",
+        "managed_accumulation": "managed_gradient_accumulation",
+        "sums_gradients": "gradient_allreduce_op",
+    }
     settings = Settings(Batch(1, 1, 1))
     for section in (settings.zero, settings.aio, settings.activation_checkpointing, settings):
         for field in fields(section):

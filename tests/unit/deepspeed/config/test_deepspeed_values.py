@@ -49,8 +49,6 @@ def test_a_wrong_value_is_refused_with_path_and_range(
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "not rounded"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "updates are exact"),
         ({"curriculum_learning": {"enabled": True}}, "sampler"),
-        ({"managed_gradient_accumulation": False}, "step()"),
-        ({"gradient_allreduce_op": "SUM"}, "number of ranks"),
         ({"tensor_parallel": {"autotp_size": 4}}, "takes no DTensors"),
         ({"fp16": {"auto_cast": True}}, "cast inputs"),
     ],
@@ -67,8 +65,6 @@ def test_what_is_refused_may_stand_there_switched_off() -> None:
     off = {
         "amp": {"enabled": False, "opt_level": "O1"},
         "sparse_gradients": False,
-        "managed_gradient_accumulation": True,
-        "gradient_allreduce_op": "mean",
         "compression_training": {"weight_quantization": {"shared": {"enabled": False}}},
         "tensor_parallel": {"autotp_size": 0},
     }

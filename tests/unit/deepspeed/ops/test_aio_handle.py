@@ -1,5 +1,7 @@
 """Files through upstream's handle."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -84,5 +86,31 @@ def test_a_transfer_that_fails_is_told(handle: AioHandle, tmp_path: Path) -> Non
 
 
 def test_other_builders_are_refused_by_name() -> None:
-    with pytest.raises(AbsentError, match="CPUAdamBuilder is not in"):
-        op_builder.CPUAdamBuilder  # noqa: B018
+    with pytest.raises(AbsentError, match="FusedLambBuilder is not in"):
+        op_builder.FusedLambBuilder  # noqa: B018
+
+
+def descriptor_of(path: Path, *, direct: bool) -> int:
+    flags = os.O_RDWR | os.O_CREAT
+    if direct:
+        with suppress(OSError):  # a file system in memory has none
+            return os.open(path, flags | os.O_DIRECT)
+    return os.open(path, flags)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_descriptor_may_stand_for_a_name(
+    handle: AioHandle, tmp_path: Path, *, direct: bool
+) -> None:
+    values = torch.arange(4096)
+    descriptor = descriptor_of(tmp_path / "file", direct=direct)
+    assert handle.async_pwrite(values, fd=descriptor) == 0
+    assert handle.async_pwrite(values + 1, descriptor, values.nbytes) == 0
+    os.close(descriptor)
+    assert handle.wait() == 2
+    read = torch.empty(8192, dtype=values.dtype)
+    handle.sync_pread(read, str(tmp_path / "file"))
+    assert torch.equal(read, torch.cat([values, values + 1]))
+    for given in ({}, {"filename": "file", "fd": 1}):
+        with pytest.raises(OptionError, match="give one of both"):
+            handle.async_pwrite(values, **given)

@@ -7,6 +7,8 @@ from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.utils import (
     get_z3_leaf_modules,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
@@ -28,3 +30,18 @@ def test_a_class_that_the_model_has_not_is_told() -> None:
     with pytest.raises(OptionError, match="no module of these classes"):
         set_z3_leaf_modules(model, [nn.Linear])
     assert set_z3_leaf_modules(model, [nn.Linear], raise_if_not_found=False) == []
+
+
+def test_leaves_are_named_too() -> None:
+    model = nn.ModuleDict({"first": nn.Sequential(nn.ReLU()), "second": nn.Sequential(nn.ReLU())})
+    first, second = model["first"], model["second"]
+    assert set_z3_leaf_modules_by_name(model, ["first"]) == ([first], [])
+    ends = ["d.0", ".0", "no"]
+    found, missing = set_z3_leaf_modules_by_suffix(model, ends, raise_if_not_found=False)
+    assert (found, missing) == ([second[0], first[0]], ["no"])
+    assert get_z3_leaf_modules(model) == [first, first[0], second[0]]
+    assert set_z3_leaf_modules_by_name(model, ["first"], flag=False) == ([first], [])
+    assert get_z3_leaf_modules(model) == [first[0], second[0]]
+    with pytest.raises(OptionError, match=r"\['third'\] were to be leaves"):
+        set_z3_leaf_modules_by_name(model, ["first", "third"])
+    assert not z3_leaf_module(first)

@@ -7,13 +7,24 @@ from tensorstow.deepspeed.runtime.zero import (
     stage_1_and_2,
     tiling,
 )
-from tensorstow.deepspeed.zero import GatheredParameters, Init
+from tensorstow.deepspeed.zero import (
+    GatheredParameters,
+    Init,
+    MiCS_Init,
+    TiledLinear,
+    register_external_parameter,
+)
+from tensorstow.deepspeed.zero_params import ZeroParamStatus
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
+    "TiledLinear",
+    "ZeroParamStatus",
     "offload_config",
     "partition_parameters",
+    "register_external_parameter",
     "stage3",
     "stage_1_and_2",
     "tiling",
